@@ -1,0 +1,324 @@
+// module: the engine as Python sees it: Group, Work, Bound, and the schedule for tests.
+//
+// Floor     bindings
+// Contract  pyringar._native loads it, pyringar.communicator is its only user. Errors arrive as the
+//           classes of pyringar.errors. The GIL is released while data moves, except for calls so
+//           short that handing it over would take longer.
+// Tests     tests/test_communicator.py, tests/test_arguments.py
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "bindings/prepare.h"
+#include "bindings/tensor.h"
+#include "core/error.h"
+#include "core/schedule.h"
+
+namespace pyringar {
+
+namespace {
+
+// Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
+constexpr std::size_t kKeepGilBytes = 128 * 1024;
+
+std::chrono::nanoseconds to_nanoseconds(double seconds) {
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
+}
+
+// A group made before fork() is leaked in the child: its locks and threads are not usable there.
+struct GroupDeleter {
+  void operator()(Group* group) const {
+    if (group->forked()) return;
+    const py::gil_scoped_release release;
+    delete group;
+  }
+};
+using GroupPtr = std::shared_ptr<Group>;
+
+void run(Group& group, const Collective& collective, int world_size) {
+  if (collective.bytes * static_cast<std::size_t>(world_size) <= kKeepGilBytes &&
+      collective.algorithm == Algorithm::kFused && group.try_run(collective)) {
+    return;
+  }
+  const py::gil_scoped_release release;
+  group.run(collective);
+}
+
+// A call that was checked once. It keeps the tensors and their storages, so that the memory stays.
+struct Bound {
+  GroupPtr group;
+  Prepared prepared;
+  py::list storages;
+
+  Bound(GroupPtr g, Prepared p) : group(std::move(g)), prepared(std::move(p)) {
+    for (const py::handle tensor : prepared.written) {
+      storages.append(tensor.attr("untyped_storage")());
+    }
+  }
+
+  void call() {
+    group->check_usable();
+    mark_written(prepared.written.ptr());
+    run(*group, prepared.collective, static_cast<int>(storages.size()));
+  }
+};
+
+constexpr const char* kBoundCapsule = "pyringar.bound";
+
+void set_python_error(std::exception_ptr pointer);
+
+// A plain C function for Python: a bound call lasts a microsecond, and a class would add a third.
+PyObject* call_bound(PyObject* capsule, PyObject*) {
+  try {
+    static_cast<Bound*>(PyCapsule_GetPointer(capsule, kBoundCapsule))->call();
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+py::object make_bound(GroupPtr group, Prepared prepared) {
+  static PyMethodDef method = {"bound_all_reduce", &call_bound, METH_NOARGS,
+                               "Reduce the bound tensors in place."};
+  const py::capsule capsule(
+      new Bound(std::move(group), std::move(prepared)), kBoundCapsule,
+      [](PyObject* c) { delete static_cast<Bound*>(PyCapsule_GetPointer(c, kBoundCapsule)); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+}
+
+// The value whose name Python passed; names[i] belongs to value i.
+template <typename Enum>
+Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
+  std::string choices;
+  const char* text = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8(given.ptr()) : nullptr;
+  for (int i = 0; i < count; ++i) {
+    const char* name = name_of(static_cast<Enum>(i));
+    if (text != nullptr && std::strcmp(text, name) == 0) return static_cast<Enum>(i);
+    choices += join(i == 0 ? "" : ", ", name);
+  }
+  const std::string value = py::repr(given);
+  fail(ErrorKind::kArgument, argument, " is ", value, ", expected one of ", choices);
+}
+
+ReduceOp parse_op(py::handle op) { return parse<ReduceOp>(op, "op", &op_name, kNumReduceOps); }
+Algorithm parse_algorithm(py::handle algorithm) {
+  return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
+}
+
+// Runs now and returns None, or submits and returns the Work and what must live until it is done:
+// the caller may drop its lists, or change them.
+py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op) {
+  group->check_usable();
+  // Before the first write: a collective that fails half-way has written too.
+  mark_written(prepared.written.ptr());
+  if (async_op) {
+    auto work = group->submit(std::move(prepared.collective));
+    return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+  }
+  const auto ranks = std::max<std::size_t>(1, py::len(prepared.written));
+  run(*group, prepared.collective, static_cast<int>(ranks));
+  return py::none();
+}
+
+// The class of pyringar.errors for each ErrorKind.
+py::object python_class(ErrorKind kind) {
+  constexpr const char* kClasses[] = {"ArgumentError", "UnsupportedError", "CollectiveTimeout",
+                                      "RingarError"};
+  return py::module_::import("pyringar.errors").attr(kClasses[static_cast<int>(kind)]);
+}
+
+void set_python_error(std::exception_ptr pointer) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    PyErr_SetString(python_class(error.kind()).ptr(), error.what());
+  } catch (const PythonErrorPending&) {
+    // What Python raised is what the caller gets.
+  } catch (const std::bad_alloc& error) {
+    PyErr_SetString(PyExc_MemoryError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(python_class(ErrorKind::kState).ptr(), error.what());
+  }
+}
+
+// pybind11 asks one translator after the other; what is not ours goes on to the next.
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error&) {
+    set_python_error(pointer);
+  } catch (const PythonErrorPending&) {
+    set_python_error(pointer);
+  }
+}
+
+py::object exception_of(Work& work) {
+  const std::exception_ptr error = work.exception();
+  if (!error) return py::none();
+  set_python_error(error);
+  const py::error_already_set raised;
+  return py::reinterpret_borrow<py::object>(raised.value());
+}
+
+py::dict stats_dict(Group& group) {
+  const GroupStats stats = [&] {
+    const py::gil_scoped_release release;  // it waits for the collective that runs
+    return group.stats();
+  }();
+  py::dict by_algorithm;
+  for (int i = 0; i < kNumAlgorithms; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    if (stats.calls[at] == 0) continue;
+    py::dict row;
+    row["calls"] = stats.calls[at];
+    row["bytes"] = stats.bytes[at];
+    row["busy_s"] = static_cast<double>(stats.busy_ns[at]) * 1e-9;
+    by_algorithm[algorithm_name(static_cast<Algorithm>(i))] = row;
+  }
+  return by_algorithm;
+}
+
+py::dict build_info() {
+  py::dict info;
+#if defined(__clang__)
+  info["compiler"] = "clang++ " __clang_version__;
+#else
+  info["compiler"] = "g++ " __VERSION__;
+#endif
+#if defined(__AVX512F__)
+  info["simd"] = "AVX-512";
+#elif defined(__AVX2__)
+  info["simd"] = "AVX2";
+#elif defined(__ARM_FEATURE_SVE)
+  info["simd"] = "SVE";
+#elif defined(__ARM_NEON)
+  info["simd"] = "NEON";
+#elif defined(__SSE2__)
+  info["simd"] = "SSE2";
+#else
+  info["simd"] = "none";
+#endif
+#if defined(__F16C__)
+  info["fp16_conversion"] = "hardware";
+#else
+  info["fp16_conversion"] = "integer arithmetic";
+#endif
+#if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
+  info["waits"] = "futex";
+#else
+  info["waits"] = "condition variables";
+#endif
+  info["cores"] = allowed_cores().size();
+  return info;
+}
+
+// For the algorithms in Python: the next to run, as run() would be, or the reason why not.
+void wait_for_turn(Group& group) {
+  const py::gil_scoped_release release;
+  group.wait_for_turn();
+}
+
+void bind_group(py::module_& m) {
+  py::class_<Group, GroupPtr>(m, "Group")
+      .def(py::init([](int world_size, double timeout_s) {
+             return GroupPtr(new Group(world_size, to_nanoseconds(timeout_s)), GroupDeleter{});
+           }),
+           py::arg("world_size"), py::arg("timeout_s"))
+      .def("all_reduce",
+           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm,
+              bool async_op) {
+             return run_or_submit(
+                 group,
+                 prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
+                                    group->world_size(), "all_reduce"),
+                 async_op);
+           })
+      .def("all_reduce_coalesced",
+           [](const GroupPtr& group, py::handle lists, py::handle op, py::handle algorithm,
+              bool async_op) {
+             return run_or_submit(
+                 group,
+                 prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
+                                              group->world_size()),
+                 async_op);
+           })
+      .def("reduce_scatter",
+           [](const GroupPtr& group, py::handle outputs, py::handle inputs, py::handle op,
+              py::handle algorithm, bool async_op) {
+             return run_or_submit(
+                 group,
+                 prepare_reduce_scatter(outputs, inputs, parse_op(op), parse_algorithm(algorithm),
+                                        group->world_size()),
+                 async_op);
+           })
+      .def("all_gather",
+           [](const GroupPtr& group, py::handle outputs, py::handle inputs, py::handle algorithm,
+              bool async_op) {
+             return run_or_submit(group,
+                                  prepare_all_gather(outputs, inputs, parse_algorithm(algorithm),
+                                                     group->world_size()),
+                                  async_op);
+           })
+      .def("broadcast",
+           [](const GroupPtr& group, py::handle tensors, int root, bool async_op) {
+             return run_or_submit(group, prepare_broadcast(tensors, root, group->world_size()),
+                                  async_op);
+           })
+      .def("bind",
+           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm) {
+             group->check_usable();
+             return make_bound(group,
+                               prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
+                                                  group->world_size(), "bind"));
+           })
+      .def("check",
+           [](const GroupPtr& group, py::handle tensors) {
+             group->check_usable();
+             const Prepared prepared = prepare_all_reduce(
+                 tensors, ReduceOp::kSum, Algorithm::kFused, group->world_size(), "all_reduce");
+             wait_for_turn(*group);
+           })
+      .def("check_coalesced",
+           [](const GroupPtr& group, py::handle lists) {
+             group->check_usable();
+             const Prepared prepared = prepare_all_reduce_coalesced(
+                 lists, ReduceOp::kSum, Algorithm::kFused, group->world_size());
+             wait_for_turn(*group);
+           })
+      .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
+      .def("stats", &stats_dict)
+      .def(
+          "delay_rank",
+          [](Group& group, int rank, double seconds) {
+            group.delay_rank(rank, to_nanoseconds(seconds));
+          },
+          py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_engine, m) {
+  m.doc() = "The CPU engine of pyringar; use pyringar.Communicator.";
+  py::register_exception_translator(&translate);
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def("is_completed", &Work::is_completed)
+      .def("exception", &exception_of)
+      .def(
+          "wait", [](Work& work, double timeout_s) { return work.wait(to_nanoseconds(timeout_s)); },
+          py::call_guard<py::gil_scoped_release>());
+  bind_group(m);
+  m.def("build_info", &build_info);
+  m.def("ring_step", [](int rank, int world_size, int step) {
+    const RingStep s = ring_step(rank, world_size, step);
+    return py::make_tuple(s.send_chunk, s.recv_chunk, s.reduce);
+  });
+  m.def("chunk_range", [](std::size_t numel, int world_size, int chunk) {
+    const Range range = chunk_range(numel, world_size, chunk);
+    return py::make_tuple(range.begin, range.end);
+  });
+}
+
+}  // namespace pyringar

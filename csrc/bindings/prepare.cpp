@@ -1,0 +1,355 @@
+// prepare: reads the lists, checks them, and lays out the pointer tables of a Collective.
+//
+// Floor     bindings
+// Tests     tests/test_arguments.py
+
+#include "bindings/prepare.h"
+
+#include "bindings/tensor.h"
+#include "core/error.h"
+
+namespace pyringar {
+
+namespace {
+
+// A Python list or tuple, borrowed items, its length checked.
+class Sequence {
+ public:
+  Sequence(py::handle object, const char* operation, const std::string& argument,
+           Py_ssize_t expected, const char* per) {
+    PyObject* raw = object.ptr();
+    if (!PyList_Check(raw) && !PyTuple_Check(raw)) {
+      fail(ErrorKind::kArgument, operation, ": ", argument, " is a ", Py_TYPE(raw)->tp_name,
+           ", expected a list or tuple with one ", per);
+    }
+    // A tuple of its own: a list could change under us while the GIL is released.
+    items_ = py::reinterpret_steal<py::tuple>(PySequence_Tuple(raw));
+    if (!items_) throw_python_error();
+    if (expected >= 0 && size() != expected) {
+      fail(ErrorKind::kArgument, operation, ": ", argument, " has ", size(), " entries, expected ",
+           expected, ", one ", per);
+    }
+  }
+
+  Py_ssize_t size() const { return PyTuple_GET_SIZE(items_.ptr()); }
+  PyObject* operator[](Py_ssize_t i) const { return PyTuple_GET_ITEM(items_.ptr(), i); }
+  const py::tuple& items() const { return items_; }
+
+ private:
+  py::tuple items_;
+};
+
+Py_ssize_t expected_ranks(int world_size) { return world_size == 0 ? -1 : world_size; }
+
+void check_some_rank(const Sequence& sequence, const char* operation, const char* argument) {
+  if (sequence.size() == 0) {
+    fail(ErrorKind::kArgument, operation, ": ", argument,
+         " is empty, expected at least one rank's tensor");
+  }
+}
+
+void append(const py::list& list, PyObject* item) {
+  if (PyList_Append(list.ptr(), item) != 0) throw_python_error();
+}
+
+// Collects the tensors of a call, then checks them against each other and lays out pointers.
+class Builder {
+ public:
+  Builder(const char* operation, ReduceOp op, Algorithm algorithm, int world_size)
+      : operation_(operation), world_size_(world_size), grad_(operation) {
+    collective_.operation = operation;
+    collective_.op = op;
+    // One rank waits for nobody, and what it has is the result.
+    collective_.algorithm = world_size == 1 ? Algorithm::kFused : algorithm;
+    collective_.divisor = op == ReduceOp::kMean ? world_size : 1;
+  }
+
+  // Returns the index of the view. Written tensors must not be part of an autograd graph.
+  std::size_t add(PyObject* object, Place place, bool is_written) {
+    views_.push_back(read_tensor(object, operation_, place));
+    places_.push_back(place);
+    if (is_written) grad_.check(object, place);
+    return views_.size() - 1;
+  }
+
+  const TensorView& view(std::size_t i) const { return views_[i]; }
+  Place place(std::size_t i) const { return places_[i]; }
+
+  void check_pair(std::size_t i, std::size_t first) const {
+    check_agrees(views_[i], places_[i], views_[first], places_[first], operation_);
+  }
+
+  // One output of world_size chunks against one chunk, in dtype and number of elements.
+  void check_chunk(std::size_t whole, std::size_t chunk) const {
+    const TensorView& w = views_[whole];
+    const TensorView& c = views_[chunk];
+    if (w.dtype != c.dtype) check_pair(chunk, whole);
+    if (w.numel != c.numel * static_cast<std::size_t>(world_size_)) {
+      fail(ErrorKind::kArgument, operation_, ": ", places_[whole].text(), " has ", w.numel,
+           " elements and ", places_[chunk].text(), " has ", c.numel, "; expected ", world_size_,
+           " times as many, one part per rank");
+    }
+  }
+
+  void check_all_disjoint() const { check_disjoint(views_, places_, operation_); }
+
+  // Memory of view i in the order of its index: its own, or a packed copy. Dense tensors of equal
+  // strides need no copy, whatever their order; is_flat says that index order is needed.
+  void* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
+    const TensorView& v = views_[i];
+    if (v.numel == 0) return v.data;
+    if (v.is_dense && (!is_flat || is_c_contiguous(v))) return v.data;
+    auto dense = std::make_unique_for_overwrite<std::byte[]>(v.bytes());
+    collective_.staged.push_back({v.strided(), std::move(dense), is_input, is_output});
+    return collective_.staged.back().dense.get();
+  }
+
+  // Pointer tables are filled front to back into memory reserved once, so that they stay put.
+  void reserve_pointers(std::size_t n) { collective_.pointers.reserve(n); }
+  void* const* table_end() { return collective_.pointers.data() + collective_.pointers.size(); }
+  void push(void* pointer) { collective_.pointers.push_back(pointer); }
+
+  Collective& collective() { return collective_; }
+  int world_size() const { return world_size_; }
+
+ private:
+  static bool is_c_contiguous(const TensorView& v) {
+    std::int64_t expected = 1;
+    for (int dim = v.ndim - 1; dim >= 0; --dim) {
+      if (v.shape[dim] != 1 && v.strides[dim] != expected) return false;
+      expected *= v.shape[dim];
+    }
+    return true;
+  }
+
+  const char* operation_;
+  const int world_size_;
+  GradGuard grad_;
+  Collective collective_;
+  std::vector<TensorView> views_;
+  std::vector<Place> places_;
+};
+
+// One tensor over all ranks, pointers already pushed: input and output are the same memory.
+void add_in_place(Builder& builder, void* const* table, const TensorView& view) {
+  Collective& collective = builder.collective();
+  collective.bytes += view.bytes();
+  if (builder.world_size() == 1 || view.numel == 0) return;  // the sum of one is itself
+  if (collective.algorithm == Algorithm::kRing) {
+    collective.rings.push_back({table, table, view.numel, view.dtype, RingPhases::kAllReduce});
+  } else {
+    collective.reductions.push_back(
+        {table, table, builder.world_size(), builder.world_size(), view.numel, view.dtype});
+  }
+}
+
+}  // namespace
+
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, int world_size,
+                            const char* operation) {
+  const Sequence ranks(tensors, operation, "tensors", expected_ranks(world_size),
+                       "tensor per rank");
+  check_some_rank(ranks, operation, "tensors");
+  const int k = static_cast<int>(ranks.size());
+  Builder builder(operation, op, algorithm, k);
+  for (int rank = 0; rank < k; ++rank) {
+    builder.add(ranks[rank], {"tensors", rank}, true);
+    builder.check_pair(static_cast<std::size_t>(rank), 0);
+  }
+  builder.check_all_disjoint();
+  builder.reserve_pointers(static_cast<std::size_t>(k));
+  void* const* table = builder.table_end();
+  for (int rank = 0; rank < k; ++rank) {
+    builder.push(builder.memory(static_cast<std::size_t>(rank), true, true, false));
+  }
+  add_in_place(builder, table, builder.view(0));
+  return {std::move(builder.collective()), ranks.items(), py::none()};
+}
+
+Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
+                                      int world_size) {
+  constexpr const char* kOperation = "all_reduce_coalesced";
+  const Sequence ranks(lists, kOperation, "lists", expected_ranks(world_size), "list per rank");
+  check_some_rank(ranks, kOperation, "lists");
+  const int k = static_cast<int>(ranks.size());
+  Builder builder(kOperation, op, algorithm, k);
+  py::list written;
+  std::vector<Sequence> tensors;
+  for (int rank = 0; rank < k; ++rank) {
+    const Py_ssize_t expected = rank == 0 ? -1 : tensors[0].size();
+    tensors.emplace_back(ranks[rank], kOperation, join("lists[", rank, "]"), expected,
+                         "tensor per parameter, as in lists[0]");
+    for (Py_ssize_t i = 0; i < tensors.back().size(); ++i) {
+      PyObject* tensor = tensors.back()[i];
+      const std::size_t at = builder.add(tensor, {"lists", rank, static_cast<int>(i)}, true);
+      builder.check_pair(at, static_cast<std::size_t>(i));
+      append(written, tensor);
+    }
+  }
+  builder.check_all_disjoint();
+  const auto num_tensors = static_cast<std::size_t>(tensors[0].size());
+  builder.reserve_pointers(num_tensors * static_cast<std::size_t>(k));
+  for (std::size_t i = 0; i < num_tensors; ++i) {
+    void* const* table = builder.table_end();
+    for (int rank = 0; rank < k; ++rank) {
+      const std::size_t at = static_cast<std::size_t>(rank) * num_tensors + i;
+      builder.push(builder.memory(at, true, true, false));
+    }
+    add_in_place(builder, table, builder.view(i));
+  }
+  return {std::move(builder.collective()), written, py::none()};
+}
+
+namespace {
+
+// The two collectives between whole buffers (one per rank, world_size chunks) and chunks (one per
+// rank): reads both lists, written ones marked, and checks sizes.
+struct WholeAndChunks {
+  std::vector<void*> wholes;
+  std::vector<void*> chunks;
+  std::size_t numel;  // of a whole
+  DType dtype;
+};
+
+WholeAndChunks read_whole_and_chunks(Builder& builder, const Sequence& wholes,
+                                     const char* whole_name, const Sequence& chunks,
+                                     const char* chunk_name, bool chunks_are_written) {
+  const int k = builder.world_size();
+  for (int rank = 0; rank < k; ++rank) {
+    builder.add(wholes[rank], {whole_name, rank}, !chunks_are_written);
+  }
+  for (int rank = 0; rank < k; ++rank) {
+    builder.add(chunks[rank], {chunk_name, rank}, chunks_are_written);
+  }
+  const auto size = static_cast<std::size_t>(k);
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    builder.check_pair(rank, 0);
+    builder.check_pair(size + rank, size);
+    builder.check_chunk(rank, size + rank);
+  }
+  builder.check_all_disjoint();
+  WholeAndChunks memory{{}, {}, builder.view(0).numel, builder.view(0).dtype};
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    memory.wholes.push_back(builder.memory(rank, chunks_are_written, !chunks_are_written, true));
+    memory.chunks.push_back(
+        builder.memory(size + rank, !chunks_are_written, chunks_are_written, true));
+  }
+  builder.collective().bytes = builder.view(0).bytes();
+  return memory;
+}
+
+void* at_chunk(void* whole, const WholeAndChunks& memory, int world_size, int chunk) {
+  const std::size_t begin = chunk_range(memory.numel, world_size, chunk).begin;
+  return static_cast<std::byte*>(whole) + begin * item_bytes(memory.dtype);
+}
+
+// A copy, as bytes: a 16-bit float that is loaded as fp32 loses the payload of a NaN.
+Reduction copy_of_bytes(void* const* source, void* const* destinations, int num_destinations,
+                        std::size_t bytes) {
+  return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
+}
+
+void push_all(Builder& builder, const std::vector<void*>& pointers) {
+  for (void* pointer : pointers) builder.push(pointer);
+}
+
+}  // namespace
+
+Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
+                                Algorithm algorithm, int world_size) {
+  constexpr const char* kOperation = "reduce_scatter";
+  const Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
+  const Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
+  Builder builder(kOperation, op, algorithm, world_size);
+  const WholeAndChunks memory = read_whole_and_chunks(builder, in, "inputs", out, "outputs", true);
+  const auto k = static_cast<std::size_t>(world_size);
+  Collective& collective = builder.collective();
+  if (memory.numel == 0) return {std::move(collective), out.items(), in.items()};
+  if (algorithm == Algorithm::kRing && world_size > 1) {
+    builder.reserve_pointers(2 * k);
+    void* const* sources = builder.table_end();
+    push_all(builder, memory.wholes);
+    void* const* destinations = builder.table_end();
+    push_all(builder, memory.chunks);
+    collective.rings.push_back(
+        {sources, destinations, memory.numel, memory.dtype, RingPhases::kReduceScatter});
+    return {std::move(collective), out.items(), in.items()};
+  }
+  builder.reserve_pointers(k * (k + 1));
+  for (int chunk = 0; chunk < world_size; ++chunk) {
+    void* const* sources = builder.table_end();
+    for (void* whole : memory.wholes) builder.push(at_chunk(whole, memory, world_size, chunk));
+    void* const* destination = builder.table_end();
+    builder.push(memory.chunks[static_cast<std::size_t>(chunk)]);
+    collective.reductions.push_back(
+        {sources, destination, world_size, 1, memory.numel / k, memory.dtype});
+  }
+  return {std::move(collective), out.items(), in.items()};
+}
+
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
+                            int world_size) {
+  constexpr const char* kOperation = "all_gather";
+  const Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
+  const Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
+  Builder builder(kOperation, ReduceOp::kSum, algorithm, world_size);
+  const WholeAndChunks memory = read_whole_and_chunks(builder, out, "outputs", in, "inputs", false);
+  const auto k = static_cast<std::size_t>(world_size);
+  Collective& collective = builder.collective();
+  if (memory.numel == 0) return {std::move(collective), out.items(), in.items()};
+  if (algorithm == Algorithm::kRing && world_size > 1) {
+    builder.reserve_pointers(2 * k);
+    void* const* sources = builder.table_end();
+    push_all(builder, memory.chunks);
+    void* const* destinations = builder.table_end();
+    push_all(builder, memory.wholes);
+    collective.rings.push_back(
+        {sources, destinations, memory.numel, memory.dtype, RingPhases::kAllGather});
+    return {std::move(collective), out.items(), in.items()};
+  }
+  builder.reserve_pointers(k * (k + 1));
+  for (int chunk = 0; chunk < world_size; ++chunk) {
+    void* const* source = builder.table_end();
+    builder.push(memory.chunks[static_cast<std::size_t>(chunk)]);
+    void* const* destinations = builder.table_end();
+    for (void* whole : memory.wholes) builder.push(at_chunk(whole, memory, world_size, chunk));
+    const std::size_t bytes = memory.numel / k * item_bytes(memory.dtype);
+    collective.reductions.push_back(copy_of_bytes(source, destinations, world_size, bytes));
+  }
+  return {std::move(collective), out.items(), in.items()};
+}
+
+Prepared prepare_broadcast(py::handle tensors, int root, int world_size) {
+  constexpr const char* kOperation = "broadcast";
+  const Sequence ranks(tensors, kOperation, "tensors", world_size, "tensor per rank");
+  if (root < 0 || root >= world_size) {
+    fail(ErrorKind::kArgument, kOperation, ": root is ", root, ", expected a rank from 0 to ",
+         world_size - 1);
+  }
+  Builder builder(kOperation, ReduceOp::kSum, Algorithm::kFused, world_size);
+  py::list written;
+  for (int rank = 0; rank < world_size; ++rank) {
+    builder.add(ranks[rank], {"tensors", rank}, rank != root);
+    builder.check_pair(static_cast<std::size_t>(rank), 0);
+    if (rank != root) append(written, ranks[rank]);
+  }
+  builder.check_all_disjoint();
+  builder.reserve_pointers(static_cast<std::size_t>(world_size));
+  void* const* source = builder.table_end();
+  builder.push(builder.memory(static_cast<std::size_t>(root), true, false, false));
+  void* const* destinations = builder.table_end();
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (rank == root) continue;
+    builder.push(builder.memory(static_cast<std::size_t>(rank), false, true, false));
+  }
+  const TensorView& first = builder.view(0);
+  Collective& collective = builder.collective();
+  collective.bytes = first.bytes();
+  if (world_size > 1 && first.numel > 0) {
+    collective.reductions.push_back(
+        copy_of_bytes(source, destinations, world_size - 1, first.bytes()));
+  }
+  return {std::move(collective), written, ranks.items()};
+}
+
+}  // namespace pyringar

@@ -1,0 +1,35 @@
+// prepare: from Python lists of tensors to a Collective, every check on the way.
+//
+// Floor     bindings
+// Units     lists[rank][i]; every list holds one entry per rank, in rank order.
+// Contract  either a Collective that can run as it is, or an Error and nothing changed.
+// Threads   with the GIL held.
+// Tests     tests/test_arguments.py
+#pragma once
+
+#include <pybind11/pytypes.h>
+
+#include "cpu/group.h"
+
+namespace pyringar {
+
+namespace py = pybind11;
+
+struct Prepared {
+  Collective collective;
+  py::object written;  // the tensors that the collective writes
+  py::object read;     // those it only reads; both own their items, whatever becomes of the lists
+};
+
+// world_size 0: as many ranks as there are tensors.
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, int world_size,
+                            const char* operation);
+Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
+                                      int world_size);
+Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
+                                Algorithm algorithm, int world_size);
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
+                            int world_size);
+Prepared prepare_broadcast(py::handle tensors, int root, int world_size);
+
+}  // namespace pyringar

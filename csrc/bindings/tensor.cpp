@@ -1,0 +1,308 @@
+// tensor: DLPack's exchange table for the data, torch's attributes for what DLPack does not say.
+//
+// Floor     bindings
+// Tests     tests/test_arguments.py, tests/test_layouts.py
+
+#include "bindings/tensor.h"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "bindings/dlpack_abi.h"
+#include "core/error.h"
+
+namespace pyringar {
+
+namespace {
+
+py::object attribute(PyObject* object, const char* name) {
+  auto value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(object, name));
+  if (!value) throw_python_error();
+  return value;
+}
+
+py::object import_module(const char* name) {
+  auto module = py::reinterpret_steal<py::object>(PyImport_ImportModule(name));
+  if (!module) throw_python_error();
+  return module;
+}
+
+py::object call(const py::object& function, PyObject* argument = nullptr) {
+  auto result = py::reinterpret_steal<py::object>(
+      argument == nullptr ? PyObject_CallNoArgs(function.ptr())
+                          : PyObject_CallOneArg(function.ptr(), argument));
+  if (!result) throw_python_error();
+  return result;
+}
+
+std::string to_text(PyObject* object) {
+  const auto text = py::reinterpret_steal<py::object>(PyObject_Str(object));
+  const char* utf8 = text ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
+  if (utf8 == nullptr) throw_python_error();
+  return utf8;
+}
+
+std::string text_of(PyObject* object, const char* name) {
+  return to_text(attribute(object, name).ptr());
+}
+
+// The message of the pending exception, which is pending no more.
+std::string take_python_error() {
+#if PY_VERSION_HEX >= 0x030C0000
+  const auto value = py::reinterpret_steal<py::object>(PyErr_GetRaisedException());
+#else
+  PyObject *type = nullptr, *raw_value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &raw_value, &trace);
+  PyErr_NormalizeException(&type, &raw_value, &trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  const auto value = py::reinterpret_steal<py::object>(raw_value);
+#endif
+  return value ? to_text(value.ptr()) : "no reason given";
+}
+
+// Python objects that every call needs, looked up once; never destroyed, since the interpreter may
+// be gone by then.
+struct TorchNames {
+  py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
+  py::object is_grad_enabled = attribute(import_module("torch").ptr(), "is_grad_enabled");
+  py::object increment_version = find_increment_version();
+  py::object requires_grad =
+      py::reinterpret_steal<py::object>(PyUnicode_InternFromString("requires_grad"));
+
+  // The public function wraps this one, at several times its cost.
+  static py::object find_increment_version() {
+    const py::object internal = import_module("torch._C");
+    if (PyObject_HasAttrString(internal.ptr(), "_increment_version") != 0) {
+      return attribute(internal.ptr(), "_increment_version");
+    }
+    return attribute(import_module("torch.autograd.graph").ptr(), "increment_version");
+  }
+
+  static TorchNames& get() {
+    static TorchNames* names = new TorchNames;
+    return *names;
+  }
+};
+
+const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
+  static PyTypeObject* known_type = nullptr;  // guarded by the GIL
+  static const dlpack::ExchangeApi* known_api = nullptr;
+  if (type == known_type) return known_api;
+  auto* as_object = reinterpret_cast<PyObject*>(type);
+  const int is_tensor = PyObject_IsSubclass(as_object, TorchNames::get().tensor_type.ptr());
+  if (is_tensor < 0) throw_python_error();
+  if (is_tensor == 0) return nullptr;
+  const py::object capsule = attribute(as_object, "__dlpack_c_exchange_api__");
+  const auto* api = static_cast<const dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+  if (api == nullptr) throw_python_error();
+  while (api != nullptr && api->major_version != dlpack::kMajorVersion) api = api->previous;
+  if (api == nullptr || api->dltensor_from_py_object == nullptr) {
+    fail(ErrorKind::kUnsupported, "this torch offers no DLPack 1.x exchange table");
+  }
+  Py_INCREF(as_object);  // a type that is known must not be replaced by another at its address
+  Py_XDECREF(known_type);
+  known_type = type;
+  known_api = api;
+  return api;
+}
+
+bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
+  if (tensor.type_lanes != 1) return false;
+  const int bits = tensor.type_bits;
+  switch (tensor.type_code) {
+    case dlpack::kFloat:
+      if (bits == 64) return *dtype = DType::kFloat64, true;
+      if (bits == 32) return *dtype = DType::kFloat32, true;
+      if (bits == 16) return *dtype = DType::kFloat16, true;
+      return false;
+    case dlpack::kBFloat:
+      return *dtype = DType::kBFloat16, bits == 16;
+    case dlpack::kInt:
+      if (bits == 64) return *dtype = DType::kInt64, true;
+      if (bits == 32) return *dtype = DType::kInt32, true;
+      if (bits == 8) return *dtype = DType::kInt8, true;
+      return false;
+    case dlpack::kUInt:
+      return *dtype = DType::kUInt8, bits == 8;
+    default:
+      return false;
+  }
+}
+
+bool is_contiguous(const TensorView& view) {
+  std::int64_t expected = 1;
+  for (int dim = view.ndim - 1; dim >= 0; --dim) {
+    if (view.shape[dim] == 1) continue;
+    if (view.strides[dim] != expected) return false;
+    expected *= view.shape[dim];
+  }
+  return true;
+}
+
+bool is_dense(const TensorView& view) {
+  if (view.numel <= 1 || is_contiguous(view)) return true;
+  std::vector<int> dims(static_cast<std::size_t>(view.ndim));
+  std::iota(dims.begin(), dims.end(), 0);
+  std::sort(dims.begin(), dims.end(),
+            [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+  std::int64_t expected = 1;
+  for (const int dim : dims) {
+    if (view.shape[dim] == 1) continue;
+    if (view.strides[dim] != expected) return false;
+    expected *= view.shape[dim];
+  }
+  return true;
+}
+
+// What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
+[[noreturn]] void refuse_layout(PyObject* object, const char* operation, Place place) {
+  std::string why = take_python_error();
+  why = why.substr(0, why.find('\n'));
+  fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " has layout ",
+       text_of(object, "layout"), " on device ", text_of(object, "device"), " and dtype ",
+       text_of(object, "dtype"), "; expected a dense (strided) tensor with memory of its own (",
+       why, ")");
+}
+
+}  // namespace
+
+StridedView TensorView::strided() const {
+  return {data, item_bytes(dtype), {shape, shape + ndim}, {strides, strides + ndim}};
+}
+
+std::string Place::text() const {
+  if (inner >= 0) return join(argument, "[", index, "][", inner, "]");
+  return join(argument, "[", index, "]");
+}
+
+TensorView read_tensor(PyObject* object, const char* operation, Place place) {
+  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
+  if (api == nullptr) {
+    fail(ErrorKind::kArgument, operation, ": ", place.text(), " is a ", Py_TYPE(object)->tp_name,
+         ", expected a torch.Tensor");
+  }
+  dlpack::Tensor raw{};
+  if (api->dltensor_from_py_object(object, &raw) != 0) refuse_layout(object, operation, place);
+  TensorView view{};
+  view.object = object;
+  view.data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
+  view.ndim = raw.ndim;
+  view.shape = raw.shape;
+  view.strides = raw.strides;
+  view.numel = 1;
+  for (int dim = 0; dim < raw.ndim; ++dim) view.numel *= static_cast<std::size_t>(raw.shape[dim]);
+  if (raw.device_type != dlpack::kCpu) {
+    fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " is on device ",
+         text_of(object, "device"), "; this version reduces CPU tensors only");
+  }
+  if (!read_dtype(raw, &view.dtype)) {
+    fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " has dtype ",
+         text_of(object, "dtype"),
+         "; supported are float64, float32, float16, bfloat16, int8, uint8, int32 and int64");
+  }
+  if (raw.data == nullptr && view.numel > 0) {
+    fail(ErrorKind::kUnsupported, operation, ": ", place.text(),
+         " has no memory behind it (a fake or functional tensor?); expected a real tensor");
+  }
+  view.is_dense = is_dense(view);
+  // Such views are every other number of a complex tensor, so dense ones have one element.
+  if ((!view.is_dense || view.numel == 1) && call(attribute(object, "is_neg")).ptr() == Py_True) {
+    fail(ErrorKind::kUnsupported, operation, ": ", place.text(),
+         " is a lazily negated view; pass .resolve_neg()");
+  }
+  return view;
+}
+
+std::string describe_shape(const TensorView& view) {
+  std::string text = "(";
+  for (int dim = 0; dim < view.ndim; ++dim) text += join(dim == 0 ? "" : ", ", view.shape[dim]);
+  return text + (view.ndim == 1 ? ",)" : ")");
+}
+
+void check_agrees(const TensorView& view, Place place, const TensorView& first, Place first_place,
+                  const char* operation) {
+  const auto differs = [&](const char* what, const std::string& value,
+                           const std::string& expected) {
+    fail(ErrorKind::kArgument, operation, ": ", place.text(), " has ", what, " ", value, ", but ",
+         first_place.text(), " has ", expected, "; all ranks must agree");
+  };
+  if (view.dtype != first.dtype) {
+    differs("dtype", dtype_name(view.dtype), dtype_name(first.dtype));
+  }
+  if (view.ndim != first.ndim || !std::equal(view.shape, view.shape + view.ndim, first.shape)) {
+    differs("shape", describe_shape(view), describe_shape(first));
+  }
+  if (view.numel <= 1) return;
+  for (int dim = 0; dim < view.ndim; ++dim) {
+    if (view.shape[dim] != 1 && view.strides[dim] != first.strides[dim]) {
+      const auto strides = [](const TensorView& v) {
+        return to_text(call(attribute(v.object, "stride")).ptr());
+      };
+      differs("strides", strides(view), strides(first));
+    }
+  }
+}
+
+void check_disjoint(std::span<const TensorView> views, std::span<const Place> places,
+                    const char* operation) {
+  struct Span {
+    const std::byte* first;
+    const std::byte* last;
+    std::size_t index;
+  };
+  std::vector<Span> spans;
+  spans.reserve(views.size());
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    const TensorView& view = views[i];
+    if (view.numel == 0) continue;
+    if (view.is_dense) {
+      spans.push_back({view.data, view.data + view.bytes(), i});
+      continue;
+    }
+    const StridedView strided = view.strided();
+    if (overlaps_itself(strided)) {
+      fail(ErrorKind::kArgument, operation, ": ", places[i].text(), " of shape ",
+           describe_shape(view),
+           " overlaps itself (an expanded tensor?); expected every element at its own address");
+    }
+    const ByteSpan bytes = span_of(strided);
+    spans.push_back({bytes.first, bytes.last, i});
+  }
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& a, const Span& b) { return a.first < b.first; });
+  for (std::size_t a = 0; a < spans.size(); ++a) {
+    for (std::size_t b = a + 1; b < spans.size() && spans[b].first < spans[a].last; ++b) {
+      const std::size_t i = std::min(spans[a].index, spans[b].index);
+      const std::size_t j = std::max(spans[a].index, spans[b].index);
+      const bool dense = views[i].is_dense && views[j].is_dense;
+      if (!dense && !overlap(views[i].strided(), views[j].strided())) continue;
+      fail(ErrorKind::kArgument, operation, ": ", places[j].text(), " shares memory with ",
+           places[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
+    }
+  }
+}
+
+GradGuard::GradGuard(const char* operation) : operation_(operation) {
+  recording_ = call(TorchNames::get().is_grad_enabled).ptr() == Py_True;
+}
+
+void GradGuard::check(PyObject* tensor, Place place) const {
+  if (!recording_) return;
+  const py::object requires_grad = py::reinterpret_steal<py::object>(
+      PyObject_GetAttr(tensor, TorchNames::get().requires_grad.ptr()));
+  if (!requires_grad) throw_python_error();
+  if (requires_grad.ptr() == Py_True) {
+    fail(ErrorKind::kArgument, operation_, ": ", place.text(),
+         " requires grad, and autograd would not see this in-place change; "
+         "call it under torch.no_grad(), or pass .detach()");
+  }
+}
+
+void throw_python_error() { throw PythonErrorPending{}; }
+
+void mark_written(PyObject* tensors) { call(TorchNames::get().increment_version, tensors); }
+
+}  // namespace pyringar

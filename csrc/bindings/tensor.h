@@ -1,0 +1,78 @@
+// tensor: what a collective must know of a Python tensor, read without torch's headers and checked.
+//
+// Floor     bindings
+// Units     shape and strides in elements, as torch gives them; borrowed from the tensor.
+// Contract  A TensorView is valid while its Python object lives and is not resized. Every refusal
+//           is an Error that names the operation, the argument with its index, and the value.
+// Threads   with the GIL held.
+// Tests     tests/test_arguments.py, tests/test_layouts.py
+#pragma once
+
+#include <pybind11/pytypes.h>  // a fifth of the whole pybind11's compile time
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "cpu/strided.h"
+
+namespace pyringar {
+
+namespace py = pybind11;
+
+struct TensorView {
+  PyObject* object;
+  std::byte* data;
+  DType dtype;
+  bool is_dense;  // its elements fill one block of memory, in whatever order
+  int ndim;
+  const std::int64_t* shape;
+  const std::int64_t* strides;
+  std::size_t numel;
+
+  std::size_t bytes() const { return numel * item_bytes(dtype); }
+  StridedView strided() const;
+};
+
+// Where a tensor stands in the caller's arguments: "tensors[1]", "lists[1][0]".
+struct Place {
+  const char* argument;
+  int index;
+  int inner = -1;
+  std::string text() const;
+};
+
+TensorView read_tensor(PyObject* object, const char* operation, Place place);
+
+std::string describe_shape(const TensorView& view);
+
+// Tensors of one collective that must agree: dtype, shape and strides of view against first.
+void check_agrees(const TensorView& view, Place place, const TensorView& first, Place first_place,
+                  const char* operation);
+
+// No two of these share a byte, none overlaps itself. places[i] belongs to views[i].
+void check_disjoint(std::span<const TensorView> views, std::span<const Place> places,
+                    const char* operation);
+
+// In-place results would bypass autograd: refuses tensors that require grad while it records.
+class GradGuard {
+ public:
+  explicit GradGuard(const char* operation);
+  void check(PyObject* tensor, Place place) const;
+
+ private:
+  const char* operation_;
+  bool recording_;
+};
+
+// Thrown while a Python exception is pending, to be let through as it is.
+struct PythonErrorPending {};
+[[noreturn]] void throw_python_error();
+
+// Tells autograd that these tensors (a Python list or tuple) were written in place.
+void mark_written(PyObject* tensors);
+
+}  // namespace pyringar

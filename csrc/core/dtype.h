@@ -1,0 +1,76 @@
+// dtype: the element types and reductions that every engine knows, and what it adds them in.
+//
+// Floor     core: host and device.
+// Units     bytes for sizes.
+// Contract  16-bit floats are accumulated in fp32 and rounded once; fp32, fp64 and integers in
+//           their own type. Integers wrap.
+// Threads   pure functions, any.
+// Tests     tests/test_all_reduce.py compares every dtype and op with an oracle, bit for bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/schedule.h"
+
+namespace pyringar {
+
+enum class DType : std::uint8_t {
+  kFloat64,
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kInt8,
+  kUInt8,
+  kInt32,
+  kInt64,
+};
+inline constexpr int kNumDTypes = 8;
+
+// kMean is kSum divided once, after the last addition; integers divide towards zero.
+enum class ReduceOp : std::uint8_t { kSum, kMean, kMax, kMin, kProd };
+inline constexpr int kNumReduceOps = 5;
+
+// Elements as they lie in memory; the arithmetic on them is in core/half.h.
+struct Float16 {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+PYRINGAR_HD constexpr std::size_t item_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt8:
+    case DType::kUInt8:
+      return 1;
+  }
+  return 0;
+}
+
+// Bytes of one partial sum while it is being reduced.
+PYRINGAR_HD constexpr std::size_t partial_bytes(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 4 : item_bytes(dtype);
+}
+
+constexpr const char* dtype_name(DType dtype) {
+  constexpr const char* kNames[kNumDTypes] = {"float64", "float32", "float16", "bfloat16",
+                                              "int8",    "uint8",   "int32",   "int64"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+constexpr const char* op_name(ReduceOp op) {
+  constexpr const char* kNames[kNumReduceOps] = {"sum", "mean", "max", "min", "prod"};
+  return kNames[static_cast<int>(op)];
+}
+
+}  // namespace pyringar

@@ -1,0 +1,54 @@
+// direct: barrier, one pass over the rank's own slice, barrier.
+//
+// Floor     cpu
+// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+
+#include "cpu/direct.h"
+
+#include "core/error.h"
+
+namespace pyringar {
+
+namespace {
+
+// "sum of 1000 float32 elements", and how many more tensors.
+std::string describe(std::span<const Reduction> reductions, ReduceOp op) {
+  if (reductions.empty()) return "nothing";
+  const Reduction& first = reductions.front();
+  const std::string more =
+      reductions.size() == 1 ? "" : join(" and ", reductions.size() - 1, " more tensors");
+  return join(first.num_sources == 1 ? "copy" : op_name(op), " of ", first.numel, " ",
+              dtype_name(first.dtype), " elements", more);
+}
+
+template <typename Describe>
+bool pass(int rank, Barrier& barrier, std::uint32_t epoch, const char* when, Watch& watch,
+          Describe&& describe_call) {
+  const int world_size = static_cast<int>(barrier.arrived.size());
+  barrier.arrived[static_cast<std::size_t>(rank)].set(epoch);
+  for (int peer = 0; peer < world_size; ++peer) {
+    Flag& arrived = barrier.arrived[static_cast<std::size_t>(peer)];
+    const bool came = watch.wait(arrived, epoch, epoch, [&] {
+      const double seconds = std::chrono::duration<double>(watch.timeout()).count();
+      return join("direct ", describe_call(), " over ", world_size, " ranks: rank ", rank,
+                  " waited ", seconds, " s for rank ", peer, " at the ", when, " barrier");
+    });
+    if (!came) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool direct_rank(int rank, std::span<const Reduction> reductions, ReduceOp op, int divisor,
+                 Barrier& barrier, std::uint32_t base, Watch& watch) {
+  const int world_size = static_cast<int>(barrier.arrived.size());
+  const auto describe_call = [&] { return describe(reductions, op); };
+  if (!pass(rank, barrier, base + 1, "opening", watch, describe_call)) return false;
+  for (const Reduction& reduction : reductions) {
+    fuse_range(reduction, op, divisor, chunk_range(reduction.numel, world_size, rank));
+  }
+  return pass(rank, barrier, base + 2, "closing", watch, describe_call);
+}
+
+}  // namespace pyringar

@@ -1,0 +1,128 @@
+// fused: cuts all tensors of a call, laid end to end, into blocks that threads take one by one.
+//
+// Floor     cpu
+// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+
+#include "cpu/fused.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace pyringar {
+
+namespace {
+
+// Bytes per rank of a block. Threads do not start together, so a small call is cut finely enough
+// for the faster one to take more; a large one coarsely, since every block opens new streams.
+constexpr std::size_t kMinBlockBytes = 8 * 1024;
+constexpr std::size_t kMaxBlockBytes = 64 * 1024;
+constexpr std::size_t kBlocksPerThread = 8;
+// Below this much traffic a helper costs more to wake than it saves.
+constexpr std::size_t kAloneBytes = 512 * 1024;
+constexpr int kMaxRanksOnStack = 16;
+
+void call_kernel(const Kernels& kernels, const Reduction& reduction, int divisor, Range range) {
+  const std::size_t offset = range.begin * item_bytes(reduction.dtype);
+  const auto run = [&](const void** sources, void** destinations) {
+    for (int r = 0; r < reduction.num_sources; ++r) {
+      sources[r] = static_cast<const char*>(reduction.sources[r]) + offset;
+    }
+    for (int r = 0; r < reduction.num_destinations; ++r) {
+      destinations[r] = static_cast<char*>(reduction.destinations[r]) + offset;
+    }
+    kernels.fused(sources, reduction.num_sources, destinations, reduction.num_destinations,
+                  range.size(), divisor);
+  };
+  const int most = std::max(reduction.num_sources, reduction.num_destinations);
+  if (most <= kMaxRanksOnStack) {
+    const void* sources[kMaxRanksOnStack];
+    void* destinations[kMaxRanksOnStack];
+    run(sources, destinations);
+  } else {
+    std::vector<const void*> sources(static_cast<std::size_t>(reduction.num_sources));
+    std::vector<void*> destinations(static_cast<std::size_t>(reduction.num_destinations));
+    run(sources.data(), destinations.data());
+  }
+}
+
+// All tensors of a call as one line of bytes (of one rank), cut into blocks.
+class BlockList {
+ public:
+  BlockList(std::span<const Reduction> reductions, ReduceOp op, int divisor, int num_threads)
+      : reductions_(reductions), op_(op), divisor_(divisor) {
+    ends_.reserve(reductions.size());
+    for (const Reduction& reduction : reductions) {
+      total_bytes_ += reduction.numel * item_bytes(reduction.dtype);
+      ends_.push_back(total_bytes_);
+    }
+    const std::size_t even =
+        total_bytes_ / (kBlocksPerThread * static_cast<std::size_t>(num_threads));
+    // A multiple of a cache line, so that two threads do not write to one.
+    block_bytes_ = std::clamp(even, kMinBlockBytes, kMaxBlockBytes) / 64 * 64;
+  }
+
+  std::size_t num_blocks() const { return (total_bytes_ + block_bytes_ - 1) / block_bytes_; }
+
+  // The caller takes blocks from the front, helpers from the back, until they meet: a buffer that
+  // is reduced again and again then finds most of itself in the caches where it was left.
+  void take_blocks(bool from_front) {
+    std::size_t front = 0;
+    while (taken_.fetch_add(1, std::memory_order_relaxed) < num_blocks()) {
+      const std::size_t block =
+          from_front ? front++ : num_blocks() - 1 - back_.fetch_add(1, std::memory_order_relaxed);
+      const std::size_t begin = block * block_bytes_;
+      run_bytes(begin, std::min(begin + block_bytes_, total_bytes_));
+    }
+  }
+
+ private:
+  void run_bytes(std::size_t begin, std::size_t end) const {
+    std::size_t i = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) -
+                                             ends_.begin());
+    for (; begin < end; ++i) {
+      const Reduction& reduction = reductions_[i];
+      const std::size_t item = item_bytes(reduction.dtype);
+      const std::size_t start = ends_[i] - reduction.numel * item;
+      const std::size_t stop = std::min(end, ends_[i]);
+      // An element belongs to the block in which it begins.
+      const Range range = {(begin - start + item - 1) / item, (stop - start + item - 1) / item};
+      if (range.size() > 0) call_kernel(kernels(reduction.dtype, op_), reduction, divisor_, range);
+      begin = stop;
+    }
+  }
+
+  std::span<const Reduction> reductions_;
+  const ReduceOp op_;
+  const int divisor_;
+  std::vector<std::size_t> ends_;
+  std::size_t total_bytes_ = 0;
+  std::size_t block_bytes_ = 0;
+  alignas(64) std::atomic<std::size_t> taken_{0};
+  std::atomic<std::size_t> back_{0};
+};
+
+}  // namespace
+
+void fuse_range(const Reduction& reduction, ReduceOp op, int divisor, Range range) {
+  if (range.size() > 0) call_kernel(kernels(reduction.dtype, op), reduction, divisor, range);
+}
+
+void run_fused(std::span<const Reduction> reductions, ReduceOp op, int divisor, ThreadPool& pool) {
+  std::size_t traffic_bytes = 0;
+  for (const Reduction& reduction : reductions) traffic_bytes += reduction.traffic_bytes();
+  if (traffic_bytes < kAloneBytes || pool.num_helpers() == 0) {
+    for (const Reduction& reduction : reductions) {
+      fuse_range(reduction, op, divisor, {0, reduction.numel});
+    }
+    return;
+  }
+  BlockList blocks(reductions, op, divisor, 1 + pool.num_helpers());
+  const std::thread::id caller = std::this_thread::get_id();
+  pool.run([&] { blocks.take_blocks(std::this_thread::get_id() == caller); },
+           blocks.num_blocks() - 1);
+}
+
+}  // namespace pyringar

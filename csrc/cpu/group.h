@@ -1,0 +1,148 @@
+// group: the CPU ranks of one communicator: their threads, links and counters, and how a collective
+// runs on them, now or later.
+//
+// Floor     cpu
+// Units     bytes, nanoseconds. A Collective borrows the tensors' memory; whoever submits one keeps
+//           it alive until its Work is done.
+// Contract  collectives of one group run one at a time, in the order in which they were asked for.
+//           After a failed wait the group refuses everything with that reason. In a forked child
+//           it refuses too: its threads stayed behind.
+// Threads   any thread may call; run() and Work::wait() block, try_run() never does.
+// Tests     tests/test_communicator.py, tests/cpp/stress.cpp
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/direct.h"
+#include "cpu/fused.h"
+#include "cpu/ring.h"
+#include "cpu/strided.h"
+
+namespace pyringar {
+
+enum class Algorithm : std::uint8_t { kFused, kDirect, kRing };
+inline constexpr int kNumAlgorithms = 3;
+const char* algorithm_name(Algorithm algorithm);
+
+// One call, checked and ready: pointers only. Pointer tables live in here.
+struct Collective {
+  const char* operation = "collective";  // as the caller knows it, for messages
+  Algorithm algorithm = Algorithm::kFused;
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;
+  std::size_t bytes = 0;              // of one rank's data
+  std::vector<Reduction> reductions;  // fused and direct
+  std::vector<RingBuffers> rings;     // ring
+  std::vector<void*> pointers;        // what the two above point into; reserved, never regrown
+
+  // Tensors with gaps are packed into memory of their own before, and unpacked after.
+  struct Staged {
+    StridedView view;
+    std::unique_ptr<std::byte[]> dense;
+    bool is_input;
+    bool is_output;
+  };
+  std::vector<Staged> staged;
+};
+
+// The outcome of a submitted collective.
+class Work {
+ public:
+  bool is_completed();
+  // False when the timeout passed first. Rethrows what the collective threw.
+  bool wait(std::chrono::nanoseconds timeout);
+  std::exception_ptr exception();
+  void complete(std::exception_ptr error);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+struct GroupStats {
+  std::array<std::uint64_t, kNumAlgorithms> calls{};
+  std::array<std::uint64_t, kNumAlgorithms> bytes{};
+  std::array<std::uint64_t, kNumAlgorithms> busy_ns{};
+};
+
+class Group {
+ public:
+  // world_size 0: any number of ranks per call, fused only.
+  Group(int world_size, std::chrono::nanoseconds timeout);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int world_size() const { return world_size_; }
+  void run(const Collective& collective);
+  // Returns when all that was asked for before has run; throws where run() would refuse.
+  void wait_for_turn();
+  // False, and nothing done, when another collective is running or waiting to.
+  bool try_run(const Collective& collective);
+  std::shared_ptr<Work> submit(Collective collective);
+  // Waits for everything submitted, then joins all threads; run() and submit() throw from then on.
+  void close();
+  GroupStats stats();
+  // Throws unless the group can run collectives.
+  void check_usable() const;
+  // True in a child process of the one that made the group. Such a group must be leaked, not
+  // destroyed: what its threads held at the fork stays held.
+  bool forked() const;
+
+  // Fault injection for tests: the rank sleeps before its next direct or ring collective.
+  void delay_rank(int rank, std::chrono::nanoseconds delay);
+
+ private:
+  struct Submitted {
+    Collective collective;
+    std::shared_ptr<Work> work;
+  };
+
+  void check_not_forked() const;
+  void check_not_failed() const;
+  void wait_for_queue();
+  void run_locked(const Collective& collective);
+  void dispatch(const Collective& collective);
+  void run_direct(const Collective& collective);
+  void run_ring_collective(const Collective& collective);
+  void finish_team_run(const Collective& collective, Watch& watch);
+  void sleep_if_delayed(int rank);
+  void start_worker();
+  void work_off_queue();
+
+  const int world_size_;
+  const std::chrono::nanoseconds timeout_;
+  const std::uint32_t fork_generation_;
+
+  std::mutex run_mutex_;  // held while a collective runs; guards all below down to stats_
+  std::unique_ptr<ThreadPool> pool_;
+  std::unique_ptr<RankTeam> team_;
+  std::unique_ptr<RingLinks> ring_;
+  std::unique_ptr<Barrier> barrier_;
+  std::string failure_;
+  int delayed_rank_ = -1;
+  std::chrono::nanoseconds delay_{};
+  GroupStats stats_;
+
+  std::mutex close_mutex_;  // held by the one thread that closes
+  std::mutex queue_mutex_;  // guards all below
+  std::condition_variable queue_changed_;
+  std::deque<Submitted> queue_;
+  bool queue_busy_ = false;  // the worker runs what it took off the queue
+  bool closing_ = false;
+  std::unique_ptr<std::thread> worker_;
+  std::atomic<int> num_waiting_{0};  // queued or running
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace pyringar

@@ -1,0 +1,27 @@
+// kernels: which file holds the loops of which dtype.
+//
+// Floor     cpu
+// Tests     tests/test_all_reduce.py
+
+#include "cpu/kernels.h"
+
+namespace pyringar {
+
+const Kernels& kernels(DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::kFloat64:
+    case DType::kFloat32:
+      return float_kernels(dtype, op);
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return half_kernels(dtype, op);
+    case DType::kInt8:
+    case DType::kUInt8:
+    case DType::kInt32:
+    case DType::kInt64:
+      break;
+  }
+  return integer_kernels(dtype, op);
+}
+
+}  // namespace pyringar

@@ -1,0 +1,21 @@
+// kernels_half: the loops of cpu/kernels.h for fp16 and bf16.
+//
+// Floor     cpu
+// Tests     tests/test_all_reduce.py
+
+#include "cpu/kernels_impl.h"
+
+namespace pyringar {
+
+const Kernels& half_kernels(DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return kernels_of<DType::kFloat16>(op);
+    case DType::kBFloat16:
+      return kernels_of<DType::kBFloat16>(op);
+    default:
+      return kernels(dtype, op);
+  }
+}
+
+}  // namespace pyringar

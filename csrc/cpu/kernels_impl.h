@@ -1,0 +1,180 @@
+// kernels_impl: the loops themselves, as templates over lanes and reduction.
+//
+// Floor     cpu; included by the kernels_*.cpp files only.
+// Contract  see cpu/kernels.h. Full blocks and tails use the same vector instructions.
+// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/kernels.h"
+#include "cpu/lanes.h"
+
+namespace pyringar {
+
+// Four vectors in flight per source hide the latency of the additions.
+inline constexpr int kUnroll = 4;
+
+template <typename L>
+PYRINGAR_INLINE typename L::Vector load_partial(const typename L::Partial* from) {
+  return load_vector<typename L::Vector>(from);
+}
+
+// No instruction divides a vector of integers: a loop of its own keeps it out of every kernel.
+template <typename L>
+__attribute__((noinline)) void divide_integers(typename L::Vector* v, int divisor) {
+  typename L::Partial lanes[L::kLanes];
+  std::memcpy(lanes, v, sizeof lanes);
+  for (auto& lane : lanes) lane = static_cast<typename L::Partial>(lane / divisor);
+  std::memcpy(v, lanes, sizeof lanes);
+}
+
+// Only the mean divides, and the mean is Sum's.
+template <typename L, typename Op>
+PYRINGAR_INLINE typename L::Vector divided(typename L::Vector v, int divisor) {
+  if constexpr (std::is_same_v<Op, Sum>) {
+    if (divisor != 1) {
+      if constexpr (std::is_integral_v<typename L::Partial>) {
+        divide_integers<L>(&v, divisor);
+      } else {
+        v = v / static_cast<typename L::Partial>(divisor);
+      }
+    }
+  }
+  return v;
+}
+
+// Calls body(begin, count) for full blocks of kUnroll * kLanes, then for what is left.
+template <typename L, typename Block, typename Tail>
+PYRINGAR_INLINE void for_each_block(std::size_t n, Block&& block, Tail&& tail) {
+  constexpr std::size_t kBlock = std::size_t{kUnroll} * L::kLanes;
+  std::size_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) block(i);
+  for (; i < n; i += L::kLanes) tail(i, std::min<std::size_t>(L::kLanes, n - i));
+}
+
+template <typename L>
+PYRINGAR_INLINE typename L::Vector load_some(const typename L::Element* from, std::size_t count) {
+  typename L::Element padded[L::kLanes] = {};
+  std::memcpy(padded, from, count * sizeof padded[0]);
+  return L::load(padded);
+}
+
+template <typename L>
+PYRINGAR_INLINE void store_some(typename L::Vector v, typename L::Element* to, std::size_t count) {
+  const typename L::Packed packed = L::pack(v);
+  std::memcpy(to, &packed, count * sizeof *to);
+}
+
+template <typename L, typename Op>
+void fused_kernel(const void* const* sources, int num_sources, void* const* destinations,
+                  int num_destinations, std::size_t n, int divisor) {
+  using Element = typename L::Element;
+  const auto source = [&](int r) { return static_cast<const Element*>(sources[r]); };
+  const auto destination = [&](int r) { return static_cast<Element*>(destinations[r]); };
+  for_each_block<L>(
+      n,
+      [&](std::size_t i) {
+        typename L::Vector sum[kUnroll];
+        for (int u = 0; u < kUnroll; ++u) sum[u] = L::load(source(0) + i + u * L::kLanes);
+        for (int r = 1; r < num_sources; ++r) {
+          for (int u = 0; u < kUnroll; ++u) {
+            sum[u] = Op::template apply<L>(sum[u], L::load(source(r) + i + u * L::kLanes));
+          }
+        }
+        typename L::Packed packed[kUnroll];
+        for (int u = 0; u < kUnroll; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
+        for (int r = 0; r < num_destinations; ++r) {
+          for (int u = 0; u < kUnroll; ++u) {
+            store_vector(packed[u], destination(r) + i + u * L::kLanes);
+          }
+        }
+      },
+      [&](std::size_t i, std::size_t count) {
+        typename L::Vector sum = load_some<L>(source(0) + i, count);
+        for (int r = 1; r < num_sources; ++r) {
+          sum = Op::template apply<L>(sum, load_some<L>(source(r) + i, count));
+        }
+        sum = divided<L, Op>(sum, divisor);
+        for (int r = 0; r < num_destinations; ++r) store_some<L>(sum, destination(r) + i, count);
+      });
+}
+
+template <typename L>
+void widen_kernel(const void* own, void* partial_out, std::size_t n) {
+  const auto* from = static_cast<const typename L::Element*>(own);
+  auto* to = static_cast<typename L::Partial*>(partial_out);
+  std::size_t i = 0;
+  for (; i + L::kLanes <= n; i += L::kLanes) store_vector(L::load(from + i), to + i);
+  if (i < n) {
+    const typename L::Vector v = load_some<L>(from + i, n - i);
+    std::memcpy(to + i, &v, (n - i) * sizeof *to);
+  }
+}
+
+template <typename L, typename Op>
+void accumulate_kernel(const void* partial_in, const void* own, void* partial_out, std::size_t n) {
+  using Vector = typename L::Vector;
+  const auto* partial = static_cast<const typename L::Partial*>(partial_in);
+  const auto* element = static_cast<const typename L::Element*>(own);
+  auto* to = static_cast<typename L::Partial*>(partial_out);
+  std::size_t i = 0;
+  for (; i + L::kLanes <= n; i += L::kLanes) {
+    store_vector(Op::template apply<L>(load_partial<L>(partial + i), L::load(element + i)), to + i);
+  }
+  if (i < n) {
+    Vector some{};
+    std::memcpy(&some, partial + i, (n - i) * sizeof *to);
+    some = Op::template apply<L>(some, load_some<L>(element + i, n - i));
+    std::memcpy(to + i, &some, (n - i) * sizeof *to);
+  }
+}
+
+template <typename L, typename Op>
+void finish_kernel(const void* partial_in, const void* own, void* const* destinations,
+                   int num_destinations, std::size_t n, int divisor) {
+  using Element = typename L::Element;
+  const auto* partial = static_cast<const typename L::Partial*>(partial_in);
+  const auto* element = static_cast<const Element*>(own);
+  std::size_t i = 0;
+  for (; i + L::kLanes <= n; i += L::kLanes) {
+    const typename L::Vector sum =
+        Op::template apply<L>(load_partial<L>(partial + i), L::load(element + i));
+    const typename L::Packed packed = L::pack(divided<L, Op>(sum, divisor));
+    for (int r = 0; r < num_destinations; ++r) {
+      store_vector(packed, static_cast<Element*>(destinations[r]) + i);
+    }
+  }
+  if (i < n) {
+    typename L::Vector sum{};
+    std::memcpy(&sum, partial + i, (n - i) * sizeof *partial);
+    sum = Op::template apply<L>(sum, load_some<L>(element + i, n - i));
+    sum = divided<L, Op>(sum, divisor);
+    for (int r = 0; r < num_destinations; ++r) {
+      store_some<L>(sum, static_cast<Element*>(destinations[r]) + i, n - i);
+    }
+  }
+}
+
+template <typename L, typename Op>
+inline constexpr Kernels kKernelsOf = {&fused_kernel<L, Op>, &widen_kernel<L>,
+                                       &accumulate_kernel<L, Op>, &finish_kernel<L, Op>};
+
+template <DType dtype>
+const Kernels& kernels_of(ReduceOp op) {
+  using L = LanesOf<dtype>;
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kMean:
+      return kKernelsOf<L, Sum>;
+    case ReduceOp::kMax:
+      return kKernelsOf<L, Max>;
+    case ReduceOp::kMin:
+      return kKernelsOf<L, Min>;
+    case ReduceOp::kProd:
+      return kKernelsOf<L, Prod>;
+  }
+  return kKernelsOf<L, Sum>;
+}
+
+}  // namespace pyringar

@@ -1,0 +1,205 @@
+// lanes: vectors of elements: load and widen, compute, narrow and store.
+//
+// Floor     cpu: compiler vector extensions (g++ and clang, any instruction set); the F16C
+//           intrinsics have a plain path beside them.
+// Units     kLanes elements, one 64-byte vector of accumulators.
+// Contract  same bits as core/half.h for every input that is not a NaN; fp32, fp64 and integers
+//           pass through unchanged. No alignment required of any pointer.
+// Threads   pure functions, any.
+// Tests     tests/cpp/stress.cpp compares every half; tests/test_all_reduce.py every dtype and op.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/dtype.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+// How a vector wider than the CPU's registers is passed to a function differs between compilers.
+// None is: whatever takes or returns one is inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#define PYRINGAR_INLINE inline __attribute__((always_inline))
+
+namespace pyringar {
+
+template <typename T, int N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
+
+template <typename V>
+PYRINGAR_INLINE V load_vector(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <typename V>
+PYRINGAR_INLINE void store_vector(V v, void* to) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+// Types that are added as they are.
+template <typename T>
+struct PlainLanes {
+  using Element = T;
+  using Partial = T;
+  static constexpr int kLanes = 64 / sizeof(T);
+  using Vector = typename VectorOf<T, kLanes>::type;
+  using Packed = Vector;
+  static PYRINGAR_INLINE Vector load(const T* from) { return load_vector<Vector>(from); }
+  static PYRINGAR_INLINE Packed pack(Vector v) { return v; }
+};
+
+using F32 = VectorOf<float, 16>::type;
+using U32 = VectorOf<std::uint32_t, 16>::type;
+using U16 = VectorOf<std::uint16_t, 16>::type;
+
+// 16-bit floats, added as fp32.
+struct BFloat16Lanes {
+  using Element = BFloat16;
+  using Partial = float;
+  static constexpr int kLanes = 16;
+  using Vector = F32;
+  using Packed = U16;
+  static PYRINGAR_INLINE Vector load(const BFloat16* from) {
+    return (F32)(__builtin_convertvector(load_vector<U16>(from), U32) << 16);
+  }
+  static PYRINGAR_INLINE Packed pack(Vector v) {
+    const U32 bits = (U32)v;
+    const U32 rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    const U32 nan = bits >> 16 | 0x40u;
+    return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, U16);
+  }
+};
+
+struct Float16Lanes {
+  using Element = Float16;
+  using Partial = float;
+  static constexpr int kLanes = 16;
+  using Vector = F32;
+  using Packed = U16;
+#if defined(__AVX512F__)
+  static PYRINGAR_INLINE Vector load(const Float16* from) {
+    return (Vector)_mm512_maskz_cvtph_ps(0xffff, load_vector<__m256i>(from));
+  }
+  static PYRINGAR_INLINE Packed pack(Vector v) {
+    return (Packed)_mm512_maskz_cvtps_ph(0xffff, (__m512)v,
+                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+#elif defined(__F16C__)
+  static PYRINGAR_INLINE Vector load(const Float16* from) {
+    const __m256 halves[2] = {_mm256_cvtph_ps(load_vector<__m128i>(from)),
+                              _mm256_cvtph_ps(load_vector<__m128i>(from + 8))};
+    return load_vector<Vector>(halves);
+  }
+  static PYRINGAR_INLINE Packed pack(Vector v) {
+    __m256 halves[2];
+    store_vector(v, halves);
+    const __m128i packed[2] = {_mm256_cvtps_ph(halves[0], _MM_FROUND_TO_NEAREST_INT),
+                               _mm256_cvtps_ph(halves[1], _MM_FROUND_TO_NEAREST_INT)};
+    return load_vector<Packed>(packed);
+  }
+#else
+  // The branches of core/half.h, all computed, then chosen lane by lane.
+  static PYRINGAR_INLINE Vector load(const Float16* from) {
+    const U32 bits = __builtin_convertvector(load_vector<U16>(from), U32);
+    const U32 sign = (bits & 0x8000u) << 16;
+    const U32 rest = bits & 0x7fffu;
+    const U32 special = 0x7f800000u | (rest & 0x3ffu) << 13;
+    const U32 normal = (rest << 13) + (112u << 23);
+    const U32 subnormal = (U32)(__builtin_convertvector(rest, F32) * 0x1p-24f);
+    return (F32)(sign | (rest >= 0x7c00u ? special : rest >= 0x400u ? normal : subnormal));
+  }
+  static PYRINGAR_INLINE Packed pack(Vector v) {
+    const U32 bits = (U32)v;
+    const U32 sign = bits >> 16 & 0x8000u;
+    const U32 rest = bits & 0x7fffffffu;
+    const U32 rebased = rest - (112u << 23);
+    const U32 normal = (rebased + 0xfffu + (rebased >> 13 & 1u)) >> 13;
+    const U32 subnormal = (U32)((F32)rest + 0.5f) - 0x3f000000u;
+    const U32 infinity = U32{} + 0x7c00u;
+    const U32 nan = U32{} + 0x7e00u;
+    const U32 finite = rest >= 0x38800000u ? normal : subnormal;
+    const U32 number = rest >= 0x47800000u ? infinity : finite;
+    return __builtin_convertvector(sign | (rest > 0x7f800000u ? nan : number), U16);
+  }
+#endif
+};
+
+template <DType dtype>
+struct LanesOf;
+template <>
+struct LanesOf<DType::kFloat64> : PlainLanes<double> {};
+template <>
+struct LanesOf<DType::kFloat32> : PlainLanes<float> {};
+template <>
+struct LanesOf<DType::kFloat16> : Float16Lanes {};
+template <>
+struct LanesOf<DType::kBFloat16> : BFloat16Lanes {};
+template <>
+struct LanesOf<DType::kInt8> : PlainLanes<std::int8_t> {};
+template <>
+struct LanesOf<DType::kUInt8> : PlainLanes<std::uint8_t> {};
+template <>
+struct LanesOf<DType::kInt32> : PlainLanes<std::int32_t> {};
+template <>
+struct LanesOf<DType::kInt64> : PlainLanes<std::int64_t> {};
+
+// The reductions, as the contract words them: "a" is the partial so far, "b" the next rank's part.
+struct Sum {
+  template <typename L>
+  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
+    if constexpr (std::is_integral_v<typename L::Partial>) {
+      // Unsigned: integers wrap, and signed overflow is not defined.
+      using Unsigned =
+          typename VectorOf<std::make_unsigned_t<typename L::Partial>, L::kLanes>::type;
+      return (typename L::Vector)((Unsigned)a + (Unsigned)b);
+    } else {
+      return a + b;
+    }
+  }
+};
+
+struct Prod {
+  template <typename L>
+  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
+    if constexpr (std::is_integral_v<typename L::Partial>) {
+      using Unsigned =
+          typename VectorOf<std::make_unsigned_t<typename L::Partial>, L::kLanes>::type;
+      return (typename L::Vector)((Unsigned)a * (Unsigned)b);
+    } else {
+      return a * b;
+    }
+  }
+};
+
+// A NaN on either side wins, as in torch.maximum; of two equal numbers (0 and -0) the later one.
+struct Max {
+  template <typename L>
+  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
+    if constexpr (std::is_integral_v<typename L::Partial>) {
+      return a > b ? a : b;
+    } else {
+      return ((a > b) | (a != a)) ? a : b;
+    }
+  }
+};
+
+struct Min {
+  template <typename L>
+  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
+    if constexpr (std::is_integral_v<typename L::Partial>) {
+      return a < b ? a : b;
+    } else {
+      return ((a < b) | (a != a)) ? a : b;
+    }
+  }
+};
+
+}  // namespace pyringar

@@ -1,0 +1,148 @@
+// os_wait: futex or condition variables, and the policy spin - yield - sleep.
+//
+// Floor     cpu
+// Tests     tests/cpp/stress.cpp
+
+#include "cpu/os_wait.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "core/ring_program.h"
+
+#if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#else
+#include <condition_variable>
+#include <mutex>
+#endif
+
+namespace pyringar {
+
+#if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
+
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline) {
+  timespec timeout;
+  if (deadline != kNoDeadline) {
+    const auto left = std::chrono::nanoseconds(deadline - Clock::now()).count();
+    if (left <= 0) return;
+    timeout.tv_sec = static_cast<time_t>(left / 1'000'000'000);
+    timeout.tv_nsec = static_cast<long>(left % 1'000'000'000);
+  }
+  // Returns at once when the word has changed already; early returns are the caller's to check.
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected,
+          deadline != kNoDeadline ? &timeout : nullptr, nullptr, 0);
+}
+
+void os_wake(const std::atomic<std::uint32_t>& word, int count) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+#else
+
+namespace {
+
+struct ParkingLot {
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+ParkingLot& lot_of(const void* address) {
+  static ParkingLot lots[64];
+  return lots[(reinterpret_cast<std::uintptr_t>(address) >> 6) % 64];
+}
+
+}  // namespace
+
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline) {
+  ParkingLot& lot = lot_of(&word);
+  std::unique_lock<std::mutex> lock(lot.mutex);
+  if (word.load(std::memory_order_seq_cst) != expected) return;
+  if (deadline == kNoDeadline) {
+    lot.changed.wait(lock);
+  } else {
+    lot.changed.wait_until(lock, deadline);
+  }
+}
+
+void os_wake(const std::atomic<std::uint32_t>& word, int) {
+  ParkingLot& lot = lot_of(&word);
+  // The waiter checks the word under this lock: it either sees the new value or hears the call;
+  // all, since they share the variable.
+  const std::lock_guard<std::mutex> lock(lot.mutex);
+  lot.changed.notify_all();
+}
+
+#endif
+
+namespace {
+
+inline void cpu_pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("isb" ::: "memory");
+#endif
+}
+
+constexpr int kPauses = 64;
+constexpr int kYields = 64;
+// A yield beside a thread that computes or spins gives away a whole time slice. One that took this
+// long says so; the thread then sleeps at once for a while, since waking up takes the core back.
+constexpr auto kLongYield = std::chrono::microseconds(200);
+constexpr int kWaitsWithoutYields = 64;
+thread_local int waits_without_yields = 0;
+
+// Somebody may give up while others sleep; nobody sleeps longer than this without looking.
+constexpr auto kLongestNap = std::chrono::milliseconds(50);
+
+bool yield_until(const Flag& flag, std::uint32_t wanted) {
+  Deadline before = Clock::now();
+  for (int i = 0; i < kYields; ++i) {
+    std::this_thread::yield();
+    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+    const Deadline after = Clock::now();
+    if (after - before > kLongYield) {
+      waits_without_yields = kWaitsWithoutYields;
+      return false;
+    }
+    before = after;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool wait_for_flag(Flag& flag, std::uint32_t wanted, Deadline deadline,
+                   const std::atomic<std::uint32_t>* give_up) {
+  for (int i = 0; i < kPauses; ++i) {
+    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+    cpu_pause();
+  }
+  if (waits_without_yields > 0) {
+    --waits_without_yields;
+  } else if (yield_until(flag, wanted)) {
+    return true;
+  }
+  bool arrived = false;
+  flag.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  while (true) {
+    const std::uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+    arrived = reached(seen, wanted);
+    if (arrived || (give_up != nullptr && give_up->load(std::memory_order_acquire) != 0)) break;
+    Deadline until = deadline;
+    if (deadline != kNoDeadline || give_up != nullptr) {
+      const Deadline now = Clock::now();
+      if (now >= deadline) break;
+      if (give_up != nullptr) until = std::min(until, now + kLongestNap);
+    }
+    os_wait(flag.value, seen, until);
+  }
+  flag.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return arrived;
+}
+
+}  // namespace pyringar

@@ -1,0 +1,50 @@
+// os_wait: the one place where a CPU thread sleeps for another, and how long it tries before.
+//
+// Floor     cpu: std and the operating system. Linux futexes; elsewhere (or with
+//           PYRINGAR_NO_FUTEX) a small table of condition variables, same contract.
+// Units     Deadline is a point on the steady clock.
+// Contract  Flag: whatever was written before set(n) is visible after wait_for_flag(n) returned
+//           true. One writer per flag; values only grow (modulo 2^32).
+// Threads   any number of waiters per flag. A wait ends at its deadline at the latest (plus the
+//           operating system's own delay) and returns false.
+// Tests     tests/cpp/stress.cpp, under ThreadSanitizer and with PYRINGAR_NO_FUTEX.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace pyringar {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+// Sleeps while word == expected, at the longest until the deadline; may wake early.
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline);
+// Wakes at most `count` sleepers, or all of them.
+inline constexpr int kWakeAll = 1 << 30;
+void os_wake(const std::atomic<std::uint32_t>& word, int count);
+
+// A counter that one thread advances and others wait for. The writer pays for a system call only
+// when somebody sleeps. On lines of its own, so that waiting does not slow the neighbours down.
+struct alignas(64) Flag {
+  std::atomic<std::uint32_t> value{0};
+  std::atomic<std::uint32_t> sleepers{0};
+
+  void set(std::uint32_t n, int max_wake = kWakeAll) {
+    // Store and load are sequentially consistent, as are the waiter's: one of the two sees the
+    // other.
+    value.store(n, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) > 0) os_wake(value, max_wake);
+  }
+};
+
+inline constexpr Deadline kNoDeadline = Deadline::max();
+
+// Waits until flag >= wanted: a few pauses (the other rank runs on another core), then yields (it
+// may want this one), then sleep. Never spins blindly: ranks may outnumber cores. False: the
+// deadline passed, or *give_up became non-zero (noticed within milliseconds).
+bool wait_for_flag(Flag& flag, std::uint32_t wanted, Deadline deadline = kNoDeadline,
+                   const std::atomic<std::uint32_t>* give_up = nullptr);
+
+}  // namespace pyringar

@@ -1,0 +1,55 @@
+// rank_team: persistent threads, woken together, counted as they return.
+//
+// Floor     cpu
+// Tests     tests/cpp/stress.cpp
+
+#include "cpu/rank_team.h"
+
+#include <system_error>
+
+#include "core/error.h"
+
+namespace pyringar {
+
+RankTeam::~RankTeam() {
+  stop_.store(1, std::memory_order_release);
+  started_.set(started_.value.load(std::memory_order_relaxed) + 1);
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void RankTeam::run(const std::function<void(int rank)>& program) {
+  const std::uint32_t epoch = started_.value.load(std::memory_order_relaxed) + 1;
+  program_ = &program;
+  start_threads(epoch - 1);
+  places_.spread_from_caller(threads_);
+  started_.set(epoch);
+  program(0);
+  for (int rank = 1; rank < world_size_; ++rank) {
+    // Without a deadline of its own: the program lies on this stack, and all its waits have one.
+    wait_for_flag(finished_[static_cast<std::size_t>(rank)], epoch);
+  }
+}
+
+// Where the system refuses one, nothing has run, and the next run() goes on from there.
+void RankTeam::start_threads(std::uint32_t seen) {
+  threads_.reserve(static_cast<std::size_t>(world_size_));
+  for (int rank = static_cast<int>(threads_.size()) + 1; rank < world_size_; ++rank) {
+    try {
+      threads_.emplace_back([this, rank, seen] { serve(rank, seen); });
+    } catch (const std::system_error& error) {
+      fail(ErrorKind::kState, "cannot start a thread for rank ", rank, " of ", world_size_, ": ",
+           error.what());
+    }
+  }
+}
+
+void RankTeam::serve(int rank, std::uint32_t seen) {
+  while (true) {
+    wait_for_flag(started_, ++seen);
+    if (stop_.load(std::memory_order_acquire) != 0) return;
+    (*program_)(rank);
+    finished_[static_cast<std::size_t>(rank)].set(seen);
+  }
+}
+
+}  // namespace pyringar

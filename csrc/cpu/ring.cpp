@@ -1,0 +1,133 @@
+// ring: memory and arithmetic of a thread for the ring program.
+//
+// Floor     cpu
+// Tests     tests/test_ring.py, tests/cpp/stress.cpp
+
+#include "cpu/ring.h"
+
+#include "core/error.h"
+#include "cpu/kernels.h"
+
+namespace pyringar {
+
+namespace {
+
+class ThreadRing {
+ public:
+  ThreadRing(int rank, const RingBuffers& buffers, ReduceOp op, int divisor, RingLinks& ring,
+             Watch& watch)
+      : rank_(rank),
+        world_size_(ring.world_size()),
+        prev_((rank + world_size_ - 1) % world_size_),
+        divisor_(divisor),
+        op_(op),
+        item_(item_bytes(buffers.dtype)),
+        buffers_(buffers),
+        kernels_(kernels(buffers.dtype, op)),
+        ring_(ring),
+        in_(ring.links[static_cast<std::size_t>(prev_)]),
+        out_(ring.links[static_cast<std::size_t>(rank)]),
+        watch_(watch) {}
+
+  bool wait_message(std::uint32_t n, int action) {
+    from_ = action - 1 >= world_size_ - 1 ? From::kResult
+            : action == 1                 ? From::kInput
+                                          : From::kPartial;
+    return watch_.wait(in_.flag, n, n,
+                       [&] { return late(prev_, action - 1, "to send", in_.flag, n); });
+  }
+  bool wait_slot(std::uint32_t n, int action) {
+    return watch_.wait(out_.taken, n - ring_.num_slots, n, [&] {
+      return late((rank_ + 1) % world_size_, action, "to receive", out_.taken, n - ring_.num_slots);
+    });
+  }
+  void publish(std::uint32_t n) { out_.flag.set(n); }
+  void free_message(std::uint32_t n) { in_.taken.set(n); }
+
+  void send_own(Range, std::uint32_t) {}  // it lies in the input
+  void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
+    void* partial = ring_.slot(rank_, n_out);
+    const void* theirs = ring_.slot(prev_, n_in);
+    if (from_ == From::kInput) {
+      kernels_.widen(input(prev_, range), partial, range.size());
+      theirs = partial;
+    }
+    kernels_.accumulate(theirs, input(rank_, range), partial, range.size());
+  }
+  void reduce_finish(Range range, std::uint32_t n_in) {
+    void* result = output(rank_, range);
+    if (from_ == From::kInput) {
+      const void* both[] = {input(prev_, range), input(rank_, range)};
+      kernels_.fused(both, 2, &result, 1, range.size(), divisor_);
+    } else {
+      kernels_.finish(ring_.slot(prev_, n_in), input(rank_, range), &result, 1, range.size(),
+                      divisor_);
+    }
+  }
+  void reduce_finish_forward(Range range, std::uint32_t n_in, std::uint32_t) {
+    reduce_finish(range, n_in);
+  }
+  void gather_own(Range range, std::uint32_t) { copy_to_output(range, input(rank_, range)); }
+  void copy_forward(Range range, std::uint32_t n_in, std::uint32_t) { copy_last(range, n_in); }
+  void copy_last(Range range, std::uint32_t) { copy_to_output(range, output(prev_, range)); }
+
+ private:
+  // Where the data of the message at hand lies. Ranks of one process can read each other's tensors,
+  // so only partial sums need a slot: a rank's own part is read in its input, a result in its
+  // output. Both stay: a result comes to a rank only after its input has gone all the way round,
+  // and is never written again.
+  enum class From { kInput, kPartial, kResult };
+
+  void copy_to_output(Range range, const void* from) {
+    // Not memcpy: that takes rep movsb, which is slow on lines that another core has just written.
+    // As bytes: loading a 16-bit float as fp32 would quieten a NaN.
+    void* to = output(rank_, range);
+    kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, range.size() * item_, 1);
+  }
+  // A rank's part of a gather, and its result of a scatter, is its own chunk alone.
+  std::size_t first_elem(int rank, RingPhases one_chunk) const {
+    return buffers_.phases == one_chunk ? chunk_range(buffers_.numel, world_size_, rank).begin : 0;
+  }
+  const void* input(int rank, Range range) const {
+    const std::size_t at = range.begin - first_elem(rank, RingPhases::kAllGather);
+    return static_cast<const std::byte*>(buffers_.inputs[rank]) + at * item_;
+  }
+  void* output(int rank, Range range) const {
+    const std::size_t at = range.begin - first_elem(rank, RingPhases::kReduceScatter);
+    return static_cast<std::byte*>(buffers_.outputs[rank]) + at * item_;
+  }
+  std::string late(int peer, int step, const char* what, const Flag& counter,
+                   std::uint32_t wanted) const {
+    const double seconds = std::chrono::duration<double>(watch_.timeout()).count();
+    const char* what_for = buffers_.phases == RingPhases::kAllGather ? "copy" : op_name(op_);
+    return join("ring ", what_for, " of ", buffers_.numel, " ", dtype_name(buffers_.dtype),
+                " elements over ", world_size_, " ranks: rank ", rank_, " waited ", seconds,
+                " s for rank ", peer, " ", what, " at step ", step, " of ",
+                ring_num_steps(world_size_), " (message ", counter.value.load(), " of ", wanted,
+                ")");
+  }
+
+  const int rank_;
+  const int world_size_;
+  const int prev_;
+  const int divisor_;
+  const ReduceOp op_;
+  const std::size_t item_;
+  const RingBuffers& buffers_;
+  const Kernels& kernels_;
+  const RingLinks& ring_;
+  Link& in_;
+  Link& out_;
+  Watch& watch_;
+  From from_ = From::kInput;
+};
+
+}  // namespace
+
+bool ring_rank(int rank, const RingBuffers& buffers, ReduceOp op, int divisor, RingLinks& ring,
+               std::uint32_t base, Watch& watch) {
+  ThreadRing engine(rank, buffers, op, divisor, ring, watch);
+  return run_ring(engine, buffers.program(rank, ring, base));
+}
+
+}  // namespace pyringar

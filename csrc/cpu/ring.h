@@ -1,0 +1,74 @@
+// ring: the ring program on one native thread per rank, through slots in shared memory.
+//
+// Floor     cpu
+// Units     elements; pointers borrowed for the call. kLinkBytes of slots per link.
+// Contract  chunk c is added in the order of ranks c+1, ..., c+k (mod k); see core/schedule.h.
+//           Every rank moves 2 (k-1)/k of the buffer to its next in an all-reduce, half of that
+//           in the other two.
+// Threads   ring_rank() is called once per rank, all at once, with the same arguments otherwise.
+//           It returns false when a wait failed; the Watch says whose.
+// Source    core/ring_program.h
+// Tests     tests/test_ring.py, tests/cpp/stress.cpp (ThreadSanitizer, random delays)
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/ring_program.h"
+#include "cpu/os_wait.h"
+#include "cpu/rank_team.h"
+
+namespace pyringar {
+
+// All slots of a link together: what a rank reads and writes in a tick stays in its core's L2.
+inline constexpr std::size_t kLinkBytes = 512 * 1024;
+
+// The link from a rank to its next; see the table in core/ring_program.h.
+struct Link {
+  Flag flag;   // messages published, by the writer
+  Flag taken;  // messages consumed, by the reader
+};
+
+// What a communicator keeps between ring calls. links[r] leads from rank r to rank r + 1; all links
+// have carried `messages` messages.
+struct RingLinks {
+  explicit RingLinks(int world_size)
+      : links(static_cast<std::size_t>(world_size)),
+        num_slots(ring_num_slots(world_size)),
+        slot_bytes(std::max<std::size_t>(64, kLinkBytes / num_slots)),
+        slots(std::make_unique_for_overwrite<std::byte[]>(links.size() * num_slots * slot_bytes)) {}
+
+  std::vector<Link> links;
+  const std::uint32_t num_slots;  // per link
+  const std::size_t slot_bytes;
+  const std::unique_ptr<std::byte[]> slots;
+  std::uint32_t messages = 0;
+
+  int world_size() const { return static_cast<int>(links.size()); }
+  std::byte* slot(int from_rank, std::uint32_t message) const {
+    const std::size_t index = static_cast<std::size_t>(from_rank) * num_slots + message % num_slots;
+    return slots.get() + index * slot_bytes;
+  }
+};
+
+// One tensor of a ring collective. all_reduce: inputs[r] == outputs[r], numel each.
+// reduce_scatter: inputs of numel, outputs hold chunk r. all_gather: the other way round.
+struct RingBuffers {
+  const void* const* inputs;
+  void* const* outputs;
+  std::size_t numel;
+  DType dtype;
+  RingPhases phases;
+
+  RingProgram program(int rank, const RingLinks& ring, std::uint32_t base) const {
+    return {rank, ring.world_size(), numel, ring.slot_bytes / partial_bytes(dtype), phases, base};
+  }
+};
+
+bool ring_rank(int rank, const RingBuffers& buffers, ReduceOp op, int divisor, RingLinks& ring,
+               std::uint32_t base, Watch& watch);
+
+}  // namespace pyringar

@@ -1,0 +1,168 @@
+// strided: an odometer over all dimensions but the last, a plain loop over that.
+//
+// Floor     cpu
+// Tests     tests/test_layouts.py
+
+#include "cpu/strided.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+namespace pyringar {
+
+namespace {
+
+// Calls visit(pointer) for every element, in the order of the index; stops when it returns false.
+template <typename Visit>
+void for_each_element(const StridedView& view, Visit&& visit) {
+  const std::size_t ndim = view.shape.size();
+  if (ndim == 0) {
+    visit(view.data);
+    return;
+  }
+  for (const std::int64_t size : view.shape) {
+    if (size == 0) return;
+  }
+  const auto item = static_cast<std::int64_t>(view.item);
+  const std::int64_t inner = view.shape[ndim - 1];
+  const std::int64_t inner_stride = view.strides[ndim - 1] * item;
+  std::vector<std::int64_t> index(ndim, 0);
+  std::byte* row = view.data;
+  while (true) {
+    for (std::int64_t i = 0; i < inner; ++i) {
+      if (!visit(row + i * inner_stride)) return;
+    }
+    std::size_t dim = ndim - 1;
+    while (dim > 0) {
+      --dim;
+      row += view.strides[dim] * item;
+      if (++index[dim] < view.shape[dim]) break;
+      row -= view.strides[dim] * item * view.shape[dim];
+      index[dim] = 0;
+      if (dim == 0) return;
+    }
+    if (ndim == 1) return;
+  }
+}
+
+// Calls run(item) with the size as a constant: a copy is then an instruction, not a call.
+template <typename Run>
+void with_item_bytes(std::size_t item, Run&& run) {
+  switch (item) {
+    case 1:
+      return run(std::integral_constant<std::size_t, 1>());
+    case 2:
+      return run(std::integral_constant<std::size_t, 2>());
+    case 4:
+      return run(std::integral_constant<std::size_t, 4>());
+    default:
+      return run(std::integral_constant<std::size_t, 8>());
+  }
+}
+
+// Dimensions of more than one element, the smallest stride first.
+std::vector<std::size_t> by_stride(const StridedView& view) {
+  std::vector<std::size_t> dims;
+  for (std::size_t dim = 0; dim < view.shape.size(); ++dim) {
+    if (view.shape[dim] != 1) dims.push_back(dim);
+  }
+  std::sort(dims.begin(), dims.end(),
+            [&](std::size_t a, std::size_t b) { return view.strides[a] < view.strides[b]; });
+  return dims;
+}
+
+// Every stride steps over all that the smaller ones reach, as in any slice of a dense tensor.
+bool is_nested(const StridedView& view, const std::vector<std::size_t>& dims) {
+  std::int64_t reach = 0;
+  for (const std::size_t dim : dims) {
+    if (view.strides[dim] <= reach) return false;
+    reach += (view.shape[dim] - 1) * view.strides[dim];
+  }
+  return true;
+}
+
+// Is there an element of the first `count` dims, and another, that lie `distance` bytes apart, or
+// nearly? In nested dims only two differences of indices come near: the smaller dims reach no more.
+bool comes_near(const StridedView& view, const std::vector<std::size_t>& dims, std::size_t count,
+                std::int64_t distance) {
+  const auto item = static_cast<std::int64_t>(view.item);
+  if (count == 0) return -item < distance && distance < item;
+  const std::size_t dim = dims[count - 1];
+  const std::int64_t stride = view.strides[dim] * item;
+  const std::int64_t below = distance / stride - (distance % stride < 0 ? 1 : 0);
+  for (const std::int64_t steps : {below, below + 1}) {
+    const bool exists = -view.shape[dim] < steps && steps < view.shape[dim];
+    if (exists && comes_near(view, dims, count - 1, distance - steps * stride)) return true;
+  }
+  return false;
+}
+
+// Marks the bytes of a view inside a window; false as soon as one was marked before.
+bool mark(const StridedView& view, ByteSpan window, std::vector<bool>& marked) {
+  bool fresh = true;
+  for_each_element(view, [&](const std::byte* element) {
+    for (std::size_t b = 0; b < view.item; ++b) {
+      const std::byte* byte = element + b;
+      if (byte < window.first || byte >= window.last) continue;
+      auto seen = marked[static_cast<std::size_t>(byte - window.first)];
+      if (seen) fresh = false;
+      seen = true;
+    }
+    return fresh;
+  });
+  return fresh;
+}
+
+}  // namespace
+
+void pack(const StridedView& from, std::byte* to) {
+  with_item_bytes(from.item, [&](auto item) {
+    for_each_element(from, [&](const std::byte* element) {
+      std::memcpy(to, element, item());
+      to += item();
+      return true;
+    });
+  });
+}
+
+void unpack(const std::byte* from, const StridedView& to) {
+  with_item_bytes(to.item, [&](auto item) {
+    for_each_element(to, [&](std::byte* element) {
+      std::memcpy(element, from, item());
+      from += item();
+      return true;
+    });
+  });
+}
+
+ByteSpan span_of(const StridedView& view) {
+  std::int64_t last = 0;  // torch's strides are never negative
+  for (std::size_t dim = 0; dim < view.shape.size(); ++dim) {
+    if (view.shape[dim] == 0) return {view.data, view.data};
+    last += (view.shape[dim] - 1) * view.strides[dim];
+  }
+  return {view.data, view.data + (static_cast<std::size_t>(last) + 1) * view.item};
+}
+
+bool overlaps_itself(const StridedView& view) {
+  if (is_nested(view, by_stride(view))) return false;
+  const ByteSpan span = span_of(view);
+  std::vector<bool> marked(static_cast<std::size_t>(span.last - span.first));
+  return !mark(view, span, marked);
+}
+
+bool overlap(const StridedView& a, const StridedView& b) {
+  const ByteSpan span_a = span_of(a);
+  const ByteSpan span_b = span_of(b);
+  const ByteSpan both = {std::max(span_a.first, span_b.first), std::min(span_a.last, span_b.last)};
+  if (both.first >= both.last) return false;
+  const std::vector<std::size_t> dims = by_stride(a);
+  if (a.item == b.item && a.shape == b.shape && a.strides == b.strides && is_nested(a, dims)) {
+    return comes_near(a, dims, dims.size(), b.data - a.data);
+  }
+  std::vector<bool> marked(static_cast<std::size_t>(both.last - both.first));
+  return !mark(a, both, marked) || !mark(b, both, marked);
+}
+
+}  // namespace pyringar

@@ -1,0 +1,39 @@
+// strided: tensors whose elements do not lie side by side, packed and unpacked, and compared.
+//
+// Floor     cpu
+// Units     shape and strides in elements; data borrowed.
+// Contract  pack() and unpack() visit elements in the order of their index, so that tensors of
+//           equal shape pack to equal positions. Gaps between elements are never touched.
+// Threads   pure functions of their arguments, any.
+// Tests     tests/test_layouts.py
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pyringar {
+
+struct StridedView {
+  std::byte* data;
+  std::size_t item;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;
+};
+
+void pack(const StridedView& from, std::byte* to);
+void unpack(const std::byte* from, const StridedView& to);
+
+// Bytes [first, last) that hold the view's elements and the gaps between them.
+struct ByteSpan {
+  const std::byte* first;
+  const std::byte* last;
+};
+ByteSpan span_of(const StridedView& view);
+
+// Exact, gaps considered: do two elements, of one view or of two, share a byte? A few comparisons
+// for slices of dense tensors and for two slices cut alike; else a bit for every byte of the span.
+bool overlaps_itself(const StridedView& view);
+bool overlap(const StridedView& a, const StridedView& b);
+
+}  // namespace pyringar

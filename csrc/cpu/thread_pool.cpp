@@ -1,0 +1,74 @@
+// thread_pool: open a job, let helpers in, close the door, wait for those inside.
+//
+// Floor     cpu
+// Tests     tests/cpp/stress.cpp
+
+#include "cpu/thread_pool.h"
+
+#include <algorithm>
+#include <system_error>
+
+namespace pyringar {
+
+ThreadPool::~ThreadPool() {
+  stop_.store(1, std::memory_order_release);
+  generation_.set(generation_.value.load(std::memory_order_relaxed) + 1);
+  for (std::thread& helper : helpers_) helper.join();
+}
+
+void ThreadPool::start_helpers() {
+  const std::uint32_t seen = generation_.value.load(std::memory_order_relaxed);
+  helpers_.reserve(static_cast<std::size_t>(num_helpers_));
+  try {
+    for (int i = 0; i < num_helpers_; ++i) helpers_.emplace_back([this, seen] { help(seen); });
+  } catch (const std::system_error&) {
+    // The system gives no more threads. Those that started help; without any the caller works
+    // alone.
+  }
+}
+
+void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers) {
+  const int most = static_cast<int>(std::min(max_helpers, static_cast<std::size_t>(num_helpers_)));
+  if (most == 0) return work();
+  if (helpers_.empty()) start_helpers();
+  places_.keep_off_caller(helpers_);
+  work_ = &work;
+  most_inside_.store(static_cast<std::uint32_t>(most), std::memory_order_relaxed);
+  const std::uint32_t left_before = left_.value.load(std::memory_order_acquire);
+  state_.store(0, std::memory_order_release);
+  generation_.set(generation_.value.load(std::memory_order_relaxed) + 1, most);
+  work();
+  const std::uint32_t inside = state_.fetch_or(kClosed, std::memory_order_acq_rel);
+  // Blocks are short, so helpers that are inside leave soon; without a deadline, because the job
+  // lies on this stack.
+  if (inside > 0) wait_for_flag(left_, left_before + 1);
+}
+
+bool ThreadPool::join_open_job() {
+  std::uint32_t inside = state_.load(std::memory_order_acquire);
+  while ((inside & kClosed) == 0 && inside < most_inside_.load(std::memory_order_relaxed)) {
+    if (state_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+void ThreadPool::leave_job() {
+  // The last one out of a closed job tells the caller; it must not touch the job afterwards.
+  if (state_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1u)) {
+    left_.set(left_.value.load(std::memory_order_relaxed) + 1);
+  }
+}
+
+void ThreadPool::help(std::uint32_t seen) {
+  while (true) {
+    wait_for_flag(generation_, seen + 1);
+    seen = generation_.value.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_acquire) != 0) return;
+    if (join_open_job()) {
+      (*work_)();
+      leave_job();
+    }
+  }
+}
+
+}  // namespace pyringar

@@ -1,0 +1,56 @@
+// thread_pool: helpers that join the caller's loop when they can; the caller never waits for one
+// that has not joined.
+//
+// Floor     cpu
+// Contract  run(work) calls work() on the caller's thread and on every helper that joins before
+//           the caller has finished its own call; it returns when all of these have returned.
+//           work() shares out its own items (an atomic counter). Everything written before run()
+//           is visible to helpers, everything they wrote is visible after it.
+// Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
+//           sleep between jobs, and are joined by the destructor.
+// Tests     tests/cpp/stress.cpp, under ThreadSanitizer
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "cpu/os_thread.h"
+#include "cpu/os_wait.h"
+
+namespace pyringar {
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(int num_helpers) : num_helpers_(num_helpers) {}
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_helpers() const { return num_helpers_; }
+  // At most max_helpers join: more would not help, and waking them is not free.
+  void run(const std::function<void()>& work, std::size_t max_helpers = SIZE_MAX);
+
+ private:
+  void start_helpers();
+  void help(std::uint32_t seen);
+  bool join_open_job();
+  void leave_job();
+
+  // state_: kClosed, or the number of helpers inside the open job.
+  static constexpr std::uint32_t kClosed = 1u << 31;
+  const int num_helpers_;
+  std::vector<std::thread> helpers_;
+  Places places_;
+  const std::function<void()>* work_ = nullptr;  // written while closed, read by who joined
+  std::atomic<std::uint32_t> most_inside_{0};
+  alignas(64) std::atomic<std::uint32_t> state_{kClosed};
+  Flag generation_;  // one tick per job
+  Flag left_;        // one tick per helper that was the last to leave a closed job
+  std::atomic<std::uint32_t> stop_{0};
+};
+
+}  // namespace pyringar

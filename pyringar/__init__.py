@@ -1,0 +1,50 @@
+"""pyringar: allreduce for many ranks in one process, on any hardware, with the same bits.
+
+    import pyringar as pr
+
+    pr.allreduce([tensor_of_rank_0, tensor_of_rank_1])   # summed into both, in place
+
+    with pr.Communicator(["cpu"] * 4) as comm:
+        comm.all_reduce_coalesced(gradients)              # gradients[rank][i]
+
+The engine is C++, built by the first call for this very processor and kept in a cache; importing
+builds and loads nothing.
+"""
+
+from __future__ import annotations
+
+from pyringar.communicator import Communicator, Plan, Topology, Work, allreduce
+from pyringar.data_parallel import evaluate_accuracy_gpus, get_params, split_batch
+from pyringar.errors import (
+    ArgumentError,
+    BuildError,
+    CollectiveTimeout,
+    CompilerNotFoundError,
+    CudaError,
+    PeerLostError,
+    RingarError,
+    UnsupportedError,
+)
+from pyringar.grader import check_allreduce
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BuildError",
+    "CollectiveTimeout",
+    "Communicator",
+    "CompilerNotFoundError",
+    "CudaError",
+    "PeerLostError",
+    "Plan",
+    "RingarError",
+    "Topology",
+    "UnsupportedError",
+    "Work",
+    "allreduce",
+    "check_allreduce",
+    "evaluate_accuracy_gpus",
+    "get_params",
+    "split_batch",
+]

@@ -1,0 +1,37 @@
+"""The ``pyringar`` command: one module per subcommand, each with ``add_parser`` and ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from pyringar.errors import RingarError
+
+__all__ = ["main"]
+
+_COMMANDS = ("train", "info", "build", "check")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status (0 fine, 1 failed, 2 wrong arguments)."""
+    parser = argparse.ArgumentParser(
+        prog="pyringar",
+        description="Allreduce for many ranks in one process, and the trainers that use it.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name in _COMMANDS:
+        importlib.import_module(f"pyringar.cli.{name}").add_parser(commands)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="pyringar: %(message)s", stream=sys.stderr)
+    try:
+        status: int = args.run(args)
+    except RingarError as error:
+        print(f"pyringar: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pyringar: interrupted", file=sys.stderr)
+        return 130
+    return status

@@ -1,0 +1,208 @@
+"""``pyringar info``: what is installed, what is built, and what this machine has."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_parser", "gather", "run"]
+
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+ENVIRONMENT = {
+    "PYRINGAR_CACHE_DIR": "where engines are kept",
+    "CXX": "the C++ compiler",
+    "PYRINGAR_NVCC": "the CUDA compiler",
+    "PYRINGAR_CUDA_ARCHS": "GPU architectures to compile for",
+    "PYRINGAR_PREBUILD": "1: `pip install` compiles the engine into the wheel",
+    "PYRINGAR_CHECK": "how much the engine checks itself",
+    "PYRINGAR_NODE_ID": "which ranks share this machine",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``info`` to the command line."""
+    parser = subparsers.add_parser(
+        "info",
+        help="versions, compiler, cache, devices, what is built",
+        description="Print what is installed, what is built and what this machine has. Builds "
+        "nothing and needs no compiler; put its output into a bug report.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    facts = gather()
+    print(json.dumps(facts, indent=2) if args.json else render(facts))
+    return 0
+
+
+def gather() -> dict[str, dict[str, Any]]:
+    """Return sections of facts, all JSON values. Builds nothing."""
+    return {
+        "versions": _versions(),
+        "build": _build_facts(),
+        "engine": _engine_facts(),
+        "devices": _devices(),
+        "peers": _peers(),
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+    }
+
+
+def _told(fact: Callable[[], Any]) -> Any:
+    """Return ``fact()``, or its pyringar error as text: a report is made even where things fail."""
+    from pyringar.errors import RingarError
+
+    try:
+        return fact()
+    except RingarError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _versions() -> dict[str, Any]:
+    import pyringar
+
+    versions: dict[str, Any] = {
+        "pyringar": f"{pyringar.__version__} ({Path(pyringar.__file__).parent})",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+    }
+    for name in ("torch", "torchvision", "pybind11", "ninja"):
+        try:
+            versions[name] = str(importlib.import_module(name).__version__)
+        except Exception as error:  # a torchvision of another torch fails with RuntimeError
+            versions[name] = f"cannot be imported: {type(error).__name__}: {error}"
+    return versions
+
+
+def _build_facts() -> dict[str, Any]:
+    from pyringar import _build
+    from pyringar import _toolchain as tools
+
+    def compiler() -> str:
+        found = tools.find_compiler()
+        return f"{found}: {tools.compiler_version(found)}"
+
+    return {
+        "compiler": _told(compiler),
+        "ninja": _told(tools.find_ninja),
+        "headers": _told(tools.python_include_dirs),
+        "sources": _told(lambda: str(_build.Recipe().root())),
+        "cache": _told(_cache),
+    }
+
+
+def _cache() -> str:
+    from pyringar import _build
+
+    cache = _build.cache_dir()
+    if not cache.is_dir():
+        return f"{cache} (not there yet)"
+    try:
+        sizes = [path.stat().st_size for path in cache.rglob("*") if path.is_file()]
+        engines = len(list(cache.glob("*/build.json")))
+    except OSError as error:
+        return f"{cache} (cannot be read: {error})"
+    return f"{cache} ({engines} built, {sum(sizes) / 1e6:.1f} MB)"
+
+
+def _engine_facts() -> dict[str, Any]:
+    """Say what is built for this machine, and ask the engine itself what it is."""
+    return {"cpu": _told(_cpu_engine), "cuda": "not part of this version"}
+
+
+def _cpu_engine() -> str | dict[str, Any]:
+    from pyringar import _build, _native
+
+    engine = _build.find_engine()
+    if engine is None:
+        return "not built yet: the first call compiles it, `pyringar build` does it now"
+    module = _native.load(engine)
+    return {
+        "found_in": engine.origin,
+        "path": str(engine.path),
+        "built_with": engine.record["compiler"],
+        "flags": " ".join(engine.record["flags"]),
+        **(module.build_info() if hasattr(module, "build_info") else {}),
+    }
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    from pyringar import _toolchain as tools
+
+    cpu = tools.read_cpu()
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    devices = {
+        "cpu": f"{cpu.name}, {cpu.machine}",
+        "cores": f"{tools.cores_allowed()} of {os.cpu_count()} may be used",
+        "memory": f"{memory_gib:.1f} GiB",
+    }
+    if not torch.cuda.is_available():
+        why = "no GPU or no driver" if torch.version.cuda else "this torch is built without CUDA"
+        return devices | {"cuda": f"none ({why})"}
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = (
+            f"{found.name}, compute capability {found.major}.{found.minor}, "
+            f"{found.total_memory / 2**30:.1f} GiB, {found.multi_processor_count} processors"
+        )
+    return devices
+
+
+def _peers() -> dict[str, Any]:
+    """Say which device reads which other one's memory directly: row reads column."""
+    import torch
+
+    peers: dict[str, Any] = {"cpu": "all CPU ranks share one memory"}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for row in range(count):
+        peers[f"cuda:{row}"] = {
+            f"cuda:{column}": "self"
+            if row == column
+            else ("yes" if torch.cuda.can_device_access_peer(row, column) else "no")
+            for column in range(count)
+        }
+    return peers
+
+
+def render(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the report as aligned text, names in one column and values in another."""
+    lines: list[str] = []
+    for section, entries in facts.items():
+        lines += ["", section.capitalize()]
+        for name, value in entries.items():
+            first, *rest = _value_lines(value)
+            lines.append(f"  {name:<20} {first}")
+            lines += [f"  {'':<20} {line}" for line in rest]
+    return "\n".join(lines[1:])
+
+
+def _value_lines(value: Any) -> list[str]:
+    if value is None:
+        return ["(not set)"]
+    if isinstance(value, list):
+        return [line for item in value for line in _value_lines(item)]
+    if isinstance(value, Mapping):
+        return [
+            line
+            for key, item in value.items()
+            for line in textwrap.wrap(
+                f"{key:<16} {item}", 100, subsequent_indent=" " * 17, **_WHOLE_WORDS
+            )
+        ]
+    return [
+        wrapped
+        for line in str(value).splitlines()
+        for wrapped in textwrap.wrap(line, 100, **_WHOLE_WORDS)
+    ] or [""]

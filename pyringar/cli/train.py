@@ -1,0 +1,175 @@
+"""``pyringar train``: the book's LeNet, data parallel on any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyringar.train import EpochResult, TrainConfig, Trainer, TrainResult
+
+__all__ = ["add_parser", "run"]
+
+# Options that are given are passed on to TrainConfig, which has the defaults and checks the values.
+_DESCRIPTION = """Train LeNet from scratch on many ranks: the batch is split, every rank has a copy
+of the parameters, and their gradients are summed by pyringar's allreduce after every step. Ranks
+share what there is: GPUs if there are any, else the CPU."""
+_EPILOG = """Without options: two ranks, five epochs, on Fashion-MNIST if it is there or can be
+downloaded, else on a built-in synthetic set. Example:
+pyringar train lenet --ranks 4 --allreduce ring --plot curve.png"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``train`` to the command line."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model on many ranks and print the curve",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", choices=("lenet",), help="what to train")
+    _add_rank_options(parser.add_argument_group("ranks"))
+    _add_recipe_options(parser.add_argument_group("recipe"))
+    _add_data_options(parser.add_argument_group("data and output"))
+    parser.set_defaults(run=run)
+
+
+def _add_rank_options(group: Any) -> None:
+    group.add_argument("--ranks", type=int, metavar="K", help="number of ranks (2)")
+    group.add_argument(
+        "--devices",
+        type=_devices,
+        metavar="D,D,...",
+        help="one device per rank, such as cpu,cpu or cuda:0,cuda:1 (spread by itself)",
+    )
+    group.add_argument(
+        "--allreduce",
+        choices=("auto", "fused", "direct", "ring", "sharded", "naive"),
+        help="how gradients are summed (auto)",
+    )
+    group.add_argument(
+        "--weights",
+        type=_weights,
+        metavar="W,W,...",
+        help="shares of the ranks in every batch, such as 3,1 (equal)",
+    )
+    group.add_argument(
+        "--max-inflight",
+        type=int,
+        metavar="N",
+        help="steps that the host may run ahead of the GPUs (2)",
+    )
+
+
+def _add_recipe_options(group: Any) -> None:
+    group.add_argument("--epochs", type=int, metavar="N", help="passes over the images (5)")
+    group.add_argument(
+        "--batch-size", type=int, metavar="N", help="images a step, all ranks together (64)"
+    )
+    group.add_argument(
+        "--scale-batch", action="store_true", help="multiply the batch size by the ranks"
+    )
+    group.add_argument("--lr", type=float, help="learning rate (0.1)")
+    group.add_argument(
+        "--lr-schedule",
+        choices=("constant", "linear"),
+        help="linear falls to 0 over all steps, constant is as in the book (linear)",
+    )
+    group.add_argument(
+        "--lr-scale",
+        choices=("none", "sqrt", "linear"),
+        help="multiply the learning rate by the ranks, or their square root (none)",
+    )
+    group.add_argument(
+        "--init",
+        choices=("he", "book"),
+        help="initial weights: by the number of inputs, or 0.01 as in the book (he)",
+    )
+    group.add_argument("--seed", type=int, help="of initial weights and image order (0)")
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16", "float16"),
+        help="of parameters and images (float32)",
+    )
+
+
+def _add_data_options(group: Any) -> None:
+    group.add_argument(
+        "--dataset",
+        choices=("auto", "fashion-mnist", "synthetic"),
+        help="auto takes synthetic images where Fashion-MNIST cannot be had (auto)",
+    )
+    group.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="holds FashionMNIST/raw, or gets it by download (the user's data folder)",
+    )
+    group.add_argument("--plot", metavar="FILE.png", help="write the curve as a picture")
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and print the curve and the book's last line."""
+    from pyringar.train import TrainConfig, Trainer
+    from pyringar.train.plot import check_plot_path, save_plot
+
+    options = {name: value for name, value in vars(args).items() if name not in ("model", "run")}
+    plot = options.pop("plot", None)
+    if plot is not None:
+        check_plot_path(plot)
+    with Trainer(TrainConfig(**options)) as trainer:
+        _print_header(trainer)
+        result = _train_with_bar(trainer)
+    if plot is not None:
+        save_plot(result, plot)
+        print(f"plot       {plot}")
+    print(result.line)
+    return 0
+
+
+def _print_header(trainer: Trainer) -> None:
+    from pyringar.train.devices import describe_devices
+
+    config: TrainConfig = trainer.config
+    print(f"data       {trainer.description}")
+    print(f"devices    {describe_devices(trainer.devices)}")
+    print(f"allreduce  {trainer.plan}")
+    weights = ":".join(f"{weight:g}" for weight in config.weights or ())
+    shares = f" shared {weights}" if weights else ""
+    print(
+        f"recipe     batch {config.global_batch_size}{shares}, lr {config.initial_lr:g} "
+        f"{config.lr_schedule}, {config.init} init, {config.dtype}, seed {config.seed}"
+    )
+    print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
+
+
+def _train_with_bar(trainer: Trainer) -> TrainResult:
+    """Train; a line per epoch on stdout, and a progress bar on stderr if that is a terminal."""
+    from tqdm import tqdm
+
+    bar = tqdm(
+        total=trainer.config.epochs * trainer.steps_per_epoch,
+        unit="step",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    )
+
+    def print_epoch(epoch: EpochResult) -> None:
+        line = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
+        bar.write(line, file=sys.stdout)  # clears the bar first, where there is one
+        sys.stdout.flush()
+
+    with bar:
+        return trainer.run(on_step=bar.update, on_epoch=print_epoch)

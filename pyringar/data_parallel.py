@@ -1,0 +1,358 @@
+"""Data parallelism by hand: copy parameters, cut batches, count hits, compare replicas.
+
+The helpers of the book's chapter on several GPUs, for any number of ranks on any devices. One
+process drives all ranks: lists hold one entry per rank, in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyringar.communicator import check_devices
+from pyringar.errors import ArgumentError, RingarError
+
+__all__ = [
+    "check_replicas_equal",
+    "evaluate_accuracy_gpus",
+    "get_params",
+    "mismatch_flags",
+    "shard_sizes",
+    "split_batch",
+]
+
+Device = str | torch.device
+Shards = tuple[Tensor, ...]
+SplitFunction = Callable[
+    [Tensor, Tensor, Sequence[torch.device]], tuple[Sequence[Tensor], Sequence[Tensor]]
+]
+
+
+def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
+    """Copy parameters to a device, as leaves that collect gradients.
+
+    Always a copy, also when a parameter lies on ``device`` already: two replicas on one device
+    would otherwise be the same tensors and receive each other's gradients.
+
+    Args:
+        params: Floating point tensors, any shapes. Left as they are.
+        device: Where the copies go.
+
+    Returns:
+        One leaf tensor per parameter, in the same order, of the same shape and dtype, with
+        ``requires_grad`` set and no gradient yet.
+
+    Raises:
+        ArgumentError: The device is not there, or a parameter cannot have gradients.
+    """
+    target = _check_device("device", device)
+    copies = []
+    for i, param in enumerate(params):
+        if not isinstance(param, Tensor):
+            raise ArgumentError(f"params[{i}] is {type(param).__name__}, expected a tensor")
+        if not (param.is_floating_point() or param.is_complex()):
+            raise ArgumentError(
+                f"params[{i}] is {param.dtype}, expected floating point: others have no gradients"
+            )
+        copies.append(param.detach().to(target, copy=True).requires_grad_())
+    return copies
+
+
+def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
+    """How many of ``n`` samples each of ``num_shards`` ranks gets; the sizes always add up to n.
+
+    Without weights the sizes differ by at most one and the larger come first, as in
+    ``torch.tensor_split``. With weights each rank gets its share rounded down, and what is left
+    goes to the largest remainders, the lower rank first among equals.
+
+    Args:
+        n: Number of samples, 0 or more.
+        num_shards: Number of ranks, 1 or more.
+        weights: One number per rank, 0 or more, not all 0. Only their ratios count.
+
+    Raises:
+        ArgumentError: A count or weight is out of range.
+    """
+    if n < 0 or num_shards < 1:
+        raise ArgumentError(
+            f"n is {n} and num_shards {num_shards}, expected n >= 0 and num_shards >= 1"
+        )
+    if weights is None:
+        small, left_over = divmod(n, num_shards)
+        return [small + (rank < left_over) for rank in range(num_shards)]
+    # Fractions, because shares that are whole numbers must not be off by one through rounding.
+    exact = _check_weights(weights, num_shards)
+    total = sum(exact)
+    shares = [n * weight / total for weight in exact]
+    sizes = [int(share) for share in shares]
+    by_remainder = sorted(range(num_shards), key=lambda rank: (sizes[rank] - shares[rank], rank))
+    for rank in by_remainder[: n - sum(sizes)]:
+        sizes[rank] += 1
+    return sizes
+
+
+def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
+    if len(weights) != num_shards:
+        raise ArgumentError(
+            f"weights has {len(weights)} entries ({list(weights)}), expected one for each of "
+            f"{num_shards} ranks"
+        )
+    exact = []
+    for rank, weight in enumerate(weights):
+        try:
+            exact.append(Fraction(weight))
+        except (TypeError, ValueError, OverflowError):  # not a number; NaN; infinite
+            exact.append(Fraction(-1))
+        if exact[-1] < 0:
+            raise ArgumentError(
+                f"weights[{rank}] is {weight!r}, expected a finite number, 0 or more"
+            )
+    if not any(exact):
+        raise ArgumentError(f"weights is {list(weights)}, expected at least one above 0")
+    return exact
+
+
+def split_batch(
+    X: Tensor,  # noqa: N803
+    y: Tensor,
+    devices: Sequence[Device],
+    weights: Sequence[float] | None = None,
+) -> tuple[Shards, Shards]:
+    """Cut a batch into exactly one shard per rank, each on its rank's device.
+
+    There are as many shards as ranks whatever the batch size: with fewer samples than ranks the
+    last shards are empty, and an empty shard contributes a gradient of zeros.
+
+    Args:
+        X: Samples, ``(n, ...)``.
+        y: Labels, ``(n, ...)``.
+        devices: One device per rank; ranks may share one.
+        weights: Shares of the ranks, for devices of unequal speed; see :func:`shard_sizes`. Sum
+            the loss over the shards and divide by ``n``, and any split gives the same gradient.
+
+    Returns:
+        ``(X_shards, y_shards)``: two tuples of ``len(devices)`` tensors, in sample order.
+
+    Raises:
+        ArgumentError: ``X`` and ``y`` differ in length, a device is not there, or the weights are
+            no shares.
+
+    Cost: a shard on the device where the batch lies is a view, without a copy.
+    """
+    if X.ndim == 0 or y.ndim == 0 or X.shape[0] != y.shape[0]:
+        raise ArgumentError(
+            f"X has shape {tuple(X.shape)} and y {tuple(y.shape)}, expected as many labels as "
+            "samples in their first dimension"
+        )
+    targets = check_devices(devices)
+    sizes = shard_sizes(X.shape[0], len(targets), weights)
+
+    def shards(tensor: Tensor) -> Shards:
+        parts = torch.split(tensor, sizes)
+        return tuple(part.to(device) for part, device in zip(parts, targets, strict=True))
+
+    return shards(X), shards(y)
+
+
+def evaluate_accuracy_gpus(
+    replicas: Sequence[Callable[[Tensor], Tensor]],
+    data_iter: Iterable[tuple[Tensor, Tensor]],
+    split_f: SplitFunction = split_batch,
+    *,
+    devices: Sequence[Device] | None = None,
+) -> float:
+    """Share of samples that the replicas classify correctly, using every rank.
+
+    Whole numbers are counted and divided once at the end, so that any number of ranks gives the
+    very same answer as one. Modules are in eval mode meanwhile, and afterwards in the mode that
+    each of their parts had before. Batch norm then uses the running statistics of the replica that
+    sees the sample, so ranks with statistics of their own may answer differently from rank 0.
+
+    Args:
+        replicas: One module or function per rank: samples ``(n, ...)`` to scores
+            ``(n, classes)``.
+        data_iter: Batches ``(X, y)`` with class indices ``y`` of shape ``(n,)``.
+        split_f: Cuts a batch for the ranks, called as ``split_f(X, y, devices)``.
+        devices: One device per rank. Where it is not given, a module's is that of its first
+            parameter or buffer, a function's is the CPU.
+
+    Returns:
+        Correct answers divided by samples, 0 to 1.
+
+    Raises:
+        ArgumentError: No replicas, no samples, or shapes that do not fit.
+
+    Cost: one pass over the data; ranks on GPUs work at the same time, and the host waits for them
+    once, at the end.
+    """
+    if not replicas:
+        raise ArgumentError("replicas is empty, expected one per rank")
+    targets = _replica_devices(replicas, devices)
+    modules = [replica for replica in replicas if isinstance(replica, nn.Module)]
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            correct, total = _count_correct(replicas, data_iter, split_f, targets)
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    if total == 0:
+        raise ArgumentError("data_iter has no samples, so there is no accuracy")
+    return correct / total
+
+
+def _replica_devices(
+    replicas: Sequence[Callable[[Tensor], Tensor]], devices: Sequence[Device] | None
+) -> tuple[torch.device, ...]:
+    if devices is not None:
+        if len(devices) != len(replicas):
+            raise ArgumentError(
+                f"devices has {len(devices)} entries, expected one for each of "
+                f"{len(replicas)} replicas"
+            )
+        return check_devices(devices)
+    found = []
+    for replica in replicas:
+        held: tuple[Tensor, ...] = ()
+        if isinstance(replica, nn.Module):
+            held = (*replica.parameters(), *replica.buffers())
+        found.append(held[0].device if held else torch.device("cpu"))
+    return tuple(found)
+
+
+def _count_correct(
+    replicas: Sequence[Callable[[Tensor], Tensor]],
+    data_iter: Iterable[tuple[Tensor, Tensor]],
+    split_f: SplitFunction,
+    devices: Sequence[torch.device],
+) -> tuple[int, int]:
+    # The counts stay on their devices until the end: reading one would wait for its GPU.
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
+    total = 0
+    for samples, labels in data_iter:
+        sample_shards, label_shards = split_f(samples, labels, devices)
+        if len(sample_shards) != len(replicas) or len(label_shards) != len(replicas):
+            raise ArgumentError(
+                f"split_f gave {len(sample_shards)} and {len(label_shards)} shards, expected one "
+                f"for each of {len(replicas)} replicas"
+            )
+        total += labels.shape[0]
+        for rank, replica in enumerate(replicas):
+            if sample_shards[rank].shape[0]:
+                counts[rank] += _hits(replica(sample_shards[rank]), label_shards[rank], rank)
+    return sum(int(count) for count in counts), total
+
+
+def _hits(scores: Tensor, labels: Tensor, rank: int) -> Tensor:
+    if scores.ndim != 2 or labels.ndim != 1 or scores.shape[0] != labels.shape[0]:
+        raise ArgumentError(
+            f"replicas[{rank}] gave shape {tuple(scores.shape)} for labels of shape "
+            f"{tuple(labels.shape)}, expected (n, classes) for (n,)"
+        )
+    return (scores.argmax(dim=1) == labels).sum()
+
+
+def check_replicas_equal(replicas: Sequence[Sequence[Tensor]]) -> None:
+    """Raise unless every rank holds the same bits.
+
+    Compares bits, not numbers: equal NaNs are equal, and 0.0 is not -0.0. Cheap enough for every
+    step: a pass over the memory, and one wait per device.
+
+    Args:
+        replicas: ``replicas[rank][i]``; tensor ``i`` has one shape and dtype on all ranks.
+
+    Raises:
+        RingarError: Names the first parameter that differs, the rank, and how many elements.
+        ArgumentError: The ranks hold different numbers, shapes or dtypes of tensors.
+    """
+    if any(bool(flag) for flag in mismatch_flags(replicas)):
+        raise RingarError(_describe_mismatch(replicas))
+
+
+def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Compare every rank's tensors with rank 0's without waiting for the devices.
+
+    Args:
+        replicas: As in :func:`check_replicas_equal`.
+
+    Returns:
+        One 0-dimensional bool tensor for each rank but the first, on the rank's device: True when
+        its bits differ. Reading one waits for its device.
+
+    Raises:
+        ArgumentError: The ranks hold different numbers, shapes or dtypes of tensors.
+    """
+    _check_alike(replicas)
+    flags = []
+    for tensors in replicas[1:]:
+        pairs = zip(tensors, replicas[0], strict=True)
+        different = [_differs(ours, theirs) for ours, theirs in pairs]
+        flags.append(torch.stack(different).any() if different else torch.tensor(False))
+    return flags
+
+
+def _differs(ours: Tensor, theirs: Tensor) -> Tensor:
+    mine, other = _bits(ours), _bits(theirs).to(ours.device)
+    if mine.device.type == "cpu":
+        return torch.tensor(not torch.equal(mine, other))  # stops at once and allocates nothing
+    return (mine != other).any()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory seen as integers, which compare bit by bit."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    reals = _reals(tensor)
+    return reals.view(integers[reals.element_size()])
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
+    if not replicas:
+        raise ArgumentError("replicas is empty, expected one list of tensors per rank")
+    first = replicas[0]
+    for rank, tensors in enumerate(replicas):
+        if len(tensors) != len(first):
+            raise ArgumentError(
+                f"replicas[{rank}] has {len(tensors)} tensors, rank 0 has {len(first)}"
+            )
+        for i, (ours, theirs) in enumerate(zip(tensors, first, strict=True)):
+            if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                raise ArgumentError(
+                    f"replicas[{rank}][{i}] is {tuple(ours.shape)} {ours.dtype}, on rank 0 it is "
+                    f"{tuple(theirs.shape)} {theirs.dtype}"
+                )
+
+
+def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
+    """Say where the replicas differ first, in the order of parameters, then of ranks."""
+    for i, reference in enumerate(replicas[0]):
+        for rank in range(1, len(replicas)):
+            ours = _reals(replicas[rank][i])
+            theirs = _reals(reference).to(ours.device)
+            different = _bits(ours) != _bits(theirs)
+            count = int(different.sum())
+            if count:
+                here, there = ours[different][0].item(), theirs[different][0].item()
+                return (
+                    f"the replicas have diverged: parameter {i}, shape {tuple(ours.shape)}, on "
+                    f"rank {rank} differs from rank 0 in {count} of {ours.numel()} elements "
+                    f"(first: {here!r} instead of {there!r})"
+                )
+    return "the replicas have diverged, but were equal again when looked at: something still writes"
+
+
+def _check_device(name: str, device: Any) -> torch.device:
+    try:
+        return check_devices([device])[0]
+    except ArgumentError as error:
+        raise ArgumentError(str(error).replace("devices[0]", name, 1)) from None

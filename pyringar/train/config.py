@@ -1,0 +1,148 @@
+"""Every choice of a training run in one frozen object that is checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pyringar.communicator import ALGORITHMS
+from pyringar.data_parallel import shard_sizes
+from pyringar.errors import ArgumentError
+from pyringar.train.devices import choose_devices
+from pyringar.train.model_lenet import INITS
+
+__all__ = ["DATASETS", "DTYPES", "LR_SCALES", "LR_SCHEDULES", "TrainConfig"]
+
+_DEFAULT_RANKS = 2
+
+LR_SCHEDULES = ("constant", "linear")
+LR_SCALES = ("none", "sqrt", "linear")
+DATASETS = ("auto", "fashion-mnist", "synthetic")
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train, on what, and how.
+
+    The defaults learn well in few epochs; the book's own choice is ``batch_size=256, lr=0.2,
+    epochs=10, lr_schedule="constant", init="book"``.
+
+    Attributes:
+        ranks: Number of ranks; spread over the GPUs of the machine, or all on the CPU where there
+            are none. Two if neither this nor ``devices`` is given.
+        devices: One device per rank instead, such as ``("cpu", "cpu")`` or ``("cuda:0",)``.
+        batch_size: Samples a step, over all ranks together.
+        lr: Learning rate.
+        epochs: Passes over the training images.
+        allreduce: How gradients are reduced. ``fused``, ``direct``, ``sharded`` and ``naive`` add
+            in rank order and give equal bits; ``ring`` adds in its own.
+        lr_schedule: ``"linear"``: falls in even steps, to 0 after the last one. ``"constant"``, as
+            in the book: the accuracy then swings by several points from epoch to epoch.
+        lr_scale: The learning rate grows with the ranks k: ``"none"``, ``"sqrt"`` (times
+            ``sqrt(k)``) or ``"linear"`` (times k).
+        scale_batch: Multiply the batch size by k, so that every rank has as much work as one rank
+            alone would have.
+        weights: Shares of the ranks in every batch, for devices of unequal speed.
+        init: ``"he"`` or ``"book"``; see :func:`pyringar.train.lenet_params`.
+        seed: Of the parameters and of the order of the images.
+        dtype: ``"float32"``, ``"float64"``, ``"bfloat16"`` or ``"float16"``, of parameters,
+            images and gradients. CPUs without 16-bit arithmetic are slow at the last two.
+        max_inflight: How many steps the host may run ahead of the GPUs; 0 waits for every step.
+            Changes no number. Ranks on the CPU are never ahead.
+        dataset: ``"fashion-mnist"``, ``"synthetic"``, or ``"auto"``: the first that can be had.
+        data_dir: Folder that holds ``FashionMNIST/raw``, or into which it is downloaded; by
+            default the user's own data folder for pyringar.
+
+    Raises:
+        ArgumentError: A value is out of range; names the option.
+    """
+
+    ranks: int | None = None
+    batch_size: int = 64
+    lr: float = 0.1
+    devices: Sequence[str | torch.device] | None = None
+    epochs: int = 5
+    allreduce: str = "auto"
+    lr_schedule: str = "linear"
+    lr_scale: str = "none"
+    scale_batch: bool = False
+    weights: Sequence[float] | None = None
+    init: str = "he"
+    seed: int = 0
+    dtype: str = "float32"
+    max_inflight: int = 2
+    dataset: str = "auto"
+    data_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            _check_integer("ranks", self.ranks, 1)
+        for name, least in (("batch_size", 1), ("epochs", 1), ("max_inflight", 0), ("seed", 0)):
+            _check_integer(name, getattr(self, name), least)
+        if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)):
+            raise ArgumentError(f"lr is {self.lr!r}, expected a number")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ArgumentError(f"lr is {self.lr!r}, expected a positive number")
+        _check_choice("allreduce", self.allreduce, ALGORITHMS)
+        _check_choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        _check_choice("lr_scale", self.lr_scale, LR_SCALES)
+        _check_choice("init", self.init, INITS)
+        _check_choice("dtype", self.dtype, tuple(DTYPES))
+        _check_choice("dataset", self.dataset, DATASETS)
+        if self.devices is not None:
+            choose_devices(self.world_size, self.devices)  # says which is not there
+        if self.weights is not None:
+            shard_sizes(0, self.world_size, self.weights)  # says what is wrong with them
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, from ``ranks`` or else from ``devices``."""
+        if self.ranks is not None:
+            return self.ranks
+        return _DEFAULT_RANKS if self.devices is None else len(self.devices)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype that ``dtype`` names."""
+        return DTYPES[self.dtype]
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples a step over all ranks, with ``scale_batch`` applied."""
+        return self.batch_size * (self.world_size if self.scale_batch else 1)
+
+    @property
+    def initial_lr(self) -> float:
+        """Learning rate of the first step, with ``lr_scale`` applied."""
+        factor = {"none": 1.0, "sqrt": math.sqrt(self.world_size), "linear": float(self.world_size)}
+        return self.lr * factor[self.lr_scale]
+
+    def lr_at(self, step: int, num_steps: int) -> float:
+        """Learning rate of one step out of ``num_steps``, counted from 0."""
+        left = 1.0 if self.lr_schedule == "constant" else 1 - step / num_steps
+        return self.initial_lr * left
+
+    @property
+    def order(self) -> str:
+        """The order in which gradients are added: of ranks, unless a ring may be what runs."""
+        return "any" if self.allreduce in ("ring", "auto") else "rank"
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} is {value!r}, expected a whole number, {least} or more")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} is {value!r}, expected one of {', '.join(choices)}")

@@ -1,0 +1,75 @@
+"""Which ranks run where: from ``--ranks`` and ``--devices`` to a list, and from it to words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from pyringar.communicator import Communicator, check_devices
+from pyringar.errors import ArgumentError, UnsupportedError
+
+__all__ = ["choose_devices", "describe_devices", "synchronize"]
+
+logger = logging.getLogger(__name__)
+
+
+def choose_devices(
+    ranks: int, devices: Sequence[str | torch.device] | None = None
+) -> tuple[torch.device, ...]:
+    """Give every rank a device.
+
+    With ``devices`` that is what runs, one rank each. Without, the ranks are spread over the GPUs
+    of this machine, neighbouring ranks on one GPU where there are fewer GPUs than ranks. They all
+    run on the CPU on a machine without GPUs, and where this version has no engine for them, which
+    is then logged as a warning.
+
+    Args:
+        ranks: Number of ranks, 1 or more.
+        devices: The device of every rank.
+
+    Raises:
+        ArgumentError: A device is not there (names those that are), or the two disagree.
+    """
+    if devices is not None:
+        found = check_devices(devices)
+        if len(found) != ranks:
+            raise ArgumentError(
+                f"ranks is {ranks}, but devices names {len(found)}: {describe_devices(found)}"
+            )
+        return found
+    if ranks < 1:
+        raise ArgumentError(f"ranks is {ranks}, expected 1 or more")
+    num_gpus = _count_usable_gpus()
+    if num_gpus == 0:
+        return (torch.device("cpu"),) * ranks
+    used = min(ranks, num_gpus)
+    return tuple(torch.device("cuda", rank * used // ranks) for rank in range(ranks))
+
+
+def _count_usable_gpus() -> int:
+    count = torch.cuda.device_count()
+    if count:
+        try:
+            Communicator(["cuda:0"]).close()
+        except UnsupportedError as error:
+            logger.warning("the %d GPUs of this machine stay idle: %s", count, error)
+            return 0
+    return count
+
+
+def describe_devices(devices: Sequence[torch.device]) -> str:
+    """Say what runs where, such as ``[cpu x 4 ranks]`` or ``[cuda:0, cuda:1]``."""
+    parts = []
+    for name, group in groupby(str(device) for device in devices):
+        count = len(list(group))
+        parts.append(name if count == 1 else f"{name} x {count} ranks")
+    return f"[{', '.join(parts)}]"
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait until every GPU among ``devices`` is idle, not only the current one."""
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.synchronize(device)

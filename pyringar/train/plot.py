@@ -1,0 +1,82 @@
+"""The curve of a training run as a PNG."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.train.devices import describe_devices
+from pyringar.train.trainer import TrainResult
+
+__all__ = ["check_plot_path", "save_plot"]
+
+_TITLE_WIDTH = 70  # characters of small type that fit over the axes
+
+
+def check_plot_path(path: str | Path) -> Path:
+    """Check, before minutes of training, that a plot can be written afterwards.
+
+    Args:
+        path: A file that ends in ``.png``, in a folder that exists.
+
+    Raises:
+        ArgumentError: It does not, or the folder does not exist.
+        UnsupportedError: matplotlib cannot be imported.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise ArgumentError(f"plot is '{path}', expected a file name that ends in .png")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"plot is '{path}', but there is no folder '{path.parent}'")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"plot needs matplotlib, which cannot be imported ({error}); "
+            "install it with `pip install matplotlib`"
+        ) from error
+    return path
+
+
+def save_plot(result: TrainResult, path: str | Path) -> None:
+    """Draw test accuracy and training loss over the epochs.
+
+    Args:
+        result: The run.
+        path: As in :func:`check_plot_path`.
+
+    Raises:
+        ArgumentError, UnsupportedError: As :func:`check_plot_path`.
+    """
+    target = check_plot_path(path)
+    # Agg directly, not through pyplot: no window, no display, and no state left behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left = figure.add_subplot()
+    epochs = [epoch.epoch for epoch in result.epochs]
+    accuracy = left.plot(epochs, result.curve, "o-", color="tab:blue", label="test accuracy")
+    left.set(xlabel="epoch", ylabel="test accuracy", ylim=(0, 1))
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.grid(alpha=0.3)
+    right = left.twinx()
+    loss = right.plot(epochs, result.losses, "s--", color="tab:orange", label="training loss")
+    right.set(ylabel="training loss")
+    right.set_ylim(bottom=0)
+    figure.legend(handles=[*accuracy, *loss], loc="outside lower center", ncols=2, frameon=False)
+    left.set_title(_title(result), fontsize="small")
+    figure.savefig(target, dpi=150)
+
+
+def _title(result: TrainResult) -> str:
+    config = result.config
+    where = f"LeNet on {describe_devices(result.devices)}: accuracy {result.curve[-1]:.3f}"
+    how = (
+        f"{result.plan.algorithm} allreduce, batch {config.global_batch_size}, "
+        f"lr {config.initial_lr:g} {config.lr_schedule}, {config.init} init, {config.dtype}"
+    )
+    return "\n".join(textwrap.fill(line, _TITLE_WIDTH) for line in (where, result.data, how))

@@ -1,0 +1,122 @@
+"""One training step on k ranks: the book's train_batch, done right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from pyringar.communicator import Communicator
+from pyringar.data_parallel import Device, split_batch
+from pyringar.errors import ArgumentError
+from pyringar.train.model_lenet import lenet
+
+__all__ = ["reduce_gradients", "sgd", "sum_loss", "train_batch"]
+
+Model = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+
+def train_batch(
+    X: Tensor,  # noqa: N803
+    y: Tensor,
+    device_params: Sequence[Sequence[Tensor]],
+    devices: Sequence[Device],
+    lr: float,
+    *,
+    comm: Communicator | None = None,
+    weights: Sequence[float] | None = None,
+    model: Model = lenet,
+) -> list[Tensor]:
+    """Do one step of SGD on a batch that is split over the ranks.
+
+    Losses are summed in every shard and the gradients divided by the size of the whole batch, so
+    any split, also one with empty shards, gives the gradient of the undivided batch up to
+    rounding. All gradients are reduced in one call. Replicas that held the same bits hold the same
+    bits afterwards.
+
+    Args:
+        X: Samples, ``(n, ...)``, ``n`` at least 1.
+        y: Class indices, ``(n,)``.
+        device_params: ``device_params[rank][i]``: replicas from
+            :func:`pyringar.data_parallel.get_params`. Updated in place; afterwards their ``grad``
+            is the sum over all ranks.
+        devices: One device per rank.
+        lr: Learning rate.
+        comm: What reduces. If not given, one in rank order that is closed again: give one where
+            steps are many.
+        weights: Shares of the ranks; see :func:`pyringar.data_parallel.split_batch`.
+        model: ``model(samples, params)`` gives scores ``(n, classes)``.
+
+    Returns:
+        Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
+
+    Raises:
+        ArgumentError: Numbers of ranks that differ, an empty batch, or what `split_batch` refuses.
+    """
+    if len(device_params) != len(devices):
+        raise ArgumentError(
+            f"device_params has {len(device_params)} replicas for {len(devices)} devices"
+        )
+    X_shards, y_shards = split_batch(X, y, devices, weights)  # noqa: N806
+    if X.shape[0] == 0:
+        raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
+    losses = []
+    for X_shard, y_shard, params in zip(X_shards, y_shards, device_params, strict=True):  # noqa: N806
+        for param in params:
+            param.grad = None  # or what an earlier step left would be added
+        losses.append(sum_loss(model(X_shard, params), y_shard))
+    torch.autograd.backward(losses)  # one call: every GPU has a thread of autograd's of its own
+    reduce_gradients(device_params, devices, comm)
+    for params in device_params:
+        sgd(params, lr, X.shape[0])
+    return [loss.detach() for loss in losses]
+
+
+def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy summed over the samples; 16-bit scores are taken to float32 first."""
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()
+    return F.cross_entropy(scores, labels, reduction="sum")
+
+
+def reduce_gradients(
+    device_params: Sequence[Sequence[Tensor]],
+    devices: Sequence[Device],
+    comm: Communicator | None = None,
+) -> None:
+    """Sum the gradients of all replicas into all of them, in one call.
+
+    A parameter without a gradient, on a rank that had no sample or did not use it, gets zeros.
+
+    Args:
+        device_params: As in :func:`train_batch`.
+        devices: One device per rank; only read without ``comm``.
+        comm: What reduces.
+    """
+    lists = [[_gradient(param) for param in params] for params in device_params]
+    if comm is not None:
+        comm.all_reduce_coalesced(lists)
+        return
+    with Communicator([str(device) for device in devices], order="rank") as own:
+        own.all_reduce_coalesced(lists)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
+
+
+def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
+    """Take one step against the gradients, which are sums over ``batch_size`` samples.
+
+    The product is rounded before it is subtracted: a fused multiply-add, which some devices would
+    use and others not, could give replicas on unlike devices different bits.
+    """
+    scale = lr / batch_size
+    with torch.no_grad():
+        for param in params:
+            if param.grad is not None:
+                param -= scale * param.grad

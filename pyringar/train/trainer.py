@@ -1,0 +1,268 @@
+"""Training LeNet on k ranks: the book's train, returning what it found instead of printing it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.communicator import Communicator, Plan
+from pyringar.data_parallel import (
+    check_replicas_equal,
+    evaluate_accuracy_gpus,
+    get_params,
+    mismatch_flags,
+)
+from pyringar.errors import ArgumentError, RingarError
+from pyringar.train.config import TrainConfig
+from pyringar.train.data import ImageData, batches, load_data
+from pyringar.train.devices import choose_devices, describe_devices
+from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS, lenet, lenet_params
+from pyringar.train.pacing import EpochTimer, StepWindow
+from pyringar.train.step import train_batch
+
+__all__ = ["EpochResult", "TrainResult", "Trainer", "train"]
+
+logger = logging.getLogger(__name__)
+
+_EVAL_BATCH = 1_000
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One pass over the training images.
+
+    Attributes:
+        epoch: Its number, from 1.
+        loss: Mean loss over the training images, each at the step that used it.
+        accuracy: Share of the test images classified correctly afterwards, 0 to 1.
+        seconds: Time it took, without the test.
+    """
+
+    epoch: int
+    loss: float
+    accuracy: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run found.
+
+    Attributes:
+        config: What was asked for.
+        devices: What it ran on, one device per rank.
+        data: What it was trained on, for people.
+        plan: How the gradients were reduced.
+        epochs: One entry per epoch.
+        params: The trained parameters, on the CPU.
+    """
+
+    config: TrainConfig
+    devices: tuple[torch.device, ...]
+    data: str
+    plan: Plan
+    epochs: tuple[EpochResult, ...]
+    params: tuple[Tensor, ...]
+
+    @property
+    def curve(self) -> list[float]:
+        """Test accuracy after every epoch."""
+        return [epoch.accuracy for epoch in self.epochs]
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean training loss of every epoch."""
+        return [epoch.loss for epoch in self.epochs]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Training time of every epoch."""
+        return [epoch.seconds for epoch in self.epochs]
+
+    @property
+    def line(self) -> str:
+        """The book's last line, with the ranks that really ran."""
+        mean_s = sum(self.seconds) / len(self.seconds)
+        return (
+            f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch "
+            f"on {describe_devices(self.devices)}"
+        )
+
+    def __str__(self) -> str:
+        return self.line
+
+
+def train(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
+    """Train LeNet from scratch on ``num_gpus`` ranks.
+
+    Runs that differ only in the number of ranks start from the same parameters and see the same
+    images in the same order. In float64 their parameters agree to rounding; in float32 they drift
+    apart after some dozens of steps, when rounding first turns a ReLU on or off.
+
+    Args:
+        num_gpus: Number of ranks: on the machine's GPUs, several on one where there are too few,
+            or on the CPU where there are none.
+        batch_size: Samples a step, over all ranks together.
+        lr: Learning rate.
+        **options: Any other field of :class:`TrainConfig`, by name.
+
+    Returns:
+        The curve, the parameters, and the book's last line as its ``str``.
+
+    Raises:
+        ArgumentError: An option is unknown or out of range, or a device is not there.
+        RingarError: The replicas diverged, or the data cannot be had.
+    """
+    known = {field.name for field in fields(TrainConfig)} - {"ranks", "batch_size", "lr"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ArgumentError(f"train has no option {unknown[0]!r}, only {', '.join(sorted(known))}")
+    config = TrainConfig(ranks=num_gpus, batch_size=batch_size, lr=lr, **options)
+    with Trainer(config) as trainer:
+        return trainer.run()
+
+
+class Trainer:
+    """A training run that can be looked at: devices, data and plan are known before it starts.
+
+    Args:
+        config: What to do.
+        data: Images to use instead of those that ``config`` names.
+
+    Raises:
+        ArgumentError: A device is not there.
+        RingarError: The data cannot be had.
+
+    A context manager: leaving it closes its communicator.
+    """
+
+    def __init__(self, config: TrainConfig, data: ImageData | None = None) -> None:
+        self.config = config
+        # Before the data, because a wrong device should not cost a download.
+        self.devices = choose_devices(config.world_size, config.devices)
+        loaded = load_data(config.dataset, config.data_dir) if data is None else data
+        self.description = str(loaded)
+        # Batches are cut on the first GPU, where there is one: no copy from the host in a step.
+        home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
+        self._data = loaded.to(home, config.torch_dtype)
+        initial = lenet_params(
+            config.init,
+            generator=torch.Generator().manual_seed(config.seed),
+            dtype=config.torch_dtype,
+        )
+        self.replicas = [get_params(initial, device) for device in self.devices]
+        self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.global_batch_size)
+        num_steps = self.steps_per_epoch * config.epochs
+        if config.init == "book" and num_steps < 2 * BOOK_PLATEAU_STEPS:
+            logger.warning(
+                "init is 'book', which stays at chance for some %d steps; this run has %d",
+                *(BOOK_PLATEAU_STEPS, num_steps),
+            )
+        self._shuffle = torch.Generator().manual_seed(config.seed)
+        self._comm = Communicator(
+            [str(device) for device in self.devices],
+            algorithm=config.allreduce,
+            order=config.order,
+        )
+        self._step = 0
+
+    @property
+    def plan(self) -> Plan:
+        """How the gradients of a step are reduced."""
+        nbytes = sum(param.numel() * param.element_size() for param in self.replicas[0])
+        return self._comm.plan(nbytes, self.config.torch_dtype)
+
+    def run(
+        self,
+        on_step: Callable[[], None] | None = None,
+        on_epoch: Callable[[EpochResult], None] | None = None,
+    ) -> TrainResult:
+        """Train for all epochs.
+
+        Args:
+            on_step: Called after every step, within the time that is measured.
+            on_epoch: Called after every epoch.
+        """
+        epochs = []
+        for epoch in range(1, self.config.epochs + 1):
+            loss, seconds = self._train_epoch(on_step)
+            result = EpochResult(epoch, loss, self.evaluate(), seconds)
+            if not math.isfinite(loss):
+                logger.warning(
+                    "the loss is %s after epoch %d: the learning rate %g is too high",
+                    *(loss, epoch, self.config.initial_lr),
+                )
+            epochs.append(result)
+            if on_epoch is not None:
+                on_epoch(result)
+        return TrainResult(
+            config=self.config,
+            devices=self.devices,
+            data=self.description,
+            plan=self.plan,
+            epochs=tuple(epochs),
+            params=tuple(param.detach().cpu() for param in self.replicas[0]),
+        )
+
+    def evaluate(self) -> float:
+        """Accuracy on the test images, counted by all ranks."""
+        models = [functools.partial(lenet, params=params) for params in self.replicas]
+        test = batches(self._data.test_images, self._data.test_labels, _EVAL_BATCH)
+        return evaluate_accuracy_gpus(models, test, devices=self.devices)
+
+    def close(self) -> None:
+        """Close the communicator."""
+        self._comm.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _train_epoch(self, on_step: Callable[[], None] | None) -> tuple[float, float]:
+        """Mean loss and seconds of one pass over the training images."""
+        config, data = self.config, self._data
+        # Summed where they are: reading one loss would wait for its device.
+        sums = [torch.zeros((), dtype=torch.float64, device=device) for device in self.devices]
+        window = StepWindow(self.devices, config.max_inflight, self._check_step)
+        num_steps = self.steps_per_epoch * config.epochs
+        timer = EpochTimer(self.devices)
+        timer.start()
+        for images, labels in batches(
+            data.train_images, data.train_labels, config.global_batch_size, self._shuffle
+        ):
+            losses = train_batch(
+                images,
+                labels,
+                self.replicas,
+                self.devices,
+                config.lr_at(self._step, num_steps),
+                comm=self._comm,
+                weights=config.weights,
+            )
+            for total, loss in zip(sums, losses, strict=True):
+                total += loss
+            window.push(self._step, mismatch_flags(self.replicas))
+            self._step += 1
+            if on_step is not None:
+                on_step()
+        window.drain()
+        seconds = timer.stop()
+        return sum(total.item() for total in sums) / len(data.train_labels), seconds
+
+    def _check_step(self, step: int, flags: Sequence[Tensor]) -> None:
+        """Replicas that were equal and saw equal gradients are equal: else something is broken."""
+        if any(bool(flag) for flag in flags):
+            try:
+                check_replicas_equal(self.replicas)
+            except RingarError as error:
+                raise RingarError(f"after step {step}: {error}") from None
+            raise RingarError(f"after step {step}: the replicas had diverged")

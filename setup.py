@@ -1,0 +1,72 @@
+"""What pyproject.toml cannot say: ship ``csrc`` in the wheel, and compile it there when asked.
+
+``pip install .`` makes a pure Python wheel with the C++ sources in ``pyringar/_csrc``; no compiler
+is needed. ``PYRINGAR_PREBUILD=1 pip install .`` also compiles the engine for this machine into
+``pyringar/_prebuilt`` and tags the wheel with this platform and Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+
+
+def prebuild_wanted() -> bool:
+    """Read PYRINGAR_PREBUILD: unset, "" or 0 is no, 1 is yes."""
+    value = os.environ.get("PYRINGAR_PREBUILD", "")
+    if value not in ("", "0", "1"):
+        raise SystemExit(f"PYRINGAR_PREBUILD={value!r}: expected 0 or 1")
+    return value == "1"
+
+
+def load_builder() -> Any:
+    """Import ``pyringar._build`` without running ``pyringar/__init__.py``, which needs torch."""
+    package = types.ModuleType("pyringar")
+    package.__path__ = [str(HERE / "pyringar")]
+    sys.modules["pyringar"] = package
+    return importlib.import_module("pyringar._build")
+
+
+class BuildWithEngine(build_py):
+    """Copy the Python files, then compile the engine next to them if that is wanted."""
+
+    def run(self) -> None:
+        """Run the command."""
+        if not self.editable_mode:  # or a source deleted since the last build would be shipped
+            shutil.rmtree(Path(self.build_lib) / "pyringar", ignore_errors=True)
+        super().run()
+        if not prebuild_wanted():
+            return
+        if self.editable_mode:
+            raise SystemExit("PYRINGAR_PREBUILD=1 is for wheels; here, run `pyringar build` after")
+        logging.basicConfig(level=logging.INFO, format="pyringar: %(message)s")
+        load_builder().prebuild(Path(self.build_lib) / "pyringar" / "_prebuilt")
+
+
+class MaybeBinaryDistribution(Distribution):
+    """A distribution whose wheel is tagged for this platform exactly when it holds the engine."""
+
+    def has_ext_modules(self) -> bool:
+        """Say whether the wheel holds machine code."""
+        return prebuild_wanted()
+
+
+setup(
+    distclass=MaybeBinaryDistribution,
+    cmdclass={"build_py": BuildWithEngine},
+    packages=[*find_packages(include=["pyringar", "pyringar.*"]), "pyringar._csrc"],
+    package_dir={"pyringar._csrc": "csrc"},
+    package_data={"pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.md"]},
+    include_package_data=False,
+)

@@ -1,0 +1,177 @@
+"""Loading the engine, and the commands that build and describe it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_engine import REPO, needs_compiler
+
+from pyringar import _build, _native
+from pyringar.cli import main
+from pyringar.errors import BuildError
+
+# --- loading ---
+
+
+@needs_compiler
+def test_threads_load_one_engine(
+    cache: Path, tiny: _build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, calls, results = _build.ensure_engine(tiny), [], []
+    assert _native.loaded_engine() is None
+
+    def slow_ensure() -> _build.Engine:
+        calls.append(1)
+        time.sleep(0.05)
+        return built
+
+    monkeypatch.setattr(_build, "ensure_engine", slow_ensure)
+    threads = [threading.Thread(target=lambda: results.append(_native.engine())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(calls) == 1
+    assert len(results) == 8
+    assert all(module is results[0] for module in results)
+    assert _native.loaded_engine() is results[0]
+
+
+@needs_compiler
+def test_an_engine_that_cannot_be_loaded(
+    cache: Path, tiny: _build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = _build.ensure_engine(tiny)
+    built.path.write_bytes(b"no machine code")
+    monkeypatch.setattr(_build, "ensure_engine", lambda: built)
+    with pytest.raises(BuildError, match="pyringar build --force") as caught:
+        _native.engine()
+    assert isinstance(caught.value.__cause__, ImportError)
+    assert str(built.path) in str(caught.value)
+    assert _native.loaded_engine() is None
+
+
+@needs_compiler
+def test_finding_pyringars_engine_is_quick(cache: Path) -> None:
+    """Key, compiler and cache together: all that a warm start adds to loading a library."""
+    took = []
+    for _ in range(5):
+        started = time.process_time()
+        _build.find_engine()
+        took.append(time.process_time() - started)
+    assert min(took) < 0.05
+
+
+def test_importing_pyringar_neither_builds_nor_loads(cache: Path) -> None:
+    code = (
+        "import sys, time, torch; t = time.process_time(); import pyringar; "
+        "print(time.process_time() - t, 'pyringar._engine' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    seconds, loaded = done.stdout.split()
+    assert loaded == "False"
+    assert not cache.exists()
+    assert float(seconds) < 0.3
+
+
+# --- the command line ---
+
+
+def test_info_needs_no_compiler_and_builds_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["info"]) == 0
+    report = capsys.readouterr().out
+    for told in ("CompilerNotFoundError", "not built yet", str(cache), "Devices", "Peers", "torch"):
+        assert told in report
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["environment"]["PYRINGAR_CACHE_DIR"] == str(cache)
+    assert facts["versions"]["python"]
+    assert not cache.exists()
+
+
+def test_info_lists_gpus_and_which_reads_which(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = SimpleNamespace(
+        name="Example GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["devices"]["cuda:1"].startswith("Example GPU, compute capability 9.0, 80.0 GiB")
+    assert facts["peers"]["cuda:0"] == {"cuda:0": "self", "cuda:1": "yes"}
+    assert facts["peers"]["cuda:1"] == {"cuda:0": "no", "cuda:1": "self"}
+
+
+@needs_compiler
+def test_info_shows_a_refused_cache(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert main(["info"]) == 0
+    assert str(cache) in capsys.readouterr().out
+
+
+@needs_compiler
+def test_build_command(
+    cache: Path,
+    tiny: _build.Recipe,
+    unloaded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
+    caplog.set_level(logging.INFO)
+    assert main(["build", "--verbose"]) == 0
+    told = capsys.readouterr().out
+    assert str(cache) in told
+    assert "compiler" in told
+    assert "module.cpp" in caplog.text
+    assert main(["build"]) == 0
+    assert "it was there (cache)" in capsys.readouterr().out
+    assert main(["build", "--force"]) == 0
+    assert "it was there" not in capsys.readouterr().out
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["build", "--force"]) == 1
+    assert "CompilerNotFoundError" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_pyringars_engine_compiles_without_warnings(
+    cache: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    monkeypatch.setenv("CXX", compiler)
+    # In a process of its own: one process loads one engine.
+    code = (
+        "from pyringar import _build, _native; "
+        "engine = _build.ensure_engine(_build.Recipe(extra_flags=('-Werror',))); "
+        "print(_native.load(engine).build_info()['compiler'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(compiler)

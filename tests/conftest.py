@@ -1,0 +1,54 @@
+"""Shared by all tests: one torch thread, communicators that are always closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import pyringar as pr
+
+try:
+    from hypothesis import settings
+except ImportError:  # the tests that need it skip themselves
+    pass
+else:
+    # The same examples in every run: a red test must stay red until it is mended.
+    settings.register_profile("pyringar", deadline=None, derandomize=True, database=None)
+    settings.load_profile("pyringar")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_comm() -> Iterator[Callable[..., pr.Communicator]]:
+    """``make_comm(k, **kwargs)``: a communicator of k CPU ranks, closed after the test."""
+    made = []
+
+    def make(world_size: int, **kwargs: object) -> pr.Communicator:
+        comm = pr.Communicator(["cpu"] * world_size, **kwargs)
+        made.append(comm)
+        return comm
+
+    yield make
+    for comm in made:
+        comm.close()
+
+
+@pytest.fixture(scope="session")
+def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
+    """``comm_of(k)``: one communicator of k CPU ranks for all tests that leave it as it was."""
+    made: dict[int, pr.Communicator] = {}
+
+    def get(world_size: int) -> pr.Communicator:
+        if world_size not in made:
+            made[world_size] = pr.Communicator(["cpu"] * world_size)
+        return made[world_size]
+
+    yield get
+    for comm in made.values():
+        comm.close()

@@ -1,0 +1,115 @@
+// check: what all parts of the stress test share: CHECK, random numbers, guarded memory, threads.
+//
+// Contract  A failed CHECK prints file, line, condition and values, and how to run that very round
+//           again, then ends the process with status 1, from whichever thread it was on.
+// Threads   CHECK from any thread; a Random belongs to one thread.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "core/error.h"
+
+namespace pyringar::stress {
+
+[[noreturn]] void fail_check(const char* file, int line, const char* condition,
+                             const std::string& values);
+
+#define CHECK(condition, ...)                                            \
+  do {                                                                   \
+    if (!(condition)) {                                                  \
+      ::pyringar::stress::fail_check(__FILE__, __LINE__, #condition,     \
+                                     ::pyringar::join("", __VA_ARGS__)); \
+    }                                                                    \
+  } while (false)
+
+// What a failure message says to run again.
+struct Position {
+  const char* part;
+  std::uint64_t seed;
+  std::uint64_t round;
+};
+void set_position(const Position& position);
+
+// SplitMix64 (Steele, Lea, Flood 2014): any seed will do, also 0.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+
+  std::uint64_t bits() {
+    std::uint64_t z = state_ += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+  }
+  std::size_t below(std::size_t n) { return static_cast<std::size_t>(bits() % n); }
+  int between(int lowest, int highest) {
+    return lowest + static_cast<int>(below(static_cast<std::size_t>(highest - lowest) + 1));
+  }
+  bool one_in(int n) { return below(static_cast<std::size_t>(n)) == 0; }
+  Random fork() { return Random(bits()); }
+
+ private:
+  std::uint64_t state_;
+};
+
+// For waits that should not end, and for how much later than its deadline one may on a busy
+// machine.
+inline constexpr std::chrono::nanoseconds kLong = std::chrono::minutes(10);
+inline constexpr double kGraceSeconds = 10.0;
+
+// Sizes that matter: none, few, about one vector, about one block, and now and then up to `most`.
+std::size_t random_numel(Random& random, std::size_t most);
+
+// Mostly nothing, sometimes a yield, seldom a short sleep.
+void dawdle(Random& random);
+
+// Bytes at any offset from a cache line, with canaries before and behind, or, as often, nothing
+// behind, so that AddressSanitizer sees the first byte too far.
+class Guarded {
+ public:
+  Guarded(Random& random, std::size_t bytes);
+
+  std::byte* data() const { return memory_.get() + before_; }
+  std::size_t size() const { return size_; }
+  void check_canaries() const;
+
+ private:
+  std::size_t size_;
+  std::size_t before_;
+  std::size_t behind_;
+  std::unique_ptr<std::byte[]> memory_;
+};
+
+// Calls program(rank) on a thread per rank, all at once.
+void on_all_ranks(int world_size, const std::function<void(int rank)>& program);
+
+// Calls action, which must throw an Error of this kind; returns its message.
+std::string message_of(ErrorKind kind, const std::function<void()>& action);
+// The same, and the message must hold `words`.
+void check_throws(ErrorKind kind, std::string_view words, const std::function<void()>& action);
+
+// For checks that depend on time: a machine that stands still for a moment makes anybody late. An
+// attempt returns "" or what it complains about; three complaints in a row are a failure.
+void check_one_of_three(const std::function<std::string()>& attempt);
+
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace pyringar::stress

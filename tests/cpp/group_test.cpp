@@ -1,0 +1,494 @@
+// group_test: collectives through a Group: mixed back to back, from several threads, queued and
+// closed, late, side by side, and in a forked child.
+
+#include "cpu/group.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cfenv>
+#include <deque>
+#include <fstream>
+
+#include "oracle.h"
+#include "parts.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// Of groups with a late rank: long enough for the others to be in time on a busy machine.
+constexpr auto kTimeout = milliseconds(250);
+
+// Sanitizers need address space without end.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+#else
+constexpr bool kSanitized = false;
+#endif
+
+Algorithm random_algorithm(Random& random) {
+  return static_cast<Algorithm>(random.below(kNumAlgorithms));
+}
+
+// Several tensors of every rank, and one all-reduce of all of them.
+class Call {
+ public:
+  Call(Random& random, int world_size, std::size_t most_elems = 20'000)
+      : algorithm_(random_algorithm(random)),
+        op_(random_op(random)),
+        divisor_(op_ == ReduceOp::kMean ? world_size : 1) {
+    for (int i = random.between(1, 4); i > 0; --i) {
+      tensors_.emplace_back(random, world_size, random_dtype(random),
+                            random_numel(random, most_elems));
+    }
+  }
+
+  Algorithm algorithm() const { return algorithm_; }
+  Collective collective() const {
+    Collective made;
+    made.algorithm = algorithm_;
+    made.op = op_;
+    made.divisor = divisor_;
+    for (const RankTensors& t : tensors_) {
+      made.bytes += t.bytes();
+      const int k = t.world_size();
+      if (algorithm_ == Algorithm::kRing) {
+        made.rings.push_back(
+            {t.inputs(), t.pointers(), t.numel(), t.dtype(), RingPhases::kAllReduce});
+      } else {
+        made.reductions.push_back({t.inputs(), t.pointers(), k, k, t.numel(), t.dtype()});
+      }
+    }
+    return made;
+  }
+  void check_done() const {
+    for (const RankTensors& t : tensors_) {
+      t.check_all_reduced(op_, divisor_, algorithm_ == Algorithm::kRing,
+                          algorithm_name(algorithm_));
+    }
+  }
+  void check_untouched() const {
+    for (const RankTensors& t : tensors_) t.check_unchanged();
+  }
+
+ private:
+  Algorithm algorithm_;
+  ReduceOp op_;
+  int divisor_;
+  std::deque<RankTensors> tensors_;
+};
+
+void submit_and_wait(Group& group, const Call& call) {
+  CHECK(group.submit(call.collective())->wait(kLong), "not done after minutes");
+}
+
+// Leaves room for this much more; returns the limit that held before.
+rlimit limit_memory_bytes(std::size_t room) {
+  std::size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit before{};
+  getrlimit(RLIMIT_AS, &before);
+  rlimit limited = before;
+  limited.rlim_cur = pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE)) + room;
+  if (pages > 0 && !kSanitized) setrlimit(RLIMIT_AS, &limited);
+  return before;
+}
+
+// Denormals flushed, where the processor can, and rounding upwards.
+class AwkwardFloatMode {
+ public:
+  AwkwardFloatMode() {
+    std::fegetenv(&before_);
+    std::fesetround(FE_UPWARD);
+#if defined(__SSE__)
+    __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | 0x8040);
+#elif defined(__aarch64__)
+    set_fpcr(fpcr() | 1u << 24);
+#endif
+  }
+  ~AwkwardFloatMode() { std::fesetenv(&before_); }
+  AwkwardFloatMode(const AwkwardFloatMode&) = delete;
+  AwkwardFloatMode& operator=(const AwkwardFloatMode&) = delete;
+
+  bool still_set() const {
+#if defined(__SSE__)
+    if ((__builtin_ia32_stmxcsr() & 0x8040) != 0x8040) return false;
+#elif defined(__aarch64__)
+    if ((fpcr() >> 24 & 1) == 0) return false;
+#endif
+    return std::fegetround() == FE_UPWARD;
+  }
+
+ private:
+#if defined(__aarch64__)
+  static std::uint64_t fpcr() {
+    std::uint64_t value;
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(value));
+    return value;
+  }
+  static void set_fpcr(std::uint64_t value) { __asm__ __volatile__("msr fpcr, %0" : : "r"(value)); }
+#endif
+  std::fenv_t before_;
+};
+
+void delay_somebody(Random& random, Group& group) {
+  if (!random.one_in(3)) return;
+  group.delay_rank(random.between(0, group.world_size() - 1),
+                   std::chrono::microseconds(random.below(2000)));
+}
+
+void run_some(Random& random, Group& group, int calls) {
+  for (int i = 0; i < calls; ++i) {
+    const Call call(random, group.world_size());
+    delay_somebody(random, group);
+    if (random.one_in(2)) {
+      group.run(call.collective());
+    } else if (!group.try_run(call.collective())) {
+      call.check_untouched();
+      continue;
+    }
+    call.check_done();
+  }
+}
+
+// A rank's tensor with gaps: every second column of a matrix.
+void run_staged(Random& random, Group& group) {
+  const int k = group.world_size();
+  const std::size_t rows = random.below(30);
+  const std::size_t columns = 1 + random.below(30);
+  const std::size_t numel = rows * columns;
+  RankTensors wide(random, k, DType::kFloat32, 2 * numel);
+  Collective collective;
+  std::vector<std::vector<std::byte>> packed;
+  std::vector<const void*> sources;
+  for (int rank = 0; rank < k; ++rank) {
+    const StridedView view = {static_cast<std::byte*>(wide.pointers()[rank]),
+                              4,
+                              {static_cast<std::int64_t>(rows), static_cast<std::int64_t>(columns)},
+                              {2 * static_cast<std::int64_t>(columns), 2}};
+    packed.emplace_back(numel * 4);
+    pack(view, packed.back().data());
+    sources.push_back(packed.back().data());
+    auto dense = std::make_unique<std::byte[]>(numel * 4);
+    collective.pointers.push_back(dense.get());
+    collective.staged.push_back({view, std::move(dense), true, true});
+  }
+  void* const* table = collective.pointers.data();
+  collective.reductions.push_back({table, table, k, k, numel, DType::kFloat32});
+  group.run(collective);
+  const std::vector<std::byte> expected =
+      expected_reduction(DType::kFloat32, ReduceOp::kSum, 1, sources, numel, false);
+  for (int rank = 0; rank < k; ++rank) {
+    const auto* before = static_cast<const std::byte*>(wide.before(rank));
+    const auto* after = static_cast<const std::byte*>(wide.pointers()[rank]);
+    for (std::size_t i = 0; i < numel; ++i) {
+      check_same(DType::kFloat32, after + 8 * i, expected.data() + 4 * i, 1, "staged");
+      CHECK(std::equal(after + 8 * i + 4, after + 8 * i + 8, before + 8 * i + 4),
+            "the gap behind element ", i, " was written");
+    }
+  }
+}
+
+// Reduce-scatter and all-gather without a ring: reductions with one destination, or one source.
+void run_scatter_and_gather(Random& random, Group& group) {
+  const int k = group.world_size();
+  const auto ranks = static_cast<std::size_t>(k);
+  const DType dtype = random_dtype(random);
+  const std::size_t chunk_bytes = random_numel(random, 3000) * item_bytes(dtype);
+  const std::size_t chunk_elems = chunk_bytes / item_bytes(dtype);
+  const RankTensors wholes(random, k, dtype, chunk_elems * ranks);
+  const RankTensors chunks(random, k, dtype, chunk_elems);
+  const RankTensors gathered(random, k, dtype, chunk_elems * ranks);
+  const auto at_chunk = [&](void* whole, std::size_t chunk) -> void* {
+    return static_cast<std::byte*>(whole) + chunk * chunk_bytes;
+  };
+  Collective scatter, gather;
+  scatter.algorithm = gather.algorithm = random.one_in(2) ? Algorithm::kFused : Algorithm::kDirect;
+  scatter.pointers.reserve(ranks * ranks);
+  gather.pointers.reserve(ranks * ranks);
+  for (std::size_t chunk = 0; chunk < ranks; ++chunk) {
+    void* const* sources = scatter.pointers.data() + scatter.pointers.size();
+    void* const* destinations = gather.pointers.data() + gather.pointers.size();
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      scatter.pointers.push_back(at_chunk(wholes.pointers()[rank], chunk));
+      gather.pointers.push_back(at_chunk(gathered.pointers()[rank], chunk));
+    }
+    scatter.reductions.push_back({sources, chunks.pointers() + chunk, k, 1, chunk_elems, dtype});
+    gather.reductions.push_back({chunks.inputs() + chunk, destinations, 1, k, chunk_elems, dtype});
+  }
+  group.run(scatter);
+  wholes.check_unchanged();
+  group.run(gather);
+
+  const std::vector<const void*> sources(wholes.inputs(), wholes.inputs() + k);
+  const std::vector<std::byte> expected =
+      expected_reduction(dtype, ReduceOp::kSum, 1, sources, chunk_elems * ranks, false);
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    check_same(dtype, chunks.inputs()[rank], expected.data() + rank * chunk_bytes, chunk_elems,
+               "reduce_scatter");
+    check_same(dtype, gathered.inputs()[rank], expected.data(), chunk_elems * ranks, "all_gather");
+  }
+}
+
+// Submits until it has enough or the group is closed; what was accepted must be done, and right.
+struct Submitted {
+  std::unique_ptr<Call> call;
+  std::shared_ptr<Work> work;
+};
+
+class Jobs {
+ public:
+  void add(Submitted job) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.push_back(std::move(job));
+    changed_.notify_one();
+  }
+  void finish() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    finished_ = true;
+    changed_.notify_all();
+  }
+  bool take(Submitted& job) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return finished_ || !jobs_.empty(); });
+    if (jobs_.empty()) return false;
+    job = std::move(jobs_.front());
+    jobs_.pop_front();
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Submitted> jobs_;
+  bool finished_ = false;
+};
+
+// False: the group was closed before it took the call, which is untouched then.
+template <typename Ask>
+bool ask(const Call& call, Ask&& ask_group) {
+  try {
+    ask_group(call.collective());
+    return true;
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::kState, error.what());
+    CHECK(std::string_view(error.what()).find("closed") != std::string_view::npos, error.what());
+    call.check_untouched();
+    return false;
+  }
+}
+
+void submit_some(Random random, Group& group, Jobs& jobs) {
+  for (int i = random.between(1, 10); i > 0; --i) {
+    auto call = std::make_unique<Call>(random, group.world_size(), 3000);
+    std::shared_ptr<Work> work;
+    if (!ask(*call, [&](Collective c) { work = group.submit(std::move(c)); })) return;
+    jobs.add({std::move(call), std::move(work)});
+    dawdle(random);
+  }
+}
+
+void wait_for_some(Jobs& jobs) {
+  Submitted job;
+  while (jobs.take(job)) {
+    CHECK(job.work->wait(kLong), "not done after minutes");
+    CHECK(job.work->is_completed() && !job.work->exception(), "done, and not");
+    job.call->check_done();
+  }
+}
+
+void run_between(Random random, Group& group) {
+  for (int i = random.between(0, 5); i > 0; --i) {
+    const Call call(random, group.world_size(), 3000);
+    bool done = true;
+    const bool tries = random.one_in(2);
+    const bool taken = ask(call, [&](Collective c) {
+      if (tries) {
+        done = group.try_run(c);
+      } else {
+        group.run(c);
+      }
+    });
+    if (!taken) return;
+    done ? call.check_done() : call.check_untouched();
+  }
+}
+
+// After a failure a group refuses everything, with that reason, and touches nothing.
+void check_refuses(Random& random, Group& group, const std::string& failure) {
+  const Call refused(random, group.world_size());
+  check_throws(ErrorKind::kState, failure, [&] { group.run(refused.collective()); });
+  check_throws(ErrorKind::kState, "failed before", [&] { group.try_run(refused.collective()); });
+  const std::shared_ptr<Work> work = group.submit(refused.collective());
+  check_throws(ErrorKind::kState, failure, [&] { work->wait(kLong); });
+  CHECK(work->is_completed() && work->exception(), "failed, and not");
+  refused.check_untouched();
+}
+
+// A rank comes after the deadline: a timeout that names it. "" or what was wrong.
+std::string complaint_about_late_rank(Random& random) {
+  const int world_size = random.between(2, 6);
+  const int late = random.between(0, world_size - 1);
+  Group group(world_size, kTimeout);
+  if (random.one_in(2)) {
+    const Call in_time(random, world_size, 300);
+    try {
+      group.run(in_time.collective());
+    } catch (const Error& error) {
+      return error.what();
+    }
+    in_time.check_done();
+  }
+  std::unique_ptr<Call> call;
+  do {
+    call = std::make_unique<Call>(random, world_size, 300);
+  } while (call->algorithm() == Algorithm::kFused);
+  group.delay_rank(late, 2 * kTimeout);
+  const Stopwatch stopwatch;
+  const std::string message = message_of(ErrorKind::kTimeout, [&] {
+    random.one_in(2) ? group.run(call->collective()) : submit_and_wait(group, *call);
+  });
+  check_refuses(random, group, message);
+  if (stopwatch.seconds() > kGraceSeconds) return join("took ", stopwatch.seconds(), " s");
+  const std::string culprit = join("for rank ", late, " ");
+  return message.find(culprit) != std::string::npos ? "" : message + ", expected " + culprit;
+}
+
+}  // namespace
+
+void group_round(Random& random) {
+  const int world_size = random.one_in(8) ? random.between(2, 17) : random.between(2, 8);
+  Group group(world_size, kLong);
+  const int calls = random.between(0, 8);
+  run_some(random, group, calls);
+  run_staged(random, group);
+  run_scatter_and_gather(random, group);
+  const GroupStats stats = group.stats();
+  std::uint64_t counted = 0;
+  for (const std::uint64_t n : stats.calls) counted += n;
+  CHECK(counted >= 3, counted, " calls counted");
+  if (random.one_in(2)) {
+    group.close();
+    group.close();
+    check_throws(ErrorKind::kState, "closed",
+                 [&] { group.run(Call(random, world_size).collective()); });
+    check_throws(ErrorKind::kState, "closed",
+                 [&] { group.submit(Call(random, world_size).collective()); });
+  }
+}
+
+void late_rank_round(Random& random) {
+  check_one_of_three([&] { return complaint_about_late_rank(random); });
+}
+
+void async_round(Random& random) {
+  Group group(random.between(2, 4), kLong);
+  Jobs jobs;
+  std::vector<std::thread> submitters, waiters;
+  for (int i = 0; i < 3; ++i) {
+    submitters.emplace_back(submit_some, random.fork(), std::ref(group), std::ref(jobs));
+  }
+  for (int i = 0; i < 2; ++i) waiters.emplace_back(wait_for_some, std::ref(jobs));
+  std::thread runner(run_between, random.fork(), std::ref(group));
+  std::thread closer;
+  if (random.one_in(2)) {
+    std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
+    group.close();  // while some work waits and some is still being submitted
+    closer = std::thread([&] { group.close(); });
+  }
+  for (std::thread& submitter : submitters) submitter.join();
+  runner.join();
+  jobs.finish();
+  for (std::thread& waiter : waiters) waiter.join();
+  if (closer.joinable()) closer.join();
+}
+
+void two_groups_round(Random& random) {
+  Random other_random = random.fork();
+  std::thread other([&] {
+    Group group(other_random.between(2, 4), kLong);
+    run_some(other_random, group, 6);
+  });
+  Group group(random.between(2, 4), kLong);
+  run_some(random, group, 6);
+  other.join();
+}
+
+// The calling thread flushes denormals and rounds up; its helpers, started before, do not.
+void float_mode_round(Random& random) {
+  Group group(random.between(2, 4), kLong);
+  run_some(random, group, 2);
+  for (int i = 0; i < 20; ++i) {
+    Call call(random, group.world_size(), 100'000);
+    {
+      const AwkwardFloatMode mode;
+      random.one_in(2) ? group.run(call.collective()) : submit_and_wait(group, call);
+      CHECK(mode.still_set(), "the caller's own mode was not put back");
+    }
+    call.check_done();
+  }
+}
+
+// In a process that has memory for some threads' stacks, but not for all ranks': an error or, if
+// the stacks fit after all, the sum; and the sum once there is room.
+void no_threads_round(Random& random) {
+  const pid_t child = fork();
+  CHECK(child >= 0, "fork failed");
+  if (child > 0) {
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child, "waitpid failed");
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status ", status);
+    return;
+  }
+  alarm(60);
+  const Call call(random, 8, 300);
+  const Call again(random, 8, 300);
+  Group group(8, kLong);
+  const rlimit before = limit_memory_bytes(std::size_t{20} << 20);
+  bool done = false;
+  try {
+    random.one_in(2) ? group.run(call.collective()) : submit_and_wait(group, call);
+    done = true;
+  } catch (const std::exception&) {
+    // Which one depends on what did not fit: a thread, or memory.
+  }
+  setrlimit(RLIMIT_AS, &before);
+  done ? call.check_done() : call.check_untouched();
+  group.run(again.collective());
+  again.check_done();
+  group.close();
+  _exit(0);
+}
+
+void fork_round(Random& random) {
+  Group group(3, kLong);
+  run_some(random, group, 2);
+  CHECK(!group.forked(), "nobody forked");
+  const Call call(random, 3);
+  const pid_t child = fork();
+  CHECK(child >= 0, "fork failed");
+  if (child == 0) {
+    CHECK(group.forked(), "the child does not know that it is one");
+    const auto refused = "made before fork()";
+    check_throws(ErrorKind::kState, refused, [&] { group.run(call.collective()); });
+    check_throws(ErrorKind::kState, refused, [&] { group.submit(call.collective()); });
+    group.close();  // nothing: its threads are the parent's
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child, "waitpid failed");
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status ", status);
+  run_some(random, group, 2);
+}
+
+}  // namespace pyringar::stress

@@ -1,0 +1,186 @@
+// half_test: every 16-bit float, every rounding boundary between two of them, and random floats,
+// through core/half.h and through the vectors of cpu/lanes.h.
+
+#include <cmath>
+#include <limits>
+
+#include "core/half.h"
+#include "cpu/lanes.h"
+#include "oracle.h"
+#include "parts.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+template <typename H>
+struct Traits;
+
+template <>
+struct Traits<Float16> {
+  using Lanes = Float16Lanes;
+  static constexpr std::uint16_t kInfinity = 0x7c00;
+  static constexpr std::uint16_t kQuiet = 0x0200;
+  static constexpr double kBeyondLargest = 0x1p16;
+  static Float16 narrow(float x) { return narrow_to_float16(x); }
+  static Float16 nearest(float x) { return nearest_float16(x); }
+};
+
+template <>
+struct Traits<BFloat16> {
+  using Lanes = BFloat16Lanes;
+  static constexpr std::uint16_t kInfinity = 0x7f80;
+  static constexpr std::uint16_t kQuiet = 0x0040;
+  static constexpr double kBeyondLargest = 0x1p128;
+  static BFloat16 narrow(float x) { return narrow_to_bfloat16(x); }
+  static BFloat16 nearest(float x) { return nearest_bfloat16(x); }
+};
+
+std::string show(float x) { return join(x, " (bits ", std::hex, float_to_bits(x), ")"); }
+
+template <typename H>
+void check_narrowed(float x, H got, H expected, const char* by) {
+  if (std::isnan(x)) {
+    const std::uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+    const std::uint16_t quiet = Traits<H>::kInfinity | Traits<H>::kQuiet;
+    CHECK((got.bits & (quiet | 0x8000)) == (quiet | sign), by, " narrows ", show(x), " to ",
+          std::hex, got.bits, ", expected a quiet NaN of the same sign");
+  } else {
+    CHECK(got.bits == expected.bits, by, " narrows ", show(x), " to ", std::hex, got.bits,
+          ", expected ", expected.bits);
+  }
+}
+
+// Scalar and vector code; kLanes floats at a time, each in every lane position over the calls.
+template <typename H>
+void check_narrowing(const std::vector<float>& values) {
+  using Lanes = typename Traits<H>::Lanes;
+  std::vector<float> padded = values;
+  padded.resize((values.size() + Lanes::kLanes - 1) / Lanes::kLanes * Lanes::kLanes, 1.0f);
+  for (std::size_t i = 0; i < padded.size(); i += Lanes::kLanes) {
+    H packed[Lanes::kLanes];
+    store_vector(Lanes::pack(load_vector<F32>(&padded[i])), packed);
+    for (std::size_t lane = 0; lane < Lanes::kLanes; ++lane) {
+      const float x = padded[i + lane];
+      const H expected = Traits<H>::nearest(x);
+      check_narrowed(x, Traits<H>::narrow(x), expected, "core/half.h");
+      check_narrowed(x, packed[lane], expected, "cpu/lanes.h");
+    }
+  }
+}
+
+template <typename H>
+void check_widened(H half, float got, const char* by) {
+  const double expected = value_of(half);
+  if (std::isnan(expected)) {
+    CHECK(std::isnan(got), by, " widens NaN ", std::hex, half.bits, " to ", show(got));
+  } else {
+    CHECK(got == expected && std::signbit(got) == std::signbit(expected), by, " widens ", std::hex,
+          half.bits, " to ", show(got), ", expected ", expected);
+  }
+}
+
+template <typename H>
+void check_all_halves() {
+  using Lanes = typename Traits<H>::Lanes;
+  for (std::uint32_t first = 0; first < 65536; first += Lanes::kLanes) {
+    H halves[Lanes::kLanes];
+    for (std::uint32_t lane = 0; lane < Lanes::kLanes; ++lane) {
+      halves[lane].bits = static_cast<std::uint16_t>(first + lane);
+    }
+    float widened[Lanes::kLanes];
+    store_vector(Lanes::load(halves), widened);
+    for (std::uint32_t lane = 0; lane < Lanes::kLanes; ++lane) {
+      const H half = halves[lane];
+      check_widened(half, widen(half), "core/half.h");
+      check_widened(half, widened[lane], "cpu/lanes.h");
+      check_narrowed(widen(half), Traits<H>::narrow(widen(half)), half, "there and back");
+    }
+  }
+}
+
+// Between every two neighbours, and between the largest and what would come next: the middle goes
+// to the even one, anything nearer goes to the nearer one.
+template <typename H>
+std::vector<float> boundaries() {
+  std::vector<float> values;
+  for (std::uint16_t bits = 0; bits < Traits<H>::kInfinity; ++bits) {
+    const auto next_bits = static_cast<std::uint16_t>(bits + 1);
+    const bool last = next_bits == Traits<H>::kInfinity;
+    const double low = value_of(H{bits});
+    const double high = last ? Traits<H>::kBeyondLargest : value_of(H{next_bits});
+    const auto middle = static_cast<float>((low + high) / 2);
+    const float below = std::nextafter(middle, 0.0f);
+    const float above = std::nextafter(middle, std::numeric_limits<float>::infinity());
+    const std::uint16_t even = bits % 2 == 0 ? bits : next_bits;
+    CHECK(Traits<H>::nearest(below).bits == bits && Traits<H>::nearest(middle).bits == even &&
+              Traits<H>::nearest(above).bits == next_bits,
+          "the oracle rounds ", show(middle), " to ", Traits<H>::nearest(middle).bits);
+    for (const float x : {below, middle, above}) values.insert(values.end(), {x, -x});
+  }
+  return values;
+}
+
+template <typename H>
+void check_type(Random& random) {
+  check_all_halves<H>();
+  std::vector<float> values = boundaries<H>();
+  for (int i = 0; i < 200'000; ++i) {
+    values.push_back(bits_to_float(static_cast<std::uint32_t>(random.bits())));
+  }
+  check_narrowing<H>(values);
+}
+
+void check_named_values() {
+  using Limits = std::numeric_limits<float>;
+  const struct {
+    float value;
+    std::uint16_t half, bfloat;
+  } cases[] = {
+      {65504.0f, 0x7bff, 0x4780},           {std::nextafter(65520.0f, 0.0f), 0x7bff, 0x4780},
+      {65520.0f, 0x7c00, 0x4780},           {65536.0f, 0x7c00, 0x4780},
+      {0x1p-14f, 0x0400, 0x3880},           {0x1p-24f, 0x0001, 0x3380},
+      {0x1p-25f, 0x0000, 0x3300},           {std::nextafter(0x1p-25f, 1.0f), 0x0001, 0x3300},
+      {0x1.8p-24f, 0x0002, 0x33c0},         {Limits::max(), 0x7c00, 0x7f80},
+      {Limits::min(), 0x0000, 0x0080},      {Limits::denorm_min(), 0x0000, 0x0000},
+      {Limits::infinity(), 0x7c00, 0x7f80}, {1.0f + 0x1p-8f, 0x3c04, 0x3f80},
+      {1.0f + 0x3p-8f, 0x3c0c, 0x3f82},
+  };
+  for (const auto& c : cases) {
+    CHECK(narrow_to_float16(c.value).bits == c.half, show(c.value));
+    CHECK(narrow_to_bfloat16(c.value).bits == c.bfloat, show(c.value));
+    CHECK(narrow_to_float16(-c.value).bits == (c.half | 0x8000), show(-c.value));
+    CHECK(narrow_to_bfloat16(-c.value).bits == (c.bfloat | 0x8000), show(-c.value));
+  }
+}
+
+template <typename H>
+void compare_scalar_and_vector() {
+  using Lanes = typename Traits<H>::Lanes;
+  std::uint64_t next = 0;
+  while (next < std::uint64_t{1} << 32) {
+    std::uint32_t bits[Lanes::kLanes];
+    for (auto& b : bits) b = static_cast<std::uint32_t>(next++);
+    H packed[Lanes::kLanes];
+    store_vector(Lanes::pack(load_vector<F32>(bits)), packed);
+    for (std::size_t lane = 0; lane < Lanes::kLanes; ++lane) {
+      const float x = bits_to_float(bits[lane]);
+      check_narrowed(x, packed[lane], Traits<H>::narrow(x), "cpu/lanes.h");
+    }
+  }
+}
+
+}  // namespace
+
+void half_round(Random& random) {
+  check_named_values();
+  check_type<Float16>(random);
+  check_type<BFloat16>(random);
+}
+
+void compare_all_floats() {
+  compare_scalar_and_vector<Float16>();
+  compare_scalar_and_vector<BFloat16>();
+}
+
+}  // namespace pyringar::stress

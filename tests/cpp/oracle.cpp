@@ -1,0 +1,370 @@
+// oracle: see oracle.h.
+
+#include "oracle.h"
+
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <type_traits>
+
+namespace pyringar::stress {
+
+namespace {
+
+struct Format {
+  int mantissa_bits;
+  int lowest_exponent;  // of a normal number
+  int highest_exponent;
+};
+constexpr Format kFloat16Format = {10, -14, 15};
+constexpr Format kBFloat16Format = {7, -126, 127};
+
+double decode(std::uint16_t bits, const Format& format) {
+  const int mantissa = bits & ((1 << format.mantissa_bits) - 1);
+  const int exponent = (bits & 0x7fff) >> format.mantissa_bits;
+  const double sign = bits & 0x8000 ? -1.0 : 1.0;
+  if (exponent == format.highest_exponent - format.lowest_exponent + 2) {
+    return mantissa != 0 ? std::numeric_limits<double>::quiet_NaN()
+                         : sign * std::numeric_limits<double>::infinity();
+  }
+  const int leading = exponent == 0 ? 0 : 1 << format.mantissa_bits;
+  const int scale = format.lowest_exponent + std::max(exponent - 1, 0) - format.mantissa_bits;
+  return sign * std::ldexp(leading + mantissa, scale);
+}
+
+std::uint16_t encode(double value, const Format& format) {
+  const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const int infinite = (format.highest_exponent - format.lowest_exponent + 2)
+                       << format.mantissa_bits;
+  const auto with_sign = [&](int rest) { return static_cast<std::uint16_t>(sign | rest); };
+  if (std::isnan(value)) return with_sign(infinite | 1 << (format.mantissa_bits - 1));
+  value = std::fabs(value);
+  if (value >= std::ldexp(1.0, format.highest_exponent + 1)) return with_sign(infinite);
+  if (value == 0) return sign;
+  const int exponent = std::max(std::ilogb(value), format.lowest_exponent);
+  // In units of the last place: exact, then rounded by the processor's own ties-to-even.
+  const int units =
+      static_cast<int>(std::nearbyint(std::ldexp(value, format.mantissa_bits - exponent)));
+  // Units without the leading one, plus the exponent; a carry moves into the exponent by itself,
+  // and from the highest exponent into infinity.
+  return with_sign(units + ((exponent - format.lowest_exponent) << format.mantissa_bits));
+}
+
+template <typename T>
+struct Element {
+  using Partial = T;
+  static Partial widen(T x) { return x; }
+  static T narrow(Partial x) { return x; }
+};
+template <>
+struct Element<Float16> {
+  using Partial = float;
+  static float widen(Float16 x) { return static_cast<float>(value_of(x)); }
+  static Float16 narrow(float x) { return nearest_float16(x); }
+};
+template <>
+struct Element<BFloat16> {
+  using Partial = float;
+  static float widen(BFloat16 x) { return static_cast<float>(value_of(x)); }
+  static BFloat16 narrow(float x) { return nearest_bfloat16(x); }
+};
+
+template <typename Action>
+void with_element(DType dtype, Action&& action) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return action(double{});
+    case DType::kFloat32:
+      return action(float{});
+    case DType::kFloat16:
+      return action(Float16{});
+    case DType::kBFloat16:
+      return action(BFloat16{});
+    case DType::kInt8:
+      return action(std::int8_t{});
+    case DType::kUInt8:
+      return action(std::uint8_t{});
+    case DType::kInt32:
+      return action(std::int32_t{});
+    case DType::kInt64:
+      return action(std::int64_t{});
+  }
+}
+
+template <typename P>
+P combine(ReduceOp op, P a, P b) {
+  constexpr bool kInteger = std::is_integral_v<P>;
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kMean:
+      if constexpr (kInteger) {
+        return static_cast<P>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
+      } else {
+        return a + b;
+      }
+    case ReduceOp::kProd:
+      if constexpr (kInteger) {
+        return static_cast<P>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
+      } else {
+        return a * b;
+      }
+    case ReduceOp::kMax:
+    case ReduceOp::kMin:
+      break;
+  }
+  if constexpr (!kInteger) {
+    if (std::isnan(a)) return a;
+    if (std::isnan(b)) return b;
+  }
+  if (a == b) return b;
+  return (a > b) == (op == ReduceOp::kMax) ? a : b;
+}
+
+template <typename T>
+T at(const void* from, std::size_t i) {
+  T x;
+  std::memcpy(&x, static_cast<const std::byte*>(from) + i * sizeof x, sizeof x);
+  return x;
+}
+
+template <typename T>
+void put(void* to, std::size_t i, T x) {
+  std::memcpy(static_cast<std::byte*>(to) + i * sizeof x, &x, sizeof x);
+}
+
+template <typename T>
+T finished(typename Element<T>::Partial partial, int divisor) {
+  using P = typename Element<T>::Partial;
+  if constexpr (std::is_integral_v<P>) {
+    return static_cast<T>(partial / divisor);
+  } else {
+    return Element<T>::narrow(partial / static_cast<P>(divisor));
+  }
+}
+
+enum class Values { kPositions, kModerate, kAnyBits, kEdges };
+
+template <typename T>
+T from_double(double x) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    return nearest_float16(static_cast<float>(x));
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return nearest_bfloat16(static_cast<float>(x));
+  } else {
+    return static_cast<T>(x);
+  }
+}
+
+template <typename T>
+T random_bits(Random& random) {
+  const std::uint64_t bits = random.bits();
+  T x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+template <typename T>
+T random_edge(Random& random) {
+  if constexpr (std::is_integral_v<T>) {
+    const T edges[] = {0, 1, std::numeric_limits<T>::min(), std::numeric_limits<T>::max()};
+    return edges[random.below(4)];
+  } else {
+    // Zeros, the smallest, the largest, infinities and NaN of fp16; all are finite elsewhere but
+    // the last two.
+    const double edges[] = {0.0,      -0.0,    0x1p-24, -0x1p-24, 65504.0,   -65504.0,
+                            0x1p-126, 0x1p-25, 1.0,     HUGE_VAL, -HUGE_VAL, std::nan("")};
+    return from_double<T>(edges[random.below(std::size(edges))]);
+  }
+}
+
+template <typename T>
+T random_value(Random& random, Values values, std::size_t i, std::size_t salt) {
+  switch (values) {
+    case Values::kPositions:
+      return from_double<T>(static_cast<double>(i % 17 + salt % 5));
+    case Values::kModerate: {
+      const double unit = static_cast<double>(random.bits() >> 11) * 0x1p-53;
+      if constexpr (std::is_same_v<T, std::uint8_t>) return from_double<T>(unit * 255);
+      return from_double<T>((unit - 0.5) * 200);
+    }
+    case Values::kAnyBits:
+      return random_bits<T>(random);
+    case Values::kEdges:
+      return random_edge<T>(random);
+  }
+  return T{};
+}
+
+template <typename T>
+bool is_nan(T x) {
+  if constexpr (std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>) {
+    return std::isnan(value_of(x));
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return std::isnan(x);
+  } else {
+    return false;
+  }
+}
+
+std::string hex(const void* from, std::size_t bytes) {
+  std::string text = "0x";
+  for (std::size_t i = bytes; i-- > 0;) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<const unsigned char*>(from)[i]);
+    text += digits;
+  }
+  return text;
+}
+
+}  // namespace
+
+double value_of(Float16 x) { return decode(x.bits, kFloat16Format); }
+double value_of(BFloat16 x) { return decode(x.bits, kBFloat16Format); }
+Float16 nearest_float16(float value) { return {encode(value, kFloat16Format)}; }
+BFloat16 nearest_bfloat16(float value) { return {encode(value, kBFloat16Format)}; }
+
+DType random_dtype(Random& random) { return kAllDTypes[random.below(std::size(kAllDTypes))]; }
+ReduceOp random_op(Random& random) { return kAllOps[random.below(std::size(kAllOps))]; }
+
+DType partial_dtype(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
+}
+
+void fill(Random& random, DType dtype, void* to, std::size_t n) {
+  const auto values = static_cast<Values>(random.below(4));
+  const std::size_t salt = random.below(1000);
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    for (std::size_t i = 0; i < n; ++i) put<T>(to, i, random_value<T>(random, values, i, salt));
+  });
+}
+
+std::vector<int> rank_order(int world_size) {
+  std::vector<int> order;
+  for (int rank = 0; rank < world_size; ++rank) order.push_back(rank);
+  return order;
+}
+
+std::vector<int> ring_order(int world_size, int chunk) {
+  std::vector<int> order;
+  for (int i = 1; i <= world_size; ++i) order.push_back((chunk + i) % world_size);
+  return order;
+}
+
+void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
+                     const std::vector<int>& order, Range range, void* expected) {
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    for (std::size_t i = range.begin; i < range.end; ++i) {
+      auto sum = Element<T>::widen(at<T>(sources[order[0]], i));
+      for (std::size_t r = 1; r < order.size(); ++r) {
+        sum = combine(op, sum, Element<T>::widen(at<T>(sources[order[r]], i)));
+      }
+      put<T>(expected, i, finished<T>(sum, divisor));
+    }
+  });
+}
+
+void widen_elements(DType dtype, const void* own, void* partial, std::size_t n) {
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    for (std::size_t i = 0; i < n; ++i) put(partial, i, Element<T>::widen(at<T>(own, i)));
+  });
+}
+
+void accumulate_elements(DType dtype, ReduceOp op, const void* partial, const void* own, void* out,
+                         std::size_t n) {
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    using P = typename Element<T>::Partial;
+    for (std::size_t i = 0; i < n; ++i) {
+      put(out, i, combine(op, at<P>(partial, i), Element<T>::widen(at<T>(own, i))));
+    }
+  });
+}
+
+void finish_elements(DType dtype, ReduceOp op, int divisor, const void* partial, const void* own,
+                     void* out, std::size_t n) {
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    using P = typename Element<T>::Partial;
+    for (std::size_t i = 0; i < n; ++i) {
+      const P sum = combine(op, at<P>(partial, i), Element<T>::widen(at<T>(own, i)));
+      put<T>(out, i, finished<T>(sum, divisor));
+    }
+  });
+}
+
+void check_same(DType dtype, const void* got, const void* expected, std::size_t n,
+                const std::string& what) {
+  const std::size_t item = item_bytes(dtype);
+  if (n == 0 || std::memcmp(got, expected, n * item) == 0) return;
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    for (std::size_t i = 0; i < n; ++i) {
+      const T a = at<T>(got, i);
+      const T b = at<T>(expected, i);
+      const bool same = std::memcmp(&a, &b, sizeof a) == 0 || (is_nan(a) && is_nan(b));
+      CHECK(same, what, ", ", dtype_name(dtype), " element ", i, " of ", n, " is ", hex(&a, item),
+            ", expected ", hex(&b, item));
+    }
+  });
+}
+
+std::vector<std::byte> expected_reduction(DType dtype, ReduceOp op, int divisor,
+                                          const std::vector<const void*>& sources,
+                                          std::size_t numel, bool in_ring_order) {
+  const int k = static_cast<int>(sources.size());
+  std::vector<std::byte> expected(numel * item_bytes(dtype));
+  for (int chunk = 0; chunk < k; ++chunk) {
+    reduce_elements(dtype, op, divisor, sources.data(),
+                    in_ring_order ? ring_order(k, chunk) : rank_order(k),
+                    chunk_range(numel, k, chunk), expected.data());
+  }
+  return expected;
+}
+
+RankTensors::RankTensors(Random& random, int world_size, DType dtype, std::size_t numel)
+    : dtype_(dtype), numel_(numel) {
+  for (int rank = 0; rank < world_size; ++rank) {
+    tensors_.emplace_back(random, bytes());
+    fill(random, dtype, tensors_.back().data(), numel);
+    pointers_.push_back(tensors_.back().data());
+    const_pointers_.push_back(tensors_.back().data());
+  }
+  remember();
+}
+
+void RankTensors::remember() {
+  before_.clear();
+  for (const Guarded& tensor : tensors_) {
+    before_.emplace_back(tensor.data(), tensor.data() + tensor.size());
+  }
+}
+
+void RankTensors::check_unchanged() const {
+  for (std::size_t rank = 0; rank < tensors_.size(); ++rank) {
+    CHECK(std::equal(before_[rank].begin(), before_[rank].end(), tensors_[rank].data()),
+          "tensor of rank ", rank, " was written");
+    tensors_[rank].check_canaries();
+  }
+}
+
+void RankTensors::check_all_reduced(ReduceOp op, int divisor, bool in_ring_order,
+                                    const char* what) const {
+  std::vector<const void*> sources;
+  for (const auto& tensor : before_) sources.push_back(tensor.data());
+  const std::vector<std::byte> expected =
+      expected_reduction(dtype_, op, divisor, sources, numel_, in_ring_order);
+  for (int rank = 0; rank < world_size(); ++rank) {
+    const Guarded& tensor = tensors_[static_cast<std::size_t>(rank)];
+    check_same(dtype_, tensor.data(), expected.data(), numel_,
+               join(what, " ", op_name(op), " over ", world_size(), " ranks, rank ", rank));
+    tensor.check_canaries();
+    // P2: the same bits on all ranks, NaN included.
+    CHECK(bytes() == 0 || std::memcmp(tensor.data(), tensors_[0].data(), bytes()) == 0, what,
+          ": rank ", rank, " holds other bits than rank 0");
+  }
+}
+
+}  // namespace pyringar::stress

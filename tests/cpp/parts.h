@@ -1,0 +1,34 @@
+// parts: the parts of the stress test; each call is one round with inputs of its own.
+//
+// Contract  A round leaves no thread behind and needs no other round before it.
+#pragma once
+
+#include "check.h"
+
+namespace pyringar::stress {
+
+void half_round(Random& random);          // core/half.h and cpu/lanes.h
+void kernels_round(Random& random);       // cpu/kernels.h
+void strided_round(Random& random);       // cpu/strided.h
+void waits_round(Random& random);         // cpu/os_wait.h
+void pool_round(Random& random);          // cpu/thread_pool.h
+void fused_round(Random& random);         // cpu/fused.h
+void program_round(Random& random);       // core/ring_program.h, symbolically
+void planted_bugs_round(Random& random);  // broken engines, which must be noticed
+void ring_round(Random& random);          // cpu/ring.h
+void direct_round(Random& random);        // cpu/direct.h
+void withheld_round(Random& random);      // ring and direct with a rank that does not come
+void group_round(Random& random);         // cpu/group.h, one call after the other
+void late_rank_round(Random& random);     // a Group's timeout, and what it does afterwards
+void async_round(Random& random);         // a Group's queue, many threads, close
+void two_groups_round(Random& random);
+void float_mode_round(Random& random);  // a caller that flushes denormals and rounds upwards
+void no_threads_round(Random& random);  // the system refuses threads
+void fork_round(Random& random);
+
+// All 2^32 floats, vector code against scalar code: a minute.
+void compare_all_floats();
+// A data race that ThreadSanitizer must report.
+void run_planted_race();
+
+}  // namespace pyringar::stress

@@ -1,0 +1,192 @@
+// pool_test: flags and their deadlines, the join pool, and fused reductions on it.
+
+#include <atomic>
+
+#include "core/ring_program.h"
+#include "cpu/fused.h"
+#include "cpu/os_wait.h"
+#include "cpu/thread_pool.h"
+#include "oracle.h"
+#include "parts.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// What run_fused() cuts tensors into.
+constexpr std::size_t kBlockBytes = 64 * 1024;
+
+// Two threads hand a plain counter to each other; the flags' counters wrap on the way.
+void play_ping_pong(Random& random) {
+  constexpr std::uint32_t kTurns = 60;
+  const auto start = static_cast<std::uint32_t>(0) - static_cast<std::uint32_t>(random.below(100));
+  Flag ping, pong;
+  ping.value = pong.value = start;
+  std::uint32_t ball = 0;  // plain: only the flags order who touches it
+  Random other = random.fork();
+  std::thread player([&] {
+    for (std::uint32_t turn = 1; turn <= kTurns; ++turn) {
+      CHECK(wait_for_flag(ping, start + turn), "no deadline, but it gave up");
+      CHECK(ball == 2 * turn - 1, "the ball is at ", ball, " in turn ", turn);
+      ++ball;
+      dawdle(other);
+      pong.set(start + turn);
+    }
+  });
+  for (std::uint32_t turn = 1; turn <= kTurns; ++turn) {
+    ++ball;
+    dawdle(random);
+    ping.set(start + turn);
+    CHECK(wait_for_flag(pong, start + turn, Clock::now() + kLong), "turn ", turn);
+    CHECK(ball == 2 * turn, "the ball is at ", ball, " after turn ", turn);
+  }
+  player.join();
+}
+
+std::string wait_past_deadline(Random& random) {
+  Flag flag;
+  const auto wait = milliseconds(random.between(0, 5));
+  const Stopwatch watch;
+  CHECK(!wait_for_flag(flag, 1, Clock::now() + wait), "nobody set it");
+  const double seconds = watch.seconds();
+  CHECK(seconds >= 1e-3 * static_cast<double>(wait.count()), wait.count(), " ms took ", seconds,
+        " s");
+  CHECK(flag.sleepers.load() == 0, flag.sleepers.load(), " sleepers left");
+  return seconds < kGraceSeconds ? "" : join(wait.count(), " ms took ", seconds, " s");
+}
+
+std::string give_up_waiting(Random& random) {
+  Flag flag;
+  std::atomic<std::uint32_t> give_up{0};
+  std::thread quitter([&, pause = milliseconds(random.between(0, 3))] {
+    std::this_thread::sleep_for(pause);
+    give_up = 1;
+  });
+  const Stopwatch watch;
+  CHECK(!wait_for_flag(flag, 1, Clock::now() + kLong, &give_up), "nobody set it");
+  const double seconds = watch.seconds();
+  quitter.join();
+  return seconds < kGraceSeconds ? "" : join("noticed after ", seconds, " s");
+}
+
+void wake_many(Random& random) {
+  Flag flag;
+  const int waiters = random.between(2, 6);
+  std::uint32_t payload = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < waiters; ++i) {
+    threads.emplace_back([&] {
+      CHECK(wait_for_flag(flag, 7), "no deadline, but it gave up");
+      CHECK(payload == 42, "payload ", payload, " behind the flag");
+    });
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(random.below(1000)));
+  for (std::uint32_t n = 1; n <= 7; ++n) {
+    if (n == 7) payload = 42;
+    flag.set(n);
+    dawdle(random);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Every item of a job is done exactly once, by somebody, before run() returns.
+void run_job(Random& random, ThreadPool& pool) {
+  std::vector<std::uint32_t> items(random.below(200), 0);  // plain: one thread per item
+  std::atomic<std::size_t> next{0};
+  const auto work = [&] {
+    while (true) {
+      const std::size_t item = next.fetch_add(1);
+      if (item >= items.size()) return;
+      items[item] += static_cast<std::uint32_t>(item) + 1;
+    }
+  };
+  pool.run(work, random.below(5));
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    CHECK(items[i] == i + 1, "item ", i, " of ", items.size(), " holds ", items[i]);
+  }
+}
+
+struct Job {
+  std::vector<RankTensors> tensors;
+  std::vector<Reduction> reductions;
+};
+
+// Many tensors of any dtype, often enough for the pool's helpers to be asked.
+Job random_job(Random& random, int world_size) {
+  Job job;
+  const bool large = world_size <= 4 && random.one_in(2);
+  const int count = random.between(0, large ? 5 : 12);
+  const DType dtype = random_dtype(random);
+  for (int i = 0; i < count; ++i) {
+    const DType each = large ? dtype : random_dtype(random);
+    const std::size_t block_elems = kBlockBytes / item_bytes(each);
+    const std::size_t numel = large && i == 0
+                                  ? 4 * block_elems + random.below(9)
+                                  : random_numel(random, large ? 2 * block_elems : 3000);
+    job.tensors.emplace_back(random, world_size, each, numel);
+  }
+  for (const RankTensors& t : job.tensors) {
+    job.reductions.push_back(
+        {t.inputs(), t.pointers(), world_size, world_size, t.numel(), t.dtype()});
+  }
+  return job;
+}
+
+}  // namespace
+
+void waits_round(Random& random) {
+  play_ping_pong(random);
+  check_one_of_three([&] { return wait_past_deadline(random); });
+  check_one_of_three([&] { return give_up_waiting(random); });
+  wake_many(random);
+}
+
+void pool_round(Random& random) {
+  ThreadPool pool(random.between(0, 3));
+  const int jobs = random.between(0, 60);
+  for (int i = 0; i < jobs; ++i) {
+    run_job(random, pool);
+    dawdle(random);
+  }
+  // The caller may be another thread each time; and the pool dies while helpers still wake up.
+  if (random.one_in(2)) {
+    std::thread other([&] { run_job(random, pool); });
+    other.join();
+  }
+}
+
+void fused_round(Random& random) {
+  ThreadPool pool(random.between(0, 3));
+  const int world_size = random.one_in(4) ? random.between(1, 20) : random.between(1, 4);
+  const ReduceOp op = random_op(random);
+  const int divisor = op == ReduceOp::kMean ? world_size : 1;
+  Job job = random_job(random, world_size);
+  run_fused(job.reductions, op, divisor, pool);
+  for (const RankTensors& t : job.tensors) t.check_all_reduced(op, divisor, false, "fused");
+
+  // A range alone: what lies around it stays.
+  RankTensors tensors(random, world_size, random_dtype(random), random_numel(random, 2000));
+  const int chunk = random.between(0, world_size - 1);
+  const Range range = chunk_range(tensors.numel(), world_size, chunk);
+  std::vector<std::byte> expected(tensors.bytes());
+  reduce_elements(tensors.dtype(), op, divisor, tensors.inputs(), rank_order(world_size), range,
+                  expected.data());
+  fuse_range({tensors.inputs(), tensors.pointers(), world_size, world_size, tensors.numel(),
+              tensors.dtype()},
+             op, divisor, range);
+  const std::size_t item = item_bytes(tensors.dtype());
+  for (int rank = 0; rank < world_size; ++rank) {
+    const auto* before = static_cast<const std::byte*>(tensors.before(rank));
+    const auto* after = static_cast<const std::byte*>(tensors.inputs()[rank]);
+    check_same(tensors.dtype(), after + range.begin * item, expected.data() + range.begin * item,
+               range.size(), "fuse_range");
+    CHECK(std::equal(before, before + range.begin * item, after) &&
+              std::equal(before + range.end * item, before + tensors.bytes(),
+                         after + range.end * item),
+          "fuse_range of chunk ", chunk, " wrote outside it");
+  }
+}
+
+}  // namespace pyringar::stress

@@ -1,0 +1,202 @@
+// ring_test: ring_rank() and direct_rank() on threads of the test's own, which come and go when
+// they like; counters that wrap; a rank that does not come.
+
+#include "cpu/ring.h"
+
+#include <atomic>
+#include <deque>
+
+#include "cpu/direct.h"
+#include "oracle.h"
+#include "parts.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// One collective of one phase over tensors of any kind: numbers in, numbers expected.
+struct RingCall {
+  RingCall(Random& random, int world_size)
+      : phases(static_cast<RingPhases>(random.below(3))),
+        op(phases == RingPhases::kAllGather ? ReduceOp::kSum : random_op(random)),
+        divisor(op == ReduceOp::kMean ? world_size : 1),
+        dtype(random_dtype(random)),
+        numel(random_numel(random, 60'000)) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      const std::size_t own = chunk_range(numel, world_size, rank).size() * item_bytes(dtype);
+      const std::size_t whole = numel * item_bytes(dtype);
+      inputs.emplace_back(random, phases == RingPhases::kAllGather ? own : whole);
+      fill(random, dtype, inputs.back().data(), inputs.back().size() / item_bytes(dtype));
+      before.emplace_back(inputs.back().data(), inputs.back().data() + inputs.back().size());
+      if (phases != RingPhases::kAllReduce) {
+        outputs.emplace_back(random, phases == RingPhases::kAllGather ? whole : own);
+      }
+    }
+    const std::deque<Guarded>& written = phases == RingPhases::kAllReduce ? inputs : outputs;
+    for (const Guarded& input : inputs) input_pointers.push_back(input.data());
+    for (const Guarded& output : written) output_pointers.push_back(output.data());
+  }
+
+  RingBuffers buffers() const {
+    return {input_pointers.data(), output_pointers.data(), numel, dtype, phases};
+  }
+
+  std::vector<std::byte> expected() const {
+    if (phases == RingPhases::kAllGather) {
+      std::vector<std::byte> all;
+      for (const auto& part : before) all.insert(all.end(), part.begin(), part.end());
+      return all;
+    }
+    std::vector<const void*> sources;
+    for (const auto& input : before) sources.push_back(input.data());
+    return expected_reduction(dtype, op, divisor, sources, numel, true);
+  }
+
+  void check() const {
+    const std::vector<std::byte> whole = expected();
+    const int k = static_cast<int>(inputs.size());
+    for (int rank = 0; rank < k; ++rank) {
+      const bool is_chunk = phases == RingPhases::kReduceScatter;
+      const Range range = is_chunk ? chunk_range(numel, k, rank) : Range{0, numel};
+      check_same(dtype, output_pointers[static_cast<std::size_t>(rank)],
+                 whole.data() + range.begin * item_bytes(dtype), range.size(),
+                 join("ring phases ", static_cast<int>(phases), " ", op_name(op), " over ", k,
+                      " ranks, rank ", rank));
+    }
+    for (const Guarded& input : inputs) input.check_canaries();
+    for (const Guarded& output : outputs) output.check_canaries();
+    for (std::size_t rank = 0; phases != RingPhases::kAllReduce && rank < inputs.size(); ++rank) {
+      CHECK(std::equal(before[rank].begin(), before[rank].end(), inputs[rank].data()),
+            "the input of rank ", rank, " was written");
+    }
+  }
+
+  RingPhases phases;
+  ReduceOp op;
+  int divisor;
+  DType dtype;
+  std::size_t numel;
+  std::deque<Guarded> inputs;
+  std::deque<Guarded> outputs;
+  std::vector<std::vector<std::byte>> before;
+  std::vector<const void*> input_pointers;
+  std::vector<void*> output_pointers;
+};
+
+void start_at(RingLinks& ring, std::uint32_t base) {
+  ring.messages = base;
+  for (Link& link : ring.links) link.flag.value = link.taken.value = base;
+}
+
+// Mostly so that the counter wraps within the round.
+std::uint32_t random_base(Random& random) {
+  if (random.one_in(3)) return 0;
+  return static_cast<std::uint32_t>(0) - static_cast<std::uint32_t>(random.below(200));
+}
+
+int random_world_size(Random& random) {
+  return random.one_in(8) ? random.between(1, 13) : random.between(1, 5);
+}
+
+// Nobody comes for `absent`: the others return in time, and the failure names it. "" or not.
+template <typename Call>
+std::string withhold(int world_size, int absent, const char* operation, Call&& call) {
+  Watch watch(milliseconds(60));
+  watch.start();
+  const Stopwatch stopwatch;
+  std::atomic<int> gave_up{0};
+  on_all_ranks(world_size, [&](int rank) {
+    if (rank == absent) return;
+    if (!call(rank, watch)) ++gave_up;
+  });
+  const double seconds = stopwatch.seconds();
+  CHECK(gave_up == world_size - 1, gave_up.load(), " of ", world_size, " ranks gave up");
+  CHECK(seconds >= 0.06, "gave up after ", seconds, " s");
+  if (seconds > kGraceSeconds) return join("gave up after ", seconds, " s");
+  const std::string failure = watch.failure();
+  const std::string culprit = join("for rank ", absent, " ");
+  if (failure.find(culprit) != std::string::npos && failure.find(operation) == 0) return "";
+  return join("\"", failure, "\" does not say that ", operation, " waited ", culprit);
+}
+
+}  // namespace
+
+void ring_round(Random& random) {
+  const int world_size = random_world_size(random);
+  RingLinks ring(world_size);
+  start_at(ring, random_base(random));
+  std::deque<RingCall> calls;
+  for (int i = random.between(1, 5); i > 0; --i) calls.emplace_back(random, world_size);
+  std::deque<Random> randoms;
+  for (int rank = 0; rank < world_size; ++rank) randoms.push_back(random.fork());
+  Watch watch(kLong);
+  watch.start();
+  // All calls without a meeting in between: fast ranks are a call or two ahead.
+  on_all_ranks(world_size, [&](int rank) {
+    std::uint32_t base = ring.messages;
+    for (const RingCall& call : calls) {
+      dawdle(randoms[static_cast<std::size_t>(rank)]);
+      const RingBuffers buffers = call.buffers();
+      CHECK(ring_rank(rank, buffers, call.op, call.divisor, ring, base, watch), watch.failure());
+      base += ring_num_messages(buffers.program(rank, ring, base));
+    }
+  });
+  for (const RingCall& call : calls) call.check();
+}
+
+void direct_round(Random& random) {
+  const int world_size = random_world_size(random);
+  Barrier barrier(world_size);
+  barrier.passed = random_base(random);
+  for (Flag& arrived : barrier.arrived) arrived.value = barrier.passed;
+  const ReduceOp op = random_op(random);
+  const int divisor = op == ReduceOp::kMean ? world_size : 1;
+  std::deque<RankTensors> tensors;
+  for (int i = random.between(1, 6); i > 0; --i) {
+    tensors.emplace_back(random, world_size, random_dtype(random), random_numel(random, 20'000));
+  }
+  std::deque<Random> randoms;
+  for (int rank = 0; rank < world_size; ++rank) randoms.push_back(random.fork());
+  Watch watch(kLong);
+  watch.start();
+  on_all_ranks(world_size, [&](int rank) {
+    std::uint32_t base = barrier.passed;
+    for (const RankTensors& t : tensors) {
+      dawdle(randoms[static_cast<std::size_t>(rank)]);
+      const Reduction reduction = {t.inputs(), t.pointers(), world_size,
+                                   world_size, t.numel(),    t.dtype()};
+      CHECK(direct_rank(rank, {&reduction, 1}, op, divisor, barrier, base, watch), watch.failure());
+      base += kDirectBarriers;
+    }
+  });
+  for (const RankTensors& t : tensors) t.check_all_reduced(op, divisor, false, "direct");
+}
+
+void withheld_round(Random& random) {
+  const int world_size = random.between(2, 6);
+  const int absent = random.between(0, world_size - 1);
+  // From a few bytes to many pieces: it is noticed in the first step or when slots run out.
+  const RankTensors tensors(random, world_size, DType::kFloat32,
+                            random.one_in(2) ? 100 : 1'000'000);
+  const RingBuffers buffers = {tensors.inputs(), tensors.pointers(), tensors.numel(),
+                               tensors.dtype(), RingPhases::kAllReduce};
+  check_one_of_three([&] {
+    RingLinks ring(world_size);
+    start_at(ring, random_base(random));
+    return withhold(world_size, absent, "ring", [&](int rank, Watch& watch) {
+      return ring_rank(rank, buffers, ReduceOp::kSum, 1, ring, ring.messages, watch);
+    });
+  });
+  const Reduction reduction = {tensors.inputs(), tensors.pointers(), world_size,
+                               world_size,       tensors.numel(),    tensors.dtype()};
+  check_one_of_three([&] {
+    Barrier barrier(world_size);
+    return withhold(world_size, absent, "direct", [&](int rank, Watch& watch) {
+      return direct_rank(rank, {&reduction, 1}, ReduceOp::kSum, 1, barrier, 0, watch);
+    });
+  });
+}
+
+}  // namespace pyringar::stress

@@ -1,0 +1,347 @@
+"""Life of a communicator: background work, threads, deadlines, closing, forking, leaks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+import pyringar as pr
+
+
+def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:
+    return [torch.arange(numel, dtype=torch.float32) + r for r in range(k)]
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+linux = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+
+
+# -- background work -------------------------------------------------------------------------------
+
+
+def test_work_runs_in_order_and_sync_calls_wait_for_it():
+    with pr.Communicator(["cpu"] * 2) as comm:
+        tensors = ranks(2, 300_000)
+        want = tensors[0] + tensors[1]
+        works = [comm.all_reduce(tensors, async_op=True) for _ in range(5)]
+        comm.all_reduce(tensors)  # the sixth
+        assert torch.equal(tensors[0], want * 32)
+        for work in works:
+            assert work.wait() is True
+            assert work.is_completed()
+            assert work.exception() is None
+
+
+def test_dropped_work_keeps_its_tensors():
+    with pr.Communicator(["cpu"] * 2) as comm:
+        for _ in range(50):
+            comm.all_reduce([torch.ones(200_000) for _ in range(2)], async_op=True)
+            gc.collect(0)
+    assert pr.allreduce(ranks(2)) is None
+
+
+def test_close_ends_what_was_submitted():
+    comm = pr.Communicator(["cpu"] * 3)
+    tensors = ranks(3, 500_000)
+    want = sum(t.clone() for t in tensors)
+    work = comm.all_reduce(tensors, algorithm="ring", async_op=True)
+    comm.close()
+    assert work.is_completed()
+    assert torch.equal(tensors[1], want)
+    comm.close()  # again is fine
+
+
+def test_a_failure_in_the_background_surfaces_in_wait():
+    with pr.Communicator(["cpu"] * 3, timeout=0.2) as comm:
+        comm._group.delay_rank(1, 1.0)
+        work = comm.all_reduce(ranks(3), algorithm="ring", async_op=True)
+        with pytest.raises(pr.CollectiveTimeout, match="rank 1"):
+            work.wait(10)
+        assert isinstance(work.exception(), pr.CollectiveTimeout)
+
+
+def test_wait_has_its_own_timeout():
+    with pr.Communicator(["cpu"] * 2) as comm:
+        comm._group.delay_rank(1, 0.5)
+        work = comm.all_reduce(ranks(2), algorithm="direct", async_op=True)
+        with pytest.raises(TimeoutError, match=r"0\.01 s"):
+            work.wait(0.01)
+        assert work.wait() is True
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_other_threads_run_meanwhile(async_op):
+    """The GIL is released: a thread ticks on while a rank sleeps half a second."""
+    ticks = 0
+    stop = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.wait(0.005):
+            ticks += 1
+
+    with pr.Communicator(["cpu"] * 2) as comm:
+        thread = threading.Thread(target=tick)
+        thread.start()
+        comm._group.delay_rank(1, 0.5)
+        work = comm.all_reduce(ranks(2), algorithm="ring", async_op=async_op)
+        if async_op:
+            work.wait()
+        stop.set()
+        thread.join()
+    assert ticks > 20
+
+
+# -- threads of the caller's -----------------------------------------------------------------------
+
+
+def test_many_threads_share_one_communicator():
+    with pr.Communicator(["cpu"] * 3) as comm:
+        failures: list[str] = []
+
+        def work(seed: int) -> None:
+            for i in range(40):
+                algorithm = ("fused", "ring", "direct")[(seed + i) % 3]
+                tensors = [torch.full((1 + 997 * (i % 7),), float(seed + r)) for r in range(3)]
+                comm.all_reduce(tensors, algorithm=algorithm)
+                if any(not torch.all(t == 3 * seed + 3) for t in tensors):
+                    failures.append(f"{seed} {i} {algorithm}")
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
+def test_communicators_do_not_trip_over_each_other():
+    comms = [pr.Communicator(["cpu"] * k) for k in (2, 3, 4)]
+    results: dict[int, bool] = {}
+
+    def work(comm: pr.Communicator) -> None:
+        k = comm.world_size
+        good = True
+        for _ in range(30):
+            tensors = ranks(k, 50_000)
+            want = sum(t.clone() for t in tensors)
+            comm.all_reduce(tensors, algorithm="direct")
+            good &= all(torch.equal(t, want) for t in tensors)
+        results[k] = good
+
+    threads = [threading.Thread(target=work, args=(comm,)) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for comm in comms:
+        comm.close()
+    assert results == {2: True, 3: True, 4: True}
+
+
+# -- bound calls -----------------------------------------------------------------------------------
+
+
+def test_bound_calls_reduce_and_nothing_else():
+    with pr.Communicator(["cpu"] * 4) as comm:
+        tensors = ranks(4, 1024)
+        want = sum(t.clone() for t in tensors)
+        call = comm.bind(tensors)
+        versions = [t._version for t in tensors]
+        assert call() is None
+        assert all(torch.equal(t, want) for t in tensors)
+        assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
+        call()
+        assert torch.equal(tensors[3], want * 4)
+        mean = comm.bind(tensors, "mean", algorithm="ring")
+        mean()
+        assert torch.equal(tensors[0], want * 4)
+    with pytest.raises(pr.RingarError, match="closed"):
+        call()
+    assert torch.equal(tensors[0], want * 4)
+
+
+def test_bound_memory_outlives_the_tensors_own_use_of_it():
+    with pr.Communicator(["cpu"] * 2) as comm:
+        tensors = ranks(2, 100_000)
+        call = comm.bind(tensors)
+        new = torch.zeros(100_000)
+        tensors[0].data = new
+        gc.collect()
+        call()  # the old memory, as documented
+        assert torch.equal(new, torch.zeros(100_000))
+
+
+# -- autograd --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "direct", "ring", "naive", "sharded"])
+def test_autograd_notices_the_write(algorithm):
+    with pr.Communicator(["cpu"] * 2, algorithm=algorithm) as comm:
+        weight = torch.ones(3, requires_grad=True)
+        saved = [torch.ones(3), torch.ones(3)]
+        loss = (weight * saved[0]).sum()
+        comm.all_reduce(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_inference_tensors_work():
+    with torch.inference_mode():
+        tensors = ranks(2)
+        pr.allreduce(tensors)
+        assert torch.equal(tensors[0], ranks(2)[0] + ranks(2)[1])
+
+
+# -- deadlines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_late_rank_is_named_and_the_communicator_refuses(algorithm, late):
+    with pr.Communicator(["cpu"] * 3, timeout=0.3) as comm:
+        comm.all_reduce(ranks(3), algorithm=algorithm)
+        comm._group.delay_rank(late, 1.0)
+        start = time.monotonic()
+        with pytest.raises(pr.CollectiveTimeout, match=rf"for rank {late}\b") as caught:
+            comm.all_reduce(ranks(3), algorithm=algorithm)
+        assert 0.25 < time.monotonic() - start < 5
+        assert isinstance(caught.value, TimeoutError)
+        assert algorithm in str(caught.value)
+        with pytest.raises(pr.RingarError, match="failed before"):
+            comm.all_reduce(ranks(3), algorithm="fused")
+    assert pr.allreduce(ranks(3)) is None
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_more_ranks_than_cores_do_not_crawl(algorithm):
+    with pr.Communicator(["cpu"] * 16) as comm:
+        start = time.monotonic()
+        for _ in range(20):
+            comm.all_reduce(ranks(16, 20_000), algorithm=algorithm)
+        assert time.monotonic() - start < 20
+
+
+# -- closing, forking, leaking ---------------------------------------------------------------------
+
+
+def test_a_closed_communicator_refuses_everything():
+    comm = pr.Communicator(["cpu"] * 2)
+    comm.close()
+    two, four = ranks(2, 2), ranks(2, 4)
+    calls = (
+        lambda: comm.all_reduce(two),
+        lambda: comm.all_reduce(two, algorithm="naive"),
+        lambda: comm.all_reduce(two, async_op=True),
+        lambda: comm.all_reduce_coalesced([[t] for t in two]),
+        lambda: comm.reduce_scatter(two, four),
+        lambda: comm.all_gather(four, two),
+        lambda: comm.broadcast(two),
+        lambda: comm.bind(two),
+    )
+    for call in calls:
+        with pytest.raises(pr.RingarError, match="closed"):
+            call()
+    assert torch.equal(two[0], ranks(2, 2)[0])
+
+
+@linux
+def test_threads_end_with_the_communicator():
+    pr.allreduce(ranks(2, 2_000_000))
+    torch.zeros(10).sum()
+    before = num_threads()
+    for _ in range(3):
+        comm = pr.Communicator(["cpu"] * 4)
+        comm.all_reduce(ranks(4, 500_000))
+        comm.all_reduce(ranks(4), algorithm="ring")
+        comm.all_reduce(ranks(4), async_op=True).wait()
+        assert num_threads() > before
+        comm.close()
+        assert num_threads() == before
+    comm = pr.Communicator(["cpu"] * 4)
+    comm.all_reduce(ranks(4), algorithm="direct")
+    del comm
+    gc.collect()
+    assert num_threads() == before
+
+
+@linux
+def test_memory_does_not_grow():
+    def resident_kib() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+    tensors = ranks(4)
+    with pr.Communicator(["cpu"] * 4) as comm:
+
+        def use(times: int) -> None:
+            for _ in range(times):
+                comm.all_reduce(tensors, "max")
+                comm.all_reduce(tensors, "max", async_op=True).wait()
+
+        use(2000)
+        before = resident_kib()
+        use(5000)
+        assert resident_kib() - before < 4096
+    for _ in range(200):
+        pr.Communicator(["cpu"] * 2).close()
+    assert resident_kib() - before < 8192
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12: threads and fork
+def test_after_fork_the_child_is_told_and_allreduce_works():
+    comm = pr.Communicator(["cpu"] * 2)
+    comm.all_reduce(ranks(2), algorithm="ring")
+    comm.all_reduce(ranks(2), async_op=True).wait()
+    pr.allreduce(ranks(2, 1_000_000))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                comm.all_reduce(ranks(2))
+            except pr.RingarError as error:
+                tensors = ranks(2, 1000)
+                pr.allreduce(tensors)
+                right = torch.equal(tensors[0], ranks(2)[0] + ranks(2)[1])
+                status = 0 if "fork" in str(error) and right else 2
+            del comm
+            gc.collect()
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 30
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended, "the child hangs"
+    assert os.waitstatus_to_exitcode(status) == 0
+    comm.all_reduce(ranks(2), algorithm="ring")  # the parent goes on
+    comm.close()
+
+
+def test_stats_topology_and_repr():
+    with pr.Communicator(["cpu"] * 2, timeout=5) as comm:
+        comm.all_reduce(ranks(2))
+        comm.all_reduce(ranks(2), algorithm="ring")
+        comm.all_reduce(ranks(2), algorithm="naive")
+        stats = comm.stats()
+        assert stats["fused"]["calls"] == 1
+        assert stats["fused"]["bytes"] == 4000
+        assert stats["ring"]["busy_s"] > 0
+        assert stats["naive"]["calls"] == 1
+        assert comm.topology.memories == {"host": (0, 1)}
+        assert comm.world_size == 2
+        assert "ranks [0, 1]" in repr(comm)

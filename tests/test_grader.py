@@ -1,0 +1,503 @@
+"""Does the grader tell right from wrong: planted mistakes fail, every sane solution passes?"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import pyringar as pr
+from pyringar.cli import main
+from pyringar.grader import Report, check_allreduce
+
+Allreduce = Callable[[list[Tensor]], object]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def graded(fn: Allreduce) -> Report:
+    return check_allreduce(fn)
+
+
+def failed(report: Report) -> set[str]:
+    return {p.name for p in report.properties if p.verdict == "fail"}
+
+
+# -- functions that are right ----------------------------------------------------------------------
+
+
+def repaired(data):
+    """The book's function as its later editions have it."""
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def stacked(data):
+    total = torch.stack(data).sum(0)
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def last_rank_first(data):
+    total = data[-1].clone()
+    for tensor in reversed(data[:-1]):
+        total += tensor
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def wide(data):
+    """One rounding at the end."""
+    is_float = data[0].is_floating_point()
+    total = torch.stack(data).to(torch.float64 if is_float else torch.int64).sum(0)
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def chunked_ring(data):
+    """Every chunk added in an order of its own, as a ring does."""
+    k = len(data)
+    flats = [t.reshape(-1) for t in data]
+    bounds = [c * flats[0].numel() // k for c in range(k + 1)]
+    total = flats[0].clone()
+    for c in range(k):
+        part = slice(bounds[c], bounds[c + 1])
+        total[part] = flats[(c + 1) % k][part]
+        for i in range(2, k + 1):
+            total[part] += flats[(c + i) % k][part]
+    for tensor in data:
+        tensor.copy_(total.view(tensor.shape))
+
+
+@pytest.mark.parametrize("fn", [repaired, stacked, last_rank_first, wide, chunked_ring])
+def test_sane_solutions_pass(fn):
+    report = graded(fn)
+    assert report.passed, str(report)
+    assert {p.verdict for p in report.properties} == {"pass", "reported"}
+
+
+def test_ours_passes():
+    pr.allreduce([torch.ones(1), torch.ones(1)])  # compiling is not what the deadlines are for
+    report = pr.check_allreduce(pr.allreduce)
+    assert report.passed, str(report)
+    assert report["aliased"].detail.startswith("refused: ArgumentError")
+    assert report["returns"].detail == "None"
+
+
+# -- functions that are wrong ----------------------------------------------------------------------
+
+
+def the_books(data):
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i] = data[0].to(data[i].device)
+
+
+def averages(data):
+    repaired(data)
+    for tensor in data:
+        tensor.copy_(tensor / len(data))
+
+
+def skips_writing_the_last_rank(data):
+    total = torch.stack(data).sum(0)
+    for tensor in data[: max(1, len(data) - 1)]:
+        tensor.copy_(total)
+
+
+def skips_adding_the_last_rank(data):
+    total = torch.stack(data[: max(1, len(data) - 1)]).sum(0)
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def forgets_rank_2(data):
+    total = torch.stack([t for i, t in enumerate(data) if i != 2]).sum(0)
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def adds_its_own_twice(data):
+    total = torch.stack(data).sum(0)
+    for tensor in data:
+        tensor += total
+
+
+def wrong_for_three(data):
+    repaired(data)
+    if len(data) == 3:
+        data[2] += 1
+
+
+def drops_the_last_element(data):
+    """Cuts into k chunks of floor(numel / k) and forgets the rest."""
+    k, numel = len(data), data[0].numel()
+    whole = numel - numel % k
+    if data[0].is_contiguous():
+        repaired([t.view(-1)[:whole] for t in data])
+    else:
+        repaired(data)
+
+
+def clones(data):
+    repaired([t.clone() for t in data])
+
+
+def returns_new_tensors(data):
+    total = torch.stack(data).sum(0)
+    return [total.clone() for _ in data]
+
+
+def shortens_the_list(data):
+    repaired(data)
+    data.pop()
+
+
+def reverses_the_list(data):
+    repaired(data)
+    data.reverse()
+
+
+def points_tensors_elsewhere(data):
+    total = torch.stack(data).sum(0)
+    for tensor in data:
+        tensor.data = total.to(tensor.dtype, copy=True)
+
+
+def random_order(data):
+    order = torch.randperm(len(data)).tolist()
+    total = data[order[0]].clone()
+    for i in order[1:]:
+        total += data[i]
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def each_rank_its_own_order(data):
+    k = len(data)
+    before = [t.clone() for t in data]
+    for rank in range(k):
+        data[rank].copy_(before[rank])
+        for i in range(1, k):
+            data[rank] += before[(rank + i) % k]
+
+
+def only_contiguous(data):
+    """ravel() copies what is not contiguous, and the copy is what gets written."""
+    repaired([t.ravel() for t in data])
+
+
+def writes_the_gaps(data):
+    """Sums everything from the first to the last byte, whatever lies between."""
+    spans = []
+    for tensor in data:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append(tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,)))
+    repaired(spans)
+
+
+def writes_past_the_end(data):
+    repaired(data)
+    for tensor in data:
+        end = tensor.storage_offset() + tensor.numel()
+        if tensor.is_contiguous() and tensor.untyped_storage().nbytes() // tensor.itemsize > end:
+            tensor.as_strided((1,), (1,), end).zero_()
+
+
+def through_float(data):
+    total = torch.stack([t.to(torch.float64) for t in data]).sum(0)
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def float32_only(data):
+    total = torch.stack([t.float() for t in data]).sum(0)
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def fails_on_nothing(data):
+    data[0].max()
+    repaired(data)
+
+
+def exits(data):
+    sys.exit("not implemented yet")
+
+
+PLANTED: list[tuple[Allreduce, set[str], str, str]] = [
+    (
+        the_books,
+        {"in place", "list"},
+        "in place",
+        "rank 1's own tensor still holds its own values: the function rebinds list items "
+        "(data[i] = ...) instead of writing into them (data[i][:] = ...)",
+    ),
+    (averages, {"sum", "every rank", "sizes"}, "sum", "this is the mean, not the sum"),
+    (
+        skips_writing_the_last_rank,
+        {"every rank", "in place", "same bits"},
+        "every rank",
+        "rank 1, element 1: expected 3.0, got 2.0 (it still holds its own values)",
+    ),
+    (skips_adding_the_last_rank, {"sum", "every rank"}, "sum", "rank 0, element 0: expected 1.0"),
+    (forgets_rank_2, {"sum", "ranks"}, "ranks", "what rank 2 had is missing"),
+    (adds_its_own_twice, {"sum", "every rank"}, "every rank", "what rank 0 had is in it twice"),
+    (wrong_for_three, {"ranks", "sizes", "same bits"}, "ranks", "k=3, numel=1009"),
+    (drops_the_last_element, {"sizes"}, "sizes", "k=2, numel=1, float32"),
+    (clones, {"sum", "every rank", "in place"}, "in place", "it still holds its own values"),
+    (returns_new_tensors, {"sum", "in place"}, "sum", "the function returned a list instead"),
+    (shortens_the_list, {"list"}, "list", "the list had 1 items before and 0 after"),
+    (reverses_the_list, {"list"}, "list", "data[0] is now the tensor of rank 1"),
+    (points_tensors_elsewhere, {"in place"}, "in place", "made to point at other memory"),
+    (random_order, {"repeatable"}, "repeatable", "than in run 1"),
+    (each_rank_its_own_order, {"same bits"}, "same bits", "has other bits than rank 0"),
+    (only_contiguous, {"strides"}, "strides", "every other element"),
+    (writes_the_gaps, {"outside"}, "outside", "that is not part of its tensor was written"),
+    (writes_past_the_end, {"outside"}, "outside", "slice of a buffer"),
+    (through_float, {"dtypes"}, "dtypes", "int64"),
+    (float32_only, {"dtypes"}, "dtypes", "float64, random values"),
+    (fails_on_nothing, {"sizes"}, "sizes", "numel=0, float32, positional values: raises Run"),
+    (exits, {"sum", "dtypes"}, "sum", "raises SystemExit: not implemented yet at "),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "at_least", "name", "words"), PLANTED, ids=[p[0].__name__ for p in PLANTED]
+)
+def test_planted_mistakes_fail(fn, at_least, name, words):
+    report = graded(fn)
+    assert not report.passed
+    assert at_least <= failed(report), str(report)
+    assert words in report[name].detail
+
+
+@pytest.mark.parametrize(
+    ("fn", "only"),
+    [
+        (the_books, {"in place", "list"}),
+        (points_tensors_elsewhere, {"in place"}),
+        (shortens_the_list, {"list"}),
+        (random_order, {"repeatable"}),
+        (each_rank_its_own_order, {"same bits"}),
+        (only_contiguous, {"strides"}),
+        (writes_past_the_end, {"outside"}),
+        (through_float, {"dtypes"}),
+        (fails_on_nothing, {"sizes"}),
+    ],
+)
+def test_a_mistake_fails_no_other_property(fn, only):
+    assert failed(graded(fn)) == only
+
+
+def test_failure_carries_its_case():
+    case = graded(wrong_for_three)["ranks"].case
+    assert case is not None
+    assert {key: case[key] for key in ("k", "numel", "dtype", "rank", "index")} == {
+        "k": 3,
+        "numel": 1009,
+        "dtype": "float32",
+        "rank": 2,
+        "index": 0,
+    }
+    assert (case["expected"], case["got"]) == (3.0, 4.0)
+
+
+def test_aliased_inputs_are_reported_not_required():
+    report = graded(repaired)
+    assert report["aliased"].verdict == "reported"
+    assert "leaves in t 4 x what it held" in report["aliased"].detail
+
+
+# -- deadlines, devices, arguments -----------------------------------------------------------------
+
+
+def test_a_hang_fails_and_the_rest_is_not_awaited():
+    release = threading.Event()
+
+    def hangs(data):
+        release.wait(60)
+
+    started = time.monotonic()
+    report = check_allreduce(hangs, timeout_s=0.2)
+    took_s = time.monotonic() - started
+    release.set()
+    assert took_s < 10
+    assert "k=2, numel=1009, float32, positional values: no answer within 0.2 s" in str(
+        report["sum"].detail
+    )
+    assert report["dtypes"].detail.startswith("not run")
+    assert all(p.verdict in ("fail", "reported") for p in report.properties)
+
+
+def test_a_hang_in_one_property_leaves_the_others():
+    release = threading.Event()
+
+    def hangs_on_nothing(data):
+        if data[0].numel() == 0:
+            release.wait(60)
+        repaired(data)
+
+    report = check_allreduce(hangs_on_nothing, timeout_s=3)
+    release.set()
+    assert failed(report) == {"sizes"}
+    assert "numel=0" in report["sizes"].detail
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 12])
+def test_ranks_follow_the_devices(world_size):
+    seen = set()
+
+    def watched(data):
+        seen.add(len(data))
+        repaired(data)
+
+    report = check_allreduce(watched, ["cpu"] * world_size)
+    assert report.passed, str(report)
+    assert set(range(1, world_size + 1)) == seen - {3} | ({3} if world_size >= 3 else set())
+
+
+def test_wrong_arguments_name_the_value():
+    with pytest.raises(pr.ArgumentError, match="fn is 3"):
+        check_allreduce(3)  # type: ignore[arg-type]
+    with pytest.raises(pr.ArgumentError, match="timeout_s is 0"):
+        check_allreduce(repaired, timeout_s=0)
+    with pytest.raises(pr.ArgumentError, match="nowhere"):
+        check_allreduce(repaired, ["nowhere"])
+
+
+def test_table_is_readable():
+    text = str(graded(the_books))
+    assert text.splitlines()[0].endswith("the_books on cpu x 8 ranks")
+    assert text.splitlines()[-1] == "FAILED: 2 of 11 required properties: in place, list"
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+# -- command line ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def solution(tmp_path, monkeypatch):
+    (tmp_path / "solution_under_test.py").write_text(
+        textwrap.dedent("""
+        print("noise while importing")
+
+        def good(data):
+            print("noise while running")
+            for t in data[1:]:
+                data[0][:] += t
+            for t in data[1:]:
+                t[:] = data[0]
+
+        def bad(data):
+            for i in range(1, len(data)):
+                data[0][:] += data[i]
+            for i in range(1, len(data)):
+                data[i] = data[0]
+
+        class Ring:
+            @staticmethod
+            def run(data):
+                good(data)
+
+        answer = 42
+        """)
+    )
+    (tmp_path / "broken_solution.py").write_text("import torch\n1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("solution_under_test", None)
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("solution_under_test:good", 0),
+        ("solution_under_test.py:good", 0),
+        ("./solution_under_test.py:Ring.run", 0),
+        ("solution_under_test:bad", 1),
+        ("pyringar.reference:naive_all_reduce", 0),
+    ],
+)
+def test_command_exit_status(solution, capsys, target, status):
+    assert main(["check", target, "--devices", "cpu,cpu,cpu"]) == status
+    out = capsys.readouterr().out
+    assert "on cpu x 3 ranks" in out
+    assert "noise" not in out
+
+
+def test_command_json(solution, capsys):
+    assert main(["check", "solution_under_test:bad", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["target"] == "solution_under_test:bad"
+    assert report["passed"] is False
+    verdicts = {p["name"]: p["verdict"] for p in report["properties"]}
+    assert verdicts["sum"] == "pass"
+    assert verdicts["in place"] == "fail"
+    assert report["properties"][2]["case"]["k"] == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("solution_under_test", "is not MODULE:FUNCTION"),
+        ("solution_under_test:", "is not MODULE:FUNCTION"),
+        ("no_such_solution:f", "there is no module 'no_such_solution'"),
+        ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
+        ("solution_under_test:nothing", "what can be called: Ring, bad, good"),
+        ("solution_under_test:answer", "is a int, not a function"),
+        ("broken_solution:f", "failed with ZeroDivisionError"),
+        ("broken_solution.py:f", "broken_solution.py:2"),
+    ],
+)
+def test_command_says_why_it_cannot_load(solution, capsys, target, words):
+    assert main(["check", target]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+
+
+def test_command_names_missing_devices(solution, capsys):
+    assert main(["check", "solution_under_test:good", "--devices", "cpu,cuda:99"]) == 2
+    assert "cuda:99" in capsys.readouterr().err
+
+
+def test_command_finishes_although_the_function_hangs(tmp_path):
+    """The abandoned threads must not keep the process."""
+    (tmp_path / "hanging.py").write_text(
+        "import threading\ndef f(data):\n    threading.Event().wait()\n"
+    )
+    code = (
+        "from pyringar.grader import check_allreduce; import hanging, sys; "
+        "sys.exit(not check_allreduce(hanging.f, timeout_s=0.1).passed)"
+    )
+    root = Path(pr.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(root), "PATH": ""},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1

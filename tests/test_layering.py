@@ -1,0 +1,287 @@
+"""Do the floors hold: imports and includes point down only, and every C++ header stands alone?
+
+The floors are drawn in csrc/README.md. A new module takes its place in FLOORS here.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Ground first. A module may import what stands before it; `__init__` is the public names.
+FLOORS = [
+    "errors",
+    "_toolchain",
+    "_build",
+    "_native",
+    "reference",
+    "communicator",
+    "bucketing",
+    "data_parallel",
+    "distributed",
+    "trace",
+    "cost",
+    "_grader_checks",
+    "grader",
+    "__init__",
+    "train",
+    "cli",
+    "__main__",
+]
+# What `pip install .` runs before torch is there.
+WITHOUT_TORCH = ["errors", "_toolchain", "_build", "_native"]
+# Slow to import or not always there: only inside the functions that need them.
+ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy"}
+
+# What a file may include of ours, by its folder in csrc.
+INCLUDES = {
+    "core": {"core"},
+    "cpu": {"core", "cpu"},
+    "bindings": {"core", "cpu", "bindings"},
+}
+# Standard headers with which the ground could start or stop a thread.
+THREADS = {"thread", "mutex", "condition_variable", "future", "semaphore", "barrier", "latch"}
+THREADS |= {"shared_mutex", "stop_token"}
+POSIX = {"pthread.h", "sched.h", "time.h", "unistd.h", "errno.h", "fcntl.h", "signal.h"}
+POSIX |= {"sys/mman.h", "sys/stat.h", "sys/types.h", "sys/wait.h"}
+INTRINSICS = {"immintrin.h", "arm_neon.h"}
+# Only Linux has these, so only one file may: the rest builds elsewhere.
+LINUX_ONLY = {"linux/futex.h", "sys/syscall.h"}
+LINUX_FILE = "cpu/os_wait.cpp"
+TEST_PATH = r"tests/[\w/]+\.\w+"
+
+CSRC_FILES = sorted(
+    p.relative_to(ROOT / "csrc").as_posix()
+    for p in (ROOT / "csrc").rglob("*")
+    if p.suffix in (".h", ".cpp")
+)
+
+
+# -- Python ----------------------------------------------------------------------------------------
+
+
+def module_name(path: Path, package: Path) -> str:
+    """``pyringar/cli/check.py`` is ``pyringar.cli.check``; ``__init__.py`` is its package."""
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a file imports, also inside functions and by string."""
+    name = module_name(path, package)
+    parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = parent.split(".")[: len(parent.split(".")) - node.level + 1]
+                base = ".".join([*up, base]) if base else ".".join(up)
+            # `from pyringar import _native` imports a module, `import Communicator` a name.
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield node.lineno, argument.value
+
+
+def floor_of(dotted: str, package: Path) -> str:
+    """The floor on which a dotted name below ``pyringar`` lives."""
+    parts = dotted.split(".")
+    if len(parts) > 1 and ((package / parts[1]).is_dir() or (package / f"{parts[1]}.py").is_file()):
+        return parts[1]
+    return "__init__"
+
+
+def upward_imports(package: Path) -> list[str]:
+    """Every import in the package that does not point down, as text."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        floor = floor_of(module_name(path, package), package)
+        for line, dotted in imported_modules(path, package):
+            if dotted.split(".")[0] != package.name:
+                continue
+            target = floor_of(dotted, package)
+            if target != floor and FLOORS.index(target) >= FLOORS.index(floor):
+                found.append(f"{path.relative_to(package.parent)}:{line} imports {target}")
+    return found
+
+
+def test_every_module_has_a_floor():
+    package = ROOT / "pyringar"
+    names = {p.stem for p in package.glob("*.py")}
+    names |= {p.parent.name for p in package.glob("*/__init__.py")}
+    assert names <= set(FLOORS), f"no place in FLOORS: {sorted(names - set(FLOORS))}"
+
+
+def test_python_imports_point_down():
+    assert upward_imports(ROOT / "pyringar") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("errors.py", "from pyringar import communicator\n"),
+        ("errors.py", "from pyringar.communicator import allreduce\n"),
+        ("communicator.py", "def f():\n    import pyringar.grader\n"),
+        ("communicator.py", "def f():\n    from pyringar import allreduce\n"),
+        ("communicator.py", "from . import grader\n"),
+        ("communicator.py", "from .grader import check\n"),
+        ("communicator.py", "import importlib\nimportlib.import_module('pyringar.cli')\n"),
+        ("train/step.py", "from pyringar.cli.check import run\n"),
+        ("train/step.py", "from ..cli import check\n"),
+    ],
+)
+def test_planted_upward_import_is_caught(tmp_path, file, text):
+    package = tmp_path / "pyringar"
+    for name in ("errors", "communicator", "grader", "__init__"):
+        (package / f"{name}.py").parent.mkdir(exist_ok=True)
+        (package / f"{name}.py").write_text("")
+    for folder, name in (("train", "step"), ("cli", "check")):
+        (package / folder).mkdir()
+        (package / folder / "__init__.py").write_text("")
+        (package / folder / f"{name}.py").write_text(
+            "from pyringar.communicator import allreduce\n"
+        )
+    assert upward_imports(package) == []
+    (package / file).write_text(text)
+    assert len(upward_imports(package)) == 1
+
+
+@pytest.mark.parametrize("floor", WITHOUT_TORCH)
+def test_the_build_needs_no_torch(floor):
+    package = ROOT / "pyringar"
+    for line, dotted in imported_modules(package / f"{floor}.py", package):
+        assert dotted.split(".")[0] != "torch", f"{floor}.py:{line} imports {dotted}"
+
+
+def test_slow_packages_are_imported_in_functions():
+    for path in sorted((ROOT / "pyringar").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            heavy = {name.split(".")[0] for name in names} & ONLY_IN_FUNCTIONS
+            assert not heavy, f"{path.name}:{node.lineno} imports {heavy} for every user"
+
+
+# -- C++ -------------------------------------------------------------------------------------------
+
+
+def wrong_includes(csrc: Path) -> list[str]:
+    """Every include in csrc that its floor does not allow, as text."""
+    found = []
+    for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cpp")]):
+        file = path.relative_to(csrc).as_posix()
+        floor = file.split("/")[0]
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            match = re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line)
+            if match and not is_allowed(floor, file, quoted=match[1] == '"', name=match[2]):
+                found.append(f"{file}:{number} includes {match[2]}")
+    return found
+
+
+def is_allowed(floor: str, file: str, *, quoted: bool, name: str) -> bool:
+    if quoted:
+        return name.split("/")[0] in INCLUDES[floor]
+    is_std = re.fullmatch(r"[a-z_]+", name) is not None
+    if floor == "core":
+        return is_std and name not in THREADS
+    if floor == "bindings":
+        return is_std or name.startswith("pybind11/") or name == "Python.h"
+    return is_std or name in POSIX | INTRINSICS or (name in LINUX_ONLY and file == LINUX_FILE)
+
+
+def test_every_csrc_folder_has_a_floor():
+    folders = {file.split("/")[0] for file in CSRC_FILES}
+    assert folders <= set(INCLUDES), f"no place in INCLUDES: {sorted(folders - set(INCLUDES))}"
+
+
+def test_cpp_includes_point_down():
+    assert wrong_includes(ROOT / "csrc") == []
+
+
+@pytest.mark.parametrize(
+    ("floor", "line"),
+    [
+        ("core", '#include "cpu/ring.h"'),
+        ("core", "#include <thread>"),
+        ("core", "#include <pthread.h>"),
+        ("core", "#include <cuda_runtime.h>"),
+        ("cpu", '#include "bindings/tensor.h"'),
+        ("cpu", "#include <torch/torch.h>"),
+        ("cpu", "#  include <pybind11/pybind11.h>"),
+        ("cpu", "#include <linux/futex.h>"),
+        ("cpu", "#include <cuda_runtime.h>"),
+        ("bindings", "#include <torch/extension.h>"),
+        ("bindings", "#include <ATen/ATen.h>"),
+        ("bindings", "#include <c10/util/Half.h>"),
+    ],
+)
+def test_planted_include_is_caught(tmp_path, floor, line):
+    for name in INCLUDES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "fine.h").write_text('#include <vector>\n#include "core/fine.h"\n')
+    assert wrong_includes(tmp_path) == []
+    (tmp_path / floor / "wrong.h").write_text(f"#include <vector>\n{line}\n")
+    assert len(wrong_includes(tmp_path)) == 1
+
+
+def header_comment(file: str) -> str:
+    """The comment with which a file in csrc begins."""
+    lines = (ROOT / "csrc" / file).read_text().splitlines()
+    return "\n".join(itertools.takewhile(lambda line: line.startswith("//"), lines))
+
+
+@pytest.mark.parametrize("file", CSRC_FILES)
+def test_header_comment_says_what_where_and_tested_by_what(file):
+    text = header_comment(file)
+    assert text.startswith(f"// {Path(file).stem}: ")
+    assert f"\n// Floor     {file.split('/')[0]}" in text
+    assert "\n// Tests     " in text
+
+
+def test_named_tests_exist():
+    """Header comments and READMEs say which test would fail; it must be there."""
+    texts = {f"csrc/{file}": header_comment(file) for file in CSRC_FILES}
+    texts |= {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
+    named = {(t, name) for name, text in texts.items() for t in re.findall(TEST_PATH, text)}
+    inside = (ROOT / "tests/README.md").read_text()
+    named |= {(f"tests/{t}", "tests/README.md") for t in re.findall(r"`(\w+\.py)`", inside)}
+    assert [(test, name) for test, name in sorted(named) if not (ROOT / test).is_file()] == []
+
+
+def compiler() -> str | None:
+    """A C++ compiler, as the build would look for one."""
+    wanted = os.environ.get("CXX")
+    return wanted or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("header", [file for file in CSRC_FILES if file.endswith(".h")])
+def test_header_compiles_alone(tmp_path, header):
+    """In a translation unit of its own, included twice."""
+    import pybind11
+
+    unit = tmp_path / "unit.cpp"
+    unit.write_text(f'#include "{header}"\n#include "{header}"\n')
+    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+    flags += ["-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]  # hidden: pybind11 wants it
+    if header.startswith("bindings/"):
+        flags += [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"]
+    command = [*shlex.split(compiler() or ""), *flags, str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,229 @@
+"""Builds and runs tests/cpp/stress.cpp, the CPU engine without Python, under what finds its bugs.
+
+Sanitizers, both compilers, every path of the vector code, Arm64 under qemu. One build per test;
+all but the first are slow.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+STRESS = ROOT / "tests/cpp"
+ENGINE_SOURCES = sorted((CSRC / "cpu").glob("*.cpp"))
+ENGINE_HEADERS = sorted([*(CSRC / "core").glob("*.h"), *(CSRC / "cpu").glob("*.h")])
+SOURCES = [*ENGINE_SOURCES, *sorted(STRESS.glob("*.cpp"))]
+
+# -ffp-contract=off as in the engine's own build: the oracle must not be contracted either.
+BASE_FLAGS = ("-std=c++20", "-ffp-contract=off", "-pthread", f"-I{CSRC}")
+NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+COMPILE_TIMEOUT_S = 300
+RUN_TIMEOUT_S = 600
+JOBS = 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to build the stress test, and how long to run it."""
+
+    compiler: str
+    flags: tuple[str, ...]
+    seconds: float
+    runner: tuple[str, ...] = ()
+
+
+PLAIN = Variant("g++", ("-O1", NATIVE), 4)
+THREAD_FLAGS = ("-O1", "-g1", "-fsanitize=thread")
+MEMORY_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREAD = Variant("g++", (*THREAD_FLAGS, NATIVE), 30)
+VARIANTS = {
+    "thread": THREAD,
+    "thread-clang": Variant("clang++", (*THREAD_FLAGS, NATIVE), 30),
+    "thread-no-futex": Variant("g++", (*THREAD_FLAGS, NATIVE, "-DPYRINGAR_NO_FUTEX"), 30),
+    "memory": Variant("g++", ("-O0", *MEMORY_FLAGS, NATIVE), 30),
+    "memory-clang": Variant("clang++", ("-O1", *MEMORY_FLAGS, NATIVE), 30),
+    "fast": Variant("g++", ("-O3", NATIVE), 30),
+    "fast-clang": Variant("clang++", ("-O3", NATIVE), 30),
+}
+# The fp16 code has three paths: AVX-512, F16C, and integer arithmetic.
+X86_VARIANTS = {
+    "baseline": Variant("g++", ("-O2", "-march=x86-64"), 30),
+    "baseline-clang": Variant("clang++", ("-O2", "-march=x86-64"), 30),
+    "f16c": Variant("g++", ("-O2", "-march=x86-64", "-mavx2", "-mf16c"), 30),
+    "f16c-clang": Variant("clang++", ("-O2", "-march=x86-64", "-mavx2", "-mf16c"), 30),
+}
+ARM64 = Variant("aarch64-linux-gnu-g++", ("-O2", "-static"), 60, ("qemu-aarch64",))
+
+
+def run(command: Sequence[str | Path], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; its output, errors included, is in `stdout`."""
+    return subprocess.run(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def compile_all(commands: Sequence[Sequence[str | Path]]) -> None:
+    """Run compilers, a few at a time; all must succeed."""
+
+    def compile_one(command: Sequence[str | Path]) -> str:
+        done = run(command, COMPILE_TIMEOUT_S)
+        return "" if done.returncode == 0 else f"{' '.join(map(str, command))}\n{done.stdout}"
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        failures = [failure for failure in pool.map(compile_one, commands) if failure]
+    assert not failures, "\n".join(failures)
+
+
+def require(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+
+
+def build(variant: Variant, folder: Path) -> Path:
+    """Compile and link; standard headers are precompiled, which halves the time."""
+    require(variant.compiler, *variant.runner)
+    compiler = [variant.compiler, *BASE_FLAGS, *variant.flags]
+    common = folder / "common.h"
+    common.write_text(f'#include "{STRESS / "oracle.h"}"\n')
+    suffix = ".pch" if "clang" in variant.compiler else ".gch"
+    compile_all([[*compiler, "-x", "c++-header", common, "-o", f"{common}{suffix}"]])
+    objects = {source: folder / f"{source.stem}.o" for source in SOURCES}
+    compile_all(
+        [[*compiler, "-include", common, "-c", source, "-o", o] for source, o in objects.items()]
+    )
+    program = folder / "stress"
+    compile_all([[*compiler, *objects.values(), "-o", program]])
+    return program
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Path]:
+    """Build the program of a variant, once."""
+    built: dict[Variant, Path] = {}
+
+    def program(variant: Variant) -> Path:
+        if variant not in built:
+            built[variant] = build(variant, tmp_path_factory.mktemp("stress"))
+        return built[variant]
+
+    return program
+
+
+def execute(
+    variant: Variant, program: Path, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Run the program; ThreadSanitizer without address randomization where it cannot stand it."""
+    command = [*variant.runner, str(program), *map(str, arguments)]
+    done = run(command, RUN_TIMEOUT_S)
+    if "ThreadSanitizer: unexpected memory mapping" in done.stdout:
+        # More random bits in addresses (vm.mmap_rnd_bits) than this version expects.
+        require("setarch")
+        done = run(["setarch", platform.machine(), "-R", *command], RUN_TIMEOUT_S)
+        if "failed to set personality" in done.stdout or "unexpected memory" in done.stdout:
+            pytest.skip(f"ThreadSanitizer cannot run on this kernel: {done.stdout.strip()[:200]}")
+    return done
+
+
+def check(variant: Variant, program: Path) -> None:
+    start = time.monotonic()
+    done = execute(variant, program, "--seconds", variant.seconds)
+    print(done.stdout, f"{time.monotonic() - start:.1f} s", sep="")
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}"
+    assert done.stdout.rstrip().endswith("ok"), done.stdout
+
+
+@pytest.mark.timeout(COMPILE_TIMEOUT_S)
+def test_plain(stress: Callable[[Variant], Path]) -> None:
+    check(PLAIN, stress(PLAIN))
+
+
+def test_a_failing_check_ends_it_and_says_how_to_repeat_it(
+    stress: Callable[[Variant], Path],
+) -> None:
+    program = stress(PLAIN)
+    assert execute(PLAIN, program, "--only", "nothing").returncode == 2
+    assert execute(PLAIN, program, "--bogus").returncode == 2
+    done = execute(PLAIN, program, "--planted-failure", "--seed", 7)
+    assert done.returncode == 1
+    assert "stress.cpp" in done.stdout
+    assert "CHECK(two + two == 5) failed: 4" in done.stdout
+    assert "--only planted-failure --seed 7 --from-round 0 --rounds 1" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(stress: Callable[[Variant], Path], name: str) -> None:
+    check(VARIANTS[name], stress(VARIANTS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_thread_sanitizer_sees_a_slot_freed_before_it_is_read(
+    stress: Callable[[Variant], Path],
+) -> None:
+    done = execute(THREAD, stress(THREAD), "--planted-race")
+    assert done.returncode != 0, "the planted race went unnoticed"
+    assert "WARNING: ThreadSanitizer: data race" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+@pytest.mark.parametrize("name", X86_VARIANTS)
+def test_x86_instruction_sets(stress: Callable[[Variant], Path], name: str) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip(f"for x86-64, this is {platform.machine()}")
+    if "f16c" in name and not {"avx2", "f16c"} <= set(cpu_flags()):
+        pytest.skip("this CPU has no AVX2 or no F16C")
+    check(X86_VARIANTS[name], stress(X86_VARIANTS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_arm64_under_qemu(stress: Callable[[Variant], Path]) -> None:
+    check(ARM64, stress(ARM64))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * COMPILE_TIMEOUT_S)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_no_warnings(compiler: str, tmp_path: Path) -> None:
+    require(compiler)
+    strict = [compiler, *BASE_FLAGS, "-O2", "-Wall", "-Wextra", "-Werror"]
+    commands: list[Sequence[str | Path]] = [
+        [*strict, NATIVE, "-c", source, "-o", tmp_path / f"{source.stem}.o"] for source in SOURCES
+    ]
+    # Vectors wider than the registers; and each header must stand alone.
+    commands += [
+        [*strict, "-c", source, "-o", tmp_path / f"{source.stem}-narrow.o"]
+        for source in ENGINE_SOURCES
+        if source.stem.startswith("kernels")
+    ]
+    alone = [*strict, "-fsyntax-only", "-x", "c++", "/dev/null", "-include"]
+    commands += [[*alone, header] for header in ENGINE_HEADERS]
+    compile_all(commands)
+
+
+def cpu_flags() -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return next((line.split() for line in lines if line.startswith("flags")), [])

@@ -1,0 +1,148 @@
+"""``pyringar train`` as one meets it: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pyringar.cli import main
+from pyringar.cli import train as cli_train
+from pyringar.communicator import ALGORITHMS
+from pyringar.train import TrainConfig, config
+from pyringar.train import trainer as trainer_module
+from pyringar.train.data import ImageData
+from pyringar.train.synthetic import synthetic_images
+
+LINE = r"test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]"
+
+
+@pytest.fixture
+def few_images(monkeypatch):
+    """Makes every run short: a hundred images instead of thousands."""
+    data = ImageData("few garments", *synthetic_images(100, 1), *synthetic_images(50, 2))
+    monkeypatch.setattr(trainer_module, "load_data", lambda dataset, data_dir: data)
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    cli_train.add_parser(parser.add_subparsers())
+    return vars(parser.parse_args(["train", "lenet", *arguments]))
+
+
+@pytest.mark.usefixtures("few_images")
+class TestOutput:
+    def test_a_curve_and_the_last_line(self, capsys):
+        assert main(["train", "lenet", "--ranks", "4", "--epochs", "3"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(LINE, lines[-1])
+        assert lines[-1].endswith("on [cpu x 4 ranks]")
+        rows = [line.split() for line in lines[-4:-1]]
+        assert [row[0] for row in rows] == ["1", "2", "3"]
+        assert all(len(row) == 4 and all(map(float, row)) for row in rows)
+        assert lines[-5].split() == ["epoch", "loss", "acc", "seconds"]
+        header = "\n".join(lines[:-5])
+        assert "few garments, 100 training and 50 test images" in header
+        assert "fused" in header
+
+    def test_no_progress_bar_where_stderr_is_no_terminal(self, capsys):
+        main(["train", "lenet", "--epochs", "1"])
+        assert "step" not in capsys.readouterr().err
+
+    def test_a_progress_bar_in_a_terminal(self, capsys, monkeypatch):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        main(["train", "lenet", "--epochs", "1"])
+        captured = capsys.readouterr()
+        assert "step" in captured.err
+        assert "step/s" not in captured.out
+
+    def test_the_plot_is_written_and_named(self, capsys, tmp_path):
+        target = tmp_path / "curve.png"
+        assert main(["train", "lenet", "--epochs", "1", "--plot", str(target)]) == 0
+        assert target.stat().st_size > 1000
+        assert str(target) in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ["--devices", "cpu,cpu,cpu", "--weights", "3,1,2", "--allreduce", "ring"],
+            ["--ranks", "2", "--lr-scale", "sqrt", "--scale-batch", "--lr-schedule", "constant"],
+            ["--init", "book", "--dtype", "float64", "--seed", "3", "--max-inflight", "0"],
+        ],
+    )
+    def test_options_together(self, capsys, options):
+        assert main(["train", "lenet", "--epochs", "1", "--batch-size", "25", *options]) == 0
+        assert re.fullmatch(LINE, capsys.readouterr().out.splitlines()[-1])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--devices", "cuda:91"], "devices[0] is 'cuda:91', which is not on this machine"),
+            (["--devices", "gpu"], "devices[0] is 'gpu', expected one of cpu"),
+            (["--ranks", "3", "--devices", "cpu,cpu"], "ranks is 3, but devices names 2"),
+            (["--ranks", "0"], "ranks is 0"),
+            (["--weights", "1,2,3"], "weights has 3 entries"),
+            (["--plot", "curve.pdf"], "plot is 'curve.pdf'"),
+        ],
+    )
+    def test_wrong_values_end_with_status_1_and_say_what_is_wrong(self, capsys, options, message):
+        assert main(["train", "lenet", *options]) == 1
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert "test acc" not in captured.out
+
+    @pytest.mark.parametrize(
+        "options", [["--allreduce", "tree"], ["--weights", "a,b"], ["--epochs", "x"], ["--gpus"]]
+    )
+    def test_what_cannot_be_parsed_ends_with_status_2(self, capsys, options):
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", "lenet", *options])
+        assert "usage:" in capsys.readouterr().err
+
+
+def test_the_synthetic_set_is_announced(capsys, monkeypatch, caplog):
+    few = ImageData("synthetic garments", *synthetic_images(60, 1), *synthetic_images(20, 2))
+    monkeypatch.setattr("pyringar.train.data._synthetic", lambda: few)
+    monkeypatch.setattr("pyringar.train.data._is_there", lambda *_: False)
+    monkeypatch.setattr("pyringar.train.data._why_unreachable", lambda *_: "no network")
+    assert main(["train", "lenet", "--epochs", "1"]) == 0
+    assert "NOT Fashion-MNIST but the built-in synthetic set, because" in caplog.text
+    assert "synthetic garments" in capsys.readouterr().out
+
+
+def test_choices_and_defaults_are_those_of_the_configuration():
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    cli_train.add_parser(commands)
+    actions = {action.dest: action for action in commands.choices["train"]._actions}
+    assert tuple(actions["allreduce"].choices) == ALGORITHMS
+    assert tuple(actions["lr_schedule"].choices) == config.LR_SCHEDULES
+    assert tuple(actions["lr_scale"].choices) == config.LR_SCALES
+    assert tuple(actions["dataset"].choices) == config.DATASETS
+    assert tuple(actions["dtype"].choices) == tuple(config.DTYPES)
+    defaults = TrainConfig()
+    for name in ("epochs", "batch_size", "lr", "lr_schedule", "lr_scale", "allreduce", "init"):
+        assert f"({getattr(defaults, name)})" in actions[name].help
+    for name in ("seed", "dtype", "max_inflight", "dataset"):
+        assert f"({getattr(defaults, name)})" in actions[name].help
+    assert f"({defaults.world_size})" in actions["ranks"].help
+    assert parse().keys() == {"model", "run"}, "an option not given must not override a default"
+
+
+def test_lists_are_parsed():
+    assert parse("--devices", "cuda:0, cpu")["devices"] == ("cuda:0", "cpu")
+    assert parse("--weights", "3,1.5")["weights"] == (3.0, 1.5)
+
+
+def test_help_imports_neither_torchvision_nor_matplotlib():
+    code = (
+        "import sys\nfrom pyringar.cli import main\n"
+        "try: main(['train', '-h'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torchvision', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--allreduce" in done.stdout

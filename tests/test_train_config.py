@@ -1,0 +1,145 @@
+"""Choices of a training run: ranges, learning rates, devices, and how far the host runs ahead."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.train import TrainConfig, train
+from pyringar.train import devices as devices_module
+from pyringar.train.devices import choose_devices, describe_devices
+from pyringar.train.pacing import StepWindow
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0, expected a whole number, 1 or more"),
+        ({"ranks": 2.0}, "ranks is 2.0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"epochs": True}, "epochs is True"),
+        ({"max_inflight": -1}, "max_inflight is -1, expected a whole number, 0 or more"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"lr": 0.0}, "lr is 0.0, expected a positive number"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"lr": "0.1"}, "lr is '0.1'"),
+        ({"allreduce": "tree"}, "allreduce is 'tree', expected one of auto, fused"),
+        ({"lr_schedule": "cosine"}, "lr_schedule is 'cosine', expected one of constant, linear"),
+        ({"lr_scale": "log"}, "lr_scale is 'log'"),
+        ({"init": "zeros"}, "init is 'zeros'"),
+        ({"dtype": "int8"}, "dtype is 'int8', expected one of float32, float64, bfloat16, float16"),
+        ({"dataset": "mnist"}, "dataset is 'mnist'"),
+        ({"ranks": 2, "weights": (1, 2, 3)}, r"weights has 3 entries .* each of 2 ranks"),
+        ({"ranks": 2, "weights": (0, 0)}, "expected at least one above 0"),
+        ({"ranks": 2, "devices": ("cpu",)}, "ranks is 2, but devices names 1"),
+        ({"devices": ()}, "devices is empty"),
+        ({"devices": "cpu"}, "devices is 'cpu', expected a list"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        TrainConfig(**options)
+
+
+def test_an_unknown_option_of_train_is_named():
+    with pytest.raises(ArgumentError, match="no option 'momentum', only allreduce, data_dir"):
+        train(2, 64, 0.1, momentum=0.9)
+
+
+def test_ranks_come_from_devices_where_only_those_are_given():
+    assert TrainConfig().world_size == 2
+    assert TrainConfig(devices=("cpu",) * 3).world_size == 3
+    assert TrainConfig(ranks=3, devices=("cpu",) * 3).world_size == 3
+
+
+def test_the_linear_schedule_falls_to_zero_in_even_steps():
+    config = TrainConfig(lr=0.4, lr_schedule="linear")
+    rates = [config.lr_at(step, 4) for step in range(5)]
+    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+    assert TrainConfig(lr=0.4, lr_schedule="constant").lr_at(3, 4) == 0.4
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
+def test_the_learning_rate_scales_with_the_ranks(scale, factor):
+    assert TrainConfig(ranks=4, lr=0.1, lr_scale=scale).initial_lr == pytest.approx(0.1 * factor)
+
+
+def test_the_batch_scales_with_the_ranks():
+    assert TrainConfig(ranks=4, batch_size=32).global_batch_size == 32
+    assert TrainConfig(ranks=4, batch_size=32, scale_batch=True).global_batch_size == 128
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("ranks", "gpus", "expected"),
+        [
+            (3, 0, ["cpu"] * 3),
+            (1, 2, ["cuda:0"]),
+            (2, 2, ["cuda:0", "cuda:1"]),
+            (2, 4, ["cuda:0", "cuda:1"]),
+            (4, 1, ["cuda:0"] * 4),
+            (4, 2, ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]),
+            (3, 2, ["cuda:0", "cuda:0", "cuda:1"]),
+        ],
+    )
+    def test_ranks_are_spread_over_what_is_there(self, monkeypatch, ranks, gpus, expected):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # one that can do GPUs
+        assert [str(device) for device in choose_devices(ranks)] == expected
+
+    def test_gpus_without_an_engine_are_left_idle_and_that_is_said(self, monkeypatch, caplog):
+        refusal = mock.Mock(side_effect=UnsupportedError("an engine for CPU ranks only"))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(devices_module, "Communicator", refusal)
+        assert [str(device) for device in choose_devices(2)] == ["cpu", "cpu"]
+        assert "the 2 GPUs of this machine stay idle: an engine for CPU ranks only" in caplog.text
+
+    def test_a_device_that_is_not_there_is_no_downgrade(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        message = r"devices\[1\] is 'cuda:1', which is not on this machine; .*: cpu, cuda:0$"
+        with pytest.raises(ArgumentError, match=message):
+            TrainConfig(devices=("cuda:0", "cuda:1"))
+
+    @pytest.mark.parametrize(
+        ("devices", "words"),
+        [
+            (["cpu"], "[cpu]"),
+            (["cpu"] * 4, "[cpu x 4 ranks]"),
+            (["cuda:0", "cuda:1"], "[cuda:0, cuda:1]"),
+            (["cuda:0", "cuda:0", "cpu"], "[cuda:0 x 2 ranks, cpu]"),
+        ],
+    )
+    def test_words_for_devices(self, devices, words):
+        assert describe_devices([torch.device(device) for device in devices]) == words
+
+
+class TestStepWindow:
+    @pytest.mark.parametrize("limit", [0, 1, 2, 5])
+    def test_never_more_steps_queued_than_allowed_and_all_retire_in_order(self, limit):
+        waited, retired = [], []
+
+        class Event:
+            def __init__(self, device):
+                self.device = device
+
+            def synchronize(self):
+                waited.append(self.device)
+
+        gpus = [torch.device("cuda:1"), torch.device("cuda:0"), torch.device("cuda:1")]
+        window = StepWindow(gpus, limit, lambda step, flags: retired.append((step, flags)), Event)
+        for step in range(8):
+            window.push(step, [step])
+            assert len(window) == min(step + 1, limit)
+            assert [s for s, _ in retired] == list(range(max(0, step + 1 - limit)))
+        window.drain()
+        assert retired == [(step, [step]) for step in range(8)]
+        assert waited == gpus[1::-1] * 8  # every GPU once a step, before its flags are looked at
+
+    def test_steps_on_cpus_retire_at_once(self):
+        retired = []
+        window = StepWindow([torch.device("cpu")], 5, lambda step, flags: retired.append(step))
+        window.push(0, [])
+        assert retired == [0]
