@@ -210,7 +210,9 @@ def readme_cases() -> list[Case]:
     """What the README's table shows."""
     cases = [flat_case(4096, k, "fp32", ("allreduce", "bound")) for k in (2, 4, 8, 16)]
     cases += [
-        flat_case(size, k, "fp32", ("fused",)) for size in (2**18, 2**20) for k in (2, 4, 8, 16)
+        flat_case(size, k, "fp32", ("fused", "bound"))
+        for size in (2**18, 2**20)
+        for k in (2, 4, 8, 16)
     ]
     cases += [flat_case(2**24, k, "fp32", ("fused", "direct", "ring")) for k in (2, 4)]
     cases += [flat_case(2**24, 16, "fp32", ("fused",))]

@@ -13,8 +13,13 @@ builds and loads nothing.
 
 from __future__ import annotations
 
-from pyringar.communicator import Communicator, Plan, Topology, Work, allreduce
-from pyringar.data_parallel import evaluate_accuracy_gpus, get_params, split_batch
+from pyringar.communicator import Communicator, Work, allreduce
+from pyringar.data_parallel import (
+    check_replicas_equal,
+    evaluate_accuracy_gpus,
+    get_params,
+    split_batch,
+)
 from pyringar.errors import (
     ArgumentError,
     BuildError,
@@ -26,6 +31,7 @@ from pyringar.errors import (
     UnsupportedError,
 )
 from pyringar.grader import check_allreduce
+from pyringar.topology import Plan, Topology
 
 __version__ = "0.1.0"
 
@@ -44,6 +50,7 @@ __all__ = [
     "Work",
     "allreduce",
     "check_allreduce",
+    "check_replicas_equal",
     "evaluate_accuracy_gpus",
     "get_params",
     "split_batch",

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pyringar._grader_checks import CHECKS, Check, RaisedError, Subject, fail
-from pyringar.communicator import check_devices
 from pyringar.errors import ArgumentError
+from pyringar.topology import check_devices
 
 __all__ = ["Property", "Report", "check_allreduce"]
 

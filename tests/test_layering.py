@@ -26,6 +26,7 @@ FLOORS = [
     "_toolchain",
     "_build",
     "_native",
+    "topology",
     "reference",
     "communicator",
     "bucketing",

@@ -12,12 +12,27 @@
 
 namespace pyringar {
 
-// Four vectors in flight per source hide the latency of the additions.
-inline constexpr int kUnroll = 4;
+// Vectors in flight per source. Four hide the latency of the additions; what widens and rounds has
+// enough other work, and more of it in flight leaves less room for loads that wait for memory.
+template <typename L>
+inline constexpr int kUnroll = sizeof(typename L::Element) == sizeof(typename L::Partial) ? 4 : 2;
 
 template <typename L>
 PYRINGAR_INLINE typename L::Vector load_partial(const typename L::Partial* from) {
   return load_vector<typename L::Vector>(from);
+}
+
+template <typename L>
+concept PairedLanes = requires { typename L::Half; };
+
+template <typename L, typename Op>
+PYRINGAR_INLINE typename L::Vector combine(typename L::Vector a, typename L::Vector b) {
+  if constexpr (PairedLanes<L>) {
+    return {combine<typename L::Half, Op>(a.even, b.even),
+            combine<typename L::Half, Op>(a.odd, b.odd)};
+  } else {
+    return Op::template apply<L>(a, b);
+  }
 }
 
 // No instruction divides a vector of integers: a loop of its own keeps it out of every kernel.
@@ -32,7 +47,10 @@ __attribute__((noinline)) void divide_integers(typename L::Vector* v, int diviso
 // Only the mean divides, and the mean is Sum's.
 template <typename L, typename Op>
 PYRINGAR_INLINE typename L::Vector divided(typename L::Vector v, int divisor) {
-  if constexpr (std::is_same_v<Op, Sum>) {
+  if constexpr (PairedLanes<L>) {
+    return {divided<typename L::Half, Op>(v.even, divisor),
+            divided<typename L::Half, Op>(v.odd, divisor)};
+  } else if constexpr (std::is_same_v<Op, Sum>) {
     if (divisor != 1) {
       if constexpr (std::is_integral_v<typename L::Partial>) {
         divide_integers<L>(&v, divisor);
@@ -47,7 +65,7 @@ PYRINGAR_INLINE typename L::Vector divided(typename L::Vector v, int divisor) {
 // Calls body(begin, count) for full blocks of kUnroll * kLanes, then for what is left.
 template <typename L, typename Block, typename Tail>
 PYRINGAR_INLINE void for_each_block(std::size_t n, Block&& block, Tail&& tail) {
-  constexpr std::size_t kBlock = std::size_t{kUnroll} * L::kLanes;
+  constexpr std::size_t kBlock = std::size_t{kUnroll<L>} * L::kLanes;
   std::size_t i = 0;
   for (; i + kBlock <= n; i += kBlock) block(i);
   for (; i < n; i += L::kLanes) tail(i, std::min<std::size_t>(L::kLanes, n - i));
@@ -75,17 +93,17 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
   for_each_block<L>(
       n,
       [&](std::size_t i) {
-        typename L::Vector sum[kUnroll];
-        for (int u = 0; u < kUnroll; ++u) sum[u] = L::load(source(0) + i + u * L::kLanes);
+        typename L::Vector sum[kUnroll<L>];
+        for (int u = 0; u < kUnroll<L>; ++u) sum[u] = L::load(source(0) + i + u * L::kLanes);
         for (int r = 1; r < num_sources; ++r) {
-          for (int u = 0; u < kUnroll; ++u) {
-            sum[u] = Op::template apply<L>(sum[u], L::load(source(r) + i + u * L::kLanes));
+          for (int u = 0; u < kUnroll<L>; ++u) {
+            sum[u] = combine<L, Op>(sum[u], L::load(source(r) + i + u * L::kLanes));
           }
         }
-        typename L::Packed packed[kUnroll];
-        for (int u = 0; u < kUnroll; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
+        typename L::Packed packed[kUnroll<L>];
+        for (int u = 0; u < kUnroll<L>; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
         for (int r = 0; r < num_destinations; ++r) {
-          for (int u = 0; u < kUnroll; ++u) {
+          for (int u = 0; u < kUnroll<L>; ++u) {
             store_vector(packed[u], destination(r) + i + u * L::kLanes);
           }
         }
@@ -93,7 +111,7 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
       [&](std::size_t i, std::size_t count) {
         typename L::Vector sum = load_some<L>(source(0) + i, count);
         for (int r = 1; r < num_sources; ++r) {
-          sum = Op::template apply<L>(sum, load_some<L>(source(r) + i, count));
+          sum = combine<L, Op>(sum, load_some<L>(source(r) + i, count));
         }
         sum = divided<L, Op>(sum, divisor);
         for (int r = 0; r < num_destinations; ++r) store_some<L>(sum, destination(r) + i, count);
@@ -120,12 +138,12 @@ void accumulate_kernel(const void* partial_in, const void* own, void* partial_ou
   auto* to = static_cast<typename L::Partial*>(partial_out);
   std::size_t i = 0;
   for (; i + L::kLanes <= n; i += L::kLanes) {
-    store_vector(Op::template apply<L>(load_partial<L>(partial + i), L::load(element + i)), to + i);
+    store_vector(combine<L, Op>(load_partial<L>(partial + i), L::load(element + i)), to + i);
   }
   if (i < n) {
     Vector some{};
     std::memcpy(&some, partial + i, (n - i) * sizeof *to);
-    some = Op::template apply<L>(some, load_some<L>(element + i, n - i));
+    some = combine<L, Op>(some, load_some<L>(element + i, n - i));
     std::memcpy(to + i, &some, (n - i) * sizeof *to);
   }
 }
@@ -139,7 +157,7 @@ void finish_kernel(const void* partial_in, const void* own, void* const* destina
   std::size_t i = 0;
   for (; i + L::kLanes <= n; i += L::kLanes) {
     const typename L::Vector sum =
-        Op::template apply<L>(load_partial<L>(partial + i), L::load(element + i));
+        combine<L, Op>(load_partial<L>(partial + i), L::load(element + i));
     const typename L::Packed packed = L::pack(divided<L, Op>(sum, divisor));
     for (int r = 0; r < num_destinations; ++r) {
       store_vector(packed, static_cast<Element*>(destinations[r]) + i);
@@ -148,7 +166,7 @@ void finish_kernel(const void* partial_in, const void* own, void* const* destina
   if (i < n) {
     typename L::Vector sum{};
     std::memcpy(&sum, partial + i, (n - i) * sizeof *partial);
-    sum = Op::template apply<L>(sum, load_some<L>(element + i, n - i));
+    sum = combine<L, Op>(sum, load_some<L>(element + i, n - i));
     sum = divided<L, Op>(sum, divisor);
     for (int r = 0; r < num_destinations; ++r) {
       store_some<L>(sum, static_cast<Element*>(destinations[r]) + i, n - i);
@@ -156,25 +174,25 @@ void finish_kernel(const void* partial_in, const void* own, void* const* destina
   }
 }
 
-template <typename L, typename Op>
-inline constexpr Kernels kKernelsOf = {&fused_kernel<L, Op>, &widen_kernel<L>,
-                                       &accumulate_kernel<L, Op>, &finish_kernel<L, Op>};
+template <DType dtype, typename Op>
+inline constexpr Kernels kKernelsOf = {
+    &fused_kernel<FusedLanesOf<dtype>, Op>, &widen_kernel<LanesOf<dtype>>,
+    &accumulate_kernel<LanesOf<dtype>, Op>, &finish_kernel<LanesOf<dtype>, Op>};
 
 template <DType dtype>
 const Kernels& kernels_of(ReduceOp op) {
-  using L = LanesOf<dtype>;
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kMean:
-      return kKernelsOf<L, Sum>;
+      return kKernelsOf<dtype, Sum>;
     case ReduceOp::kMax:
-      return kKernelsOf<L, Max>;
+      return kKernelsOf<dtype, Max>;
     case ReduceOp::kMin:
-      return kKernelsOf<L, Min>;
+      return kKernelsOf<dtype, Min>;
     case ReduceOp::kProd:
-      return kKernelsOf<L, Prod>;
+      return kKernelsOf<dtype, Prod>;
   }
-  return kKernelsOf<L, Sum>;
+  return kKernelsOf<dtype, Sum>;
 }
 
 }  // namespace pyringar

@@ -9,6 +9,7 @@
 // Tests     tests/cpp/stress.cpp compares every half; tests/test_all_reduce.py every dtype and op.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -75,6 +76,35 @@ struct BFloat16Lanes {
     const U32 rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     const U32 nan = bits >> 16 | 0x40u;
     return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, U16);
+  }
+};
+
+// The same, twice as wide, for loops in which no partial leaves the registers: the even elements of
+// 32 are the low halves of 16 words and the odd ones the high halves, so that a shift and a mask
+// widen what took a shuffle.
+struct BFloat16PairLanes {
+  using Element = BFloat16;
+  using Partial = float;
+  using Half = BFloat16Lanes;
+  static constexpr int kLanes = 32;
+  struct Vector {
+    F32 even;
+    F32 odd;
+  };
+  using Packed = U32;
+  static PYRINGAR_INLINE Vector load(const BFloat16* from) {
+    const U32 words = load_vector<U32>(from);
+    return {(F32)(words << 16), (F32)(words & 0xffff0000u)};
+  }
+  static PYRINGAR_INLINE Packed pack(Vector v) {
+    return rounded(v.even) >> 16 | (rounded(v.odd) & 0xffff0000u);
+  }
+
+ private:
+  // To the nearest, ties to even, in the high half; the low half is left over.
+  static PYRINGAR_INLINE U32 rounded(F32 v) {
+    const U32 bits = (U32)v;
+    return v != v ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u);
   }
 };
 
@@ -150,6 +180,14 @@ template <>
 struct LanesOf<DType::kInt32> : PlainLanes<std::int32_t> {};
 template <>
 struct LanesOf<DType::kInt64> : PlainLanes<std::int64_t> {};
+
+// What the fused loop takes; only the low half of a little-endian word comes first in memory.
+template <DType dtype>
+struct FusedLanesOf : LanesOf<dtype> {};
+template <>
+struct FusedLanesOf<DType::kBFloat16>
+    : std::conditional_t<std::endian::native == std::endian::little, BFloat16PairLanes,
+                         BFloat16Lanes> {};
 
 // The reductions, as the contract words them: "a" is the partial so far, "b" the next rank's part.
 struct Sum {

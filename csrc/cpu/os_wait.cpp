@@ -88,8 +88,8 @@ inline void cpu_pause() {
 #endif
 }
 
-constexpr int kPauses = 64;
-constexpr int kYields = 64;
+constexpr int kPauses = 16;
+constexpr int kYields = 500;
 // A yield beside a thread that computes or spins gives away a whole time slice. One that took this
 // long says so; the thread then sleeps at once for a while, since waking up takes the core back.
 constexpr auto kLongYield = std::chrono::microseconds(200);

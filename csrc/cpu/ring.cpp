@@ -22,6 +22,7 @@ class ThreadRing {
         divisor_(divisor),
         op_(op),
         item_(item_bytes(buffers.dtype)),
+        partial_is_element_(partial_bytes(buffers.dtype) == item_),
         buffers_(buffers),
         kernels_(kernels(buffers.dtype, op)),
         ring_(ring),
@@ -47,12 +48,15 @@ class ThreadRing {
   void send_own(Range, std::uint32_t) {}  // it lies in the input
   void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
     void* partial = ring_.slot(rank_, n_out);
-    const void* theirs = ring_.slot(prev_, n_in);
-    if (from_ == From::kInput) {
+    if (from_ == From::kPartial) {
+      kernels_.accumulate(ring_.slot(prev_, n_in), input(rank_, range), partial, range.size());
+    } else if (partial_is_element_) {
+      const void* both[] = {input(prev_, range), input(rank_, range)};
+      kernels_.fused(both, 2, &partial, 1, range.size(), 1);
+    } else {
       kernels_.widen(input(prev_, range), partial, range.size());
-      theirs = partial;
+      kernels_.accumulate(partial, input(rank_, range), partial, range.size());
     }
-    kernels_.accumulate(theirs, input(rank_, range), partial, range.size());
   }
   void reduce_finish(Range range, std::uint32_t n_in) {
     void* result = output(rank_, range);
@@ -113,6 +117,7 @@ class ThreadRing {
   const int divisor_;
   const ReduceOp op_;
   const std::size_t item_;
+  const bool partial_is_element_;
   const RingBuffers& buffers_;
   const Kernels& kernels_;
   const RingLinks& ring_;

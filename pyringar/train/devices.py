@@ -8,8 +8,9 @@ from itertools import groupby
 
 import torch
 
-from pyringar.communicator import Communicator, check_devices
+from pyringar.communicator import Communicator
 from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.topology import check_devices
 
 __all__ = ["choose_devices", "describe_devices", "synchronize"]
 

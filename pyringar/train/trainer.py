@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.communicator import Communicator, Plan
+from pyringar.communicator import Communicator
 from pyringar.data_parallel import (
     check_replicas_equal,
     evaluate_accuracy_gpus,
@@ -20,6 +20,7 @@ from pyringar.data_parallel import (
     mismatch_flags,
 )
 from pyringar.errors import ArgumentError, RingarError
+from pyringar.topology import Plan
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import choose_devices, describe_devices

@@ -19,6 +19,7 @@ struct Traits;
 template <>
 struct Traits<Float16> {
   using Lanes = Float16Lanes;
+  using FusedLanes = FusedLanesOf<DType::kFloat16>;
   static constexpr std::uint16_t kInfinity = 0x7c00;
   static constexpr std::uint16_t kQuiet = 0x0200;
   static constexpr double kBeyondLargest = 0x1p16;
@@ -29,12 +30,37 @@ struct Traits<Float16> {
 template <>
 struct Traits<BFloat16> {
   using Lanes = BFloat16Lanes;
+  using FusedLanes = FusedLanesOf<DType::kBFloat16>;
   static constexpr std::uint16_t kInfinity = 0x7f80;
   static constexpr std::uint16_t kQuiet = 0x0040;
   static constexpr double kBeyondLargest = 0x1p128;
   static BFloat16 narrow(float x) { return narrow_to_bfloat16(x); }
   static BFloat16 nearest(float x) { return nearest_bfloat16(x); }
 };
+
+// kLanes floats in the order of memory, as a vector of L and back.
+template <typename L>
+typename L::Vector vector_of(const float* from) {
+  if constexpr (requires { typename L::Half; }) {
+    float even[16], odd[16];
+    for (int i = 0; i < 16; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
+    return {load_vector<F32>(even), load_vector<F32>(odd)};
+  } else {
+    return load_vector<F32>(from);
+  }
+}
+
+template <typename L>
+void floats_of(const typename L::Vector& v, float* to) {
+  if constexpr (requires { typename L::Half; }) {
+    float even[16], odd[16];
+    store_vector(v.even, even);
+    store_vector(v.odd, odd);
+    for (int i = 0; i < 16; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
+  } else {
+    store_vector(v, to);
+  }
+}
 
 std::string show(float x) { return join(x, " (bits ", std::hex, float_to_bits(x), ")"); }
 
@@ -52,14 +78,13 @@ void check_narrowed(float x, H got, H expected, const char* by) {
 }
 
 // Scalar and vector code; kLanes floats at a time, each in every lane position over the calls.
-template <typename H>
+template <typename H, typename Lanes>
 void check_narrowing(const std::vector<float>& values) {
-  using Lanes = typename Traits<H>::Lanes;
   std::vector<float> padded = values;
   padded.resize((values.size() + Lanes::kLanes - 1) / Lanes::kLanes * Lanes::kLanes, 1.0f);
   for (std::size_t i = 0; i < padded.size(); i += Lanes::kLanes) {
     H packed[Lanes::kLanes];
-    store_vector(Lanes::pack(load_vector<F32>(&padded[i])), packed);
+    store_vector(Lanes::pack(vector_of<Lanes>(&padded[i])), packed);
     for (std::size_t lane = 0; lane < Lanes::kLanes; ++lane) {
       const float x = padded[i + lane];
       const H expected = Traits<H>::nearest(x);
@@ -80,16 +105,15 @@ void check_widened(H half, float got, const char* by) {
   }
 }
 
-template <typename H>
+template <typename H, typename Lanes>
 void check_all_halves() {
-  using Lanes = typename Traits<H>::Lanes;
   for (std::uint32_t first = 0; first < 65536; first += Lanes::kLanes) {
     H halves[Lanes::kLanes];
     for (std::uint32_t lane = 0; lane < Lanes::kLanes; ++lane) {
       halves[lane].bits = static_cast<std::uint16_t>(first + lane);
     }
     float widened[Lanes::kLanes];
-    store_vector(Lanes::load(halves), widened);
+    floats_of<Lanes>(Lanes::load(halves), widened);
     for (std::uint32_t lane = 0; lane < Lanes::kLanes; ++lane) {
       const H half = halves[lane];
       check_widened(half, widen(half), "core/half.h");
@@ -123,12 +147,14 @@ std::vector<float> boundaries() {
 
 template <typename H>
 void check_type(Random& random) {
-  check_all_halves<H>();
+  check_all_halves<H, typename Traits<H>::Lanes>();
+  check_all_halves<H, typename Traits<H>::FusedLanes>();
   std::vector<float> values = boundaries<H>();
   for (int i = 0; i < 200'000; ++i) {
     values.push_back(bits_to_float(static_cast<std::uint32_t>(random.bits())));
   }
-  check_narrowing<H>(values);
+  check_narrowing<H, typename Traits<H>::Lanes>(values);
+  check_narrowing<H, typename Traits<H>::FusedLanes>(values);
 }
 
 void check_named_values() {
