@@ -2,7 +2,8 @@
 
 ``pip install .`` makes a pure Python wheel with the C++ sources in ``pyringar/_csrc``; no compiler
 is needed. ``PYRINGAR_PREBUILD=1 pip install .`` also compiles the engine for this machine into
-``pyringar/_prebuilt`` and tags the wheel with this platform and Python.
+``pyringar/_prebuilt`` and tags the wheel with this platform and Python; if ``PYRINGAR_CUDA_ARCHS``
+is set, the CUDA engine too, for these architectures.
 """
 
 from __future__ import annotations
@@ -67,6 +68,6 @@ setup(
     cmdclass={"build_py": BuildWithEngine},
     packages=[*find_packages(include=["pyringar", "pyringar.*"]), "pyringar._csrc"],
     package_dir={"pyringar._csrc": "csrc"},
-    package_data={"pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.md"]},
+    package_data={"pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.cuh", "**/*.cu", "**/*.md"]},
     include_package_data=False,
 )

@@ -13,6 +13,7 @@ builds and loads nothing.
 
 from __future__ import annotations
 
+from pyringar.bucketing import GradientBucketer
 from pyringar.communicator import Communicator, Work, allreduce
 from pyringar.data_parallel import (
     check_replicas_equal,
@@ -42,6 +43,7 @@ __all__ = [
     "Communicator",
     "CompilerNotFoundError",
     "CudaError",
+    "GradientBucketer",
     "PeerLostError",
     "Plan",
     "RingarError",

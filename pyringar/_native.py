@@ -1,4 +1,4 @@
-"""Loads the native engine: the one place that does."""
+"""Loads the native engines: the one place that does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from types import ModuleType
 from pyringar import _build
 from pyringar.errors import BuildError
 
-__all__ = ["engine", "load", "loaded_engine"]
+__all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine"]
 
-_NAME = f"pyringar.{_build.MODULE}"
-_lock = threading.Lock()
+_NAME = f"pyringar.{_build.CPU.module}"
+_CUDA_NAME = f"pyringar.{_build.CUDA.module}"
+# Apart: compiling kernels takes minutes, and the CPU's engine need not wait for it.
+_locks = {_NAME: threading.Lock(), _CUDA_NAME: threading.Lock()}
 
 
 def engine() -> ModuleType:
-    """Return the engine's module; the first call of a process finds or builds it, then loads it.
+    """Return the CPU engine's module; the first call of a process finds or builds it, and loads it.
 
     Threads may call it at once: one loads, all get the same module. Costs a dictionary look-up
     from the second call on.
@@ -27,31 +29,47 @@ def engine() -> ModuleType:
         CompilerNotFoundError: it must be built and there is no compiler.
         BuildError: it cannot be built or loaded; says what was tried and what to do.
     """
-    module = sys.modules.get(_NAME)
-    if module is not None:
-        return module
-    with _lock:
-        module = sys.modules.get(_NAME)
-        if module is None:
-            module = load(_build.ensure_engine())
-            sys.modules[_NAME] = module  # last: whoever sees it there may use it
-        return module
+    return sys.modules.get(_NAME) or _load_once(_NAME, _build.CPU)
+
+
+def cuda_engine() -> ModuleType:
+    """Return the CUDA engine's module, as `engine` does the CPU's; needs no GPU to be loaded.
+
+    Raises:
+        CompilerNotFoundError: it must be built and there is no nvcc, or no C++ compiler.
+        BuildError: it cannot be built or loaded; says what was tried and what to do.
+    """
+    return sys.modules.get(_CUDA_NAME) or _load_once(_CUDA_NAME, _build.CUDA)
 
 
 def loaded_engine() -> ModuleType | None:
-    """Return the engine's module if this process has loaded it; loads nothing."""
+    """Return the CPU engine's module if this process has loaded it; loads nothing."""
     return sys.modules.get(_NAME)
 
 
+def loaded_cuda_engine() -> ModuleType | None:
+    """Return the CUDA engine's module if this process has loaded it; loads nothing."""
+    return sys.modules.get(_CUDA_NAME)
+
+
+def _load_once(name: str, kind: _build.EngineKind) -> ModuleType:
+    with _locks[name]:
+        module = sys.modules.get(name)
+        if module is None:
+            module = load(_build.ensure_engine(_build.Recipe(kind=kind)))
+            sys.modules[name] = module  # last: whoever sees it there may use it
+        return module
+
+
 def load(built: _build.Engine) -> ModuleType:
-    """Load the engine from its file, and keep it nowhere; callers other than checks want `engine`.
+    """Load an engine from its file, and keep it nowhere; callers other than checks want `engine`.
 
     Raises:
         BuildError: it cannot be loaded; the cause is the ImportError.
     """
-    path = str(built.path)
-    loader = importlib.machinery.ExtensionFileLoader(_NAME, path)
-    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    path, name = str(built.path), f"pyringar.{built.path.name.partition('.')[0]}"
+    loader = importlib.machinery.ExtensionFileLoader(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None:
         raise BuildError(f"{path} is not a Python extension module")
     try:

@@ -1,6 +1,7 @@
-"""What this machine is and has, as far as building the engine goes: CPU, compiler, ninja, headers.
+"""What this machine is and has, as far as building the engines goes.
 
-Reads and asks; writes nothing but what a compiler it tries writes.
+CPU, C++ compiler, CUDA toolkit, GPUs, ninja, headers. Reads and asks; writes nothing but what a
+compiler it tries writes.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,27 @@ from pyringar.errors import BuildError, CompilerNotFoundError
 __all__ = [
     "Compiler",
     "Cpu",
+    "CudaToolkit",
+    "Kernel",
     "compiler_version",
     "cores_allowed",
+    "cuda_archs_built",
+    "cuda_archs_cover",
+    "cuda_archs_wanted",
     "extension_suffix",
     "find_compiler",
     "find_ninja",
+    "find_nvcc",
+    "gencode_flags",
     "indent",
+    "kernels_in",
     "libc_version",
     "link_flags",
+    "nvcc_host_flags",
     "pybind11_version",
     "python_include_dirs",
     "read_cpu",
+    "read_cuda_toolkit",
     "run_tool",
     "tuning_flags",
 ]
@@ -58,6 +70,15 @@ _INSTALL_COMPILER = (
     "macOS `xcode-select --install`, conda `conda install -c conda-forge cxx-compiler`; "
     "or name yours in CXX."
 )
+
+_SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
+_PIP_NVCC = "nvidia/cu13/bin/nvcc"  # in site-packages
+_INSTALL_CUDA = (
+    "Install one: `pip install 'pyringar[cuda]'`, or the CUDA toolkit "
+    "(https://developer.nvidia.com/cuda-downloads); or name your nvcc in PYRINGAR_NVCC."
+)
+_ALL_ARCHS = "all"
+_OLDEST_ARCH = (7, 5)
 
 
 @dataclass(frozen=True)
@@ -197,7 +218,7 @@ def find_compiler() -> Compiler:
                 f"{', '.join(_COMPILER_NAMES)} is on PATH={os.environ.get('PATH', '')!r}. "
                 + _INSTALL_COMPILER
             )
-    needed = words[:2] if Path(words[0]).name in _LAUNCHERS else words[:1]
+    needed = words[: len(words) - len(_without_launcher(words)) + 1]
     for word in needed:
         if shutil.which(word) is None:
             raise CompilerNotFoundError(
@@ -215,6 +236,10 @@ def _stat_identity(path: str) -> str:
     return f"{real} {status.st_size} {status.st_mtime_ns}"
 
 
+def _without_launcher(words: Sequence[str]) -> Sequence[str]:
+    return words[1:] if Path(words[0]).name in _LAUNCHERS else words
+
+
 def compiler_version(compiler: Compiler) -> str:
     """Run ``--version`` and return its first line.
 
@@ -223,6 +248,244 @@ def compiler_version(compiler: Compiler) -> str:
     """
     output = run_tool([*compiler.command, "--version"], "the compiler does not work")
     return output.strip().splitlines()[0] if output.strip() else "unknown version"
+
+
+# ---------------------------------------------------------------------------------------------
+# CUDA
+
+
+@dataclass(frozen=True)
+class CudaToolkit:
+    """A CUDA toolkit, as its nvcc describes it.
+
+    ``root`` is where nvcc says its toolkit is, which the place of nvcc need not tell (a wrapper
+    script). ``includes`` hold what nvcc itself includes, ``cudart`` is the full path of
+    libcudart_static.a, ``archs`` are the compute capabilities it makes code for ("9.0").
+    """
+
+    nvcc: Compiler
+    root: Path
+    includes: tuple[Path, ...]
+    cudart: Path
+    version: str
+    archs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.version} ({self.nvcc}, toolkit {self.root})"
+
+
+def find_nvcc() -> Compiler:
+    """Find nvcc and run nothing: a warm start needs its identity, and no more of the toolkit.
+
+    In this order: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
+
+    Raises:
+        CompilerNotFoundError: there is none; a wrong ``PYRINGAR_NVCC`` is not passed over.
+    """
+    wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
+    if wanted and shutil.which(wanted) is None:
+        raise CompilerNotFoundError(
+            f"PYRINGAR_NVCC={wanted!r} is not an executable file, nor one on "
+            f"PATH={os.environ.get('PATH', '')!r}. Correct or unset PYRINGAR_NVCC. " + _INSTALL_CUDA
+        )
+    found = next(filter(None, map(shutil.which, _nvcc_places(wanted))), None)
+    if found is None:
+        home = os.environ.get("CUDA_HOME")
+        raise CompilerNotFoundError(
+            "no CUDA compiler: PYRINGAR_NVCC is not set, "
+            f"{f'{home}/bin/nvcc is not there' if home else 'CUDA_HOME is not set'}, "
+            f"nvcc is not on PATH={os.environ.get('PATH', '')!r}, {_SYSTEM_NVCC} is not there, "
+            f"and no package of pip's holds {_PIP_NVCC}. " + _INSTALL_CUDA
+        )
+    path = os.path.abspath(found)
+    return Compiler((path,), (_stat_identity(path),))
+
+
+def _nvcc_places(wanted: str) -> Iterator[str]:
+    """Yield where nvcc may be, in the order of preference."""
+    if wanted:
+        yield wanted
+    if os.environ.get("CUDA_HOME"):
+        yield os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc")
+    yield "nvcc"
+    yield _SYSTEM_NVCC
+    package, _, inside = _PIP_NVCC.partition("/")
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield os.path.join(folder, inside)
+
+
+def nvcc_host_flags(host: Compiler) -> tuple[str, ...]:
+    """Return ``-ccbin`` for the C++ compiler, if it is a program without arguments.
+
+    nvcc takes no arguments along with it, and no launcher; it then chooses its own compiler.
+    """
+    words = _without_launcher(host.command)
+    return ("-ccbin", shutil.which(words[0]) or words[0]) if len(words) == 1 else ()
+
+
+def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
+    """Ask nvcc where its toolkit is and what it knows; starts it three times.
+
+    Args:
+        nvcc: From `find_nvcc`.
+        host: The C++ compiler: nvcc says nothing without one.
+
+    Raises:
+        BuildError: nvcc does not work, or a part of its toolkit is missing; says which.
+    """
+
+    def ask(*arguments: str) -> str:
+        return run_tool([*nvcc.command, *arguments], f"{nvcc} does not work", hint=_INSTALL_CUDA)
+
+    said = ask(*nvcc_host_flags(host), "--dryrun", "-x", "cu", "-E", os.devnull)
+    settings = dict(re.findall(r"^#\$ (\w+)=(.*)$", said, re.MULTILINE))
+    if "TOP" not in settings:
+        raise BuildError(f"{nvcc} does not say where its toolkit is (TOP=). {_INSTALL_CUDA}")
+    root = Path(os.path.realpath(settings["TOP"].strip()))
+    includes = _folders(settings, ("INCLUDES", "SYSTEM_INCLUDES"), root / "include")
+    libraries = _folders(settings, ("LIBRARIES",), root / "lib64", root / "lib")
+    # A distribution's nvcc may leave the headers where every compiler looks.
+    _first_with("cuda_runtime.h", [*includes, Path("/usr/include")], nvcc)
+    cudart = _first_with("libcudart_static.a", libraries, nvcc) / "libcudart_static.a"
+    version = re.search(r"release [\d.]+, V([\d.]+)", ask("--version"))
+    codes = re.findall(r"^sm_(\d+)(\d)$", ask("--list-gpu-code"), re.MULTILINE)
+    known = sorted((int(major), int(minor)) for major, minor in codes)
+    archs = tuple(f"{arch[0]}.{arch[1]}" for arch in known if arch >= _OLDEST_ARCH)
+    if version is None or not archs:
+        raise BuildError(f"{nvcc} tells no version, or no GPU it makes code for. {_INSTALL_CUDA}")
+    return CudaToolkit(nvcc, root, includes, cudart, version[1], archs)
+
+
+def _folders(settings: Mapping[str, str], names: Sequence[str], *usual: Path) -> tuple[Path, ...]:
+    """Return the folders that nvcc's settings name, and the usual ones, that exist, each once."""
+    words = (word for name in names for word in shlex.split(settings.get(name, "")))
+    named = (word.removeprefix("-I").removeprefix("-L") for word in words if word != "-isystem")
+    real = (folder.resolve() for folder in (*map(Path, named), *usual))
+    return tuple(dict.fromkeys(folder for folder in real if folder.is_dir()))
+
+
+def _first_with(file: str, folders: Sequence[Path], nvcc: Compiler) -> Path:
+    for folder in folders:
+        if (folder / file).is_file():
+            return folder
+    looked = ", ".join(map(str, folders)) or "no folder at all"
+    raise BuildError(f"{nvcc} is there, but {file} is not: looked in {looked}. {_INSTALL_CUDA}")
+
+
+def cuda_archs_wanted() -> tuple[str, ...]:
+    """Return what the CUDA engine is to run on: ("8.0", "9.0+PTX"), or ("all",).
+
+    ``PYRINGAR_CUDA_ARCHS`` says it; else the GPUs here, where torch is imported and sees some (CUDA
+    is left alone otherwise); else all that nvcc knows.
+
+    Raises:
+        BuildError: ``PYRINGAR_CUDA_ARCHS`` cannot be read.
+    """
+    chosen = os.environ.get("PYRINGAR_CUDA_ARCHS", "")
+    archs = set(filter(None, re.split(r"[;,\s]+", chosen))) or _archs_of_gpus() or {_ALL_ARCHS}
+    for arch in sorted(archs):
+        if re.fullmatch(r"\d+\.\d(\+PTX)?", arch) is None and archs != {_ALL_ARCHS}:
+            raise BuildError(
+                f"PYRINGAR_CUDA_ARCHS={chosen!r}: {arch!r} is not a compute capability. Expected "
+                "some, such as '9.0' or '8.0;9.0+PTX' (+PTX: newer GPUs too), or 'all'"
+            )
+    archs -= {arch.removesuffix("+PTX") for arch in archs if arch.endswith("+PTX")}
+    return tuple(sorted(archs, key=_arch_number))
+
+
+def _arch_number(arch: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", arch)))
+
+
+def _archs_of_gpus() -> set[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or torch.version.cuda is None or not torch.cuda.is_available():
+        return set()
+    found = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return {f"{major}.{minor}" for major, minor in found}
+
+
+def cuda_archs_built(wanted: Sequence[str], toolkit: CudaToolkit) -> tuple[str, ...]:
+    """Return what to compile for: ``wanted``, with "all" spelled out (and PTX of the newest).
+
+    Raises:
+        BuildError: this nvcc does not know one of them.
+    """
+    if tuple(wanted) == (_ALL_ARCHS,):
+        return (*toolkit.archs[:-1], f"{toolkit.archs[-1]}+PTX")
+    unknown = [arch for arch in wanted if arch.removesuffix("+PTX") not in toolkit.archs]
+    if unknown:
+        raise BuildError(
+            f"nvcc {toolkit} makes no code for compute capability {', '.join(unknown)}, but for "
+            f"{', '.join(toolkit.archs)}. Name some of these in PYRINGAR_CUDA_ARCHS "
+            f"('{toolkit.archs[-1]}+PTX' serves newer GPUs too), or use another toolkit"
+        )
+    return tuple(wanted)
+
+
+def cuda_archs_cover(built: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Say whether an engine built for ``built`` serves ``wanted``, with no code left to make."""
+    there = {*built, *(arch.removesuffix("+PTX") for arch in built), _ALL_ARCHS}
+    return there.issuperset(wanted)
+
+
+def gencode_flags(archs: Sequence[str]) -> list[str]:
+    """Return nvcc's flags for ("8.0", "9.0+PTX")."""
+    flags: list[str] = []
+    for arch in archs:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+        if arch.endswith("+PTX"):
+            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+    return flags
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel for one architecture ("sm_90"); bytes are per thread.
+
+    The functions that a kernel calls count with it: a spill in one of them costs as much.
+    """
+
+    name: str
+    arch: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+def kernels_in(output: str) -> list[Kernel]:
+    """Read the kernels' registers and spills from the output of ``ptxas -v``, sorted by name."""
+    entry = r"Compiling entry function '([^']+)' for '([^']+)'"
+    kernels = []
+    _, *parts = re.split(entry, output)
+    for name, arch, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        uses = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", text)
+        stack, stores, loads = (
+            sum(int(count) for count, what in uses if what == kind)
+            for kind in ("stack frame", "spill stores", "spill loads")
+        )
+        registers = re.search(r"Used (\d+) registers", text)
+        if registers is not None:
+            kernels.append(Kernel(name, arch, int(registers[1]), stack, stores, loads))
+    readable = _demangled([kernel.name for kernel in kernels])
+    named = (replace(kernel, name=readable[kernel.name]) for kernel in kernels)
+    return sorted(named, key=lambda kernel: (kernel.name, _arch_number(kernel.arch)))
+
+
+def _demangled(names: Sequence[str]) -> dict[str, str]:
+    """Return C++ names as people write them, where c++filt is there to ask; else as they are."""
+    tool = shutil.which("c++filt")
+    if tool is None or not names:
+        return dict(zip(names, names, strict=True))
+    said = run_tool([tool], f"{tool} does not work", input="\n".join(names))
+    return dict(zip(names, said.splitlines(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# Python's side, and running tools
 
 
 def find_ninja() -> str:
@@ -284,7 +547,9 @@ def pybind11_version() -> str:
     return str(pybind11.__version__)
 
 
-def run_tool(command: Sequence[str], complaint: str, **options: Any) -> str:
+def run_tool(
+    command: Sequence[str], complaint: str, *, hint: str = _INSTALL_COMPILER, **options: Any
+) -> str:
     """Run a short command and return its output; a failure becomes a BuildError with all of it."""
     try:
         done = subprocess.run(
@@ -298,11 +563,11 @@ def run_tool(command: Sequence[str], complaint: str, **options: Any) -> str:
             **options,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{complaint}: {error}\n  {_INSTALL_COMPILER}") from error
+        raise BuildError(f"{complaint}: {error}\n  {hint}") from error
     if done.returncode != 0:
         raise BuildError(
             f"{complaint}: `{shlex.join(command)}` ended with status {done.returncode} and said\n"
-            f"{indent(done.stdout.splitlines()[-15:])}\n  {_INSTALL_COMPILER}"
+            f"{indent(done.stdout.splitlines()[-15:])}\n  {hint}"
         )
     return str(done.stdout)
 

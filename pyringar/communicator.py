@@ -6,6 +6,7 @@ One process drives all ranks: every call takes one tensor (or list) per rank, in
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar import _native, reference
+from pyringar import _native, interop, reference
 from pyringar.errors import ArgumentError, CollectiveTimeout, UnsupportedError
-from pyringar.topology import Plan, Topology, check_devices
+from pyringar.topology import Plan, Topology, check_devices, choose_algorithm
 
 __all__ = ["ALGORITHMS", "Communicator", "Work", "allreduce"]
 
@@ -28,6 +29,8 @@ _ORDERS = ("any", "rank")
 _PYTHON_ALGORITHMS = ("sharded", "naive")
 
 TensorList = Sequence[Tensor]
+
+logger = logging.getLogger(__name__)
 
 
 class Work:
@@ -53,11 +56,17 @@ class Work:
         """The error it ended with; None while it runs and when all went well."""
         return None if self._native is None else self._native.exception()
 
+    def finished_ns(self) -> int:
+        """When it ended, as ``time.perf_counter_ns`` counts; 0 while it runs and on GPUs."""
+        finished: int = self._native.finished_ns() if self._native is not None else 0
+        return finished
+
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is done; other Python threads run meanwhile.
 
         Args:
-            timeout: Seconds, instead of the communicator's own timeout.
+            timeout: Seconds, instead of the communicator's own timeout. On GPUs nothing is waited
+                for, and it has no meaning.
 
         Returns:
             True.
@@ -74,7 +83,8 @@ class Work:
             raise ArgumentError(f"wait: timeout is {seconds!r}, expected seconds, 0 or more")
         if not self._native.wait(float(seconds)):
             raise CollectiveTimeout(f"wait: the collective is not done after {seconds} s")
-        self._keep_alive = None
+        # On a GPU the streams are in order now, and the tensors still in use.
+        self.is_completed()
         return True
 
 
@@ -100,6 +110,27 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
+def _make_group(devices: tuple[torch.device, ...], timeout_s: float) -> Any:
+    """The engine's side of a communicator: for ranks on the CPU, or with GPUs among them."""
+    if all(device.type == "cpu" for device in devices):
+        return _native.engine().Group(len(devices), timeout_s)
+    place = [-1 if device.type == "cpu" else device.index for device in devices]
+    group = _native.cuda_engine().Group(place, timeout_s)
+    if not group.has_peers():
+        logger.warning(
+            "the GPUs %s cannot reach each other's memory: every byte goes through the host's",
+            ", ".join(f"cuda:{index}" for index in sorted(set(place) - {-1})),
+        )
+    return group
+
+
+def _count_bytes(data: Any) -> int:
+    """Bytes of one rank's data, a list of tensors or of lists; what is neither counts nothing."""
+    first = data[0] if isinstance(data, (list, tuple)) and data else ()
+    tensors = first if isinstance(first, (list, tuple)) else (first,)
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
 class Communicator:
     """A group of ranks that reduce together.
 
@@ -114,7 +145,12 @@ class Communicator:
     Raises:
         ArgumentError: A device that is not there (names those that are), an unknown algorithm or
             order, or a timeout that is no positive number.
-        UnsupportedError: A device that this version has no engine for.
+        BuildError: A rank is on a GPU, and the CUDA engine cannot be built.
+
+    On GPUs, work starts after what is on each device's current stream, the current streams go on
+    after it, and the host does not wait; ``async_op`` runs it on streams of the communicator, and
+    ``Work.wait()`` orders the current streams after it. A rank that was late is found by the next
+    call. Ranks in the host's memory beside GPUs are staged: the host then waits.
 
     One communicator may be used from several threads; its collectives run one at a time. Its
     threads start when first needed and end with :meth:`close`.
@@ -129,19 +165,14 @@ class Communicator:
         timeout: float = 30.0,
     ) -> None:
         self._devices = check_devices(devices)
-        for rank, device in enumerate(self._devices):
-            if device.type != "cpu":
-                raise UnsupportedError(
-                    f"devices[{rank}] is {str(device)!r}; this version has an engine for CPU "
-                    "ranks only"
-                )
+        self._topology = Topology.of(self._devices)
         self._algorithm = _check_choice("algorithm", algorithm, ALGORITHMS)
         self._order = _check_choice("order", order, _ORDERS)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ArgumentError(f"timeout is {timeout!r}, expected a positive number of seconds")
         self._timeout_s = float(timeout)
         self._resolve(None, None)
-        self._group = _native.engine().Group(len(self._devices), self._timeout_s)
+        self._group = _make_group(self._devices, self._timeout_s)
         self._in_flight: list[Work] = []
         self._in_flight_lock = threading.Lock()
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
@@ -159,9 +190,16 @@ class Communicator:
     @property
     def topology(self) -> Topology:
         """Which ranks share a memory."""
-        return Topology(
-            tuple(str(device) for device in self._devices), {"host": tuple(range(self.world_size))}
-        )
+        return self._topology
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can capture the collectives: all ranks are on GPUs.
+
+        The first ``ring`` call, and the first of its size that is staged, allocate memory: make one
+        call before the capture.
+        """
+        return all(device.type == "cuda" for device in self._devices)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -196,7 +234,7 @@ class Communicator:
         Cost: ``fused`` reads and writes every byte once, ``2 k N`` in all. ``ring`` takes
         ``2 (k - 1)`` steps, each rank sending ``2 (k - 1) / k`` of its bytes.
         """
-        chosen = self._resolve(algorithm, order)
+        chosen = self._resolve(algorithm, order, tensors)
         name = _op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
@@ -228,7 +266,7 @@ class Communicator:
 
         Cost: one dispatch for all tensors; nothing is packed or copied.
         """
-        chosen = self._resolve(algorithm, order)
+        chosen = self._resolve(algorithm, order, lists)
         name = _op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
@@ -253,7 +291,7 @@ class Communicator:
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("reduce_scatter")
+        algorithm = self._resolve_engine("reduce_scatter", data=inputs)
         submitted = self._group.reduce_scatter(outputs, inputs, _op_name(op), algorithm, async_op)
         return self._work(submitted) if async_op else None
 
@@ -272,7 +310,7 @@ class Communicator:
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("all_gather")
+        algorithm = self._resolve_engine("all_gather", data=outputs)
         submitted = self._group.all_gather(outputs, inputs, algorithm, async_op)
         return self._work(submitted) if async_op else None
 
@@ -322,7 +360,7 @@ class Communicator:
         Raises:
             ArgumentError, UnsupportedError: As :meth:`all_reduce`.
         """
-        chosen = self._resolve_engine("bind", algorithm, order)
+        chosen = self._resolve_engine("bind", algorithm, order, tensors)
         bound: Callable[[], None] = self._group.bind(tensors, _op_name(op), chosen)
         return bound
 
@@ -339,29 +377,17 @@ class Communicator:
             raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
         if not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
-        k = self.world_size
-        chosen = self._resolve(None, None)
-        steps = {"fused": 0, "direct": 2, "ring": 2 * (k - 1), "naive": 2 * (k - 1)}.get(
-            chosen, 2 * (k - 1)
-        )
-        pass_over_all = chosen in ("fused", "direct", "ring")
-        reason = (
-            "asked for"
-            if self._algorithm != "auto"
-            else "all ranks share the host's memory, where one pass is the least traffic"
-        )
-        return Plan(
-            algorithm=chosen,
-            order="ring" if chosen == "ring" and k > 1 else "rank",
-            steps=steps if k > 1 else 0,
-            traffic_bytes=0 if k == 1 else (2 * k if pass_over_all else 6 * (k - 1)) * nbytes,
-            reason=reason,
-        )
+        if self._algorithm == "auto":
+            algorithm, reason = choose_algorithm(self._topology, nbytes, self._order)
+        else:
+            algorithm, reason = self._algorithm, "asked for"
+        return Plan.of(algorithm, reason, self.world_size, nbytes)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """What ran so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
 
-        ``bytes`` counts one rank's data. Algorithms in plain torch count calls only.
+        ``bytes`` counts one rank's data. Algorithms in plain torch count calls only, and on GPUs
+        nobody on the host knows ``busy_s``.
         """
         stats: dict[str, dict[str, float]] = self._group.stats()
         for name, calls in self._python_calls.items():
@@ -404,26 +430,33 @@ class Communicator:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _resolve(self, algorithm: str | None, order: str | None) -> str:
-        """The algorithm that a call runs, or the reason why it cannot."""
+    def _resolve(self, algorithm: str | None, order: str | None, data: Any = ()) -> str:
+        """The algorithm that a call on ``data`` runs, or the reason why it cannot."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
             _check_choice("algorithm", algorithm, ALGORITHMS)
         order = self._order if order is None else _check_choice("order", order, _ORDERS)
         if algorithm == "auto":
-            return "fused"
+            if self._topology.is_one_memory:
+                return "fused"
+            return choose_algorithm(self._topology, _count_bytes(data), order)[0]
         if algorithm == "ring" and order == "rank":
             raise ArgumentError(
                 "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "
                 "take order='any', or 'fused' or 'direct' for rank order"
             )
+        if algorithm == "fused" and not self._topology.is_one_memory:
+            raise ArgumentError(
+                f"algorithm is 'fused', which needs all ranks in one memory; here are "
+                f"{self._topology}; take auto, direct or ring"
+            )
         return algorithm
 
     def _resolve_engine(
-        self, what: str, algorithm: str | None = None, order: str | None = None
+        self, what: str, algorithm: str | None = None, order: str | None = None, data: Any = ()
     ) -> str:
-        chosen = self._resolve(algorithm, order)
+        chosen = self._resolve(algorithm, order, data)
         if chosen in _PYTHON_ALGORITHMS:
             raise UnsupportedError(
                 f"{what}: algorithm {chosen!r} knows all_reduce and all_reduce_coalesced only; "
@@ -452,11 +485,12 @@ class Communicator:
 
 
 class _Default:
-    """The group behind :func:`allreduce`, which names no ranks: made at first use."""
+    """The groups behind :func:`allreduce`, which names no ranks: made at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._group: Any = None
+        self._on_gpus: dict[tuple[torch.device, ...], Communicator] = {}
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._close)
@@ -468,14 +502,28 @@ class _Default:
                     self._group = _native.engine().Group(0, 30.0)
         return self._group
 
+    def on_gpus(self, data: TensorList) -> Communicator | None:
+        """What reduces these tensors, if one is on a GPU; None for what the CPU's group judges."""
+        tensors = [interop.as_tensor(t) if interop.is_array(t) else t for t in data]
+        if not all(isinstance(t, Tensor) for t in tensors) or not any(t.is_cuda for t in tensors):
+            return None
+        devices = tuple(t.device for t in tensors)
+        with self._lock:
+            if devices not in self._on_gpus:
+                self._on_gpus[devices] = Communicator(devices, order="rank")
+            return self._on_gpus[devices]
+
     def _forget(self) -> None:
         # The parent's threads are not in this process, and its lock may be held for ever.
         self._lock = threading.Lock()
         self._group = None
+        self._on_gpus = {}
 
     def _close(self) -> None:
         if self._group is not None:
             self._group.close()
+        for communicator in self._on_gpus.values():
+            communicator.close()
 
 
 _default = _Default()
@@ -485,15 +533,24 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
     """Sum one tensor per rank into all of them, in place: the book's function, made right.
 
     Args:
-        data: One tensor per rank, any number of them, of equal shape, dtype and strides. The
-            caller's own tensors are written; the list itself is left alone.
+        data: One tensor per rank, any number of them, of equal shape, dtype and strides, on the
+            CPU or on GPUs. The caller's own tensors are written; the list itself is left alone.
         op: As in :meth:`Communicator.all_reduce`.
 
     Raises:
         ArgumentError, UnsupportedError: As :meth:`Communicator.all_reduce`; nothing was changed.
 
-    Cost: ``fused``, one pass, ``2 k N`` bytes of memory traffic, rank order.
+    Cost: in one memory ``fused``, one pass, ``2 k N`` bytes of memory traffic; between GPUs
+    ``direct``. Rank order.
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """
+    if isinstance(data, (list, tuple)) and data:
+        # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if has_cuda or not isinstance(data[0], Tensor):
+            communicator = _default.on_gpus(data)
+            if communicator is not None:
+                communicator.all_reduce(data, op)
+                return
     _default.group().all_reduce(data, _op_name(op), "fused", False)

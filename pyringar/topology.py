@@ -10,7 +10,10 @@ import torch
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["Plan", "Topology", "check_devices"]
+__all__ = ["Plan", "Topology", "check_devices", "choose_algorithm"]
+
+# Between memories, below this many bytes a rank: two barriers beat 2 (k - 1) steps.
+_DIRECT_BELOW_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,20 @@ class Topology:
 
     devices: tuple[str, ...]
     memories: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, devices: Sequence[torch.device]) -> Topology:
+        """The topology of a list with one device per rank."""
+        memories: dict[str, tuple[int, ...]] = {}
+        for rank, device in enumerate(devices):
+            name = "host" if device.type == "cpu" else str(device)
+            memories[name] = (*memories.get(name, ()), rank)
+        return cls(tuple(str(device) for device in devices), memories)
+
+    @property
+    def is_one_memory(self) -> bool:
+        """Whether all ranks share one."""
+        return len(self.memories) == 1
 
     def __str__(self) -> str:
         return ", ".join(f"{name}: ranks {list(ranks)}" for name, ranks in self.memories.items())
@@ -47,11 +64,46 @@ class Plan:
     traffic_bytes: int
     reason: str
 
+    @classmethod
+    def of(cls, algorithm: str, reason: str, world_size: int, nbytes: int) -> Plan:
+        """What ``algorithm`` does with ``nbytes`` per rank."""
+        k = world_size
+        steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
+        passes = 2 * k if algorithm in ("fused", "direct", "ring") else 6 * (k - 1)
+        return cls(
+            algorithm=algorithm,
+            order="ring" if algorithm == "ring" and k > 1 else "rank",
+            steps=steps if k > 1 else 0,
+            traffic_bytes=passes * nbytes if k > 1 else 0,
+            reason=reason,
+        )
+
     def __str__(self) -> str:
         return (
             f"{self.algorithm}: {self.steps} steps, {self.traffic_bytes:,} bytes of memory traffic,"
             f" {self.order} order ({self.reason})"
         )
+
+
+def choose_algorithm(topology: Topology, nbytes: int, order: str) -> tuple[str, str]:
+    """What ``auto`` takes for ``nbytes`` per rank, and why.
+
+    Args:
+        topology: Which ranks share a memory.
+        nbytes: Bytes of one rank's data.
+        order: ``"any"`` or ``"rank"``.
+    """
+    if topology.is_one_memory:
+        (memory,) = topology.memories
+        where = "the host's memory" if memory == "host" else f"the memory of {memory}"
+        return "fused", f"all ranks share {where}, where one pass is the least traffic"
+    if "host" in topology.memories:
+        return "direct", "ranks in the host's memory and on GPUs meet in staging buffers"
+    if order == "rank":
+        return "direct", "rank order between memories"
+    if nbytes < _DIRECT_BELOW_BYTES:
+        return "direct", f"below {_DIRECT_BELOW_BYTES} bytes, two barriers beat a ring's steps"
+    return "ring", "between memories a ring moves the least over every link"
 
 
 def check_devices(devices: Any) -> tuple[torch.device, ...]:
@@ -88,5 +140,7 @@ def check_devices(devices: Any) -> tuple[torch.device, ...]:
                 f"devices[{rank}] is {str(device)!r}, which is not on this machine; "
                 f"there are: {', '.join(there)}"
             )
+        if device == torch.device("cuda"):  # torch's current one; a name for every rank's memory
+            device = torch.device("cuda", torch.cuda.current_device())
         found.append(device)
     return tuple(found)

@@ -23,6 +23,12 @@ def comm():
         yield made
 
 
+def read_only(tensor: Tensor) -> np.ndarray:
+    array = tensor.numpy()
+    array.flags.writeable = False
+    return array
+
+
 def refuse(call: Callable[[], object], kind: type[Exception], *words: str) -> None:
     with pytest.raises(kind) as caught:
         call()
@@ -100,10 +106,15 @@ WRONG = {
         (r"tensors\[0\]", "float8"),
     ),
     "int16": (lambda t: [x.short() for x in t], pr.UnsupportedError, (r"tensors\[0\]", "int16")),
-    "numpy array": (
-        lambda t: [t[0], t[1].numpy(), t[2]],
+    "list of numbers": (
+        lambda t: [t[0], t[1].tolist(), t[2]],
         pr.ArgumentError,
-        (r"tensors\[1\]", "ndarray", "torch.Tensor"),
+        (r"tensors\[1\]", "list", "torch.Tensor"),
+    ),
+    "read-only array": (
+        lambda t: [t[0], read_only(t[1]), t[2]],
+        pr.ArgumentError,
+        ("ndarray", "read-only"),
     ),
     "None": (lambda t: [t[0], None, t[2]], pr.ArgumentError, (r"tensors\[1\]", "NoneType")),
     "number": (lambda t: [t[0], t[1], 7], pr.ArgumentError, (r"tensors\[2\]", "int")),

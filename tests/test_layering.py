@@ -18,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from pyringar import _toolchain
+from pyringar.errors import BuildError
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Ground first. A module may import what stands before it; `__init__` is the public names.
@@ -27,10 +30,16 @@ FLOORS = [
     "_build",
     "_native",
     "topology",
+    "interop",
     "reference",
     "communicator",
     "bucketing",
     "data_parallel",
+    "replicate",
+    "lockstep",
+    "batchnorm",
+    "replica_optimizer",
+    "parallel_module",
     "distributed",
     "trace",
     "cost",
@@ -50,8 +59,17 @@ ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy"}
 INCLUDES = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
-    "bindings": {"core", "cpu", "bindings"},
+    "cuda": {"core", "cuda"},
+    "bucket": {"core", "bucket"},
+    "bindings": {"core", "cpu", "bucket", "bindings"},
 }
+CUDA_BINDINGS = "bindings/cuda_"  # these files may include the CUDA floor
+CUDA_HEADERS = {"cuda.h", "cuda_runtime.h"}
+# Where nvcc does not compile the kernels, the tests' emulator brings CUDA's words.
+EMULATED_FILE, EMULATOR = "cuda/device.cuh", "cuda_emulator.h"
+# How the CUDA engine orders memory is one file's business.
+MEMORY_ORDER = re.compile(r"\b(ld\.acquire|st\.release|fence\.|__threadfence|atomicCAS|membar)")
+MEMORY_ORDER_FILE = "cuda/flag.cuh"
 # Standard headers with which the ground could start or stop a thread.
 THREADS = {"thread", "mutex", "condition_variable", "future", "semaphore", "barrier", "latch"}
 THREADS |= {"shared_mutex", "stop_token"}
@@ -63,10 +81,11 @@ LINUX_ONLY = {"linux/futex.h", "sys/syscall.h"}
 LINUX_FILE = "cpu/os_wait.cpp"
 TEST_PATH = r"tests/[\w/]+\.\w+"
 
+SOURCE_SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 CSRC_FILES = sorted(
     p.relative_to(ROOT / "csrc").as_posix()
     for p in (ROOT / "csrc").rglob("*")
-    if p.suffix in (".h", ".cpp")
+    if p.suffix in SOURCE_SUFFIXES
 )
 
 
@@ -185,7 +204,7 @@ def test_slow_packages_are_imported_in_functions():
 def wrong_includes(csrc: Path) -> list[str]:
     """Every include in csrc that its floor does not allow, as text."""
     found = []
-    for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cpp")]):
+    for path in sorted(p for p in csrc.rglob("*") if p.suffix in SOURCE_SUFFIXES):
         file = path.relative_to(csrc).as_posix()
         floor = file.split("/")[0]
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -197,12 +216,18 @@ def wrong_includes(csrc: Path) -> list[str]:
 
 def is_allowed(floor: str, file: str, *, quoted: bool, name: str) -> bool:
     if quoted:
+        if file == EMULATED_FILE and name == EMULATOR:
+            return True
+        if file.startswith(CUDA_BINDINGS) and name.startswith("cuda/"):
+            return True
         return name.split("/")[0] in INCLUDES[floor]
     is_std = re.fullmatch(r"[a-z_]+", name) is not None
     if floor == "core":
         return is_std and name not in THREADS
     if floor == "bindings":
         return is_std or name.startswith("pybind11/") or name == "Python.h"
+    if floor == "cuda":
+        return is_std or name in CUDA_HEADERS
     return is_std or name in POSIX | INTRINSICS or (name in LINUX_ONLY and file == LINUX_FILE)
 
 
@@ -227,6 +252,12 @@ def test_cpp_includes_point_down():
         ("cpu", "#  include <pybind11/pybind11.h>"),
         ("cpu", "#include <linux/futex.h>"),
         ("cpu", "#include <cuda_runtime.h>"),
+        ("cuda", '#include "cpu/ring.h"'),
+        ("cuda", '#include "bindings/tensor.h"'),
+        ("cuda", '#include "cuda_emulator.h"'),
+        ("cuda", "#include <c10/cuda/CUDAStream.h>"),
+        ("cuda", "#include <cooperative_groups.h>"),
+        ("bindings", '#include "cuda/group.h"'),
         ("bindings", "#include <torch/extension.h>"),
         ("bindings", "#include <ATen/ATen.h>"),
         ("bindings", "#include <c10/util/Half.h>"),
@@ -239,6 +270,12 @@ def test_planted_include_is_caught(tmp_path, floor, line):
     assert wrong_includes(tmp_path) == []
     (tmp_path / floor / "wrong.h").write_text(f"#include <vector>\n{line}\n")
     assert len(wrong_includes(tmp_path)) == 1
+
+
+def test_memory_order_is_in_one_file():
+    files = [file for file in CSRC_FILES if file.startswith("cuda/")]
+    found = [f for f in files if MEMORY_ORDER.search((ROOT / "csrc" / f).read_text())]
+    assert found == [MEMORY_ORDER_FILE]
 
 
 def header_comment(file: str) -> str:
@@ -271,6 +308,15 @@ def compiler() -> str | None:
     return wanted or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
 
 
+def cuda_includes() -> tuple[Path, ...]:
+    """Where cuda_runtime.h is; skips the test where there is no CUDA toolkit."""
+    try:
+        nvcc, host = _toolchain.find_nvcc(), _toolchain.find_compiler()
+        return _toolchain.read_cuda_toolkit(nvcc, host).includes
+    except BuildError as error:
+        pytest.skip(f"no CUDA toolkit: {error}")
+
+
 @pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("header", [file for file in CSRC_FILES if file.endswith(".h")])
 def test_header_compiles_alone(tmp_path, header):
@@ -281,6 +327,8 @@ def test_header_compiles_alone(tmp_path, header):
     unit.write_text(f'#include "{header}"\n#include "{header}"\n')
     flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
     flags += ["-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]  # hidden: pybind11 wants it
+    if header in ("cuda/runtime.h", "cuda/group.h"):
+        flags += [f"-isystem{folder}" for folder in cuda_includes()]
     if header.startswith("bindings/"):
         flags += [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"]
     command = [*shlex.split(compiler() or ""), *flags, str(unit)]

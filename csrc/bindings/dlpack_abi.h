@@ -16,6 +16,7 @@ namespace pyringar::dlpack {
 inline constexpr std::uint32_t kMajorVersion = 1;
 inline constexpr const char* kCapsuleName = "dlpack_exchange_api";
 inline constexpr std::int32_t kCpu = 1;
+inline constexpr std::int32_t kCuda = 2;
 
 enum TypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4 };
 
@@ -40,7 +41,7 @@ struct ExchangeApi {
   void* managed_tensor_from_py_object;
   void* managed_tensor_to_py_object;
   int (*dltensor_from_py_object)(void* object, Tensor* out);
-  void* current_work_stream;
+  int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);
 };
 
 }  // namespace pyringar::dlpack

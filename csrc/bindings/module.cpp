@@ -9,8 +9,9 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <cstring>
 
+#include "bindings/bucketer.h"
+#include "bindings/convert.h"
 #include "bindings/prepare.h"
 #include "bindings/tensor.h"
 #include "core/error.h"
@@ -19,6 +20,10 @@
 namespace pyringar {
 
 namespace {
+
+Algorithm parse_algorithm(py::handle algorithm) {
+  return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
+}
 
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
@@ -67,8 +72,6 @@ struct Bound {
 
 constexpr const char* kBoundCapsule = "pyringar.bound";
 
-void set_python_error(std::exception_ptr pointer);
-
 // A plain C function for Python: a bound call lasts a microsecond, and a class would add a third.
 PyObject* call_bound(PyObject* capsule, PyObject*) {
   try {
@@ -89,25 +92,6 @@ py::object make_bound(GroupPtr group, Prepared prepared) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
-// The value whose name Python passed; names[i] belongs to value i.
-template <typename Enum>
-Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
-  std::string choices;
-  const char* text = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8(given.ptr()) : nullptr;
-  for (int i = 0; i < count; ++i) {
-    const char* name = name_of(static_cast<Enum>(i));
-    if (text != nullptr && std::strcmp(text, name) == 0) return static_cast<Enum>(i);
-    choices += join(i == 0 ? "" : ", ", name);
-  }
-  const std::string value = py::repr(given);
-  fail(ErrorKind::kArgument, argument, " is ", value, ", expected one of ", choices);
-}
-
-ReduceOp parse_op(py::handle op) { return parse<ReduceOp>(op, "op", &op_name, kNumReduceOps); }
-Algorithm parse_algorithm(py::handle algorithm) {
-  return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
-}
-
 // Runs now and returns None, or submits and returns the Work and what must live until it is done:
 // the caller may drop its lists, or change them.
 py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op) {
@@ -121,38 +105,6 @@ py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op
   const auto ranks = std::max<std::size_t>(1, py::len(prepared.written));
   run(*group, prepared.collective, static_cast<int>(ranks));
   return py::none();
-}
-
-// The class of pyringar.errors for each ErrorKind.
-py::object python_class(ErrorKind kind) {
-  constexpr const char* kClasses[] = {"ArgumentError", "UnsupportedError", "CollectiveTimeout",
-                                      "RingarError"};
-  return py::module_::import("pyringar.errors").attr(kClasses[static_cast<int>(kind)]);
-}
-
-void set_python_error(std::exception_ptr pointer) {
-  try {
-    std::rethrow_exception(pointer);
-  } catch (const Error& error) {
-    PyErr_SetString(python_class(error.kind()).ptr(), error.what());
-  } catch (const PythonErrorPending&) {
-    // What Python raised is what the caller gets.
-  } catch (const std::bad_alloc& error) {
-    PyErr_SetString(PyExc_MemoryError, error.what());
-  } catch (const std::exception& error) {
-    PyErr_SetString(python_class(ErrorKind::kState).ptr(), error.what());
-  }
-}
-
-// pybind11 asks one translator after the other; what is not ours goes on to the next.
-void translate(std::exception_ptr pointer) {
-  try {
-    if (pointer) std::rethrow_exception(pointer);
-  } catch (const Error&) {
-    set_python_error(pointer);
-  } catch (const PythonErrorPending&) {
-    set_python_error(pointer);
-  }
 }
 
 py::object exception_of(Work& work) {
@@ -233,7 +185,7 @@ void bind_group(py::module_& m) {
              return run_or_submit(
                  group,
                  prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
-                                    group->world_size(), "all_reduce"),
+                                    {group->world_size()}, "all_reduce"),
                  async_op);
            })
       .def("all_reduce_coalesced",
@@ -242,7 +194,7 @@ void bind_group(py::module_& m) {
              return run_or_submit(
                  group,
                  prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
-                                              group->world_size()),
+                                              {group->world_size()}),
                  async_op);
            })
       .def("reduce_scatter",
@@ -251,7 +203,7 @@ void bind_group(py::module_& m) {
              return run_or_submit(
                  group,
                  prepare_reduce_scatter(outputs, inputs, parse_op(op), parse_algorithm(algorithm),
-                                        group->world_size()),
+                                        {group->world_size()}),
                  async_op);
            })
       .def("all_gather",
@@ -259,12 +211,12 @@ void bind_group(py::module_& m) {
               bool async_op) {
              return run_or_submit(group,
                                   prepare_all_gather(outputs, inputs, parse_algorithm(algorithm),
-                                                     group->world_size()),
+                                                     {group->world_size()}),
                                   async_op);
            })
       .def("broadcast",
            [](const GroupPtr& group, py::handle tensors, int root, bool async_op) {
-             return run_or_submit(group, prepare_broadcast(tensors, root, group->world_size()),
+             return run_or_submit(group, prepare_broadcast(tensors, root, {group->world_size()}),
                                   async_op);
            })
       .def("bind",
@@ -272,20 +224,20 @@ void bind_group(py::module_& m) {
              group->check_usable();
              return make_bound(group,
                                prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
-                                                  group->world_size(), "bind"));
+                                                  {group->world_size()}, "bind"));
            })
       .def("check",
            [](const GroupPtr& group, py::handle tensors) {
              group->check_usable();
              const Prepared prepared = prepare_all_reduce(
-                 tensors, ReduceOp::kSum, Algorithm::kFused, group->world_size(), "all_reduce");
+                 tensors, ReduceOp::kSum, Algorithm::kFused, {group->world_size()}, "all_reduce");
              wait_for_turn(*group);
            })
       .def("check_coalesced",
            [](const GroupPtr& group, py::handle lists) {
              group->check_usable();
              const Prepared prepared = prepare_all_reduce_coalesced(
-                 lists, ReduceOp::kSum, Algorithm::kFused, group->world_size());
+                 lists, ReduceOp::kSum, Algorithm::kFused, {group->world_size()});
              wait_for_turn(*group);
            })
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
@@ -306,10 +258,12 @@ PYBIND11_MODULE(_engine, m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("is_completed", &Work::is_completed)
       .def("exception", &exception_of)
+      .def("finished_ns", &Work::finished_ns)
       .def(
           "wait", [](Work& work, double timeout_s) { return work.wait(to_nanoseconds(timeout_s)); },
           py::call_guard<py::gil_scoped_release>());
   bind_group(m);
+  bind_bucketer(m);
   m.def("build_info", &build_info);
   m.def("ring_step", [](int rank, int world_size, int step) {
     const RingStep s = ring_step(rank, world_size, step);

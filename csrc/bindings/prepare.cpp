@@ -31,6 +31,15 @@ class Sequence {
     }
   }
 
+  // Arrays of other libraries become tensors that share their memory.
+  void adopt_arrays() {
+    for (Py_ssize_t i = 0; i < size(); ++i) {
+      if (is_plain_tensor((*this)[i])) continue;
+      // The tuple is ours and nobody has seen it yet.
+      PyTuple_SetItem(items_.ptr(), i, as_tensor((*this)[i]).release().ptr());
+    }
+  }
+
   Py_ssize_t size() const { return PyTuple_GET_SIZE(items_.ptr()); }
   PyObject* operator[](Py_ssize_t i) const { return PyTuple_GET_ITEM(items_.ptr(), i); }
   const py::tuple& items() const { return items_; }
@@ -55,8 +64,9 @@ void append(const py::list& list, PyObject* item) {
 // Collects the tensors of a call, then checks them against each other and lays out pointers.
 class Builder {
  public:
-  Builder(const char* operation, ReduceOp op, Algorithm algorithm, int world_size)
-      : operation_(operation), world_size_(world_size), grad_(operation) {
+  Builder(const char* operation, ReduceOp op, Algorithm algorithm, int world_size,
+          const std::vector<int>* devices)
+      : operation_(operation), world_size_(world_size), devices_(devices), grad_(operation) {
     collective_.operation = operation;
     collective_.op = op;
     // One rank waits for nobody, and what it has is the result.
@@ -68,6 +78,7 @@ class Builder {
   std::size_t add(PyObject* object, Place place, bool is_written) {
     views_.push_back(read_tensor(object, operation_, place));
     places_.push_back(place);
+    check_device(views_.back(), place);
     if (is_written) grad_.check(object, place);
     return views_.size() - 1;
   }
@@ -99,20 +110,48 @@ class Builder {
     const TensorView& v = views_[i];
     if (v.numel == 0) return v.data;
     if (v.is_dense && (!is_flat || is_c_contiguous(v))) return v.data;
+    if (devices_ != nullptr) return torch_copy(v, places_[i], is_output);
     auto dense = std::make_unique_for_overwrite<std::byte[]>(v.bytes());
     collective_.staged.push_back({v.strided(), std::move(dense), is_input, is_output});
     return collective_.staged.back().dense.get();
   }
 
   // Pointer tables are filled front to back into memory reserved once, so that they stay put.
-  void reserve_pointers(std::size_t n) { collective_.pointers.reserve(n); }
+  void reserve_pointers(std::size_t n) {
+    collective_.pointers.reserve(n);
+    collective_.ranks.reserve(n);
+  }
   void* const* table_end() { return collective_.pointers.data() + collective_.pointers.size(); }
-  void push(void* pointer) { collective_.pointers.push_back(pointer); }
+  void push(void* pointer, int rank) {
+    collective_.pointers.push_back(pointer);
+    collective_.ranks.push_back(rank);
+  }
 
+  Prepared finish(py::object written, py::object read = py::none()) {
+    return {std::move(collective_), std::move(written), std::move(read), std::move(copies_)};
+  }
   Collective& collective() { return collective_; }
   int world_size() const { return world_size_; }
 
  private:
+  void check_device(const TensorView& view, Place place) const {
+    const auto rank = static_cast<std::size_t>(place.index);
+    const int expected = devices_ == nullptr ? kHostDevice : (*devices_)[rank];
+    if (view.device == expected) return;
+    fail(ErrorKind::kArgument, operation_, ": ", place.text(), " is on ", device_name(view.device),
+         ", expected ", device_name(expected), ", the device of rank ", rank);
+  }
+
+  // Made by torch, on its current stream, where our kernels also go.
+  void* torch_copy(const TensorView& view, Place place, bool is_output) {
+    const py::object dense = contiguous(view.object);
+    PyObject* target = is_output ? view.object : Py_None;
+    const auto pair = py::reinterpret_steal<py::object>(PyTuple_Pack(2, target, dense.ptr()));
+    if (!pair) throw_python_error();
+    append(copies_, pair.ptr());
+    return read_tensor(dense.ptr(), operation_, place).data;
+  }
+
   static bool is_c_contiguous(const TensorView& v) {
     std::int64_t expected = 1;
     for (int dim = v.ndim - 1; dim >= 0; --dim) {
@@ -124,8 +163,10 @@ class Builder {
 
   const char* operation_;
   const int world_size_;
+  const std::vector<int>* devices_;
   GradGuard grad_;
   Collective collective_;
+  py::list copies_;
   std::vector<TensorView> views_;
   std::vector<Place> places_;
 };
@@ -145,13 +186,13 @@ void add_in_place(Builder& builder, void* const* table, const TensorView& view) 
 
 }  // namespace
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, int world_size,
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, Ranks who,
                             const char* operation) {
-  const Sequence ranks(tensors, operation, "tensors", expected_ranks(world_size),
-                       "tensor per rank");
+  Sequence ranks(tensors, operation, "tensors", expected_ranks(who.world_size), "tensor per rank");
   check_some_rank(ranks, operation, "tensors");
+  ranks.adopt_arrays();
   const int k = static_cast<int>(ranks.size());
-  Builder builder(operation, op, algorithm, k);
+  Builder builder(operation, op, algorithm, k, who.devices);
   for (int rank = 0; rank < k; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, true);
     builder.check_pair(static_cast<std::size_t>(rank), 0);
@@ -160,25 +201,26 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm
   builder.reserve_pointers(static_cast<std::size_t>(k));
   void* const* table = builder.table_end();
   for (int rank = 0; rank < k; ++rank) {
-    builder.push(builder.memory(static_cast<std::size_t>(rank), true, true, false));
+    builder.push(builder.memory(static_cast<std::size_t>(rank), true, true, false), rank);
   }
   add_in_place(builder, table, builder.view(0));
-  return {std::move(builder.collective()), ranks.items(), py::none()};
+  return builder.finish(ranks.items());
 }
 
 Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
-                                      int world_size) {
+                                      Ranks who) {
   constexpr const char* kOperation = "all_reduce_coalesced";
-  const Sequence ranks(lists, kOperation, "lists", expected_ranks(world_size), "list per rank");
+  const Sequence ranks(lists, kOperation, "lists", expected_ranks(who.world_size), "list per rank");
   check_some_rank(ranks, kOperation, "lists");
   const int k = static_cast<int>(ranks.size());
-  Builder builder(kOperation, op, algorithm, k);
+  Builder builder(kOperation, op, algorithm, k, who.devices);
   py::list written;
   std::vector<Sequence> tensors;
   for (int rank = 0; rank < k; ++rank) {
     const Py_ssize_t expected = rank == 0 ? -1 : tensors[0].size();
     tensors.emplace_back(ranks[rank], kOperation, join("lists[", rank, "]"), expected,
                          "tensor per parameter, as in lists[0]");
+    tensors.back().adopt_arrays();
     for (Py_ssize_t i = 0; i < tensors.back().size(); ++i) {
       PyObject* tensor = tensors.back()[i];
       const std::size_t at = builder.add(tensor, {"lists", rank, static_cast<int>(i)}, true);
@@ -193,11 +235,11 @@ Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm a
     void* const* table = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * num_tensors + i;
-      builder.push(builder.memory(at, true, true, false));
+      builder.push(builder.memory(at, true, true, false), rank);
     }
     add_in_place(builder, table, builder.view(i));
   }
-  return {std::move(builder.collective()), written, py::none()};
+  return builder.finish(written);
 }
 
 namespace {
@@ -250,21 +292,33 @@ Reduction copy_of_bytes(void* const* source, void* const* destinations, int num_
 }
 
 void push_all(Builder& builder, const std::vector<void*>& pointers) {
-  for (void* pointer : pointers) builder.push(pointer);
+  for (std::size_t rank = 0; rank < pointers.size(); ++rank) {
+    builder.push(pointers[rank], static_cast<int>(rank));
+  }
+}
+
+void push_chunks(Builder& builder, const WholeAndChunks& memory, int chunk) {
+  for (std::size_t rank = 0; rank < memory.wholes.size(); ++rank) {
+    builder.push(at_chunk(memory.wholes[rank], memory, builder.world_size(), chunk),
+                 static_cast<int>(rank));
+  }
 }
 
 }  // namespace
 
 Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                Algorithm algorithm, int world_size) {
+                                Algorithm algorithm, Ranks who) {
   constexpr const char* kOperation = "reduce_scatter";
-  const Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
-  const Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
-  Builder builder(kOperation, op, algorithm, world_size);
+  const int world_size = who.world_size;
+  Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
+  Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
+  out.adopt_arrays();
+  in.adopt_arrays();
+  Builder builder(kOperation, op, algorithm, world_size, who.devices);
   const WholeAndChunks memory = read_whole_and_chunks(builder, in, "inputs", out, "outputs", true);
   const auto k = static_cast<std::size_t>(world_size);
   Collective& collective = builder.collective();
-  if (memory.numel == 0) return {std::move(collective), out.items(), in.items()};
+  if (memory.numel == 0) return builder.finish(out.items(), in.items());
   if (algorithm == Algorithm::kRing && world_size > 1) {
     builder.reserve_pointers(2 * k);
     void* const* sources = builder.table_end();
@@ -273,30 +327,32 @@ Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp 
     push_all(builder, memory.chunks);
     collective.rings.push_back(
         {sources, destinations, memory.numel, memory.dtype, RingPhases::kReduceScatter});
-    return {std::move(collective), out.items(), in.items()};
+    return builder.finish(out.items(), in.items());
   }
   builder.reserve_pointers(k * (k + 1));
   for (int chunk = 0; chunk < world_size; ++chunk) {
     void* const* sources = builder.table_end();
-    for (void* whole : memory.wholes) builder.push(at_chunk(whole, memory, world_size, chunk));
+    push_chunks(builder, memory, chunk);
     void* const* destination = builder.table_end();
-    builder.push(memory.chunks[static_cast<std::size_t>(chunk)]);
+    builder.push(memory.chunks[static_cast<std::size_t>(chunk)], chunk);
     collective.reductions.push_back(
         {sources, destination, world_size, 1, memory.numel / k, memory.dtype});
   }
-  return {std::move(collective), out.items(), in.items()};
+  return builder.finish(out.items(), in.items());
 }
 
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
-                            int world_size) {
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm, Ranks who) {
   constexpr const char* kOperation = "all_gather";
-  const Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
-  const Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
-  Builder builder(kOperation, ReduceOp::kSum, algorithm, world_size);
+  const int world_size = who.world_size;
+  Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
+  Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
+  out.adopt_arrays();
+  in.adopt_arrays();
+  Builder builder(kOperation, ReduceOp::kSum, algorithm, world_size, who.devices);
   const WholeAndChunks memory = read_whole_and_chunks(builder, out, "outputs", in, "inputs", false);
   const auto k = static_cast<std::size_t>(world_size);
   Collective& collective = builder.collective();
-  if (memory.numel == 0) return {std::move(collective), out.items(), in.items()};
+  if (memory.numel == 0) return builder.finish(out.items(), in.items());
   if (algorithm == Algorithm::kRing && world_size > 1) {
     builder.reserve_pointers(2 * k);
     void* const* sources = builder.table_end();
@@ -305,28 +361,30 @@ Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm alg
     push_all(builder, memory.wholes);
     collective.rings.push_back(
         {sources, destinations, memory.numel, memory.dtype, RingPhases::kAllGather});
-    return {std::move(collective), out.items(), in.items()};
+    return builder.finish(out.items(), in.items());
   }
   builder.reserve_pointers(k * (k + 1));
   for (int chunk = 0; chunk < world_size; ++chunk) {
     void* const* source = builder.table_end();
-    builder.push(memory.chunks[static_cast<std::size_t>(chunk)]);
+    builder.push(memory.chunks[static_cast<std::size_t>(chunk)], chunk);
     void* const* destinations = builder.table_end();
-    for (void* whole : memory.wholes) builder.push(at_chunk(whole, memory, world_size, chunk));
+    push_chunks(builder, memory, chunk);
     const std::size_t bytes = memory.numel / k * item_bytes(memory.dtype);
     collective.reductions.push_back(copy_of_bytes(source, destinations, world_size, bytes));
   }
-  return {std::move(collective), out.items(), in.items()};
+  return builder.finish(out.items(), in.items());
 }
 
-Prepared prepare_broadcast(py::handle tensors, int root, int world_size) {
+Prepared prepare_broadcast(py::handle tensors, int root, Ranks who) {
   constexpr const char* kOperation = "broadcast";
-  const Sequence ranks(tensors, kOperation, "tensors", world_size, "tensor per rank");
+  const int world_size = who.world_size;
+  Sequence ranks(tensors, kOperation, "tensors", world_size, "tensor per rank");
   if (root < 0 || root >= world_size) {
     fail(ErrorKind::kArgument, kOperation, ": root is ", root, ", expected a rank from 0 to ",
          world_size - 1);
   }
-  Builder builder(kOperation, ReduceOp::kSum, Algorithm::kFused, world_size);
+  ranks.adopt_arrays();
+  Builder builder(kOperation, ReduceOp::kSum, Algorithm::kFused, world_size, who.devices);
   py::list written;
   for (int rank = 0; rank < world_size; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, rank != root);
@@ -336,11 +394,11 @@ Prepared prepare_broadcast(py::handle tensors, int root, int world_size) {
   builder.check_all_disjoint();
   builder.reserve_pointers(static_cast<std::size_t>(world_size));
   void* const* source = builder.table_end();
-  builder.push(builder.memory(static_cast<std::size_t>(root), true, false, false));
+  builder.push(builder.memory(static_cast<std::size_t>(root), true, false, false), root);
   void* const* destinations = builder.table_end();
   for (int rank = 0; rank < world_size; ++rank) {
     if (rank == root) continue;
-    builder.push(builder.memory(static_cast<std::size_t>(rank), false, true, false));
+    builder.push(builder.memory(static_cast<std::size_t>(rank), false, true, false), rank);
   }
   const TensorView& first = builder.view(0);
   Collective& collective = builder.collective();
@@ -349,7 +407,7 @@ Prepared prepare_broadcast(py::handle tensors, int root, int world_size) {
     collective.reductions.push_back(
         copy_of_bytes(source, destinations, world_size - 1, first.bytes()));
   }
-  return {std::move(collective), written, ranks.items()};
+  return builder.finish(written, ranks.items());
 }
 
 }  // namespace pyringar

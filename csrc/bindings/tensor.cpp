@@ -194,10 +194,11 @@ TensorView read_tensor(PyObject* object, const char* operation, Place place) {
   view.strides = raw.strides;
   view.numel = 1;
   for (int dim = 0; dim < raw.ndim; ++dim) view.numel *= static_cast<std::size_t>(raw.shape[dim]);
-  if (raw.device_type != dlpack::kCpu) {
+  if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) {
     fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " is on device ",
-         text_of(object, "device"), "; this version reduces CPU tensors only");
+         text_of(object, "device"), "; supported are cpu and cuda");
   }
+  view.device = raw.device_type == dlpack::kCpu ? kHostDevice : raw.device_id;
   if (!read_dtype(raw, &view.dtype)) {
     fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " has dtype ",
          text_of(object, "dtype"),
@@ -214,6 +215,32 @@ TensorView read_tensor(PyObject* object, const char* operation, Place place) {
          " is a lazily negated view; pass .resolve_neg()");
   }
   return view;
+}
+
+std::string device_name(int device) {
+  return device == kHostDevice ? "cpu" : join("cuda:", device);
+}
+
+void* current_stream(int device) {
+  auto* tensor_type = reinterpret_cast<PyTypeObject*>(TorchNames::get().tensor_type.ptr());
+  const dlpack::ExchangeApi* api = exchange_api_of(tensor_type);
+  void* stream = nullptr;
+  if (api->current_work_stream(dlpack::kCuda, device, &stream) != 0) throw_python_error();
+  return stream;
+}
+
+py::object contiguous(PyObject* tensor) { return call(attribute(tensor, "contiguous")); }
+
+bool is_plain_tensor(PyObject* object) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == TorchNames::get().tensor_type.ptr();
+}
+
+py::object as_tensor(PyObject* object) {
+  const py::object interop = import_module("pyringar.interop");
+  if (call(attribute(interop.ptr(), "is_array"), object).ptr() != Py_True) {
+    return py::reinterpret_borrow<py::object>(object);
+  }
+  return call(attribute(interop.ptr(), "as_tensor"), object);
 }
 
 std::string describe_shape(const TensorView& view) {

@@ -23,9 +23,13 @@ namespace pyringar {
 
 namespace py = pybind11;
 
+// In place of the index of a GPU.
+inline constexpr int kHostDevice = -1;
+
 struct TensorView {
   PyObject* object;
   std::byte* data;
+  int device;  // index of the GPU, or kHostDevice
   DType dtype;
   bool is_dense;  // its elements fill one block of memory, in whatever order
   int ndim;
@@ -46,6 +50,22 @@ struct Place {
 };
 
 TensorView read_tensor(PyObject* object, const char* operation, Place place);
+
+// "cpu" or "cuda:1".
+std::string device_name(int device);
+
+// torch's current stream on a GPU, as the CUDA runtime knows it.
+void* current_stream(int device);
+
+// tensor.contiguous()
+py::object contiguous(PyObject* tensor);
+
+// torch.Tensor itself, not a subclass: what needs no second look.
+bool is_plain_tensor(PyObject* object);
+
+// A torch.Tensor as it is; an array of another library (CuPy, NumPy, ...) as a tensor that shares
+// its memory; anything else as it is, for read_tensor() to refuse.
+py::object as_tensor(PyObject* object);
 
 std::string describe_shape(const TensorView& view);
 

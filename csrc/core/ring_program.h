@@ -50,7 +50,17 @@ struct RingProgram {
   std::size_t piece_elems;  // at most what a slot holds
   RingPhases phases;
   std::uint32_t base;  // messages that every link has carried before
+  // Several runners may share a rank, each with links of its own: this one takes every
+  // piece_stride-th piece of each chunk, from first_piece on.
+  std::size_t first_piece = 0;
+  std::size_t piece_stride = 1;
 };
+
+PYRINGAR_HD constexpr std::size_t ring_num_own_pieces(const RingProgram& program) {
+  const std::size_t all = num_pieces(program.numel, program.world_size, program.piece_elems);
+  if (all <= program.first_piece) return 0;
+  return (all - program.first_piece + program.piece_stride - 1) / program.piece_stride;
+}
 
 PYRINGAR_HD constexpr int ring_first_action(RingPhases phases, int world_size) {
   return phases == RingPhases::kAllGather ? world_size - 1 : 0;
@@ -64,9 +74,8 @@ PYRINGAR_HD constexpr int ring_last_action(RingPhases phases, int world_size) {
 PYRINGAR_HD constexpr std::uint32_t ring_num_messages(const RingProgram& program) {
   const int actions = ring_last_action(program.phases, program.world_size) -
                       ring_first_action(program.phases, program.world_size);
-  return static_cast<std::uint32_t>(
-      num_pieces(program.numel, program.world_size, program.piece_elems) *
-      static_cast<std::size_t>(actions));
+  return static_cast<std::uint32_t>(ring_num_own_pieces(program) *
+                                    static_cast<std::size_t>(actions));
 }
 
 // Counters wrap after 2^32 messages; their difference does not.
@@ -87,6 +96,10 @@ PYRINGAR_HD constexpr bool reached(std::uint32_t counter, std::uint32_t wanted) 
 //   void gather_own(range, n_out)                own result, kept and sent
 //   void copy_forward(range, n_in, n_out)        result, kept and passed on
 //   void copy_last(range, n_in)                  result, kept
+// nvcc would warn that an engine's methods run on one side only; so does each instance of these.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
 template <class Engine>
 PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int action,
                                  Range range, std::uint32_t n_in, std::uint32_t n_out) {
@@ -114,12 +127,15 @@ PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int
   }
 }
 
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
 template <class Engine>
 PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program) {
   const int k = program.world_size;
   const int first = ring_first_action(program.phases, k);
   const int last = ring_last_action(program.phases, k);
-  const std::size_t pieces = num_pieces(program.numel, k, program.piece_elems);
+  const std::size_t pieces = ring_num_own_pieces(program);
   const std::size_t ticks = pieces == 0 ? 0 : pieces + static_cast<std::size_t>(last - first);
   std::uint32_t received = program.base;
   std::uint32_t sent = program.base;
@@ -131,7 +147,8 @@ PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program) {
       const bool sends = action < last;
       const Range chunk =
           chunk_range(program.numel, k, ring_step(program.rank, k, action).send_chunk);
-      const Range range = piece_range(chunk, program.piece_elems, tick - age);
+      const std::size_t piece = program.first_piece + (tick - age) * program.piece_stride;
+      const Range range = piece_range(chunk, program.piece_elems, piece);
       if (receives && !engine.wait_message(++received, action)) return false;
       if (sends && !engine.wait_slot(++sent, action)) return false;
       run_ring_action(engine, program, action, range, received, sent);

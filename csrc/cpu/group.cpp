@@ -52,8 +52,14 @@ std::exception_ptr Work::exception() {
 void Work::complete(std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   done_ = true;
+  finished_ns_ = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   error_ = std::move(error);
   changed_.notify_all();
+}
+
+std::int64_t Work::finished_ns() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return finished_ns_;
 }
 
 Group::Group(int world_size, std::chrono::nanoseconds timeout)

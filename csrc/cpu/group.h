@@ -42,6 +42,7 @@ struct Collective {
   std::vector<Reduction> reductions;  // fused and direct
   std::vector<RingBuffers> rings;     // ring
   std::vector<void*> pointers;        // what the two above point into; reserved, never regrown
+  std::vector<int> ranks;             // whose memory each of them is
 
   // Tensors with gaps are packed into memory of their own before, and unpacked after.
   struct Staged {
@@ -60,12 +61,14 @@ class Work {
   // False when the timeout passed first. Rethrows what the collective threw.
   bool wait(std::chrono::nanoseconds timeout);
   std::exception_ptr exception();
+  std::int64_t finished_ns();  // on the steady clock; 0 while it runs
   void complete(std::exception_ptr error);
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
+  std::int64_t finished_ns_ = 0;
   std::exception_ptr error_;
 };
 

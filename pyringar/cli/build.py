@@ -1,43 +1,99 @@
-"""``pyringar build``: compile the engine now rather than at the first call."""
+"""``pyringar build``: compile the engines now rather than at the first call."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["add_parser", "run"]
+if TYPE_CHECKING:
+    from pyringar._build import EngineKind
+
+__all__ = ["add_parser", "kernel_table", "run"]
+
+_KERNEL_COLUMNS = {
+    "arch": "arch",
+    "registers": "registers",
+    "stack_bytes": "stack B",
+    "spill_store_bytes": "spill stores B",
+    "spill_load_bytes": "spill loads B",
+    "name": "kernel",
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``build`` to the command line."""
     parser = subparsers.add_parser(
         "build",
-        help="compile the engine now rather than at the first call",
-        description="Compile the C++ engine for this CPU and keep it in the cache. The first call "
-        "of a collective does the same; do it here for images, job scripts and slow machines.",
+        help="compile the engines now rather than at the first call",
+        description="Compile the engine for this CPU, and the CUDA engine where torch is a CUDA "
+        "build and nvcc is there, and keep them in the cache. The first call of a collective does "
+        "the same; do it here for images, job scripts and slow machines.",
     )
-    parser.add_argument("--force", action="store_true", help="compile even if it is there")
+    parser.add_argument("--force", action="store_true", help="compile even what is there")
     parser.add_argument(
-        "--verbose", action="store_true", help="show the compiler's commands and output"
+        "--cuda",
+        action=argparse.BooleanOptionalAction,
+        help="the CUDA engine: whatever torch is, and an error if it cannot be; or not at all",
+    )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show the compilers' commands and output, and each kernel's registers and spills",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build and load the engine, and print where it is, what compiled it, how long it took."""
+    """Build and load the engines, and print where each is, what compiled it, how long it took."""
+    import torch
+
+    from pyringar import _build
+    from pyringar.errors import CompilerNotFoundError
+
+    _build_and_describe(_build.CPU, args)
+    if args.cuda is None and torch.version.cuda is None:
+        print("cuda      not built: torch is a CPU build (--cuda builds it all the same)")
+    elif args.cuda is not False:
+        try:
+            _build_and_describe(_build.CUDA, args)
+        except CompilerNotFoundError as error:
+            if args.cuda or os.environ.get("PYRINGAR_NVCC"):  # asked for, in one way or the other
+                raise
+            print(f"cuda      not built: {error}")
+    return 0
+
+
+def _build_and_describe(kind: EngineKind, args: argparse.Namespace) -> None:
     from pyringar import _build, _native
 
-    started = time.monotonic()
-    found = None if args.force else _build.find_engine()
-    engine = found or _build.build_engine(force=args.force, verbose=args.verbose)
+    started, recipe = time.monotonic(), _build.Recipe(kind=kind)
+    found = None if args.force else _build.find_engine(recipe)
+    engine = found or _build.build_engine(recipe, force=args.force, verbose=args.verbose)
     seconds = time.monotonic() - started
     _native.load(engine)
-    print(f"engine    {engine.path}")
+    print(f"{'cuda' if kind.cuda else 'engine':<9} {engine.path}")
     print(f"compiler  {engine.record['compiler']}")
     print(f"flags     {' '.join(engine.record['flags'])}")
+    if kind.cuda:
+        print(f"nvcc      {engine.record['nvcc']}")
+        print(f"archs     {', '.join(engine.record['archs'])}")
+        if args.verbose:
+            print("\n".join(kernel_table(engine.record["kernels"])))
     if engine.origin == "built":
         print(f"time      {engine.record['build_s']:.1f} s")
     else:
         print(f"time      {seconds:.2f} s: it was there ({engine.origin}); --force compiles again")
-    return 0
+
+
+def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a table of the kernels in a build's record, their names last."""
+    rows = [[str(kernel[key]) for key in _KERNEL_COLUMNS] for kernel in kernels]
+    rows.insert(0, list(_KERNEL_COLUMNS.values()))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([*map(str.rjust, row[:-1], widths), row[-1]])  # names are long: not padded
+        for row in rows
+    ]

@@ -11,7 +11,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyringar._build import EngineKind
 
 __all__ = ["add_parser", "gather", "run"]
 
@@ -20,7 +23,7 @@ ENVIRONMENT = {
     "PYRINGAR_CACHE_DIR": "where engines are kept",
     "CXX": "the C++ compiler",
     "PYRINGAR_NVCC": "the CUDA compiler",
-    "PYRINGAR_CUDA_ARCHS": "GPU architectures to compile for",
+    "PYRINGAR_CUDA_ARCHS": "GPU architectures to compile for: '9.0', '8.0;9.0+PTX', 'all'",
     "PYRINGAR_PREBUILD": "1: `pip install` compiles the engine into the wheel",
     "PYRINGAR_CHECK": "how much the engine checks itself",
     "PYRINGAR_NODE_ID": "which ranks share this machine",
@@ -81,7 +84,14 @@ def _versions() -> dict[str, Any]:
             versions[name] = str(importlib.import_module(name).__version__)
         except Exception as error:  # a torchvision of another torch fails with RuntimeError
             versions[name] = f"cannot be imported: {type(error).__name__}: {error}"
+    versions["torch_cuda"] = _torch_cuda() or "torch is a CPU build: the CUDA engine is absent"
     return versions
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
 
 
 def _build_facts() -> dict[str, Any]:
@@ -92,8 +102,13 @@ def _build_facts() -> dict[str, Any]:
         found = tools.find_compiler()
         return f"{found}: {tools.compiler_version(found)}"
 
+    def cuda_toolkit() -> str:
+        return str(tools.read_cuda_toolkit(tools.find_nvcc(), tools.find_compiler()))
+
     return {
         "compiler": _told(compiler),
+        "cuda_toolkit": _told(cuda_toolkit),
+        "cuda_archs": _told(lambda: ", ".join(tools.cuda_archs_wanted())),
         "ninja": _told(tools.find_ninja),
         "headers": _told(tools.python_include_dirs),
         "sources": _told(lambda: str(_build.Recipe().root())),
@@ -116,22 +131,30 @@ def _cache() -> str:
 
 
 def _engine_facts() -> dict[str, Any]:
-    """Say what is built for this machine, and ask the engine itself what it is."""
-    return {"cpu": _told(_cpu_engine), "cuda": "not part of this version"}
+    """Say what is built for this machine, and ask the engines themselves what they are."""
+    from pyringar import _build
+
+    return {
+        "cpu": _told(lambda: _engine(_build.CPU)),
+        "cuda": _told(lambda: _engine(_build.CUDA)),
+    }
 
 
-def _cpu_engine() -> str | dict[str, Any]:
+def _engine(kind: EngineKind) -> str | dict[str, Any]:
     from pyringar import _build, _native
 
-    engine = _build.find_engine()
+    engine = _build.find_engine(_build.Recipe(kind=kind))
     if engine is None:
+        if kind.cuda and _torch_cuda() is None:
+            return "not built: torch is a CPU build; `pyringar build --cuda` builds it all the same"
         return "not built yet: the first call compiles it, `pyringar build` does it now"
-    module = _native.load(engine)
+    module, record = _native.load(engine), engine.record
     return {
         "found_in": engine.origin,
         "path": str(engine.path),
-        "built_with": engine.record["compiler"],
-        "flags": " ".join(engine.record["flags"]),
+        "built_with": record["compiler"],
+        "flags": " ".join(record["flags"]),
+        **({"nvcc": record["nvcc"], "archs": ", ".join(record["archs"])} if kind.cuda else {}),
         **(module.build_info() if hasattr(module, "build_info") else {}),
     }
 
@@ -161,19 +184,34 @@ def _devices() -> dict[str, Any]:
 
 
 def _peers() -> dict[str, Any]:
-    """Say which device reads which other one's memory directly: row reads column."""
+    """Say which device reads and writes which other one's memory: row reaches column."""
     import torch
 
     peers: dict[str, Any] = {"cpu": "all CPU ranks share one memory"}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    probed = _probed_links(count)
     for row in range(count):
         peers[f"cuda:{row}"] = {
             f"cuda:{column}": "self"
             if row == column
-            else ("yes" if torch.cuda.can_device_access_peer(row, column) else "no")
+            else probed.get((row, column))
+            or ("yes" if torch.cuda.can_device_access_peer(row, column) else "no")
             for column in range(count)
         }
     return peers
+
+
+def _probed_links(count: int) -> dict[tuple[int, int], str]:
+    """What the CUDA engine found with real data; nothing where it is not built yet."""
+    from pyringar import _build, _native
+
+    if count < 2 or _build.find_engine(_build.Recipe(kind=_build.CUDA)) is None:
+        return {}
+    found = {}
+    for source, target, can_access, delivers in _native.cuda_engine().peer_links(range(count)):
+        lies = "says yes, delivers wrong data: not used"
+        found[source, target] = "yes, probed" if delivers else (lies if can_access else "no")
+    return found
 
 
 def render(facts: Mapping[str, Mapping[str, Any]]) -> str:

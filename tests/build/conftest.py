@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 import textwrap
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_engine import MODULE_CPP
+from tiny_engine import CUDA_MODULE_CPP, KERNEL_CU, MODULE_CPP, run
 
 from pyringar import _build, _native
 
@@ -18,7 +20,11 @@ from pyringar import _build, _native
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's own, not there yet, and no environment variable of the user's."""
-    for name in ("CXX", *(name for name in os.environ if name.startswith("PYRINGAR_"))):
+    for name in (
+        "CXX",
+        "CUDA_HOME",
+        *(name for name in os.environ if name.startswith("PYRINGAR_")),
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -28,11 +34,34 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tiny(tmp_path: Path) -> _build.Recipe:
     """The sources of an engine whose value() is 42."""
     root = tmp_path / "csrc"
-    for floor in _build.FLOORS:
+    for floor in ("bindings", "cpu", "core"):
         (root / floor).mkdir(parents=True)
     (root / "core/value.h").write_text("#pragma once\ninline constexpr long kValue = 42;\n")
     (root / "bindings/module.cpp").write_text(MODULE_CPP)
     return _build.Recipe(root)
+
+
+@pytest.fixture
+def tiny_cuda(tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch) -> _build.Recipe:
+    """A CUDA engine beside the tiny one, for one architecture so that it is there in seconds."""
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
+    (tiny.root() / "cuda").mkdir()
+    (tiny.root() / "cuda/kernel.cu").write_text(KERNEL_CU)
+    (tiny.root() / "bindings/cuda_module.cpp").write_text(CUDA_MODULE_CPP)
+    return _build.Recipe(tiny.root(), kind=_build.CUDA)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """The Python of a fresh virtual environment that finds torch where this one does."""
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    found = home / "bin" / "python"
+    site = run(found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
+    # A .pth inside the borrowed folder is not read: a pyringar installed there stays unseen.
+    borrowed = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    (Path(site.strip()) / "borrowed.pth").write_text("\n".join(borrowed))
+    return found
 
 
 @pytest.fixture
@@ -55,7 +84,10 @@ def wrapper(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pretend that this process has not loaded the engine."""
-    monkeypatch.delitem(sys.modules, _native._NAME, raising=False)
+    """Pretend that this process has loaded no engine."""
+    names = (_native._NAME, _native._CUDA_NAME)
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield
-    sys.modules.pop(_native._NAME, None)
+    for name in names:
+        sys.modules.pop(name, None)

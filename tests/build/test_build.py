@@ -256,12 +256,12 @@ def test_a_compiler_that_hangs_is_ended(
 
 def pretend_wheel(recipe: _build.Recipe, **changes: Any) -> Path:
     """Put an engine where ``PYRINGAR_PREBUILD=1`` puts one: beside the sources."""
-    folder = recipe.root().parent / "_prebuilt"
-    folder.mkdir(exist_ok=True)
+    folder = recipe.root().parent / "_prebuilt" / recipe.kind.module
+    folder.mkdir(parents=True, exist_ok=True)
     content = recipe.content()
     content.update(changes)
     (folder / "build.json").write_text(json.dumps({"content": content, "compiler": "theirs"}))
-    engine = folder / f"{_build.MODULE}{tools.extension_suffix()}"
+    engine = folder / f"{recipe.kind.module}{tools.extension_suffix()}"
     engine.write_bytes(b"")
     return engine
 

@@ -30,7 +30,7 @@ def test_threads_load_one_engine(
     built, calls, results = _build.ensure_engine(tiny), [], []
     assert _native.loaded_engine() is None
 
-    def slow_ensure() -> _build.Engine:
+    def slow_ensure(recipe: _build.Recipe) -> _build.Engine:
         calls.append(1)
         time.sleep(0.05)
         return built
@@ -53,7 +53,7 @@ def test_an_engine_that_cannot_be_loaded(
 ) -> None:
     built = _build.ensure_engine(tiny)
     built.path.write_bytes(b"no machine code")
-    monkeypatch.setattr(_build, "ensure_engine", lambda: built)
+    monkeypatch.setattr(_build, "ensure_engine", lambda recipe: built)
     with pytest.raises(BuildError, match="pyringar build --force") as caught:
         _native.engine()
     assert isinstance(caught.value.__cause__, ImportError)

@@ -7,20 +7,16 @@ runs the tests, so that nothing large is downloaded; the build requirements come
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tiny_engine import REPO, needs_compiler
+from tiny_engine import REPO, needs_compiler, run
 
 import pyringar
 from pyringar import _build
@@ -43,26 +39,6 @@ SHIPPED = ("csrc", "pyringar", "tests", "pyproject.toml", "setup.py", "README.md
 slow = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str | Path) -> str:
-    """Run a command, with none of the user's settings, and return what it printed."""
-    variables = dict(os.environ)
-    for name in list(variables):
-        if name.startswith(("PYRINGAR_", "PYTHONPATH")) or name == "CXX":
-            del variables[name]
-    variables.update({name: str(value) for name, value in environment.items()})
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode != 0) == fails, done.stdout
-    return done.stdout
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the checkout, for pip writes into it."""
@@ -74,19 +50,6 @@ def tree(tmp_path: Path) -> Path:
             target.parent.mkdir(exist_ok=True)
             shutil.copy(source, target)
     return tmp_path / "tree"
-
-
-@pytest.fixture
-def python(tmp_path: Path) -> Path:
-    """The Python of a fresh virtual environment that finds torch where this one does."""
-    home = tmp_path / "venv"
-    venv.create(home, with_pip=True)
-    found = home / "bin" / "python"
-    site = run(found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
-    # A .pth inside the borrowed folder is not read: a pyringar installed there stays unseen.
-    borrowed = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
-    (Path(site.strip()) / "borrowed.pth").write_text("\n".join(borrowed))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +70,11 @@ def names_in(archive: Path) -> set[str]:
 
 
 def sources() -> set[str]:
-    recipe = _build.Recipe()
-    return {path.relative_to(recipe.root()).as_posix() for path in recipe.files()}
+    """Every source of both engines."""
+    recipes = [_build.Recipe(kind=kind) for kind in (_build.CPU, _build.CUDA)]
+    return {
+        path.relative_to(recipe.root()).as_posix() for recipe in recipes for path in recipe.files()
+    }
 
 
 def use(python: Path, cwd: Path, **environment: str | Path) -> Mapping[str, object]:

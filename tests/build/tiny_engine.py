@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from pyringar import _build, _native
+from pyringar import _toolchain as tools
+from pyringar.errors import CompilerNotFoundError
 
 REPO = Path(__file__).resolve().parents[2]
 MODULE_CPP = """
@@ -29,6 +31,37 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_engine", "", -1, methods,
                              nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__engine() { return PyModule_Create(&module); }
 """
+KERNEL_CU = """
+#include <cuda_runtime.h>
+#include "core/value.h"
+namespace tiny {
+template <typename T> __global__ void add(T* x) { x[threadIdx.x] += kValue; }
+template __global__ void add<float>(float*);
+}
+cudaError_t launch(float* x) {
+  tiny::add<float><<<1, 1>>>(x);
+  return cudaGetLastError();
+}
+"""
+CUDA_MODULE_CPP = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cuda_runtime_api.h>
+cudaError_t launch(float* x);
+static PyObject* count_error(PyObject*, PyObject*) {
+  int count = 0;
+  return PyUnicode_FromString(cudaGetErrorName(cudaGetDeviceCount(&count)));
+}
+static PyObject* launch_error(PyObject*, PyObject*) {
+  return PyUnicode_FromString(cudaGetErrorName(launch(nullptr)));
+}
+static PyMethodDef methods[] = {{"count_error", count_error, METH_NOARGS, ""},
+                                {"launch_error", launch_error, METH_NOARGS, ""},
+                                {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cuda_engine", "", -1, methods,
+                             nullptr, nullptr, nullptr, nullptr};
+PyMODINIT_FUNC PyInit__cuda_engine() { return PyModule_Create(&module); }
+"""
 # A process that imports the build alone (no torch: 0.1 s), builds a tiny engine and loads it.
 CHILD = """
 import importlib, pathlib, sys, types
@@ -40,9 +73,39 @@ engine = _build.ensure_engine(_build.Recipe(pathlib.Path(sys.argv[2])))
 print(engine.origin, _native.load(engine).value())
 """
 
+
+def has_nvcc() -> bool:
+    try:
+        tools.find_nvcc()
+    except CompilerNotFoundError:
+        return False
+    return True
+
+
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
 )
+needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc")
+
+
+def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str | Path) -> str:
+    """Run a command, with none of the user's settings, and return what it printed."""
+    variables = dict(os.environ)
+    for name in list(variables):
+        if name.startswith(("PYRINGAR_", "PYTHONPATH")) or name == "CXX":
+            del variables[name]
+    variables.update({name: str(value) for name, value in environment.items()})
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stdout
+    return done.stdout
 
 
 def child(recipe: _build.Recipe, before: Sequence[str] = ()) -> subprocess.Popen[str]:

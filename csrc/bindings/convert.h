@@ -1,0 +1,71 @@
+// convert: names to enums, and our exceptions to Python's, for every module of the bindings.
+//
+// Floor     bindings
+// Contract  an unknown name is an ArgumentError with the choices; every ErrorKind becomes the class
+//           of the same name in pyringar.errors.
+// Threads   with the GIL held.
+// Tests     tests/test_arguments.py, tests/test_communicator.py
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "bindings/tensor.h"
+#include "core/error.h"
+
+namespace pyringar {
+
+// The value whose name Python passed; names[i] belongs to value i.
+template <typename Enum>
+Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
+  std::string choices;
+  const char* text = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8(given.ptr()) : nullptr;
+  for (int i = 0; i < count; ++i) {
+    const char* name = name_of(static_cast<Enum>(i));
+    if (text != nullptr && std::strcmp(text, name) == 0) return static_cast<Enum>(i);
+    choices += join(i == 0 ? "" : ", ", name);
+  }
+  const std::string value = py::repr(given);
+  fail(ErrorKind::kArgument, argument, " is ", value, ", expected one of ", choices);
+}
+
+inline ReduceOp parse_op(py::handle op) {
+  return parse<ReduceOp>(op, "op", &op_name, kNumReduceOps);
+}
+
+// The class of pyringar.errors for each ErrorKind.
+inline py::object python_class(ErrorKind kind) {
+  constexpr const char* kClasses[] = {"ArgumentError", "UnsupportedError", "CollectiveTimeout",
+                                      "RingarError", "CudaError"};
+  return py::module_::import("pyringar.errors").attr(kClasses[static_cast<int>(kind)]);
+}
+
+inline void set_python_error(std::exception_ptr pointer) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    PyErr_SetString(python_class(error.kind()).ptr(), error.what());
+  } catch (const PythonErrorPending&) {
+    // What Python raised is what the caller gets.
+  } catch (const std::bad_alloc& error) {
+    PyErr_SetString(PyExc_MemoryError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(python_class(ErrorKind::kState).ptr(), error.what());
+  }
+}
+
+// pybind11 asks one translator after the other; what is not ours goes on to the next.
+inline void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error&) {
+    set_python_error(pointer);
+  } catch (const PythonErrorPending&) {
+    set_python_error(pointer);
+  }
+}
+
+}  // namespace pyringar

@@ -1,0 +1,94 @@
+// args: what hosts hand to kernels: plain structures, the same on both sides.
+//
+// Floor     cuda: host and device, plain C++; no CUDA header.
+// Units     bytes, elements, nanoseconds. Pointers are of the device that runs the kernel, or of
+//           memory that it can reach.
+// Contract  all are passed by value, and fit the 32,764 bytes that a launch can carry.
+// Tests     tests/cpp/cuda/
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/ring_program.h"
+
+namespace pyringar::cuda {
+
+// -- waiting --------------------------------------------------------------------------------------
+
+// A flag has a cache line of its own: kFlagStride words lie between two of an array.
+inline constexpr int kFlagStride = 32;
+
+enum class Awaited : std::int32_t { kMessage, kSlot, kBarrier };
+
+// Written by the device, read by the host, in memory of the host that both can see.
+struct Failure {
+  std::uint32_t is_set;  // last, after all the others
+  Awaited what;
+  std::int32_t rank;  // who waited; at a barrier: index of the device
+  std::int32_t peer;  // for whom
+  std::int32_t step;  // of the ring; at a barrier: 0 for the first, 1 for the second
+  std::uint32_t seen;
+  std::uint32_t wanted;
+};
+
+// What every kernel that waits is given.
+struct Patience {
+  std::uint64_t timeout_ns;
+  std::uint32_t* gave_up;  // one word on this device: 0, or 1 once somebody has failed
+  Failure* failure;
+  std::int32_t withheld;  // rank, or device of a barrier, that does not take part; -1 for none
+};
+
+// -- direct ---------------------------------------------------------------------------------------
+
+inline constexpr int kMaxDevices = 16;
+
+// The barrier as one device sees it. Flags are [from device][block], kFlagStride words apart.
+struct BarrierPorts {
+  std::uint32_t* arrived;                     // here: written by the other devices
+  std::uint32_t* arrived_there[kMaxDevices];  // the same of every other device
+  std::uint32_t* count;                       // here: barriers passed, [block]
+  std::int32_t device;
+  std::int32_t num_devices;
+  std::int32_t max_blocks;
+};
+
+// -- ring -----------------------------------------------------------------------------------------
+
+inline constexpr int kRingThreads = 512;
+inline constexpr int kMaxLocalRanks = 64;
+
+// The links of one rank, as seen on its device. Flags are kFlagStride words apart per channel;
+// slots are [channel][slot].
+struct RingPorts {
+  const std::byte* in_slots;
+  const std::uint32_t* in_flag;
+  std::uint32_t* in_taken;  // prev's out_taken
+  std::byte* out_slots;     // next's in_slots
+  std::uint32_t* out_flag;  // next's in_flag
+  const std::uint32_t* out_taken;
+  std::uint32_t* base;  // messages carried so far
+};
+
+struct RingArgs {
+  const RingPorts* ports;  // of this device's ranks, in device memory
+  std::uint64_t numel;
+  std::uint32_t piece_elems;
+  std::uint32_t num_slots;
+  std::uint32_t slot_bytes;
+  std::int32_t world_size;
+  std::int32_t num_channels;
+  std::int32_t divisor;
+  RingPhases phases;
+  Patience patience;
+  std::int32_t rank[kMaxLocalRanks];
+  const void* input[kMaxLocalRanks];
+  void* output[kMaxLocalRanks];
+};
+
+// In a slot, element i of a piece lies at index shift + i, shift below this: a piece has as many
+// elements less than the slot's bytes would hold.
+inline constexpr std::size_t kSlotSpareElems = 16;
+
+}  // namespace pyringar::cuda

@@ -1,0 +1,147 @@
+// flag: the one file of the CUDA engine that knows memory order, and how long a kernel waits.
+//
+// Floor     cuda: device code. Without nvcc the same lines compile for host threads, which is how
+//           the kernels run under ThreadSanitizer.
+// Units     nanoseconds on the device's global clock.
+// Contract  signal() publishes everything that the threads of the block wrote before it, to every
+//           device and to the host; whoever has seen it through wait() reads what was written.
+//           Counters only grow (modulo 2^32). A wait ends: with the counter, with somebody else's
+//           failure, or at the deadline (a little later for later steps, see kNsPerStep), which
+//           is reported once per device.
+//
+//             all threads   write payload, fence (system)        one thread's fence alone orders
+//             block         barrier                              its own writes; barrier and fence
+//             thread 0      store flag, release, system scope    together order all of them
+//
+//             thread 0      load flag, acquire, system scope     the acquire also drops what the
+//             block         barrier                              multiprocessor's L1 has kept
+//             all threads   read payload, past L1
+// Source    PTX ISA, memory consistency model: release and acquire patterns, causality order.
+// Tests     tests/cpp/cuda/, tests/test_cuda.py
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/args.h"
+#include "cuda/device.cuh"
+
+namespace pyringar::cuda {
+
+PYRINGAR_DEVICE inline std::uint64_t now_ns() {
+#if defined(__CUDACC__)
+  std::uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+#else
+  return emulated_now_ns();
+#endif
+}
+
+PYRINGAR_DEVICE inline std::uint32_t load_acquire(const std::uint32_t* flag) {
+#if defined(__CUDA_ARCH__)
+  std::uint32_t value;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+#endif
+}
+
+PYRINGAR_DEVICE inline void store_release(std::uint32_t* flag, std::uint32_t value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+#else
+  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+#endif
+}
+
+PYRINGAR_DEVICE inline void fence_system() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+#else
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
+// True for the first caller on this device.
+PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
+#if defined(__CUDA_ARCH__)
+  return atomicCAS(word, 0u, 1u) == 0u;
+#else
+  std::uint32_t zero = 0;
+  return __atomic_compare_exchange_n(word, &zero, 1u, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+#endif
+}
+
+// Everything the block wrote, then the flag. Called by all threads of the block.
+PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value) {
+  fence_system();
+  block_barrier();
+  if (thread_index() == 0) store_release(flag, value);
+}
+
+// The block has read everything it was to read, and wrote nothing that the other side reads.
+PYRINGAR_DEVICE inline void acknowledge(std::uint32_t* flag, std::uint32_t value) {
+  block_barrier();
+  if (thread_index() == 0) store_release(flag, value);
+}
+
+// Looks at the clock, and at others' failures, only every so often.
+inline constexpr int kSpinsPerLook = 64;
+
+// All who wait began together and would give up together, but only one reports: it should be the
+// culprit's neighbour, who waits for the earliest step, and not one who waits for that neighbour.
+inline constexpr std::uint64_t kNsPerStep = 5'000'000;
+
+// One thread waits. `report` fills in who waited for whom.
+template <typename Report>
+PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, std::uint32_t wanted, int step,
+                          const Patience& patience, std::uint64_t started_ns, Report&& report) {
+  const std::uint64_t timeout_ns =
+      patience.timeout_ns + static_cast<std::uint64_t>(step) * kNsPerStep;
+  for (int spins = 1;; ++spins) {
+    const std::uint32_t seen = load_acquire(flag);
+    if (reached(seen, wanted)) return true;
+    if (spins % kSpinsPerLook != 0) continue;
+    if (load_acquire(patience.gave_up) != 0) return false;
+    if (now_ns() - started_ns < timeout_ns) {
+      spin_pause();
+      continue;
+    }
+    if (claim(patience.gave_up)) {
+      Failure& failure = *patience.failure;
+      failure.seen = seen;
+      failure.wanted = wanted;
+      report(failure);
+      fence_system();
+      store_release(&failure.is_set, 1);
+    }
+    return false;
+  }
+}
+
+// A block's waits: thread 0 looks, all learn. Two answers in turn, so that one barrier is enough.
+class BlockWaits {
+ public:
+  PYRINGAR_DEVICE BlockWaits(const Patience& patience, std::uint32_t* two_shared_words)
+      : patience_(patience), answers_(two_shared_words), started_ns_(now_ns()) {}
+
+  template <typename Report>
+  PYRINGAR_DEVICE bool wait(const std::uint32_t* flag, std::uint32_t wanted, int step,
+                            Report&& report) {
+    turn_ ^= 1;
+    if (thread_index() == 0) {
+      answers_[turn_] = spin(flag, wanted, step, patience_, started_ns_, report) ? 1u : 0u;
+    }
+    block_barrier();
+    return answers_[turn_] != 0;
+  }
+
+ private:
+  const Patience& patience_;
+  std::uint32_t* const answers_;
+  const std::uint64_t started_ns_;
+  int turn_ = 0;
+};
+
+}  // namespace pyringar::cuda

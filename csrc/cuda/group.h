@@ -1,0 +1,138 @@
+// group: the ranks of one communicator on GPUs: who is where, what stages what, and the launches.
+//
+// Floor     cuda: host.
+// Units     bytes, nanoseconds. A Collective borrows the tensors' memory; on return the work is
+//           enqueued, not done, and tensors must live until it is.
+// Contract  Work starts after what is on each device's stream, and the streams go on after it; the
+//           host never waits, except for ranks in the host's memory.
+//           One device: `fused` is one launch for everything that a kernel's arguments hold,
+//           `direct` the same. Several: `direct` and `ring` are one launch per device and tensor
+//           table; launches of one process that wait across devices follow each other in one order
+//           on all devices, so that two communicators cannot wait for each other.
+//           No allocation, host wait or lock on the device while a stream is captured; what a first
+//           call allocates is refused there with the advice to call once before.
+//           A kernel's failed wait is found by the next call: the group then refuses everything
+//           with that reason. The devices stay usable.
+// Threads   any; calls of one group run one at a time.
+// Tests     tests/test_cuda.py
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/ring_program.h"
+#include "cuda/args.h"
+#include "cuda/runtime.h"
+
+namespace pyringar::cuda {
+
+enum class Algorithm : std::uint8_t { kFused, kDirect, kRing };
+inline constexpr int kNumAlgorithms = 3;
+const char* algorithm_name(Algorithm algorithm);
+
+inline constexpr int kHost = -1;  // in place of a device's index
+
+// One tensor over all ranks. Pointers lie in Collective::pointers.
+struct Part {
+  std::size_t sources;  // index of the first
+  std::size_t destinations;
+  std::size_t numel;
+  DType dtype;
+  RingPhases phases;  // ring only
+};
+
+struct Collective {
+  const char* operation = "collective";
+  Algorithm algorithm = Algorithm::kFused;
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;
+  int num_sources = 0;  // of every part
+  int num_destinations = 0;
+  std::vector<Part> parts;
+  std::vector<void*> pointers;
+  // Which rank each pointer belongs to, for staging.
+  std::vector<int> ranks;
+};
+
+struct GroupStats {
+  std::array<std::uint64_t, kNumAlgorithms> calls{};
+  std::array<std::uint64_t, kNumAlgorithms> bytes{};
+};
+
+class Group {
+ public:
+  // place[r]: the device of rank r, or kHost.
+  Group(std::vector<int> place, std::chrono::nanoseconds timeout);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int world_size() const { return static_cast<int>(place_.size()); }
+  const std::vector<int>& devices() const { return devices_; }  // each once
+  bool has_host_ranks() const { return has_host_ranks_; }
+  bool has_peers() const { return has_peers_; }
+
+  // streams[i] belongs to devices()[i]. bytes: of one rank's data, for stats.
+  void run(const Collective& collective, std::span<const cudaStream_t> streams, std::size_t bytes);
+
+  void check_usable();
+  GroupStats stats();
+  void close();
+  void withhold_rank(int rank);  // for tests: the rank's blocks leave at once; -1 for none
+
+ private:
+  struct Device;
+  struct Ring;
+
+  void check_usable_locked();
+  void run_tables(const Collective& collective, std::span<const cudaStream_t> streams);
+  template <typename T>
+  void launch_tables(const Collective& collective, DType dtype,
+                     std::span<const cudaStream_t> streams);
+  template <typename T>
+  void launch_table(const T& table, DType dtype, ReduceOp op, std::size_t device, int num_blocks,
+                    cudaStream_t stream);
+  const std::vector<int>& most_blocks(const void* kernel, int threads);
+  Patience patience(std::size_t device) const;
+
+  Collective staged(const Collective& collective, std::span<const cudaStream_t> streams);
+  void unstage(const Collective& original, const Collective& staged,
+               std::span<const cudaStream_t> streams);
+  bool needs_staging(const Collective& collective) const;
+  void reserve_staging(std::size_t rank, std::size_t bytes, bool on_host, bool capturing);
+
+  void prepare_ring(bool capturing);
+  void run_ring_part(const Collective& collective, const Part& part,
+                     std::span<const cudaStream_t> streams);
+
+  void synchronize() const;
+  std::string describe_failure(const Failure& failure) const;
+  std::size_t index_of(int device) const;
+
+  const std::vector<int> place_;
+  const std::chrono::nanoseconds timeout_;
+  std::vector<int> devices_;
+  bool has_host_ranks_ = false;
+  bool has_peers_ = true;
+  std::mutex mutex_;
+  std::string broken_;
+  const char* operation_ = "collective";
+  int withheld_rank_ = -1;
+  GroupStats stats_;
+  std::vector<Device> per_device_;
+  std::map<const void*, std::vector<int>> most_blocks_;  // co-resident, by kernel and device
+  std::vector<Memory> staging_;                          // by rank
+  std::vector<std::size_t> staging_bytes_;
+  std::vector<bool> staging_on_host_;
+  std::unique_ptr<Ring> ring_;
+};
+
+}  // namespace pyringar::cuda

@@ -1,0 +1,143 @@
+// peers: see the header.
+//
+// Floor     cuda
+// Tests     see the header
+
+#include "cuda/peers.h"
+
+#include <cuda.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "cuda/flag.cuh"
+#include "cuda/runtime.h"
+
+namespace pyringar::cuda {
+
+namespace {
+
+constexpr int kProbeWords = 4096;
+constexpr int kThreadsOfProbe = 256;
+
+__device__ std::uint32_t pattern(std::uint32_t seed, std::uint32_t i) {
+  return (seed ^ i) * 2654435761u + i;
+}
+
+// Counts the words of the peer's memory that do not hold what was written there.
+__global__ void probe_kernel(std::uint32_t* remote, std::uint32_t seed, std::uint32_t* wrong) {
+  for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
+    remote[i] = pattern(seed, i);
+  }
+  fence_system();
+  block_barrier();
+  for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
+    // What another thread wrote: the own line could come out of a buffer on the way.
+    const std::uint32_t other = (i + 1021) % kProbeWords;
+    if (load_acquire(remote + other) != pattern(seed, other)) atomicAdd(wrong, 1u);
+  }
+}
+
+__global__ void verify_kernel(const std::uint32_t* local, std::uint32_t seed,
+                              std::uint32_t* wrong) {
+  for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
+    if (load_acquire(local + i) != pattern(seed, i)) atomicAdd(wrong, 1u);
+  }
+}
+
+std::uint32_t read_word(const Memory& word, int device) {
+  const OnDevice guard(device);
+  std::uint32_t value = 0;
+  check(cudaMemcpy(&value, word.get(), sizeof value, cudaMemcpyDeviceToHost), "cudaMemcpy", device);
+  return value;
+}
+
+bool probe(int from, int to) {
+  const Memory remote = device_memory(to, kProbeWords * sizeof(std::uint32_t));
+  const Memory wrong_there = device_memory(from, sizeof(std::uint32_t));
+  const Memory wrong_here = device_memory(to, sizeof(std::uint32_t));
+  const auto seed = static_cast<std::uint32_t>(0x9e3779b9u * static_cast<unsigned>(from + 1) +
+                                               static_cast<unsigned>(to));
+  {
+    const OnDevice guard(from);
+    probe_kernel<<<1, kThreadsOfProbe>>>(as<std::uint32_t>(remote), seed,
+                                         as<std::uint32_t>(wrong_there));
+    check(cudaGetLastError(), "peer probe", from);
+    check(cudaStreamSynchronize(nullptr), "peer probe", from);
+  }
+  const OnDevice guard(to);
+  verify_kernel<<<1, kThreadsOfProbe>>>(as<std::uint32_t>(remote), seed,
+                                        as<std::uint32_t>(wrong_here));
+  check(cudaGetLastError(), "peer probe", to);
+  return read_word(wrong_here, to) == 0 && read_word(wrong_there, from) == 0;
+}
+
+PeerLink try_link(int from, int to) {
+  PeerLink link{from, to, false, false};
+  int says_yes = 0;
+  check(cudaDeviceCanAccessPeer(&says_yes, from, to), "cudaDeviceCanAccessPeer", from);
+  link.can_access = says_yes != 0;
+  if (!link.can_access) return link;
+  {
+    const OnDevice guard(from);
+    const cudaError_t status = cudaDeviceEnablePeerAccess(to, 0);
+    if (status == cudaErrorPeerAccessAlreadyEnabled) {
+      cudaGetLastError();  // torch has been here
+    } else {
+      check(status, "cudaDeviceEnablePeerAccess", from);
+    }
+  }
+  link.delivers = probe(from, to);
+  return link;
+}
+
+const PeerLink& link_between(int from, int to) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, int>, PeerLink> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find({from, to});
+  if (found != known.end()) return found->second;
+  return known.emplace(std::pair(from, to), try_link(from, to)).first->second;
+}
+
+}  // namespace
+
+bool enable_peers(int a, int b) {
+  if (a == b) return true;
+  return link_between(a, b).delivers && link_between(b, a).delivers;
+}
+
+std::vector<PeerLink> peer_links(std::span<const int> devices) {
+  std::vector<PeerLink> links;
+  for (const int from : devices) {
+    for (const int to : devices) {
+      if (from != to) links.push_back(link_between(from, to));
+    }
+  }
+  return links;
+}
+
+bool is_peer_visible(const void* memory) {
+  using GetAttribute = CUresult (*)(void*, CUpointer_attribute, CUdeviceptr);
+  static const auto get_attribute = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    check(cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &entry, 12000,
+                                           cudaEnableDefault, &found),
+          "cudaGetDriverEntryPoint");
+#else
+    check(cudaGetDriverEntryPoint("cuPointerGetAttribute", &entry, cudaEnableDefault, &found),
+          "cudaGetDriverEntryPoint");
+#endif
+    return reinterpret_cast<GetAttribute>(entry);
+  }();
+  int from_cuda_malloc = 0;
+  const CUresult status =
+      get_attribute(&from_cuda_malloc, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+                    reinterpret_cast<CUdeviceptr>(memory));
+  return status == CUDA_SUCCESS && from_cuda_malloc != 0;
+}
+
+}  // namespace pyringar::cuda

@@ -1,0 +1,78 @@
+// runtime: the CUDA runtime with owners and exceptions: devices, streams, events, memory.
+//
+// Floor     cuda: host.
+// Contract  every failed call is an Error of kind kCuda that names the call, the device and CUDA's
+//           reason. Owners release on the device they were made on and never throw.
+// Threads   any; the current device of the calling thread is left as it was.
+// Tests     tests/test_cuda.py
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <memory>
+
+namespace pyringar::cuda {
+
+void check(cudaError_t status, const char* call, int device = -1);
+
+// Makes a device current, and the one before it again.
+class OnDevice {
+ public:
+  explicit OnDevice(int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+// Stays until the process ends when its device does not answer any more.
+struct Release {
+  int device = -1;  // of the host's memory: none
+  void operator()(void* memory) const;
+};
+using Memory = std::unique_ptr<void, Release>;
+
+Memory device_memory(int device, std::size_t bytes);  // zeroed
+Memory host_memory(std::size_t bytes);                // zeroed; pinned, and every device sees it
+
+template <typename T>
+T* as(const Memory& memory, std::size_t offset_bytes = 0) {
+  return reinterpret_cast<T*>(static_cast<std::byte*>(memory.get()) + offset_bytes);
+}
+
+class Event {
+ public:
+  explicit Event(int device);
+  ~Event();
+  Event(Event&& other) noexcept;
+  Event& operator=(Event&&) = delete;
+  void record(cudaStream_t stream) const;                 // a stream of the same device
+  void make_wait(cudaStream_t stream, int device) const;  // a stream of any device
+  bool is_done() const;  // one that was recorded in a capture counts as done
+  void synchronize() const;
+
+ private:
+  int device_;
+  cudaEvent_t event_ = nullptr;
+};
+
+class Stream {
+ public:
+  explicit Stream(int device);  // of the highest priority, not ordered with the default stream
+  ~Stream();
+  Stream(Stream&& other) noexcept;
+  Stream& operator=(Stream&&) = delete;
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  int device_;
+  cudaStream_t stream_ = nullptr;
+};
+
+int num_devices();  // 0 without a driver
+bool is_capturing(cudaStream_t stream, int device);
+
+}  // namespace pyringar::cuda

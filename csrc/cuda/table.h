@@ -1,0 +1,161 @@
+// table: the tensors of one launch as tiles, and which tile is where. Passed to kernels by value,
+// so that a launch needs no memory of its own and can be captured in a CUDA graph as it is.
+//
+// Floor     cuda: host and device, plain C++; no CUDA header.
+// Units     elements for ranges, bytes where it says so.
+// Contract  Every element of every segment lies in exactly one of: head, vectors, tail. Vectors are
+//           16-byte aligned for every pointer of the segment. Tile t of a segment holds vectors
+//           [t * tile_packs, ...); its first tile also takes head and tail. A segment without
+//           vectors (its pointers disagree modulo 16) is cut into tiles of single elements.
+// Tests     tests/cpp/cuda/table_test.cpp: all alignments, dtypes and sizes around every edge
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "core/dtype.h"
+
+namespace pyringar::cuda {
+
+#if defined(PYRINGAR_EMULATED_THREADS)
+inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // of the CPU's, in tests
+#else
+inline constexpr int kThreads = 256;
+#endif
+
+// 16-byte loads in flight per thread and source. 8-bit elements take four times the registers.
+PYRINGAR_HD constexpr int packs_per_thread(std::size_t item) { return item == 1 ? 2 : 4; }
+PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {
+  return static_cast<std::size_t>(kThreads * packs_per_thread(item)) * (16 / item);
+}
+
+struct Segment {
+  std::uint64_t numel;
+  std::uint32_t first_tile;  // of this segment, counted over the launch
+  std::uint16_t sources;     // where its pointers begin in the table
+  std::uint16_t destinations;
+  std::uint16_t head;    // elements before the first vector
+  std::uint16_t vector;  // 1: all pointers reach 16-byte alignment after head elements
+  std::uint32_t unused;
+};
+static_assert(sizeof(Segment) == 24);
+
+PYRINGAR_HD constexpr std::uint32_t num_tiles(const Segment& segment, std::size_t item) {
+  const std::size_t body = segment.numel - segment.head;
+  const std::size_t tiles = (body + tile_elems(item) - 1) / tile_elems(item);
+  return static_cast<std::uint32_t>(tiles > 0 ? tiles : 1);
+}
+
+// Elements [begin, end) of the vectors of a segment; what is left on both sides are head and tail.
+PYRINGAR_HD constexpr Range vector_range(const Segment& segment, std::size_t item) {
+  const std::size_t head = segment.head;
+  if (segment.vector == 0) return {head, head};
+  return {head, head + (segment.numel - head) / (16 / item) * (16 / item)};
+}
+
+// A view of either size of table below.
+struct TableView {
+  void* const* pointers;
+  const Segment* segments;
+  std::uint32_t num_segments;
+  std::uint32_t num_tiles;
+  int num_sources;       // of every segment
+  int num_destinations;  // of every segment
+  int divisor;
+};
+
+// The segment of a tile: the last one whose first tile is not behind it.
+PYRINGAR_HD constexpr std::uint32_t find_segment(const TableView& table, std::uint32_t tile) {
+  std::uint32_t low = 0;
+  std::uint32_t high = table.num_segments;
+  while (high - low > 1) {
+    const std::uint32_t middle = (low + high) / 2;
+    if (table.segments[middle].first_tile <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+template <int kPointers, int kSegments>
+struct Table {
+  static constexpr int kMaxPointers = kPointers;
+  static constexpr int kMaxSegments = kSegments;
+  std::uint32_t num_segments = 0;
+  std::uint32_t num_tiles = 0;
+  std::uint32_t num_pointers = 0;
+  std::int32_t num_sources = 0;
+  std::int32_t num_destinations = 0;
+  std::int32_t divisor = 1;
+  void* pointers[kPointers];
+  Segment segments[kSegments];
+
+  PYRINGAR_HD TableView view() const {
+    return {pointers, segments, num_segments, num_tiles, num_sources, num_destinations, divisor};
+  }
+};
+
+// Kernel parameters are copied at every launch: most launches need few. The large table is the most
+// that CUDA 12.1 and newer pass (32,764 bytes) beside a kernel's other arguments: all of ResNet-18
+// for 32 ranks.
+using SmallTable = Table<96, 24>;
+using LargeTable = Table<2860, 390>;
+static_assert(sizeof(SmallTable) < 1400 && sizeof(LargeTable) + 400 <= 32764);
+
+// Tensors of a call that go into one launch: add() says whether there was room.
+template <typename T>
+class TableBuilder {
+ public:
+  TableBuilder(T& table, std::size_t item, int num_sources, int num_destinations, int divisor)
+      : table_(table), item_(item) {
+    table_.num_sources = num_sources;
+    table_.num_destinations = num_destinations;
+    table_.divisor = divisor;
+  }
+
+  // Sources and destinations that are the same list (in place) are stored once.
+  bool add(void* const* sources, void* const* destinations, std::size_t numel) {
+    const auto num_sources = static_cast<std::uint32_t>(table_.num_sources);
+    const auto num_destinations = static_cast<std::uint32_t>(table_.num_destinations);
+    const bool in_place = sources == destinations && num_sources == num_destinations;
+    const std::uint32_t wanted = num_sources + (in_place ? 0 : num_destinations);
+    if (table_.num_segments == T::kMaxSegments ||
+        table_.num_pointers + wanted > static_cast<std::uint32_t>(T::kMaxPointers)) {
+      return false;
+    }
+    Segment& segment = table_.segments[table_.num_segments++];
+    segment = {numel, table_.num_tiles, push(sources, num_sources), 0, 0, 0, 0};
+    segment.destinations = in_place ? segment.sources : push(destinations, num_destinations);
+    align(segment, wanted);
+    table_.num_tiles += num_tiles(segment, item_);
+    return true;
+  }
+
+ private:
+  std::uint16_t push(void* const* pointers, std::uint32_t count) {
+    const auto first = static_cast<std::uint16_t>(table_.num_pointers);
+    for (std::uint32_t i = 0; i < count; ++i) table_.pointers[table_.num_pointers++] = pointers[i];
+    return first;
+  }
+
+  void align(Segment& segment, std::uint32_t count) const {
+    const auto misalignment = [&](std::uint32_t i) {
+      return reinterpret_cast<std::uintptr_t>(table_.pointers[segment.sources + i]) % 16;
+    };
+    for (std::uint32_t i = 1; i < count; ++i) {
+      if (misalignment(i) != misalignment(0)) return;
+    }
+    if (misalignment(0) % item_ != 0) return;
+    const std::size_t head = (16 - misalignment(0)) % 16 / item_;
+    segment.vector = 1;
+    segment.head = static_cast<std::uint16_t>(head < segment.numel ? head : segment.numel);
+  }
+
+  T& table_;
+  const std::size_t item_;
+};
+
+}  // namespace pyringar::cuda

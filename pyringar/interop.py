@@ -1,0 +1,45 @@
+"""Arrays of other libraries as tensors that share their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+from pyringar.errors import ArgumentError
+
+__all__ = ["as_tensor", "is_array"]
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is no tensor, but something that :func:`as_tensor` takes."""
+    return not isinstance(value, Tensor) and (
+        hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    )
+
+
+def as_tensor(array: Any) -> Tensor:
+    """A tensor on the memory of ``array``: CuPy's, NumPy's, or anything that speaks DLPack.
+
+    Args:
+        array: An object with ``__dlpack__`` or ``__cuda_array_interface__``.
+
+    Raises:
+        ArgumentError: It is read-only.
+        BufferError, RuntimeError: What the array's library or torch says of one that cannot be
+            shared, such as a dtype without an equal.
+
+    Cost: nothing is copied. Source: the Python array API's data interchange.
+    """
+    for name in ("__array_interface__", "__cuda_array_interface__"):
+        interface = getattr(array, name, None)
+        if interface is not None and interface["data"][1]:  # torch would write to it nevertheless
+            raise ArgumentError(
+                f"the {type(array).__name__} of shape {interface['shape']} is read-only; "
+                "expected one that can be written (a copy?)"
+            )
+    if hasattr(array, "__dlpack__"):
+        return torch.utils.dlpack.from_dlpack(array)
+    return torch.as_tensor(array, device="cuda")

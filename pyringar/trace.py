@@ -1,0 +1,260 @@
+"""What a training step did and when: spans by rank, as a file, a picture and a table.
+
+A trace is a list of spans. It is written in the Chrome format, which https://ui.perfetto.dev and
+chrome://tracing show, one row for each rank's computation and one for its buckets.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyringar.bucketing import StepStats
+from pyringar.errors import ArgumentError, UnsupportedError
+
+__all__ = ["CATEGORIES", "Span", "Trace"]
+
+CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
+_ROWS = {"bucket": 1}  # computation is row 0
+_COLORS = {
+    "forward": "#8fb8de",
+    "backward": "#3b6ea5",
+    "bucket": "#d98c3f",
+    "wait": "#b3423a",
+    "optimizer": "#6a9f58",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took a while.
+
+    Attributes:
+        name: For people: "backward", "bucket 2".
+        category: One of ``forward``, ``backward``, ``bucket``, ``wait``, ``optimizer``.
+        rank: Whose row it is in.
+        step: Number of the training step.
+        begin_s: Seconds since the trace began.
+        end_s: Likewise.
+        nbytes: Of a bucket: one rank's gradients.
+    """
+
+    name: str
+    category: str
+    rank: int
+    step: int
+    begin_s: float
+    end_s: float
+    nbytes: int = 0
+
+
+class Trace:
+    """Collects spans; one per training run.
+
+    Cost: two readings of a clock for every span. On GPUs spans are the host's: what it enqueued,
+    not what ran.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.step = 0
+        self._begin_ns = time.perf_counter_ns()
+
+    @contextmanager
+    def span(self, category: str, rank: int) -> Iterator[None]:
+        """Record what happens in here."""
+        begin_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(category, category, rank, begin_ns, time.perf_counter_ns())
+
+    def add(
+        self,
+        name: str,
+        category: str,
+        rank: int,
+        begin_ns: int,
+        end_ns: int,
+        nbytes: int = 0,
+    ) -> None:
+        """Record a span; times as ``time.perf_counter_ns`` counts."""
+        if category not in CATEGORIES:
+            raise ArgumentError(
+                f"category is {category!r}, expected one of {', '.join(CATEGORIES)}"
+            )
+        begin_s, end_s = ((t - self._begin_ns) * 1e-9 for t in (begin_ns, end_ns))
+        self.spans.append(Span(name, category, rank, self.step, begin_s, end_s, nbytes))
+
+    def add_buckets(self, stats: StepStats, world_size: int) -> None:
+        """Record the buckets of a step, from launch to done, in the row of every rank."""
+        for index, bucket in enumerate(stats.buckets):
+            if bucket.launched_s is None or bucket.done_s is None:
+                continue
+            begin_ns, end_ns = (
+                stats.begin_ns + round(t * 1e9) for t in (bucket.launched_s, bucket.done_s)
+            )
+            for rank in range(world_size):
+                self.add(f"bucket {index}", "bucket", rank, begin_ns, end_ns, bucket.nbytes)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the Chrome format."""
+        events: list[dict[str, Any]] = []
+        for rank in sorted({span.rank for span in self.spans}):
+            events.append(_named("process_name", rank, 0, f"rank {rank}"))
+            events.append(_named("thread_name", rank, 0, "computation"))
+            events.append(_named("thread_name", rank, 1, "buckets"))
+        events += [
+            {
+                "name": span.name,
+                "cat": span.category,
+                "ph": "X",
+                "pid": span.rank,
+                "tid": _ROWS.get(span.category, 0),
+                "ts": span.begin_s * 1e6,
+                "dur": (span.end_s - span.begin_s) * 1e6,
+                "args": {"step": span.step, "bytes": span.nbytes},
+            }
+            for span in self.spans
+        ]
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArgumentError: The file is not there, or not such a file.
+        """
+        trace = cls()
+        try:
+            events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+            for event in (e for e in events if e["ph"] == "X"):
+                begin_s = event["ts"] * 1e-6
+                trace.spans.append(
+                    Span(
+                        name=event["name"],
+                        category=event["cat"],
+                        rank=event["pid"],
+                        step=event["args"]["step"],
+                        begin_s=begin_s,
+                        end_s=begin_s + event["dur"] * 1e-6,
+                        nbytes=event["args"]["bytes"],
+                    )
+                )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(f"{path} is no trace of pyringar's: {error!r}") from error
+        return trace
+
+    # -- for people --------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Numbers of the steps that it holds."""
+        return sorted({span.step for span in self.spans})
+
+    def of_step(self, step: int) -> list[Span]:
+        """The spans of one step."""
+        return [span for span in self.spans if span.step == step]
+
+    def __str__(self) -> str:
+        """A line per step: milliseconds of each kind, and how much of the buckets was hidden."""
+        header = f"{'step':>5}  {'ms':>8}" + "".join(f"  {name:>9}" for name in CATEGORIES)
+        lines = [f"{header}  {'hidden':>6}"]
+        for step in self.steps():
+            spans = self.of_step(step)
+            rank = [span for span in spans if span.rank == spans[0].rank]
+            total_s = max(s.end_s for s in spans) - min(s.begin_s for s in spans)
+            by_kind = {
+                kind: sum(s.end_s - s.begin_s for s in rank if s.category == kind)
+                for kind in CATEGORIES
+            }
+            cells = "".join(f"  {by_kind[kind] * 1e3:9.2f}" for kind in CATEGORIES)
+            share = _hidden(rank)
+            hidden = "-" if share is None else f"{share:.0%}"
+            lines.append(f"{step:>5}  {total_s * 1e3:8.2f}{cells}  {hidden:>6}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path, step: int | None = None) -> None:
+        """Draw one step, the last one if not named, as a PNG: what overlapped, what stuck out.
+
+        Raises:
+            ArgumentError: There is no such step.
+            UnsupportedError: matplotlib cannot be imported.
+        """
+        steps = self.steps()
+        chosen = step if step is not None else (steps[-1] if steps else None)
+        if chosen is None or chosen not in steps:
+            raise ArgumentError(f"step is {step!r}, expected one of {steps}")
+        try:
+            import matplotlib
+        except ImportError as error:
+            raise UnsupportedError(f"a picture needs matplotlib ({error})") from error
+        matplotlib.use("Agg", force=False)
+        _draw(self.of_step(chosen), chosen, path)
+
+
+def _named(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+
+
+def _hidden(spans: Sequence[Span]) -> float | None:
+    """Share of the buckets' time that lies outside every wait; None without buckets."""
+    buckets = [(s.begin_s, s.end_s) for s in spans if s.category == "bucket"]
+    waits = [(s.begin_s, s.end_s) for s in spans if s.category == "wait"]
+    total = sum(end - begin for begin, end in buckets)
+    if total <= 0:
+        return None
+    exposed = sum(
+        max(0.0, min(end, w_end) - max(begin, w_begin))
+        for begin, end in buckets
+        for w_begin, w_end in waits
+    )
+    return 1 - exposed / total
+
+
+def _draw(spans: Sequence[Span], step: int, path: str | Path) -> None:
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    ranks = sorted({span.rank for span in spans})
+    start = min(span.begin_s for span in spans)
+    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.9 * len(ranks)), layout="constrained")
+    for span in spans:
+        row = 2 * ranks.index(span.rank) + _ROWS.get(span.category, 0)
+        begin_ms, width_ms = (span.begin_s - start) * 1e3, (span.end_s - span.begin_s) * 1e3
+        axes.barh(
+            row,
+            width_ms,
+            left=begin_ms,
+            height=0.75,
+            color=_COLORS[span.category],
+            edgecolor="white",
+            linewidth=0.5,
+        )
+    axes.set_yticks(
+        range(2 * len(ranks)),
+        [f"rank {rank} {what}" for rank in ranks for what in ("computes", "buckets")],
+        fontsize=8,
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(f"step {step}", fontsize=10)
+    kinds = [kind for kind in CATEGORIES if any(span.category == kind for span in spans)]
+    axes.legend(
+        handles=[Patch(color=_COLORS[kind], label=kind) for kind in kinds],
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.18),
+        ncols=len(kinds),
+        frameon=False,
+        fontsize=8,
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,483 @@
+"""The CUDA engine: which nvcc and which GPUs it is built with and for, and that it is built apart.
+
+None of these tests needs a GPU; those that compile need nvcc, and take a tiny engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_engine import REPO, needs_compiler, needs_nvcc, run
+
+from pyringar import _build, _native
+from pyringar import _toolchain as tools
+from pyringar.cli import main
+from pyringar.cli.build import kernel_table
+from pyringar.errors import BuildError, CompilerNotFoundError
+
+PTXAS = """\
+[1/2] nvcc -Xptxas -v -c csrc/cuda/a.cu -o a.o
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN1a3addIdEEvPT_i' for 'sm_90'
+ptxas info    : Function properties for _ZN1a3addIdEEvPT_i
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers
+ptxas info    : Compile time = 14.250 ms
+ptxas info    : Compiling entry function '_Z5heavyPf' for 'sm_120'
+ptxas info    : Function properties for _Z6helperPf
+    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info    : Function properties for _Z5heavyPf
+    1232 bytes stack frame, 1308 bytes spill stores, 1368 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 1232 bytes cumulative stack size, 512 bytes smem
+[2/2] c++ -c csrc/bindings/cuda_module.cpp -o b.o
+"""
+
+
+@pytest.fixture
+def no_nvcc(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that nvcc is nowhere."""
+    monkeypatch.setattr(tools, "_nvcc_places", lambda wanted: iter(()))
+
+
+@pytest.fixture
+def nvcc_in(tmp_path: Path) -> Callable[[str], Path]:
+    """Put a program called nvcc, that does nothing, into a folder."""
+
+    def make(folder: str) -> Path:
+        path = tmp_path / folder / "nvcc"
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def one_root(tiny_cuda: _build.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the tiny engines' sources pyringar's own."""
+    own = tiny_cuda.source_root
+    monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or own)
+
+
+# --- build, load, key ---
+
+
+@needs_compiler
+@needs_nvcc
+def test_builds_links_and_imports_without_a_gpu(
+    cache: Path, tiny_cuda: _build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = _build.ensure_engine(tiny_cuda)
+    assert built.path.name == f"_cuda_engine{tools.extension_suffix()}"
+    assert built.record["archs"] == ["9.0"]
+    (kernel,) = built.record["kernels"]
+    assert "add" in kernel["name"]
+    assert (kernel["arch"], kernel["spill_store_bytes"]) == ("sm_90", 0)
+    assert _build.ensure_engine(tiny_cuda).origin == "cache"
+    asked = []
+    monkeypatch.setattr(_build, "ensure_engine", lambda recipe: asked.append(recipe.kind) or built)
+    assert _native.loaded_cuda_engine() is None
+    module = _native.cuda_engine()
+    assert module is _native.cuda_engine() is _native.loaded_cuda_engine()
+    assert asked == [_build.CUDA]
+    assert _native.loaded_engine() is None
+    # With a GPU or without one, with a driver or without: an answer, and no crash.
+    for error in (module.count_error(), module.launch_error()):
+        assert re.fullmatch("cuda(Success|Error[A-Za-z]+)", error)
+
+
+@needs_compiler
+@needs_nvcc
+def test_the_cuda_runtime_stays_inside(cache: Path, tiny_cuda: _build.Recipe) -> None:
+    """Another cudart in the process, torch's, and this one must not find each other's functions."""
+    path = str(_build.ensure_engine(tiny_cuda).path)
+    needs = tools.run_tool(["readelf", "--dynamic", "--dyn-syms", "--wide", path], "readelf")
+    assert not re.search(r"NEEDED.*lib(cuda|cudart)", needs)
+    assert not re.search(r"\bcuda[A-Z]\w+", needs)
+
+
+def test_each_engine_has_a_key_of_its_own(cache: Path, tiny_cuda: _build.Recipe) -> None:
+    root = tiny_cuda.root()
+    cpu = _build.Recipe(root)
+
+    def edit(file: str) -> tuple[bool, bool]:
+        """Change or add a file; say whose content that changed: the CPU's, CUDA's."""
+        before = cpu.content(), tiny_cuda.content()
+        (root / file).parent.mkdir(exist_ok=True)
+        with open(root / file, "a", encoding="utf-8") as opened:
+            opened.write("// edited\n")
+        return cpu.content() != before[0], tiny_cuda.content() != before[1]
+
+    only_cuda = ("cuda/kernel.cu", "cuda/new.cuh", "cuda/new.h", "cuda/new.cpp")
+    only_cpu = ("bindings/module.cpp", "bindings/new.cpp", "cpu/ring.cpp")
+    for file in (*only_cuda, "bindings/cuda_module.cpp"):
+        assert edit(file) == (False, True), file
+    for file in only_cpu:
+        assert edit(file) == (True, False), file
+    for file in ("core/value.h", "bindings/tensor.h", "cpu/new.h", "cpu/strided.cpp"):
+        assert edit(file) == (True, True), file
+
+
+@needs_nvcc
+@needs_compiler
+def test_archs_and_nvcc_are_in_the_key_and_the_cpu_is_not(
+    cache: Path,
+    tiny_cuda: _build.Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    nvcc_in: Callable[[str], Path],
+) -> None:
+    def folder() -> list[str]:
+        return _build._plan(tiny_cuda, tiny_cuda.content()).folder.name.split("-")
+
+    first = folder()
+    with monkeypatch.context() as patch:
+        patch.setattr(tools, "read_cpu", lambda: tools.Cpu("x86_64", "another", ("avx",)))
+        assert folder() == first
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "8.0")
+    other_archs = folder()
+    monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc_in("other")))
+    other_nvcc = folder()
+    assert first[0] != other_archs[0] == other_nvcc[0]
+    assert other_archs[1] != other_nvcc[1]
+
+
+@needs_compiler
+@needs_nvcc
+def test_an_error_in_a_kernel_is_shown(cache: Path, tiny_cuda: _build.Recipe) -> None:
+    (tiny_cuda.root() / "cuda/wrong.cu").write_text("__global__ int wrong() { nonsense; }\n")
+    with pytest.raises(BuildError, match="compiling the CUDA engine") as caught:
+        _build.ensure_engine(tiny_cuda)
+    for told in ("wrong.cu(1)", "nonsense", "PYRINGAR_NVCC", "build.log"):
+        assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("built", "wanted", "used"),
+    [
+        ("8.0;9.0", "9.0", True),
+        ("8.0;9.0+PTX", "9.0", True),
+        ("8.0;9.0+PTX", "", True),
+        ("9.0", "9.0+PTX", False),
+        ("9.0", "8.0", False),
+    ],
+)
+def test_the_engine_in_the_wheel_serves_its_archs(
+    cache: Path,
+    tiny_cuda: _build.Recipe,
+    no_nvcc: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    built: str,
+    wanted: str,
+    used: bool,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", built)
+    folder = tiny_cuda.root().parent / "_prebuilt" / "_cuda_engine"
+    folder.mkdir(parents=True)
+    record = {"content": tiny_cuda.content(), "archs": list(tools.cuda_archs_wanted())}
+    (folder / "build.json").write_text(json.dumps(record))
+    (folder / f"_cuda_engine{tools.extension_suffix()}").write_bytes(b"")
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", wanted)
+    found = _build.find_engine(tiny_cuda)
+    assert (found is not None and found.origin == "wheel") == used
+    assert ("the CUDA engine in the wheel is not used" in caplog.text) == (not used)
+
+
+# --- finding nvcc ---
+
+
+def test_nvcc_is_looked_for_in_order(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvcc_in: Callable[[str], Path]
+) -> None:
+    wanted, home, on_path, system, pip = map(
+        nvcc_in, ("wanted", "home/bin", "path", "system", "site/nvidia/cu13/bin")
+    )
+    monkeypatch.setenv("PYRINGAR_NVCC", str(wanted))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    monkeypatch.setattr(tools, "_SYSTEM_NVCC", str(system))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    importlib.invalidate_caches()
+    for nvcc in (wanted, home, on_path, system, pip):
+        found = tools.find_nvcc()
+        assert found.command == (str(nvcc),)
+        assert str(nvcc) in found.identity[0]
+        nvcc.unlink()
+        monkeypatch.delenv("PYRINGAR_NVCC", raising=False)
+
+
+def test_a_wrong_pyringar_nvcc_is_not_passed_over(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, nvcc_in: Callable[[str], Path]
+) -> None:
+    monkeypatch.setenv("PATH", str(nvcc_in("bin").parent))
+    monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
+    with pytest.raises(CompilerNotFoundError, match="PYRINGAR_NVCC='/no/such/nvcc'"):
+        tools.find_nvcc()
+
+
+def test_no_nvcc_says_where_it_was_looked_for_and_what_to_install(
+    cache: Path, tiny_cuda: _build.Recipe, no_nvcc: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/no/cuda")
+    with pytest.raises(CompilerNotFoundError) as caught:
+        _build.ensure_engine(tiny_cuda)
+    places = ("PYRINGAR_NVCC", "/no/cuda/bin/nvcc", "PATH=", tools._SYSTEM_NVCC, tools._PIP_NVCC)
+    for told in (*places, "pip install 'pyringar[cuda]'", "CUDA toolkit"):
+        assert told in str(caught.value)
+    assert not cache.exists()
+
+
+@needs_compiler
+@needs_nvcc
+def test_the_toolkit_is_where_nvcc_says(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, nvcc_in: Callable[[str], Path]
+) -> None:
+    real = tools.find_nvcc()
+    wrapper = nvcc_in("wrapper")
+    wrapper.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    monkeypatch.setenv("PYRINGAR_NVCC", str(wrapper))
+    toolkit = tools.read_cuda_toolkit(tools.find_nvcc(), tools.find_compiler())
+    assert toolkit.nvcc.command == (str(wrapper),)
+    assert (toolkit.root / "bin/nvcc").is_file()
+    assert toolkit.root not in wrapper.parents
+    assert any((folder / "cuda_runtime.h").is_file() for folder in toolkit.includes)
+    assert toolkit.cudart.name == "libcudart_static.a"
+    assert toolkit.cudart.is_file()
+    assert re.fullmatch(r"[\d.]+", toolkit.version)
+    assert {"8.0", "9.0"} <= set(toolkit.archs)
+
+
+HEADER = "touch {folder}/include/cuda_runtime.h"
+RUNTIME = "touch {folder}/lib64/libcudart_static.a"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("exit 1", "does not work"),
+        ("echo hello", "does not say where its toolkit is"),
+        ("echo '#$ TOP={folder}'", "cuda_runtime.h is not"),
+        (f"{HEADER}; echo '#$ TOP={{folder}}'", "libcudart_static.a is"),
+        (f"{HEADER}; {RUNTIME}; echo '#$ TOP={{folder}}'", "no GPU it makes code for"),
+    ],
+)
+def test_a_broken_toolkit_is_named(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nvcc_in: Callable[[str], Path],
+    said: str,
+    told: str,
+) -> None:
+    for folder in ("include", "lib64"):
+        (tmp_path / folder).mkdir()
+    nvcc = nvcc_in("broken")
+    nvcc.write_text("#!/bin/sh\n" + said.format(folder=tmp_path))
+    monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc))
+    with pytest.raises(BuildError, match=told) as caught:
+        tools.read_cuda_toolkit(tools.find_nvcc(), tools.find_compiler())
+    assert str(nvcc) in str(caught.value)
+    assert "pyringar[cuda]" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("/bin/sh", ("-ccbin", "/bin/sh")),
+        ("ccache /bin/sh", ("-ccbin", "/bin/sh")),
+        ("g++ -m64", ()),
+        ("ccache g++ -m64", ()),
+    ],
+)
+def test_nvcc_gets_the_host_compiler_if_it_is_a_plain_one(
+    command: str, flags: tuple[str, ...]
+) -> None:
+    assert tools.nvcc_host_flags(tools.Compiler(tuple(command.split()), ())) == flags
+
+
+# --- architectures ---
+
+TOOLKIT = tools.CudaToolkit(
+    tools.Compiler(("nvcc",), ()), Path("/cuda"), (), Path(), "13.0.88", ("8.0", "9.0", "12.0")
+)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wanted", "built"),
+    [
+        ("9.0", ("9.0",), ("9.0",)),
+        ("9.0+PTX;8.0", ("8.0", "9.0+PTX"), ("8.0", "9.0+PTX")),
+        (" 12.0, 9.0 9.0", ("9.0", "12.0"), ("9.0", "12.0")),
+        ("9.0;9.0+PTX", ("9.0+PTX",), ("9.0+PTX",)),
+        ("all", ("all",), ("8.0", "9.0", "12.0+PTX")),
+        ("", ("all",), ("8.0", "9.0", "12.0+PTX")),
+    ],
+)
+def test_archs(
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str,
+    wanted: tuple[str, ...],
+    built: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
+    assert tools.cuda_archs_wanted() == wanted
+    assert tools.cuda_archs_built(wanted, TOOLKIT) == built
+
+
+@pytest.mark.parametrize("chosen", ["sm_90", "9", "9.0;hopper", "9.0+ptx", "all;9.0", "9.0a"])
+def test_archs_that_are_none_are_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
+    with pytest.raises(BuildError, match=re.escape(f"PYRINGAR_CUDA_ARCHS={chosen!r}")) as caught:
+        tools.cuda_archs_wanted()
+    assert "'8.0;9.0+PTX'" in str(caught.value)
+
+
+def test_archs_that_nvcc_does_not_know_are_refused() -> None:
+    with pytest.raises(BuildError, match=r"13\.0\.88.* no code .*10\.3.* 8\.0, 9\.0, 12\.0\b"):
+        tools.cuda_archs_built(("9.0", "10.3"), TOOLKIT)
+
+
+def test_the_gpus_here_are_the_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda index: [(12, 0), (9, 0), (9, 0)][index]
+    )
+    assert tools.cuda_archs_wanted() == ("9.0", "12.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert tools.cuda_archs_wanted() == ("all",)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert tools.cuda_archs_wanted() == ("all",), "torch is asked, and not imported to be asked"
+
+
+def test_gencode_flags() -> None:
+    assert tools.gencode_flags(("8.0", "12.0+PTX")) == [
+        *("-gencode", "arch=compute_80,code=sm_80"),
+        *("-gencode", "arch=compute_120,code=sm_120"),
+        *("-gencode", "arch=compute_120,code=compute_120"),
+    ]
+
+
+# --- registers and spills ---
+
+
+def test_kernels_are_read_from_what_ptxas_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools.shutil, "which", lambda name: None)
+    heavy, light = tools.kernels_in(PTXAS)
+    assert light == tools.Kernel("_ZN1a3addIdEEvPT_i", "sm_90", 8, 0, 0, 0)
+    assert heavy == tools.Kernel("_Z5heavyPf", "sm_120", 64, 1248, 1312, 1376)
+    assert tools.kernels_in("no kernels\n") == []
+
+
+@pytest.mark.skipif(tools.shutil.which("c++filt") is None, reason="no c++filt")
+def test_kernels_have_readable_names() -> None:
+    assert [kernel.name for kernel in tools.kernels_in(PTXAS)] == [
+        "heavy(float*)",
+        "void a::add<double>(double*, int)",
+    ]
+
+
+def test_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools.shutil, "which", lambda name: None)
+    heavy = vars(tools.kernels_in(PTXAS)[0])
+    assert kernel_table([heavy]) == [
+        "  arch  registers  stack B  spill stores B  spill loads B  kernel",
+        "sm_120         64     1248            1312           1376  _Z5heavyPf",
+    ]
+
+
+# --- the command line ---
+
+
+@needs_compiler
+@needs_nvcc
+def test_build_command_with_cuda(
+    cache: Path, one_root: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "--cuda", "--verbose"]) == 0
+    told = capsys.readouterr().out
+    for words in ("_engine.", "_cuda_engine.", "archs     9.0", "spill stores", "tiny"):
+        assert words in told
+    assert main(["info"]) == 0
+    told = capsys.readouterr().out
+    for words in ("_cuda_engine.", "archs            9.0", "nvcc      ", "toolkit "):
+        assert words in told
+
+
+@needs_compiler
+def test_build_command_says_why_there_is_no_cuda_engine(
+    cache: Path,
+    one_root: None,
+    no_nvcc: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def build(*arguments: str) -> Any:
+        return main(["build", *arguments]), "".join(capsys.readouterr())
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    status, told = build()
+    assert (status, "torch is a CPU build" in told) == (0, True)
+    assert "cuda " not in build("--no-cuda")[1]
+    status, told = build("--cuda")
+    assert (status, "CompilerNotFoundError" in told) == (1, True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    status, told = build()
+    assert (status, "cuda      not built: no CUDA compiler" in told) == (0, True)
+    monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
+    status, told = build()
+    assert (status, "/no/such/nvcc" in told) == (1, True)
+
+
+# --- nvcc from pip alone ---
+
+FROM_PIP = """
+import json, pathlib, sys, types
+package = types.ModuleType("pyringar")
+package.__path__ = [sys.argv[1]]
+sys.modules["pyringar"] = package
+from pyringar import _build, _native, _toolchain as tools
+tools._SYSTEM_NVCC = "/nowhere"
+built = _build.ensure_engine(_build.Recipe(pathlib.Path(sys.argv[2]), kind=_build.CUDA))
+print(built.record["nvcc"], _native.load(built).count_error())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="pip has nvcc for Linux")
+def test_nvcc_from_pip_alone_builds_it(
+    tmp_path: Path, cache: Path, tiny_cuda: _build.Recipe, python: Path
+) -> None:
+    """What the extra ``cuda`` brings is enough: compiler, headers, the CUDA runtime to link."""
+    project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = re.search(r'^cuda = .*"(cuda-toolkit\[.+?)"', project, re.MULTILINE)
+    assert wanted is not None
+    run(python, "-m", "pip", "install", wanted[1], cwd=tmp_path)
+    told = run(
+        *(python, "-c", FROM_PIP, REPO / "pyringar", str(tiny_cuda.source_root)),
+        cwd=tmp_path,
+        PATH="/usr/bin:/bin",
+        CUDA_HOME="",
+        PYRINGAR_CACHE_DIR=cache,
+        PYRINGAR_CUDA_ARCHS="9.0",
+    )
+    assert re.search(rf"toolkit {python.parents[1]}.*/nvidia/cu13\) cuda\w+$", told.strip())

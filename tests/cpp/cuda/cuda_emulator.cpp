@@ -1,0 +1,105 @@
+// cuda_emulator: see the header.
+
+#include "cuda_emulator.h"
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "check.h"
+
+namespace pyringar::emulator {
+
+class BlockBarrier {
+ public:
+  explicit BlockBarrier(std::size_t num_threads) : num_threads_(num_threads) {}
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (++arrived_ == num_threads_) {
+      arrived_ = 0;
+      ++passed_;
+      changed_.notify_all();
+      return;
+    }
+    const std::uint64_t before = passed_;
+    changed_.wait(lock, [&] { return passed_ != before; });
+  }
+
+ private:
+  const std::size_t num_threads_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::size_t arrived_ = 0;
+  std::uint64_t passed_ = 0;
+};
+
+namespace {
+
+struct Block {
+  explicit Block(unsigned num_threads) : barrier(num_threads) {}
+
+  BlockBarrier barrier;
+  std::array<std::uint32_t, 2> words{};
+};
+
+// All threads begin together: deadlines count from there.
+void run_at_once(stress::Random& random, const Launch& launch) {
+  std::deque<Block> blocks;
+  for (unsigned b = 0; b < launch.num_blocks; ++b) blocks.emplace_back(launch.num_threads);
+  BlockBarrier start(std::size_t{launch.num_blocks} * launch.num_threads);
+  std::vector<std::thread> threads;
+  for (unsigned b = 0; b < launch.num_blocks; ++b) {
+    for (unsigned t = 0; t < launch.num_threads; ++t) {
+      threads.emplace_back([&, b, t, own = random.fork()]() mutable {
+        here = {t,
+                launch.num_threads,
+                b,
+                launch.num_blocks,
+                blocks[b].words.data(),
+                &blocks[b].barrier,
+                &own};
+        start.wait();
+        launch.kernel();
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+void run_in_turn(const Launch& launch) {
+  for (unsigned b = 0; b < launch.num_blocks; ++b) {
+    for (unsigned t = 0; t < launch.num_threads; ++t) {
+      here = {t, launch.num_threads, b, launch.num_blocks, nullptr, nullptr, nullptr};
+      launch.kernel();
+    }
+  }
+  here = {};
+}
+
+void run_streams(stress::Random& random, const std::vector<std::vector<Launch>>& streams) {
+  std::vector<std::thread> threads;
+  for (const std::vector<Launch>& stream : streams) {
+    threads.emplace_back([&stream, own = random.fork()]() mutable {
+      for (const Launch& launch : stream) {
+        stress::dawdle(own);
+        run_at_once(own, launch);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void wait_for_block() {
+  CHECK(here.barrier != nullptr, "a barrier in a kernel that was launched as one without");
+  stress::dawdle(*here.random);
+  here.barrier->wait();
+}
+
+void pause_a_little() { std::this_thread::yield(); }
+
+}  // namespace pyringar::emulator

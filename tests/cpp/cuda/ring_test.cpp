@@ -1,0 +1,324 @@
+// ring_test: the ring kernel with ranks on one to three devices of threads: call after call on the
+// same links, counters that wrap, a rank that does not come.
+
+#include "cuda/ring.cuh"
+
+#include <algorithm>
+
+#include "emulated.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+using cuda::Awaited;
+using cuda::Bytes16;
+using cuda::Failure;
+using cuda::kFlagStride;
+using cuda::RingArgs;
+using cuda::RingPorts;
+using emulator::Launch;
+
+// Slots lie this far apart and pieces are cut for less: what is between must stay as it was.
+constexpr std::uint32_t kSlotBytes = 320;
+constexpr std::uint32_t kUsedSlotBytes = 256;
+constexpr std::uint32_t kCanaryWord = 0xa5a5a5a5;
+
+// One collective of one phase: numbers in, numbers expected.
+struct RingCall {
+  RingCall(Random& random, int world_size, int max_channels)
+      : phases(static_cast<RingPhases>(random.below(3))),
+        op(phases == RingPhases::kAllGather ? ReduceOp::kSum : random_op(random)),
+        divisor(op == ReduceOp::kMean ? world_size : 1),
+        dtype(random_dtype(random)),
+        numel(random_size(random, world_size)),
+        in_place(phases == RingPhases::kAllReduce && random.one_in(2)),
+        num_channels(random.between(1, max_channels)),
+        num_threads(static_cast<unsigned>(random.between(1, 3))) {
+    const std::size_t most = kUsedSlotBytes / partial_bytes(dtype) - cuda::kSlotSpareElems;
+    piece_elems = random.one_in(3) ? 1 + random.below(most) : most;
+    for (int rank = 0; rank < world_size; ++rank) {
+      const std::size_t own = chunk_range(numel, world_size, rank).size();
+      inputs.emplace_back(random, dtype, 1, phases == RingPhases::kAllGather ? own : numel,
+                          random_addresses(random));
+      if (in_place) continue;
+      outputs.emplace_back(random, dtype, 1, phases == RingPhases::kReduceScatter ? own : numel,
+                           random_addresses(random));
+    }
+  }
+
+  // Mostly a few pieces per channel.
+  static std::size_t random_size(Random& random, int world_size) {
+    const auto k = static_cast<std::size_t>(world_size);
+    return random.one_in(4) ? random.below(2 * k) : random.below(k * (random.one_in(4) ? 600 : 90));
+  }
+  void* output(int rank) const {
+    return (in_place ? inputs : outputs)[static_cast<std::size_t>(rank)][0];
+  }
+  std::uint32_t num_messages(int world_size, int channel) const {
+    return ring_num_messages({0, world_size, numel, piece_elems, phases, 0,
+                              static_cast<std::size_t>(channel),
+                              static_cast<std::size_t>(num_channels)});
+  }
+
+  void check() const;
+  std::vector<std::byte> expected() const;
+
+  RingPhases phases;
+  ReduceOp op;
+  int divisor;
+  DType dtype;
+  std::size_t numel;
+  bool in_place;
+  int num_channels;
+  unsigned num_threads;
+  std::size_t piece_elems = 0;
+  std::deque<Tensors> inputs;
+  std::deque<Tensors> outputs;
+};
+
+std::vector<std::byte> RingCall::expected() const {
+  std::vector<const void*> sources;
+  std::vector<std::byte> gathered;
+  for (const Tensors& input : inputs) {
+    sources.push_back(input.before()[0]);
+    const auto* bytes = static_cast<const std::byte*>(sources.back());
+    if (phases == RingPhases::kAllGather) {
+      gathered.insert(gathered.end(), bytes, bytes + input.bytes());
+    }
+  }
+  if (phases == RingPhases::kAllGather) return gathered;
+  return expected_reduction(dtype, op, divisor, sources, numel, true);
+}
+
+void RingCall::check() const {
+  const std::vector<std::byte> whole = expected();
+  const int k = static_cast<int>(inputs.size());
+  for (int rank = 0; rank < k; ++rank) {
+    const bool is_chunk = phases == RingPhases::kReduceScatter;
+    const Range range = is_chunk ? chunk_range(numel, k, rank) : Range{0, numel};
+    check_same(dtype, output(rank), whole.data() + range.begin * item_bytes(dtype), range.size(),
+               join("ring phases ", static_cast<int>(phases), " ", op_name(op), " over ", k,
+                    " ranks, rank ", rank));
+    // The same bits on all ranks, NaN included.
+    CHECK(is_chunk || numel == 0 ||
+              std::memcmp(output(rank), output(0), numel * item_bytes(dtype)) == 0,
+          "rank ", rank, " holds other bits than rank 0");
+  }
+  for (const Tensors& input : inputs) in_place ? input.check_canaries() : input.check_unchanged();
+  for (const Tensors& output : outputs) output.check_canaries();
+}
+
+// Ranks on devices, links wired as in cuda/group.cpp.
+class RingDevices {
+ public:
+  RingDevices(Random& random, int world_size, int num_channels, std::uint32_t base,
+              std::uint64_t timeout_ns);
+
+  RingArgs args(std::size_t device, const RingCall& call, int withheld);
+  std::size_t num_devices() const { return ranks_.size(); }
+  const std::vector<int>& ranks(std::size_t device) const { return ranks_[device]; }
+  const Failure& failure(std::size_t device) const { return failures_[device]; }
+  std::uint32_t num_slots() const { return num_slots_; }
+  // All counters of a channel have moved on by this much.
+  void check_counters(int channel, std::uint32_t wanted) const;
+  void check_slots() const;
+
+ private:
+  static std::size_t at(int channel) { return static_cast<std::size_t>(channel * kFlagStride); }
+  RingPorts ports(int rank);
+
+  const int world_size_;
+  const std::uint32_t num_slots_;
+  const std::uint64_t timeout_ns_;
+  std::vector<std::vector<int>> ranks_;            // by device, none empty
+  std::vector<std::vector<Bytes16>> slots_;        // by reading rank
+  std::vector<std::vector<std::uint32_t>> flags_;  // by reading rank
+  std::vector<std::vector<std::uint32_t>> taken_;  // by writing rank
+  std::vector<std::vector<std::uint32_t>> bases_;  // by rank
+  std::vector<std::vector<RingPorts>> ports_;      // by device
+  std::vector<std::uint32_t> gave_up_;
+  std::vector<Failure> failures_;
+};
+
+RingDevices::RingDevices(Random& random, int world_size, int num_channels, std::uint32_t base,
+                         std::uint64_t timeout_ns)
+    : world_size_(world_size), num_slots_(ring_num_slots(world_size)), timeout_ns_(timeout_ns) {
+  ranks_.resize(static_cast<std::size_t>(random.between(1, 3)));
+  const auto channels = static_cast<std::size_t>(num_channels);
+  const Bytes16 canary = {{kCanaryWord, kCanaryWord, kCanaryWord, kCanaryWord}};
+  for (int rank = 0; rank < world_size; ++rank) {
+    ranks_[random.below(ranks_.size())].push_back(rank);
+    slots_.emplace_back(channels * num_slots_ * kSlotBytes / sizeof(Bytes16), canary);
+    for (auto* counters : {&flags_, &taken_, &bases_}) {
+      counters->emplace_back(channels * kFlagStride, base);
+    }
+  }
+  std::erase_if(ranks_, [](const std::vector<int>& ranks) { return ranks.empty(); });
+  for (const std::vector<int>& ranks : ranks_) {
+    ports_.emplace_back();
+    for (const int rank : ranks) ports_.back().push_back(ports(rank));
+  }
+  gave_up_.resize(ranks_.size());
+  failures_.resize(ranks_.size());
+}
+
+RingPorts RingDevices::ports(int r) {
+  const auto rank = static_cast<std::size_t>(r);
+  const std::size_t prev = (rank + slots_.size() - 1) % slots_.size();
+  const std::size_t next = (rank + 1) % slots_.size();
+  return {reinterpret_cast<const std::byte*>(slots_[rank].data()),
+          flags_[rank].data(),
+          taken_[prev].data(),
+          reinterpret_cast<std::byte*>(slots_[next].data()),
+          flags_[next].data(),
+          taken_[rank].data(),
+          bases_[rank].data()};
+}
+
+RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withheld) {
+  RingArgs args{};
+  args.ports = ports_[device].data();
+  args.numel = call.numel;
+  args.piece_elems = static_cast<std::uint32_t>(call.piece_elems);
+  args.num_slots = num_slots_;
+  args.slot_bytes = kSlotBytes;
+  args.world_size = world_size_;
+  args.num_channels = call.num_channels;
+  args.divisor = call.divisor;
+  args.phases = call.phases;
+  args.patience = {timeout_ns_, &gave_up_[device], &failures_[device], withheld};
+  for (std::size_t i = 0; i < ranks_[device].size(); ++i) {
+    const int rank = ranks_[device][i];
+    args.rank[i] = rank;
+    args.input[i] = call.inputs[static_cast<std::size_t>(rank)][0];
+    args.output[i] = call.output(rank);
+  }
+  return args;
+}
+
+void RingDevices::check_counters(int channel, std::uint32_t wanted) const {
+  for (const auto* counters : {&flags_, &taken_, &bases_}) {
+    for (const auto& of_rank : *counters) {
+      CHECK(of_rank[at(channel)] == wanted, "channel ", channel, " counted to ",
+            of_rank[at(channel)], ", expected ", wanted);
+    }
+  }
+}
+
+void RingDevices::check_slots() const {
+  for (const std::vector<Bytes16>& slots : slots_) {
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      if (i * sizeof(Bytes16) % kSlotBytes < kUsedSlotBytes) continue;
+      for (const std::uint32_t word : slots[i].word) {
+        CHECK(word == kCanaryWord, "a piece was written past the end of its slot");
+      }
+    }
+  }
+}
+
+Launch launch_of(const RingCall& call, const RingArgs& args, std::size_t num_ranks) {
+  const auto kernel = kernel_of<RingArgs>(call.dtype, call.op, cuda::KernelKind::kRing);
+  const auto blocks = static_cast<unsigned>(num_ranks) * static_cast<unsigned>(call.num_channels);
+  return {blocks, call.num_threads, [=] { kernel(args); }};
+}
+
+// Mostly so that the counters wrap within the round.
+std::uint32_t random_base(Random& random) {
+  return random.one_in(3) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60));
+}
+
+// One rank alone would send to itself: hosts do not launch that.
+int random_world_size(Random& random) { return random.one_in(8) ? 8 : random.between(2, 5); }
+
+// On every device: who reports is whom the culprit's neighbour made wait, and names a peer that is
+// not there, or one that waits itself. The earliest step over all devices names the culprit.
+std::string check_failures(const RingDevices& devices, int world_size, int absent,
+                           std::uint32_t base) {
+  const Failure* earliest = nullptr;
+  for (std::size_t d = 0; d < devices.num_devices(); ++d) {
+    const Failure& failure = devices.failure(d);
+    const std::vector<int>& ranks = devices.ranks(d);
+    if (ranks == std::vector<int>{absent}) {
+      CHECK(failure.is_set == 0, "the withheld rank reported a failure");
+      continue;
+    }
+    CHECK(failure.is_set == 1, "device ", d, " did not fail");
+    CHECK(std::find(ranks.begin(), ranks.end(), failure.rank) != ranks.end() &&
+              failure.rank != absent,
+          "device ", d, " reports for rank ", failure.rank);
+    const int to = failure.what == Awaited::kMessage ? world_size - 1 : 1;
+    CHECK(failure.peer == (failure.rank + to) % world_size, "rank ", failure.rank, " waited for ",
+          failure.peer);
+    CHECK(!reached(failure.seen, failure.wanted), failure.seen, " of ", failure.wanted);
+    if (earliest == nullptr || failure.step < earliest->step) earliest = &failure;
+  }
+  if (earliest->peer != absent) {
+    return join("rank ", earliest->rank, " waited for ", earliest->peer, ", not for ", absent);
+  }
+  CHECK(
+      earliest->what == Awaited::kSlot || (earliest->seen == base && earliest->wanted == base + 1),
+      "rank ", earliest->rank, " waited for message ", earliest->wanted - base);
+  return "";
+}
+
+std::string withhold_rank(Random& random, int world_size, int absent) {
+  constexpr double kTimeoutSeconds = 0.3;
+  const int num_channels = random.between(1, 2);
+  const std::uint32_t base = random_base(random);
+  RingDevices devices(random, world_size, num_channels, base,
+                      static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
+  RingCall call(random, world_size, num_channels);
+  while (call.numel < static_cast<std::size_t>(2 * world_size)) {
+    call = RingCall(random, world_size, num_channels);
+  }
+  std::vector<std::vector<Launch>> streams;
+  for (std::size_t d = 0; d < devices.num_devices(); ++d) {
+    const RingArgs args = devices.args(d, call, absent);
+    streams.push_back({launch_of(call, args, devices.ranks(d).size())});
+  }
+  const Stopwatch stopwatch;
+  emulator::run_streams(random, streams);
+  const double seconds = stopwatch.seconds();
+  CHECK(seconds >= kTimeoutSeconds, "gave up after ", seconds, " s");
+  if (seconds > 2 * kTimeoutSeconds) return join("gave up after ", seconds, " s");
+  return check_failures(devices, world_size, absent, base);
+}
+
+}  // namespace
+
+void ring_round(Random& random) {
+  const int world_size = random_world_size(random);
+  const int num_channels = random.between(1, world_size > 5 ? 2 : 3);
+  const std::uint32_t base = random_base(random);
+  RingDevices devices(random, world_size, num_channels, base, kLongNs);
+  std::deque<RingCall> calls;
+  for (int i = random.between(1, 4); i > 0; --i) {
+    calls.emplace_back(random, world_size, num_channels);
+  }
+  std::vector<std::vector<Launch>> streams(devices.num_devices());
+  for (std::size_t d = 0; d < devices.num_devices(); ++d) {
+    for (const RingCall& call : calls) {
+      const RingArgs args = devices.args(d, call, -1);
+      streams[d].push_back(launch_of(call, args, devices.ranks(d).size()));
+    }
+  }
+  emulator::run_streams(random, streams);
+  for (const RingCall& call : calls) call.check();
+  devices.check_slots();
+  for (int channel = 0; channel < num_channels; ++channel) {
+    std::uint32_t wanted = base;
+    for (const RingCall& call : calls) {
+      if (channel < call.num_channels) wanted += call.num_messages(world_size, channel);
+    }
+    devices.check_counters(channel, wanted);
+  }
+}
+
+void ring_withheld_round(Random& random) {
+  const int world_size = random.between(2, 6);
+  const int absent = random.between(0, world_size - 1);
+  check_one_of_three([&] { return withhold_rank(random, world_size, absent); });
+}
+
+}  // namespace pyringar::stress
