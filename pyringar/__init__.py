@@ -32,6 +32,8 @@ from pyringar.errors import (
     UnsupportedError,
 )
 from pyringar.grader import check_allreduce
+from pyringar.parallel_module import DataParallel
+from pyringar.replicate import replicate
 from pyringar.topology import Plan, Topology
 
 __version__ = "0.1.0"
@@ -43,6 +45,7 @@ __all__ = [
     "Communicator",
     "CompilerNotFoundError",
     "CudaError",
+    "DataParallel",
     "GradientBucketer",
     "PeerLostError",
     "Plan",
@@ -55,5 +58,6 @@ __all__ = [
     "check_replicas_equal",
     "evaluate_accuracy_gpus",
     "get_params",
+    "replicate",
     "split_batch",
 ]

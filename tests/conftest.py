@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,3 +55,17 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
     yield get
     for comm in made.values():
         comm.close()
+
+
+@pytest.fixture(scope="session")
+def real_data_dir():
+    """Real images, where the developer has some and torchvision can be imported to read them."""
+    beside = Path(__file__).parents[2] / "shared/data/fashion-mnist-subset"
+    folder = Path(os.environ.get("PYRINGAR_TEST_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no real images in '{folder}'; PYRINGAR_TEST_DATA may name them")
+    try:
+        importlib.import_module("torchvision.datasets")
+    except (ImportError, RuntimeError, OSError) as error:
+        pytest.skip(f"torchvision cannot be imported: {error}")
+    return folder

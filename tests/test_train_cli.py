@@ -71,15 +71,28 @@ class TestOutput:
             ["--devices", "cpu,cpu,cpu", "--weights", "3,1,2", "--allreduce", "ring"],
             ["--ranks", "2", "--lr-scale", "sqrt", "--scale-batch", "--lr-schedule", "constant"],
             ["--init", "book", "--dtype", "float64", "--seed", "3", "--max-inflight", "0"],
+            ["--no-overlap", "--bucket-cap-mb", "0.1", "--amp"],
         ],
     )
     def test_options_together(self, capsys, options):
         assert main(["train", "lenet", "--epochs", "1", "--batch-size", "25", *options]) == 0
         assert re.fullmatch(LINE, capsys.readouterr().out.splitlines()[-1])
 
+    def test_resnet18(self, capsys, tmp_path):
+        command = ["train", "resnet18", "--width", "4", "--batchnorm", "sync", "--epochs", "1"]
+        target = tmp_path / "curve.png"
+        assert main([*command, "--no-overlap", "--plot", str(target)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "ResNet-18 of width 4, sync batch norm, 44,738 parameters in 76 tensors" in lines[0]
+        assert any("default init" in line for line in lines)
+        assert any(re.fullmatch(r"buckets +\d+, summed after backward", line) for line in lines)
+        assert re.fullmatch(LINE, lines[-1])
+        assert target.stat().st_size > 1000
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
+            (["--width", "8"], "width is 8, but the model is lenet"),
             (["--devices", "cuda:91"], "devices[0] is 'cuda:91', which is not on this machine"),
             (["--devices", "gpu"], "devices[0] is 'gpu', expected one of cpu"),
             (["--ranks", "3", "--devices", "cpu,cpu"], "ranks is 3, but devices names 2"),
@@ -123,13 +136,18 @@ def test_choices_and_defaults_are_those_of_the_configuration():
     assert tuple(actions["lr_scale"].choices) == config.LR_SCALES
     assert tuple(actions["dataset"].choices) == config.DATASETS
     assert tuple(actions["dtype"].choices) == tuple(config.DTYPES)
+    assert tuple(actions["model"].choices) == tuple(config.MODELS)
+    assert set(actions["init"].choices) == set(config.INITS)
+    assert tuple(actions["batchnorm"].choices) == config.BATCHNORMS
     defaults = TrainConfig()
     for name in ("epochs", "batch_size", "lr", "lr_schedule", "lr_scale", "allreduce", "init"):
         assert f"({getattr(defaults, name)})" in actions[name].help
-    for name in ("seed", "dtype", "max_inflight", "dataset"):
+    for name in ("seed", "dtype", "max_inflight", "dataset", "width", "batchnorm", "bucket_cap_mb"):
         assert f"({getattr(defaults, name)})" in actions[name].help
     assert f"({defaults.world_size})" in actions["ranks"].help
-    assert parse().keys() == {"model", "run"}, "an option not given must not override a default"
+    assert parse() == {"model": "lenet", "run": cli_train.run}, (
+        "an option not given must not override a default"
+    )
 
 
 def test_lists_are_parsed():

@@ -29,7 +29,16 @@ from pyringar.train.pacing import StepWindow
         ({"allreduce": "tree"}, "allreduce is 'tree', expected one of auto, fused"),
         ({"lr_schedule": "cosine"}, "lr_schedule is 'cosine', expected one of constant, linear"),
         ({"lr_scale": "log"}, "lr_scale is 'log'"),
-        ({"init": "zeros"}, "init is 'zeros'"),
+        ({"init": "zeros"}, "init is 'zeros', expected one of he, book"),
+        ({"init": "default"}, "init is 'default', expected one of he, book"),
+        ({"model": "resnet18", "init": "he"}, "init is 'he', expected one of default, book"),
+        ({"model": "resnet50"}, "model is 'resnet50', expected one of lenet, resnet18"),
+        ({"model": "resnet18", "width": 0}, "width is 0"),
+        ({"model": "resnet18", "batchnorm": "global"}, "batchnorm is 'global'"),
+        ({"width": 8}, "width is 8, but the model is lenet"),
+        ({"batchnorm": "sync"}, "batchnorm is 'sync', but the model is lenet"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
+        ({"amp": True, "dtype": "float64"}, "amp is on and dtype 'float64', expected float32"),
         ({"dtype": "int8"}, "dtype is 'int8', expected one of float32, float64, bfloat16, float16"),
         ({"dataset": "mnist"}, "dataset is 'mnist'"),
         ({"ranks": 2, "weights": (1, 2, 3)}, r"weights has 3 entries .* each of 2 ranks"),
@@ -45,7 +54,7 @@ def test_a_wrong_option_is_named_with_its_value(options, message):
 
 
 def test_an_unknown_option_of_train_is_named():
-    with pytest.raises(ArgumentError, match="no option 'momentum', only allreduce, data_dir"):
+    with pytest.raises(ArgumentError, match="no option 'momentum', only allreduce, amp, batchnorm"):
         train(2, 64, 0.1, momentum=0.9)
 
 
@@ -53,6 +62,12 @@ def test_ranks_come_from_devices_where_only_those_are_given():
     assert TrainConfig().world_size == 2
     assert TrainConfig(devices=("cpu",) * 3).world_size == 3
     assert TrainConfig(ranks=3, devices=("cpu",) * 3).world_size == 3
+
+
+def test_every_model_has_initial_weights_of_its_own():
+    assert TrainConfig().init == "he"
+    assert TrainConfig(model="resnet18").init == "default"
+    assert TrainConfig(model="resnet18", init="book").init == "book"
 
 
 def test_the_linear_schedule_falls_to_zero_in_even_steps():

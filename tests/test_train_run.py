@@ -6,10 +6,7 @@ falling to 0, 8 epochs (376 steps).
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -55,20 +52,6 @@ def small():
 @pytest.fixture(scope="module")
 def gate_data():
     return garments(1500, 400)
-
-
-@pytest.fixture(scope="module")
-def real_data_dir():
-    """Real images, where the developer has some and torchvision can be imported to read them."""
-    beside = Path(__file__).parents[2] / "shared/data/fashion-mnist-subset"
-    folder = Path(os.environ.get("PYRINGAR_TEST_DATA", beside))
-    if not folder.is_dir():
-        pytest.skip(f"no real images in '{folder}'; PYRINGAR_TEST_DATA may name them")
-    try:
-        importlib.import_module("torchvision.datasets")
-    except (ImportError, RuntimeError, OSError) as error:
-        pytest.skip(f"torchvision cannot be imported: {error}")
-    return folder
 
 
 @pytest.mark.timeout(400)  # 5 s of work, but a busy machine has been seen to take a minute

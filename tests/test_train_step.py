@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyringar import Communicator
+from pyringar import Communicator, GradientBucketer
 from pyringar.data_parallel import check_replicas_equal, get_params
 from pyringar.errors import ArgumentError
 from pyringar.train import lenet, lenet_params, train_batch
@@ -141,6 +141,22 @@ def test_algorithms_in_rank_order_give_equal_bits(dtype):
     expected = trajectory(3, 3, dtype, "naive")
     for algorithm in ("fused", "direct", "sharded", "auto"):
         check_replicas_equal([expected, trajectory(3, 3, dtype, algorithm)])
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_cap_mb": 0.05}])
+def test_a_bucketer_gives_the_bits_of_one_call(options):
+    images, labels = batch_of(26)
+    ours, theirs = make_replicas(3), make_replicas(3)
+    with GradientBucketer(ours, **options) as bucketer:
+        for n in (13, 2, 11):
+            batch = (images[:n], labels[:n])
+            train_batch(
+                *(*batch, ours, ["cpu"] * 3, 0.1),
+                scores=lambda shards: [lenet(X, p) for X, p in zip(shards, ours, strict=True)],
+                reduce=bucketer.wait,
+            )
+            train_batch(*batch, theirs, ["cpu"] * 3, 0.1)
+            check_replicas_equal([*ours, *theirs])
 
 
 def test_the_ring_keeps_replicas_equal_and_repeats_itself():

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <span>
+#include <utility>
 
 #include "core/error.h"
 #include "cuda/kernels.h"
@@ -177,7 +178,8 @@ void Group::check_usable_locked() {
     const auto* failure = as<const Failure>(device.failure);
     if (__atomic_load_n(&failure->is_set, __ATOMIC_ACQUIRE) == 0) continue;
     // Who waits for the earliest step waits for the culprit; the others wait for that one.
-    if (earliest == nullptr || failure->step < earliest->step) earliest = failure;
+    const auto turn = [](const Failure* f) { return std::pair(f->step, f->what); };
+    if (earliest == nullptr || turn(failure) < turn(earliest)) earliest = failure;
   }
   if (earliest == nullptr) return;
   const std::string reason = describe_failure(*earliest);

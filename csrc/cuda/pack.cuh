@@ -23,12 +23,22 @@ struct alignas(16) Bytes16 {
   std::uint32_t word[4];
 };
 
+#if !defined(__CUDA_ARCH__)
+// As a GPU would.
+PYRINGAR_DEVICE inline void trap_unless_aligned(const void* pointer) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % kPackBytes != 0) __builtin_trap();
+}
+#endif
+
 PYRINGAR_DEVICE inline Bytes16 load16(const void* from) {
 #if defined(__CUDA_ARCH__)
   const uint4 v = __ldcg(static_cast<const uint4*>(from));
   return {{v.x, v.y, v.z, v.w}};
 #else
-  return *static_cast<const Bytes16*>(from);
+  trap_unless_aligned(from);
+  Bytes16 bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return bytes;
 #endif
 }
 
@@ -37,7 +47,8 @@ PYRINGAR_DEVICE inline void store16(Bytes16 bytes, void* to) {
   __stcg(static_cast<uint4*>(to),
          make_uint4(bytes.word[0], bytes.word[1], bytes.word[2], bytes.word[3]));
 #else
-  *static_cast<Bytes16*>(to) = bytes;
+  trap_unless_aligned(to);
+  __builtin_memcpy(to, &bytes, sizeof bytes);
 #endif
 }
 

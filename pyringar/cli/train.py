@@ -1,4 +1,4 @@
-"""``pyringar train``: the book's LeNet, data parallel on any number of ranks."""
+"""``pyringar train``: the book's LeNet or ResNet-18, data parallel on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 # Options that are given are passed on to TrainConfig, which has the defaults and checks the values.
-_DESCRIPTION = """Train LeNet from scratch on many ranks: the batch is split, every rank has a copy
-of the parameters, and their gradients are summed by pyringar's allreduce after every step. Ranks
-share what there is: GPUs if there are any, else the CPU."""
+_DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks: the batch is split, every
+rank has a copy of the parameters, and their gradients are summed by pyringar's allreduce while
+backward goes on. Ranks share what there is: GPUs if there are any, else the CPU."""
 _EPILOG = """Without options: two ranks, five epochs, on Fashion-MNIST if it is there or can be
 downloaded, else on a built-in synthetic set. Example:
 pyringar train lenet --ranks 4 --allreduce ring --plot curve.png"""
@@ -29,9 +29,10 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("model", choices=("lenet",), help="what to train")
+    parser.add_argument("model", choices=("lenet", "resnet18"), help="what to train")
     _add_rank_options(parser.add_argument_group("ranks"))
     _add_recipe_options(parser.add_argument_group("recipe"))
+    _add_resnet_options(parser.add_argument_group("resnet18 only"))
     _add_data_options(parser.add_argument_group("data and output"))
     parser.set_defaults(run=run)
 
@@ -61,6 +62,18 @@ def _add_rank_options(group: Any) -> None:
         metavar="N",
         help="steps that the host may run ahead of the GPUs (2)",
     )
+    group.add_argument(
+        "--bucket-cap-mb",
+        type=float,
+        metavar="MB",
+        help="gradients are summed in buckets of about this size (10)",
+    )
+    group.add_argument(
+        "--no-overlap",
+        dest="overlap",
+        action="store_false",
+        help="sum gradients after backward, not while it goes on",
+    )
 
 
 def _add_recipe_options(group: Any) -> None:
@@ -84,14 +97,29 @@ def _add_recipe_options(group: Any) -> None:
     )
     group.add_argument(
         "--init",
-        choices=("he", "book"),
-        help="initial weights: by the number of inputs, or 0.01 as in the book (he)",
+        choices=("he", "book", "default"),
+        help="initial weights: by the number of inputs (he), 0.01 as in the book, or for resnet18 "
+        "torch's default",
     )
     group.add_argument("--seed", type=int, help="of initial weights and image order (0)")
     group.add_argument(
         "--dtype",
         choices=("float32", "float64", "bfloat16", "float16"),
         help="of parameters and images (float32)",
+    )
+    group.add_argument(
+        "--amp", action="store_true", help="compute in bfloat16 where that is safe (autocast)"
+    )
+
+
+def _add_resnet_options(group: Any) -> None:
+    group.add_argument(
+        "--width", type=int, metavar="N", help="channels of the first of four stages (64)"
+    )
+    group.add_argument(
+        "--batchnorm",
+        choices=("local", "sync"),
+        help="normalise by every rank's own samples, or by the whole batch (local)",
     )
 
 
@@ -125,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     from pyringar.train import TrainConfig, Trainer
     from pyringar.train.plot import check_plot_path, save_plot
 
-    options = {name: value for name, value in vars(args).items() if name not in ("model", "run")}
+    options = {name: value for name, value in vars(args).items() if name != "run"}
     plot = options.pop("plot", None)
     if plot is not None:
         check_plot_path(plot)
@@ -143,14 +171,20 @@ def _print_header(trainer: Trainer) -> None:
     from pyringar.train.devices import describe_devices
 
     config: TrainConfig = trainer.config
+    params = trainer.replicas[0]
+    count = sum(param.numel() for param in params)
+    print(f"model      {trainer.model.title}, {count:,} parameters in {len(params)} tensors")
     print(f"data       {trainer.description}")
     print(f"devices    {describe_devices(trainer.devices)}")
     print(f"allreduce  {trainer.plan}")
+    when = "each summed as soon as it is full" if config.overlap else "summed after backward"
+    print(f"buckets    {len(trainer.model.bucketer.buckets)}, {when}")
+    amp = " with amp" if config.amp else ""
     weights = ":".join(f"{weight:g}" for weight in config.weights or ())
     shares = f" shared {weights}" if weights else ""
     print(
         f"recipe     batch {config.global_batch_size}{shares}, lr {config.initial_lr:g} "
-        f"{config.lr_schedule}, {config.init} init, {config.dtype}, seed {config.seed}"
+        f"{config.lr_schedule}, {config.init} init, {config.dtype}{amp}, seed {config.seed}"
     )
     print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
 

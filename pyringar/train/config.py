@@ -12,13 +12,29 @@ import torch
 from pyringar.communicator import ALGORITHMS
 from pyringar.data_parallel import shard_sizes
 from pyringar.errors import ArgumentError
+from pyringar.parallel_module import BATCHNORMS
+from pyringar.train import model_lenet, model_resnet18
 from pyringar.train.devices import choose_devices
-from pyringar.train.model_lenet import INITS
 
-__all__ = ["DATASETS", "DTYPES", "LR_SCALES", "LR_SCHEDULES", "TrainConfig"]
+__all__ = [
+    "BATCHNORMS",
+    "DATASETS",
+    "DTYPES",
+    "INITS",
+    "LR_SCALES",
+    "LR_SCHEDULES",
+    "MODELS",
+    "MODEL_TITLES",
+    "TrainConfig",
+]
 
 _DEFAULT_RANKS = 2
+_FULL_WIDTH = 64
 
+# The initial weights that each model has; the first is what it takes if none is named.
+MODELS = {"lenet": model_lenet.INITS, "resnet18": model_resnet18.INITS}
+MODEL_TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
+INITS = tuple(dict.fromkeys(init for inits in MODELS.values() for init in inits))
 LR_SCHEDULES = ("constant", "linear")
 LR_SCALES = ("none", "sqrt", "linear")
 DATASETS = ("auto", "fashion-mnist", "synthetic")
@@ -53,7 +69,8 @@ class TrainConfig:
         scale_batch: Multiply the batch size by k, so that every rank has as much work as one rank
             alone would have.
         weights: Shares of the ranks in every batch, for devices of unequal speed.
-        init: ``"he"`` or ``"book"``; see :func:`pyringar.train.lenet_params`.
+        init: LeNet: ``"he"`` (its default) or ``"book"``, see :func:`pyringar.train.lenet_params`.
+            ResNet-18: ``"default"`` or ``"book"``, see :func:`pyringar.train.resnet18`.
         seed: Of the parameters and of the order of the images.
         dtype: ``"float32"``, ``"float64"``, ``"bfloat16"`` or ``"float16"``, of parameters,
             images and gradients. CPUs without 16-bit arithmetic are slow at the last two.
@@ -62,6 +79,16 @@ class TrainConfig:
         dataset: ``"fashion-mnist"``, ``"synthetic"``, or ``"auto"``: the first that can be had.
         data_dir: Folder that holds ``FashionMNIST/raw``, or into which it is downloaded; by
             default the user's own data folder for pyringar.
+        model: ``"lenet"`` or ``"resnet18"``.
+        width: ResNet-18's channels in the first stage.
+        batchnorm: ResNet-18's statistics: ``"local"``, of every rank's own samples, or ``"sync"``,
+            of the whole batch. Images are tested with rank 0's running statistics.
+        amp: Compute in bfloat16 where torch's autocast finds it safe; parameters and gradients
+            stay float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
+        bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes, each as soon
+            as it is full; see :class:`pyringar.GradientBucketer`.
+        overlap: False: reduce after backward instead. Changes no bit where ranks are added in
+            rank order.
 
     Raises:
         ArgumentError: A value is out of range; names the option.
@@ -77,32 +104,58 @@ class TrainConfig:
     lr_scale: str = "none"
     scale_batch: bool = False
     weights: Sequence[float] | None = None
-    init: str = "he"
+    init: str = ""  # the model's own
     seed: int = 0
     dtype: str = "float32"
     max_inflight: int = 2
     dataset: str = "auto"
     data_dir: str | Path | None = None
+    model: str = "lenet"
+    width: int = _FULL_WIDTH
+    batchnorm: str = "local"
+    amp: bool = False
+    bucket_cap_mb: float = 10
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
             _check_integer("ranks", self.ranks, 1)
-        for name, least in (("batch_size", 1), ("epochs", 1), ("max_inflight", 0), ("seed", 0)):
+        for name, least in (
+            ("batch_size", 1),
+            ("epochs", 1),
+            ("max_inflight", 0),
+            ("seed", 0),
+            ("width", 1),
+        ):
             _check_integer(name, getattr(self, name), least)
-        if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)):
-            raise ArgumentError(f"lr is {self.lr!r}, expected a number")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ArgumentError(f"lr is {self.lr!r}, expected a positive number")
+        _check_positive("lr", self.lr)
+        _check_positive("bucket_cap_mb", self.bucket_cap_mb)
         _check_choice("allreduce", self.allreduce, ALGORITHMS)
         _check_choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         _check_choice("lr_scale", self.lr_scale, LR_SCALES)
-        _check_choice("init", self.init, INITS)
         _check_choice("dtype", self.dtype, tuple(DTYPES))
         _check_choice("dataset", self.dataset, DATASETS)
+        self._check_model()
         if self.devices is not None:
             choose_devices(self.world_size, self.devices)  # says which is not there
         if self.weights is not None:
             shard_sizes(0, self.world_size, self.weights)  # says what is wrong with them
+
+    def _check_model(self) -> None:
+        _check_choice("model", self.model, tuple(MODELS))
+        if not self.init:  # frozen, but not yet made
+            object.__setattr__(self, "init", MODELS[self.model][0])
+        _check_choice("init", self.init, MODELS[self.model])
+        _check_choice("batchnorm", self.batchnorm, BATCHNORMS)
+        if self.model == "lenet":
+            for name, only in (("width", _FULL_WIDTH), ("batchnorm", "local")):
+                if getattr(self, name) != only:
+                    raise ArgumentError(
+                        f"{name} is {getattr(self, name)!r}, but the model is lenet, which has "
+                        f"no {name} to choose; it is for resnet18"
+                    )
+        if self.amp and self.dtype != "float32":
+            raise ArgumentError(f"amp is on and dtype {self.dtype!r}, expected float32 with amp")
 
     @property
     def world_size(self) -> int:
@@ -141,6 +194,13 @@ class TrainConfig:
 def _check_integer(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(f"{name} is {value!r}, expected a whole number, {least} or more")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentError(f"{name} is {value!r}, expected a number")
+    if not (math.isfinite(value) and value > 0):
+        raise ArgumentError(f"{name} is {value!r}, expected a positive number")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 
 from pyringar.communicator import Communicator
-from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.errors import ArgumentError, RingarError
 from pyringar.topology import check_devices
 
 __all__ = ["choose_devices", "describe_devices", "synchronize"]
@@ -24,8 +24,8 @@ def choose_devices(
 
     With ``devices`` that is what runs, one rank each. Without, the ranks are spread over the GPUs
     of this machine, neighbouring ranks on one GPU where there are fewer GPUs than ranks. They all
-    run on the CPU on a machine without GPUs, and where this version has no engine for them, which
-    is then logged as a warning.
+    run on the CPU on a machine without GPUs, and where the CUDA engine cannot be built or used,
+    which is then logged as a warning.
 
     Args:
         ranks: Number of ranks, 1 or more.
@@ -55,7 +55,7 @@ def _count_usable_gpus() -> int:
     if count:
         try:
             Communicator(["cuda:0"]).close()
-        except UnsupportedError as error:
+        except RingarError as error:  # no nvcc, a driver that is too old
             logger.warning("the %d GPUs of this machine stay idle: %s", count, error)
             return 0
     return count

@@ -14,11 +14,12 @@ from torch.nn import functional as F  # noqa: N812
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["BOOK_PLATEAU_STEPS", "INITS", "lenet", "lenet_params"]
+__all__ = ["BOOK_PLATEAU_STEPS", "INITS", "PARAM_NAMES", "lenet", "lenet_params"]
 
 INITS = ("he", "book")
 
-# W1 b1 W2 b2 W3 b3 W4 b4. Fully connected weights are (inputs, outputs).
+# Fully connected weights are (inputs, outputs).
+PARAM_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")
 _SHAPES = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
 _BOOK_STD = 0.01
 BOOK_PLATEAU_STEPS = 350  # measured: 320 to 400 at learning rate 0.2, at any batch size

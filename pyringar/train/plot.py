@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.train.config import MODEL_TITLES
 from pyringar.train.devices import describe_devices
 from pyringar.train.trainer import TrainResult
 
@@ -74,7 +75,8 @@ def save_plot(result: TrainResult, path: str | Path) -> None:
 
 def _title(result: TrainResult) -> str:
     config = result.config
-    where = f"LeNet on {describe_devices(result.devices)}: accuracy {result.curve[-1]:.3f}"
+    title = MODEL_TITLES[config.model]
+    where = f"{title} on {describe_devices(result.devices)}: accuracy {result.curve[-1]:.3f}"
     how = (
         f"{result.plan.algorithm} allreduce, batch {config.global_batch_size}, "
         f"lr {config.initial_lr:g} {config.lr_schedule}, {config.init} init, {config.dtype}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from pyringar.train.model_lenet import lenet
 
 __all__ = ["reduce_gradients", "sgd", "sum_loss", "train_batch"]
 
-Model = Callable[[Tensor, Sequence[Tensor]], Tensor]
+Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def train_batch(
@@ -27,14 +28,15 @@ def train_batch(
     *,
     comm: Communicator | None = None,
     weights: Sequence[float] | None = None,
-    model: Model = lenet,
+    scores: Scores | None = None,
+    reduce: Callable[[], None] | None = None,
 ) -> list[Tensor]:
     """Do one step of SGD on a batch that is split over the ranks.
 
     Losses are summed in every shard and the gradients divided by the size of the whole batch, so
     any split, also one with empty shards, gives the gradient of the undivided batch up to
-    rounding. All gradients are reduced in one call. Replicas that held the same bits hold the same
-    bits afterwards.
+    rounding. All gradients are reduced in one call, unless ``reduce`` does better. Replicas that
+    held the same bits hold the same bits afterwards.
 
     Args:
         X: Samples, ``(n, ...)``, ``n`` at least 1.
@@ -47,7 +49,10 @@ def train_batch(
         comm: What reduces. If not given, one in rank order that is closed again: give one where
             steps are many.
         weights: Shares of the ranks; see :func:`pyringar.data_parallel.split_batch`.
-        model: ``model(samples, params)`` gives scores ``(n, classes)``.
+        scores: Takes one shard of samples per rank and gives each rank's scores ``(n, classes)``,
+            computed from ``device_params``; LeNet's if not given.
+        reduce: Instead of ``comm``: called after backward, it returns when every ``grad`` is the
+            sum over all ranks, such as :meth:`GradientBucketer.wait`.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
@@ -62,16 +67,26 @@ def train_batch(
     X_shards, y_shards = split_batch(X, y, devices, weights)  # noqa: N806
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
-    losses = []
-    for X_shard, y_shard, params in zip(X_shards, y_shards, device_params, strict=True):  # noqa: N806
-        for param in params:
-            param.grad = None  # or what an earlier step left would be added
-        losses.append(sum_loss(model(X_shard, params), y_shard))
-    torch.autograd.backward(losses)  # one call: every GPU has a thread of autograd's of its own
-    reduce_gradients(device_params, devices, comm)
+    for param in itertools.chain(*device_params):
+        param.grad = None  # or what an earlier step left would be added
+    found = _lenet_scores(X_shards, device_params) if scores is None else scores(X_shards)
+    losses = [sum_loss(ours, labels) for ours, labels in zip(found, y_shards, strict=True)]
+    # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
+    # computed nothing, and then has no gradients.
+    torch.autograd.backward([loss for loss in losses if loss.requires_grad])
+    if reduce is None:
+        reduce_gradients(device_params, devices, comm)
+    else:
+        reduce()
     for params in device_params:
         sgd(params, lr, X.shape[0])
     return [loss.detach() for loss in losses]
+
+
+def _lenet_scores(
+    shards: Sequence[Tensor], device_params: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    return [lenet(shard, params) for shard, params in zip(shards, device_params, strict=True)]
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -115,8 +130,9 @@ def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
     The product is rounded before it is subtracted: a fused multiply-add, which some devices would
     use and others not, could give replicas on unlike devices different bits.
     """
-    scale = lr / batch_size
-    with torch.no_grad():
-        for param in params:
-            if param.grad is not None:
-                param -= scale * param.grad
+    pairs = [(param, param.grad) for param in params if param.grad is not None]
+    if not pairs:
+        return
+    with torch.no_grad():  # on a GPU a few launches for all parameters, instead of two for each
+        steps = torch._foreach_mul([grad for _, grad in pairs], lr / batch_size)
+        torch._foreach_sub_([param for param, _ in pairs], steps)

@@ -1,11 +1,11 @@
-"""Training LeNet on k ranks: the book's train, returning what it found instead of printing it."""
+"""Training a model on k ranks: the book's train, returning what it found instead of printing it."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,7 +16,6 @@ from pyringar.communicator import Communicator
 from pyringar.data_parallel import (
     check_replicas_equal,
     evaluate_accuracy_gpus,
-    get_params,
     mismatch_flags,
 )
 from pyringar.errors import ArgumentError, RingarError
@@ -24,11 +23,12 @@ from pyringar.topology import Plan
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import choose_devices, describe_devices
-from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS, lenet, lenet_params
+from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
+from pyringar.train.models import build_model
 from pyringar.train.pacing import EpochTimer, StepWindow
 from pyringar.train.step import train_batch
 
-__all__ = ["EpochResult", "TrainResult", "Trainer", "train"]
+__all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class TrainResult:
         plan: How the gradients were reduced.
         epochs: One entry per epoch.
         params: The trained parameters, on the CPU.
+        state: The same and, for ResNet-18, rank 0's running statistics, by name: what
+            ``load_state_dict`` takes.
     """
 
     config: TrainConfig
@@ -71,6 +73,7 @@ class TrainResult:
     plan: Plan
     epochs: tuple[EpochResult, ...]
     params: tuple[Tensor, ...]
+    state: dict[str, Tensor]
 
     @property
     def curve(self) -> list[float]:
@@ -101,10 +104,10 @@ class TrainResult:
 
 
 def train(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
-    """Train LeNet from scratch on ``num_gpus`` ranks.
+    """Train LeNet (or another ``model``) from scratch on ``num_gpus`` ranks.
 
     Runs that differ only in the number of ranks start from the same parameters and see the same
-    images in the same order. In float64 their parameters agree to rounding; in float32 they drift
+    images in the same order. In float64 LeNet's parameters agree to rounding; in float32 they drift
     apart after some dozens of steps, when rounding first turns a ReLU on or off.
 
     Args:
@@ -130,6 +133,28 @@ def train(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainRes
         return trainer.run()
 
 
+def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
+    """Train ResNet-18 from scratch on ``num_gpus`` ranks.
+
+    Every run starts from the numbers of its seed, running statistics included. With
+    ``batchnorm="local"`` every rank normalises with its own samples, so that what is learned
+    depends on the number of ranks; with ``"sync"`` it does so by rounding only.
+
+    Args:
+        num_gpus: As in :func:`train`.
+        batch_size: Likewise.
+        lr: Likewise.
+        **options: Likewise; ``width``, ``batchnorm`` and ``amp`` among them.
+
+    Returns:
+        As :func:`train`.
+
+    Raises:
+        ArgumentError, RingarError: As :func:`train`.
+    """
+    return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
+
+
 class Trainer:
     """A training run that can be looked at: devices, data and plan are known before it starts.
 
@@ -153,15 +178,10 @@ class Trainer:
         # Batches are cut on the first GPU, where there is one: no copy from the host in a step.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
-        initial = lenet_params(
-            config.init,
-            generator=torch.Generator().manual_seed(config.seed),
-            dtype=config.torch_dtype,
-        )
-        self.replicas = [get_params(initial, device) for device in self.devices]
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.global_batch_size)
         num_steps = self.steps_per_epoch * config.epochs
-        if config.init == "book" and num_steps < 2 * BOOK_PLATEAU_STEPS:
+        has_plateau = config.model == "lenet" and config.init == "book"
+        if has_plateau and num_steps < 2 * BOOK_PLATEAU_STEPS:
             logger.warning(
                 "init is 'book', which stays at chance for some %d steps; this run has %d",
                 *(BOOK_PLATEAU_STEPS, num_steps),
@@ -172,6 +192,8 @@ class Trainer:
             algorithm=config.allreduce,
             order=config.order,
         )
+        self.model = build_model(config, self.devices, self._comm)
+        self.replicas = self.model.params
         self._step = 0
 
     @property
@@ -210,16 +232,19 @@ class Trainer:
             plan=self.plan,
             epochs=tuple(epochs),
             params=tuple(param.detach().cpu() for param in self.replicas[0]),
+            state={name: t.detach().cpu() for name, t in self.model.state_dict().items()},
         )
 
     def evaluate(self) -> float:
         """Accuracy on the test images, counted by all ranks."""
-        models = [functools.partial(lenet, params=params) for params in self.replicas]
+        models = self.model.evaluators()
         test = batches(self._data.test_images, self._data.test_labels, _EVAL_BATCH)
-        return evaluate_accuracy_gpus(models, test, devices=self.devices)
+        with self._autocast():
+            return evaluate_accuracy_gpus(models, test, devices=self.devices)
 
     def close(self) -> None:
-        """Close the communicator."""
+        """Close the model's hooks and the communicator."""
+        self.model.close()
         self._comm.close()
 
     def __enter__(self) -> Trainer:
@@ -246,8 +271,9 @@ class Trainer:
                 self.replicas,
                 self.devices,
                 config.lr_at(self._step, num_steps),
-                comm=self._comm,
                 weights=config.weights,
+                scores=self._scores,
+                reduce=self.model.bucketer.wait,
             )
             for total, loss in zip(sums, losses, strict=True):
                 total += loss
@@ -258,6 +284,17 @@ class Trainer:
         window.drain()
         seconds = timer.stop()
         return sum(total.item() for total in sums) / len(data.train_labels), seconds
+
+    def _scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        with self._autocast():
+            return self.model.scores(shards)
+
+    def _autocast(self) -> ExitStack:
+        stack = ExitStack()
+        if self.config.amp:
+            for kind in {device.type for device in self.devices}:
+                stack.enter_context(torch.autocast(kind, torch.bfloat16))
+        return stack
 
     def _check_step(self, step: int, flags: Sequence[Tensor]) -> None:
         """Replicas that were equal and saw equal gradients are equal: else something is broken."""

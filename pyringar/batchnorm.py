@@ -1,0 +1,137 @@
+"""Batch norm over the whole batch, where every rank has only its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.lockstep import LockStep
+
+__all__ = ["synchronise_batchnorm"]
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+def synchronise_batchnorm(replicas: Sequence[nn.Module], lockstep: LockStep) -> int:
+    """Make the batch norms of replicas use the statistics of all ranks' samples together.
+
+    In training mode every layer then gives what one module would give on the whole batch, and its
+    gradients and running statistics, up to rounding; all ranks keep the same running statistics,
+    also those without a sample. In eval mode nothing changes. Layers keep their class and their
+    names in ``state_dict``; only their ``forward`` is replaced.
+
+    Args:
+        replicas: One module per rank, alike; changed in place.
+        lockstep: What the replicas' forward passes run in from now on, in training mode.
+
+    Returns:
+        How many layers there are.
+
+    Raises:
+        UnsupportedError: A batch norm with a forward pass of its own; names it.
+
+    Cost: per layer one pass over the input for the statistics, two numbers per channel moved
+    between devices in each direction, and one meeting of all ranks.
+    """
+    names = [name for name, part in replicas[0].named_modules() if isinstance(part, _BatchNorm)]
+    for name in names:
+        siblings = [replica.get_submodule(name) for replica in replicas]
+        layer = _Layer(name, siblings, lockstep)
+        for rank, batchnorm in enumerate(siblings):
+            batchnorm.forward = partial(layer.forward, rank)
+    return len(names)
+
+
+class _Layer:
+    """The batch norms of one name on all ranks."""
+
+    def __init__(self, name: str, siblings: Sequence[nn.Module], lockstep: LockStep) -> None:
+        self._name = name
+        self._siblings = [part for part in siblings if isinstance(part, _BatchNorm)]
+        self._lockstep = lockstep
+        kind = type(siblings[0])
+        if kind.forward is not _BatchNorm.forward:
+            raise UnsupportedError(
+                f"batchnorm is 'sync', but '{name}' is a {kind.__name__}, which has a forward "
+                "pass of its own; expected nn.BatchNorm1d, 2d or 3d"
+            )
+
+    def forward(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+        """``(n, channels, ...)`` to the same shape."""
+        batchnorm = self._siblings[rank]
+        if not batchnorm.training and batchnorm.running_mean is not None:
+            return type(batchnorm).forward(batchnorm, X)
+        batchnorm._check_input_dim(X)  # type: ignore[no-untyped-call]
+        mean, inverse_std = self._lockstep.meet(self._name, X, self._statistics)
+        # Centred before it is scaled: x * scale + shift would lose what a large mean hides.
+        Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)  # noqa: N806
+        if batchnorm.weight is not None:
+            Y = Y * _as_channels(batchnorm.weight, X) + _as_channels(batchnorm.bias, X)  # noqa: N806
+        return Y.to(X.dtype)
+
+    def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Mean and 1 / standard deviation of all inputs together, on the device of each.
+
+        Differentiable: gradients cross from rank to rank here. From every rank's own mean and
+        variance, combined as in Chan, Golub and LeVeque 1979.
+        """
+        home = inputs[0].device
+        counts = [X.numel() // X.shape[1] for X in inputs]
+        total = sum(counts)
+        if total < 2:
+            raise ArgumentError(
+                f"'{self._name}' got the shape {tuple(inputs[0].shape)} in all, expected more than "
+                "one value per channel in training mode"
+            )
+        parts = [_moments(X, home) for X in inputs]
+        mean = _sum([m * (n / total) for (m, _), n in zip(parts, counts, strict=True)])
+        var = _sum(
+            [
+                (v + (m - mean).square()) * (n / total)
+                for (m, v), n in zip(parts, counts, strict=True)
+            ]
+        )
+        with torch.no_grad():
+            self._update_running(mean.detach(), var.detach() * (total / (total - 1)))
+        inverse_std = torch.rsqrt(var + self._siblings[0].eps)
+        return [(mean.to(X.device), inverse_std.to(X.device)) for X in inputs]
+
+    def _update_running(self, mean: Tensor, var: Tensor) -> None:
+        for batchnorm in self._siblings:
+            if batchnorm.training and batchnorm.running_mean is not None:
+                _update_running(batchnorm, mean, var)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum in the order of the list."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:  # noqa: N803
+    """Mean and variance (over n, not n - 1) per channel, in float32 or better, on ``home``."""
+    dims = [dim for dim in range(X.ndim) if dim != 1]
+    wide = X if X.dtype == torch.float64 else X.float()
+    var, mean = torch.var_mean(wide, dims, correction=0)
+    return mean.to(home), var.to(home)
+
+
+def _as_channels(vector: Tensor, X: Tensor) -> Tensor:  # noqa: N803
+    return vector.view(1, -1, *[1] * (X.ndim - 2))
+
+
+def _update_running(batchnorm: _BatchNorm, mean: Tensor, var: Tensor) -> None:
+    share = batchnorm.momentum  # of the new value; None: torch's cumulative average
+    if batchnorm.num_batches_tracked is not None:
+        batchnorm.num_batches_tracked.add_(1)
+        if share is None:
+            share = 1 / float(batchnorm.num_batches_tracked)
+    for running, now in ((batchnorm.running_mean, mean), (batchnorm.running_var, var)):
+        if running is not None and share is not None:
+            running.mul_(1 - share).add_(now.to(running), alpha=share)

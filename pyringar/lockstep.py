@@ -1,0 +1,202 @@
+"""One thread per rank: side by side, or in turns that meet where every rank needs all others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from pyringar.errors import RingarError
+
+__all__ = ["LockStep", "RankThreads"]
+
+Function = Callable[[], Any]
+
+
+class _AbandonedError(RingarError):
+    """Another rank failed, so this one does not go on; the other's error is the one to raise."""
+
+
+class RankThreads:
+    """Runs one function per rank, each in a thread that has the caller's torch settings.
+
+    Those are what torch keeps per thread: whether gradients are recorded, inference mode,
+    autocast, and the current stream of every GPU. Threads start when first used.
+
+    Args:
+        devices: One device per rank, current in its thread if it is a GPU.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, functions: Mapping[int, Function]) -> dict[int, Any]:
+        """Run ``functions[rank]()`` for all of them at once, and wait.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            Exception: The first rank's that failed, in rank order, once all have ended.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(len(self._devices), "pyringar-rank")
+        streams = self._streams()
+        futures: dict[int, Future[Any]] = {}
+        for rank, function in functions.items():
+            # Own device last: it is the one that stays current.
+            order = sorted(streams, key=lambda device: device == self._devices[rank])
+            settings = _Settings([streams[device] for device in order])
+            futures[rank] = self._pool.submit(settings.call, function)
+        wait(futures.values())
+        errors = [error for f in futures.values() if (error := f.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, _AbandonedError)):
+            raise error
+        return {rank: future.result() for rank, future in futures.items()}
+
+    def close(self) -> None:
+        """End the threads. May be called again; a later run starts new ones."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _streams(self) -> dict[torch.device, torch.cuda.Stream]:
+        gpus = {device for device in self._devices if device.type == "cuda"}
+        return {device: torch.cuda.current_stream(device) for device in gpus}
+
+
+class _Settings:
+    """The calling thread's settings of torch, for another thread to take over."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self._has_grad = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        ]
+
+    def call(self, function: Function) -> Any:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._has_grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            return function()
+
+
+class LockStep:
+    """Ranks run in turns: rank 0 up to where all must meet, then rank 1, and so on; then on.
+
+    One runs at a time, always in the same order, so random numbers (dropout) are drawn in the same
+    order in every run. GPUs work at the same time nevertheless: a turn only queues their work.
+
+    Args:
+        threads: Where the ranks run.
+    """
+
+    def __init__(self, threads: RankThreads) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()  # one run at a time
+        self._condition = threading.Condition()
+        self._here = threading.local()  # .position: which turn this thread has
+        self._start(0)
+
+    def _start(self, num_positions: int) -> None:
+        self._num_positions = num_positions
+        self._turn = 0
+        self._finished = 0
+        self._is_abandoned = False
+        self._offers: list[tuple[str, Any]] = []
+        self._answers: Sequence[Any] = ()
+
+    def run(self, functions: Mapping[int, Function]) -> dict[int, Any]:
+        """Run ``functions[rank]()`` in turns, each of which may call :meth:`meet`.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RingarError: The ranks did not meet at the same places.
+            Exception: The one with which a rank failed; the others end where they are.
+        """
+        with self._lock:
+            self._start(len(functions))
+            parts = {
+                rank: partial(self._take_part, position, function)
+                for position, (rank, function) in enumerate(functions.items())
+            }
+            return self._threads.run(parts)
+
+    def meet(self, place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Wait until all ranks that run are here.
+
+        Args:
+            place: Where this is; must be the same for all.
+            offer: What this rank brings.
+            combine: Called once, by the last rank, with all offers in rank order; gives one answer
+                per offer.
+
+        Returns:
+            This rank's answer.
+
+        Raises:
+            RingarError: Outside of :meth:`run`, or another rank is somewhere else.
+        """
+        position = getattr(self._here, "position", None)
+        if position is None:
+            raise RingarError(
+                f"'{place}' needs all ranks, but was called outside of DataParallel's forward "
+                "(as activation checkpointing does, which batchnorm='sync' does not go with)"
+            )
+        if self._finished or any(other != place for other, _ in self._offers):
+            there = f"at '{self._offers[0][0]}'" if self._offers else "at its end"
+            raise RingarError(f"the ranks take different ways: one is at '{place}', one {there}")
+        self._offers.append((place, offer))
+        if position == self._num_positions - 1:
+            offers = [offer for _, offer in self._offers]
+            self._offers = []
+            self._answers = combine(offers)
+        self._pass_turn(position)
+        self._await_turn(position)
+        return self._answers[position]
+
+    def _take_part(self, position: int, function: Function) -> Any:
+        self._here.position = position
+        try:
+            self._await_turn(position)
+            result = function()
+            if self._offers:
+                raise RingarError(
+                    f"the ranks take different ways: one is at '{self._offers[0][0]}', one at its "
+                    "end"
+                )
+            self._finished += 1
+        except BaseException:
+            self._is_abandoned = True
+            raise
+        finally:
+            del self._here.position
+            self._pass_turn(position)
+        return result
+
+    def _await_turn(self, position: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == position or self._is_abandoned)
+        if self._is_abandoned:
+            raise _AbandonedError("another rank failed")
+
+    def _pass_turn(self, position: int) -> None:
+        with self._condition:
+            self._turn = (position + 1) % self._num_positions
+            self._condition.notify_all()

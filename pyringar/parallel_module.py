@@ -1,0 +1,488 @@
+"""A module on many ranks behind the face of one: stands where nn.DataParallel stood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyringar.batchnorm import synchronise_batchnorm
+from pyringar.bucketing import GradientBucketer, StepStats
+from pyringar.communicator import Communicator
+from pyringar.data_parallel import Device, shard_sizes
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.lockstep import LockStep, RankThreads
+from pyringar.replica_optimizer import ParamGroups, ReplicaOptimizer
+from pyringar.replicate import copy_buffers, copy_parameters, replicate
+from pyringar.topology import check_devices
+
+__all__ = ["BATCHNORMS", "DataParallel"]
+
+BATCHNORMS = ("local", "sync")
+
+
+class DataParallel(nn.Module):
+    """Trains a module on many ranks at once; stands where ``nn.DataParallel`` stood.
+
+    Every rank keeps a full copy of the module. A call cuts its tensors along their first dimension,
+    runs the copies, and puts their outputs together; backward reaches all copies, whose gradients
+    are summed by a :class:`GradientBucketer` while it goes on. An optimizer made by
+    :meth:`optimizer` waits for them and updates each copy. ::
+
+        net = pr.DataParallel(module, ["cuda:0", "cuda:1"])
+        optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
+        for X, y in data:
+            optimizer.zero_grad()
+            loss(net(X), y).backward()
+            optimizer.step()
+
+    Args:
+        module: What to train. Copied to all ranks (see :func:`replicate`), itself left as it is.
+        devices: One device per rank; ranks may share one.
+        weights: Shares of the ranks in every batch; see :func:`split_batch`.
+        batchnorm: ``"local"``: every rank normalises with its own samples' statistics, as with
+            ``nn.DataParallel``; the running statistics kept are rank 0's. ``"sync"``: with those of
+            the whole batch, as the undivided module would.
+        output_device: Where outputs are put together; if not given, where the input came from.
+        gather: False: a call returns the list of the ranks' outputs, each on its device.
+        bucket_cap_mb: As in :class:`GradientBucketer`.
+        first_bucket_mb: As in :class:`GradientBucketer`.
+        op: ``"sum"`` for one loss over all samples; ``"mean"`` for the mean of per-rank losses.
+        overlap: As in :class:`GradientBucketer`.
+        comm: What reduces; if not given, a communicator in rank order of its own.
+
+    Raises:
+        ArgumentError: Lazy parameters that have no values yet, a device that is not there, weights
+            that are no shares, an unknown ``batchnorm``.
+        UnsupportedError: A module that cannot be copied, or a batch norm that cannot be
+            synchronised.
+
+    ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
+    Whatever changes parameters or gradients must do so on all ranks: :meth:`optimizer`,
+    :meth:`clip_grad_norm_`, :meth:`zero_grad`, :meth:`apply` do; where something else did not, the
+    next step or call in training mode raises. Gradients that were reduced must be cleared before
+    the next backward pass; to accumulate several, put all but the last into :meth:`no_sync`. As
+    with ``nn.DataParallel``, a rank that no sample is left for does not run.
+
+    Cost: a call copies no parameters, only samples and outputs between devices. On CPUs and on one
+    GPU ranks run one after the other; on several GPUs at the same time, each from its own thread.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device],
+        *,
+        weights: Sequence[float] | None = None,
+        batchnorm: str = "local",
+        output_device: Device | None = None,
+        gather: bool = True,
+        bucket_cap_mb: float = 10,
+        first_bucket_mb: float = 1,
+        op: Any = "sum",
+        overlap: bool = True,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        self.devices = check_devices(devices)
+        shard_sizes(0, len(self.devices), weights)  # says what is wrong with them
+        if not isinstance(batchnorm, str) or batchnorm not in BATCHNORMS:
+            raise ArgumentError(f"batchnorm is {batchnorm!r}, expected one of local, sync")
+        self._weights = weights
+        self._gather = bool(gather)
+        self._output_device = None if output_device is None else check_devices([output_device])[0]
+        # A tuple, which nn.Module does not look into: the replicas are no submodules of this.
+        self.replicas = tuple(replicate(module, self.devices))
+        self.training = module.training
+        self._gradient_changes, self._parameter_changes = _Changes(), _Changes()
+        self._threads = RankThreads(self.devices)
+        self._lockstep: LockStep | None = None
+        if batchnorm == "sync" and len(self.devices) > 1:
+            lockstep = LockStep(self._threads)
+            if synchronise_batchnorm(self.replicas, lockstep):
+                self._lockstep = lockstep
+        self.bucketer = GradientBucketer(
+            self.replicas,
+            comm=comm,
+            bucket_cap_mb=bucket_cap_mb,
+            first_bucket_mb=first_bucket_mb,
+            op=op,
+            overlap=overlap,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """Rank 0's replica, under the name that it has in ``nn.DataParallel``."""
+        return self.replicas[0]
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run every replica on its shard of the arguments.
+
+        Args:
+            *args: Tensors, also in lists, tuples and dicts, are cut along their first dimension,
+                in which all must agree; those of no dimension, and everything else, go to all.
+            **kwargs: Likewise.
+
+        Returns:
+            The module's output, or the list of them with ``gather=False``. Tensors are put
+            together along their first dimension, those of no dimension stacked, with one entry per
+            rank that ran.
+
+        Raises:
+            ArgumentError: No tensor to cut, lengths that differ, or outputs that cannot be put
+                together.
+            RingarError: Parameters were changed on some ranks only.
+        """
+        if torch.is_grad_enabled() and self.training:
+            self._check_parameters()
+        first = _check_batches(_batches((args, kwargs)))
+        sizes = shard_sizes(len(first), len(self.devices), self._weights)
+        # An empty batch still has an output, and its shape is the module's business.
+        ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
+        shards = _scatter((args, kwargs), sizes, self.devices)
+        outputs = self._run({rank: shards[rank] for rank in ranks})
+        if not self._gather:
+            return self._one_per_rank(outputs)
+        target = first.device if self._output_device is None else self._output_device
+        return _gather([outputs[rank] for rank in ranks], target)
+
+    def run_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Run every replica on a shard that lies on its device already.
+
+        Args:
+            shards: One tensor per rank, ``(n, ...)``, of which some may be empty but not all.
+
+        Returns:
+            One output per rank, on its device; an empty shard's is empty and has no graph.
+        """
+        calls: dict[int, tuple[Any, Any]] = {
+            rank: ((X,), {}) for rank, X in enumerate(shards) if len(X)
+        }
+        return self._one_per_rank(self._run(calls))
+
+    def _run(self, calls: Mapping[int, tuple[Any, Any]]) -> dict[int, Any]:
+        functions = {
+            rank: partial(self.replicas[rank], *args, **kwargs)
+            for rank, (args, kwargs) in calls.items()
+        }
+        if self._lockstep is not None:
+            return self._lockstep.run(functions)
+        if len({self.devices[rank] for rank in functions} - {torch.device("cpu")}) > 1:
+            return self._threads.run(functions)
+        return {rank: function() for rank, function in functions.items()}
+
+    def _one_per_rank(self, outputs: Mapping[int, Any]) -> list[Any]:
+        ran = next(iter(outputs.values()))
+        return [
+            outputs[rank] if rank in outputs else _map_tensors(partial(_nothing, device), ran)
+            for rank, device in enumerate(self.devices)
+        ]
+
+    # -- gradients and steps -----------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        params: Callable[[Any], ParamGroups] | None = None,
+        **options: Any,
+    ) -> ReplicaOptimizer:
+        """Make one optimizer per replica, behind the face of a single one.
+
+        Args:
+            kind: Its class, such as ``torch.optim.SGD``.
+            params: Given a replica, its parameters or parameter groups; all if not given.
+            **options: Of the optimizer, such as ``lr``.
+        """
+        return ReplicaOptimizer(
+            self.replicas, kind, params, self.wait, self._check_gradients, **options
+        )
+
+    def wait(self) -> None:
+        """Return when all gradients are reduced. :meth:`optimizer`'s steps do so themselves.
+
+        Raises:
+            RingarError: As :meth:`GradientBucketer.wait`.
+        """
+        before = self.bucketer.stats()
+        self.bucketer.wait()
+        if self.bucketer.stats() is not before:
+            self._gradient_changes.remember(_gradients(self.replicas))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients of backward passes in here only accumulate; the next one outside reduces."""
+        return self.bucketer.no_sync()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Wait, and scale the gradients of all ranks alike, to a norm of at most ``max_norm``.
+
+        The norm is that of the reduced gradient, counted once, not of all ranks' together.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
+            error_if_nonfinite: Likewise.
+
+        Returns:
+            The norm before scaling, on rank 0's device.
+        """
+        self.wait()
+        grads = [p.grad for p in self.replicas[0].parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+        self._check_gradients()
+        for replica, device in zip(self.replicas, self.devices, strict=True):
+            nn.utils.clip_grads_with_norm_(replica.parameters(), max_norm, norm.to(device))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients on all ranks, also those that a failed backward pass left."""
+        with suppress(RingarError):  # what failed is cleared now, and stays failed if it must
+            self.wait()
+        for replica in self.replicas:
+            replica.zero_grad(set_to_none)
+
+    def _check_gradients(self) -> None:
+        rank = self._gradient_changes.find_odd_rank(_gradients(self.replicas))
+        if rank is not None:
+            raise RingarError(
+                f"gradients were changed on rank 0 and not on rank {rank}: take "
+                "net.clip_grad_norm_(...) instead of clip_grad_norm_(net.parameters(), ...), and "
+                "change gradients in all of net.replicas alike"
+            )
+
+    def _check_parameters(self) -> None:
+        params = [list(replica.parameters()) for replica in self.replicas]
+        rank = self._parameter_changes.find_odd_rank(params)
+        if rank is not None:
+            raise RingarError(
+                f"parameters were changed on rank 0 and not on rank {rank}: step with "
+                "net.optimizer(torch.optim.SGD, lr=...), which updates all ranks, and not with an "
+                "optimizer of net.parameters(), which are rank 0's; net.load_state_dict() makes "
+                "the ranks equal again"
+            )
+        self._parameter_changes.remember(params)
+
+    def stats(self) -> StepStats:
+        """What the last step's reductions did, and when."""
+        return self.bucketer.stats()
+
+    # -- as the plain module -----------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> DataParallel:
+        """Set the mode on all ranks.
+
+        Turning to eval mode gives all ranks rank 0's buffers, so that running statistics, and with
+        them answers, are those of the module that :meth:`state_dict` would save.
+        """
+        self.training = mode
+        for replica in self.replicas:
+            replica.train(mode)
+        if not mode:
+            copy_buffers(self.replicas)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Rank 0's, with the plain module's names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0's, with the plain module's names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Rank 0's, exactly as the plain module's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load into all ranks what the plain module's ``state_dict`` gave.
+
+        Args:
+            state_dict: Tensors on any device.
+            strict: As in ``nn.Module.load_state_dict``.
+            assign: Likewise; every rank then takes a copy of its own on its own device.
+        """
+        result: Any = None
+        for replica, device in zip(self.replicas, self.devices, strict=True):
+            own = (
+                _map_tensors(partial(_copy_to, device), dict(state_dict)) if assign else state_dict
+            )
+            result = replica.load_state_dict(own, strict=strict, assign=assign)
+        self._parameter_changes.forget()
+        return result
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
+        """Apply ``fn`` to rank 0's modules, as to initialise them, and copy the result to all."""
+        self.module.apply(fn)
+        copy_parameters(self.replicas)
+        self._parameter_changes.forget()
+        copy_buffers(self.replicas)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> DataParallel:
+        """Not once the replicas are made.
+
+        Raises:
+            UnsupportedError: Always; freeze parameters of the module before.
+        """
+        raise UnsupportedError(
+            "requires_grad cannot be changed on replicas: set it on the module, and make "
+            "DataParallel from that"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
+        """What ``to``, ``cuda``, ``half`` and the like call: fine while it would change nothing."""
+        held = [*self.module.parameters(), *self.module.buffers()]
+        if all(fn(tensor) is tensor for tensor in held):
+            return self
+        raise UnsupportedError(
+            "replicas cannot be moved or converted: do that to the module, and make DataParallel "
+            "from it with the devices that the ranks shall have"
+        )
+
+    def extra_repr(self) -> str:
+        """The devices and the module."""
+        devices = ", ".join(map(str, self.devices))
+        return f"devices=[{devices}], module={self.module}"
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove all hooks, end all threads; the replicas stay usable. May be called again."""
+        self.bucketer.close()
+        self._threads.close()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Changes:
+    """Notices tensors that were changed in place on some ranks and not on others.
+
+    By torch's own count of in-place changes of a tensor, so it costs no look at the numbers.
+    """
+
+    def __init__(self) -> None:
+        self._then: list[list[int]] = []
+
+    def remember(self, tensors: Sequence[Sequence[Tensor]]) -> None:
+        """From now on, changes of ``tensors[rank][i]`` count."""
+        self._then = _versions(tensors)
+
+    def forget(self) -> None:
+        """No changes count until the next :meth:`remember`."""
+        self._then = []
+
+    def find_odd_rank(self, tensors: Sequence[Sequence[Tensor]]) -> int | None:
+        """The first rank whose tensors were not changed as often as rank 0's; None if all were."""
+        if not self._then:
+            return None
+        changes = [
+            [new - old for new, old in zip(now, then, strict=False)]
+            for now, then in zip(_versions(tensors), self._then, strict=True)
+        ]
+        return next((rank for rank, mine in enumerate(changes) if mine != changes[0]), None)
+
+
+def _versions(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    return [[tensor._version for tensor in mine] for mine in tensors]
+
+
+def _gradients(replicas: Sequence[nn.Module]) -> list[list[Tensor]]:
+    return [[p.grad for p in replica.parameters() if p.grad is not None] for replica in replicas]
+
+
+# -- nested arguments and outputs ------------------------------------------------------------------
+
+
+def _map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same lists, tuples and dicts with ``fn(tensor)`` for every tensor."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(fn, part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(fn, part) for part in value)
+    if isinstance(value, dict):
+        return type(value)((key, _map_tensors(fn, part)) for key, part in value.items())
+    return value
+
+
+def _batches(value: Any) -> list[Tensor]:
+    """All tensors that have a first dimension, in order."""
+    found: list[Tensor] = []
+    _map_tensors(lambda tensor: found.append(tensor) if tensor.ndim else None, value)
+    return found
+
+
+def _check_batches(batches: Sequence[Tensor]) -> Tensor:
+    """The first of tensors that must agree in their first dimension."""
+    if not batches:
+        raise ArgumentError(
+            "the call has no tensor with a first dimension, expected at least one to cut into "
+            "shards"
+        )
+    if len({len(batch) for batch in batches}) > 1:
+        shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
+        raise ArgumentError(
+            f"the call has tensors of the shapes {shapes}, expected the same number of samples in "
+            "the first dimension of each"
+        )
+    return batches[0]
+
+
+def _scatter(value: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
+    """One copy of a nested value per rank, with its shard of every tensor, on its device."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+    def shard(tensor: Tensor, rank: int) -> Tensor:
+        if tensor.ndim:
+            tensor = tensor.narrow(0, starts[rank], sizes[rank])
+        return tensor.to(devices[rank])
+
+    return [_map_tensors(partial(shard, rank=rank), value) for rank in range(len(sizes))]
+
+
+def _gather(outputs: Sequence[Any], device: torch.device) -> Any:
+    """The ranks' outputs as one, on ``device``."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        parts = [output.to(device) for output in outputs]
+        return torch.cat(parts) if first.ndim else torch.stack(parts)
+    if isinstance(first, dict):
+        return type(first)(
+            (key, _gather([output[key] for output in outputs], device)) for key in first
+        )
+    if isinstance(first, (list, tuple)):
+        columns = [_gather(column, device) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if first is None:
+        return None
+    raise ArgumentError(
+        f"module returned a {type(first).__name__}, expected tensors, or lists, tuples and dicts "
+        "of them; gather=False returns what the ranks return as a list"
+    )
+
+
+def _nothing(device: torch.device, tensor: Tensor) -> Tensor:
+    """What a rank without samples has to show: no rows of what another has."""
+    tensor = tensor.detach()
+    return (tensor[:0] if tensor.ndim else torch.zeros_like(tensor)).to(device)
+
+
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    twin = tensor.detach().to(device, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, tensor.requires_grad)
+    return twin

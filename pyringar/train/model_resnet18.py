@@ -1,0 +1,134 @@
+"""ResNet-18 for small images, as the book has it: its structure, its names, its initial weights.
+
+The first convolution is 3 x 3 without stride and no pooling follows it, because 28 x 28 pixels are
+few. 20 convolutions (with biases), 17 batch norms, 76 tensors; 11,175,818 numbers at full width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from pyringar.errors import ArgumentError
+
+__all__ = ["INITS", "Residual", "initialise", "resnet18"]
+
+INITS = ("default", "book")
+
+_BOOK_STD = 0.01
+_STAGES = (1, 2, 4, 8)  # channels of each, in units of the width
+
+
+class Residual(nn.Module):
+    """Two convolutions whose result is added to their input.
+
+    Args:
+        in_channels: Of the input.
+        out_channels: Of the result.
+        strides: 1, or 2 to halve height and width.
+
+    A third convolution, of 1 x 1, fits the input to the result where the two differ.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, strides: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, strides, padding=1)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.conv3 = None
+        if in_channels != out_channels or strides != 1:
+            self.conv3 = nn.Conv2d(in_channels, out_channels, 1, strides)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+
+    def forward(self, X: Tensor) -> Tensor:  # noqa: N803
+        """``(n, in, h, w)`` to ``(n, out, h / strides, w / strides)``."""
+        Y = F.relu(self.bn1(self.conv1(X)))  # noqa: N806
+        Y = self.bn2(self.conv2(Y))  # noqa: N806
+        return F.relu(Y + (X if self.conv3 is None else self.conv3(X)))
+
+
+def resnet18(
+    num_classes: int = 10,
+    in_channels: int = 1,
+    *,
+    width: int = 64,
+    init: str = "default",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Build ResNet-18 on the CPU, with the initial weights of a seed.
+
+    Args:
+        num_classes: Scores per image.
+        in_channels: 1 for grey images.
+        width: Channels of the first stage, which double in each of the other three: 64 in the
+            book, 8 for tests (176,634 numbers).
+        init: As in :func:`initialise`.
+        seed: Of the initial weights. torch's global generators are left alone.
+        dtype: Of parameters and running statistics. One seed gives the same numbers in all, up to
+            rounding.
+
+    Returns:
+        A module that scores images: ``(n, in_channels, h, w)`` to ``(n, num_classes)``. Its
+        ``state_dict`` has the book's names: ``0.weight``, ``1.running_mean``,
+        ``resnet_block2.0.conv3.weight``, ``fc.1.bias``.
+
+    Raises:
+        ArgumentError: A size is not positive, or ``init`` is unknown.
+    """
+    sizes = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"{name} is {size!r}, expected a whole number, 1 or more")
+    with torch.random.fork_rng(devices=[]):  # modules draw weights as they are made
+        net = nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        channels = width
+        for stage, factor in enumerate(_STAGES):
+            net.add_module(f"resnet_block{stage + 1}", _stage(channels, factor * width, stage == 0))
+            channels = factor * width
+        net.add_module("global_avg_pool", nn.AdaptiveAvgPool2d((1, 1)))
+        net.add_module("fc", nn.Sequential(nn.Flatten(), nn.Linear(channels, num_classes)))
+    initialise(net, init, seed)
+    return net.to(dtype)
+
+
+def _stage(in_channels: int, out_channels: int, is_first: bool) -> nn.Sequential:
+    """Two residual blocks; all stages but the first halve height and width."""
+    strides = 1 if is_first else 2
+    return nn.Sequential(
+        Residual(in_channels, out_channels, strides), Residual(out_channels, out_channels)
+    )
+
+
+def initialise(net: nn.Module, init: str = "default", seed: int = 0) -> None:
+    """Start again from the numbers of a seed: all of them, running statistics included.
+
+    Args:
+        net: On the CPU, for numbers that do not depend on the device; changed in place.
+        init: ``"default"``: torch's own. ``"book"``: the weights of convolutions and fully
+            connected layers normal with a standard deviation of 0.01 instead.
+        seed: Where the numbers come from. torch's global generators are left alone.
+
+    Raises:
+        ArgumentError: Unknown ``init``, or a layer with parameters of its own that cannot start
+            again (it has no ``reset_parameters``).
+    """
+    if init not in INITS:
+        raise ArgumentError(f"init is {init!r}, expected one of {', '.join(INITS)}")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        for name, layer in net.named_modules():
+            if not (layer._parameters or layer._buffers):
+                continue
+            reset = getattr(layer, "reset_parameters", None)
+            if reset is None:
+                raise ArgumentError(
+                    f"net has the layer '{name}', a {type(layer).__name__}, whose parameters "
+                    "cannot start again: it has no reset_parameters"
+                )
+            reset()
+            if init == "book" and isinstance(layer, (nn.Conv2d, nn.Linear)):
+                nn.init.normal_(layer.weight, std=_BOOK_STD)

@@ -1,0 +1,129 @@
+"""The models that can be trained, each on all ranks, behind one small interface."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pyringar.bucketing import GradientBucketer
+from pyringar.communicator import Communicator
+from pyringar.data_parallel import get_params
+from pyringar.parallel_module import DataParallel
+from pyringar.replicate import copy_buffers
+from pyringar.train.config import MODEL_TITLES, TrainConfig
+from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
+from pyringar.train.model_resnet18 import resnet18
+
+__all__ = ["RankedModel", "build_model"]
+
+
+class RankedModel(ABC):
+    """A model with one replica per rank, all of which hold the same bits.
+
+    Attributes:
+        title: Its name, for people.
+        params: ``params[rank][i]``: what a step changes.
+        bucketer: What reduces the gradients of ``params``.
+    """
+
+    title: str
+    params: list[list[Tensor]]
+    bucketer: GradientBucketer
+
+    @abstractmethod
+    def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each."""
+
+    @abstractmethod
+    def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        """One function or module per rank that scores test images, with the same answers on all."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that was learned, by name; of rank 0."""
+
+    def close(self) -> None:
+        """Let go of hooks and threads, not of the communicator."""
+        self.bucketer.close()
+
+
+def build_model(
+    config: TrainConfig, devices: Sequence[torch.device], comm: Communicator
+) -> RankedModel:
+    """Make the model that ``config`` names, with the initial numbers of its seed, on all ranks.
+
+    Args:
+        config: The choice of model and everything about it.
+        devices: One device per rank.
+        comm: What reduces.
+    """
+    return {"lenet": _LeNet, "resnet18": _ResNet18}[config.model](config, devices, comm)
+
+
+class _LeNet(RankedModel):
+    """The book's list of tensors and a function."""
+
+    title = MODEL_TITLES["lenet"]
+
+    def __init__(
+        self, config: TrainConfig, devices: Sequence[torch.device], comm: Communicator
+    ) -> None:
+        initial = lenet_params(
+            config.init,
+            generator=torch.Generator().manual_seed(config.seed),
+            dtype=config.torch_dtype,
+        )
+        self.params = [get_params(initial, device) for device in devices]
+        self.bucketer = GradientBucketer(
+            self.params, comm=comm, bucket_cap_mb=config.bucket_cap_mb, overlap=config.overlap
+        )
+
+    def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [lenet(shard, params) for shard, params in zip(shards, self.params, strict=True)]
+
+    def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        return [functools.partial(lenet, params=params) for params in self.params]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(zip(PARAM_NAMES, self.params[0], strict=True))
+
+
+class _ResNet18(RankedModel):
+    """A module, replicated."""
+
+    def __init__(
+        self, config: TrainConfig, devices: Sequence[torch.device], comm: Communicator
+    ) -> None:
+        self.title = (
+            f"{MODEL_TITLES[config.model]} of width {config.width}, {config.batchnorm} batch norm"
+        )
+        self._net = DataParallel(
+            resnet18(
+                width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
+            ),
+            devices,
+            batchnorm=config.batchnorm,
+            bucket_cap_mb=config.bucket_cap_mb,
+            overlap=config.overlap,
+            comm=comm,
+        )
+        self.bucketer = self._net.bucketer
+        self.params = [list(replica.parameters()) for replica in self._net.replicas]
+
+    def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return self._net.run_shards(shards)
+
+    def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        copy_buffers(self._net.replicas)  # rank 0's running statistics count, as if it were alone
+        return self._net.replicas
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._net.state_dict()
+        return state
+
+    def close(self) -> None:
+        self._net.close()

@@ -1,0 +1,250 @@
+"""Synchronised batch norm is the undivided module's: outputs, gradients, running statistics."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import pyringar as pr
+from pyringar.lockstep import LockStep, RankThreads
+
+
+class Net(nn.Module):
+    """Two batch norms, of which the second sees what the first made of all ranks' samples."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 3)
+        self.bn1, self.bn2 = nn.BatchNorm2d(3, **options), nn.BatchNorm2d(4, **options)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x) + 10))  # a mean that hides the variance from bad sums
+        return self.fc(self.bn2(self.conv2(x)).mean((2, 3)))
+
+
+def batch_of(n, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(n, 2, 7, 7, generator=generator, dtype=dtype)  # noqa: N806
+    return X * 2 + 1, torch.randint(3, (n,), generator=generator)
+
+
+def compare(module, net, X, y, tolerance):  # noqa: N803
+    """One forward and backward pass of both; everything that comes out must agree."""
+    ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
+    found, expected = net(ours), module(theirs)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    net.zero_grad()
+    module.zero_grad()
+    F.cross_entropy(found, y).backward()
+    F.cross_entropy(expected, y).backward()
+    net.wait()
+    scale = max(float(p.grad.abs().max()) for p in module.parameters())
+    for a, b in zip(net.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance * scale)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance * scale)
+    for replica in net.replicas:
+        for a, b in zip(replica.buffers(), module.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "n", "weights"), [(1, 6, None), (2, 7, None), (3, 9, (1, 5, 0)), (4, 2, None)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str
+)
+def test_any_split_is_the_undivided_module(num_ranks, n, weights, dtype, tolerance):
+    torch.manual_seed(0)
+    module = Net().to(dtype)
+    nn.init.uniform_(module.bn1.weight, 0.5, 2)
+    devices = ["cpu"] * num_ranks
+    with pr.DataParallel(module, devices, weights=weights, batchnorm="sync") as net:
+        for step in range(2):
+            compare(module, net, *batch_of(n, dtype, step), tolerance)
+        net.eval()
+        X, _ = batch_of(n, dtype)  # noqa: N806
+        torch.testing.assert_close(net(X), module.eval()(X), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
+)
+def test_options_of_the_layer_are_heeded(options):
+    torch.manual_seed(0)
+    module = Net(**options).double()
+    with pr.DataParallel(module, ["cpu"] * 3, batchnorm="sync") as net:
+        for step in range(2):
+            compare(module, net, *batch_of(5, torch.float64, step), 1e-12)
+
+
+def test_rows_without_pixels_and_the_module_itself_may_be_normalised():
+    module = nn.BatchNorm1d(4).double()
+    X = torch.randn(5, 4, dtype=torch.float64)  # noqa: N806
+    with pr.DataParallel(module, ["cpu"] * 5, batchnorm="sync") as net:  # one row per rank
+        torch.testing.assert_close(net(X), module(X), rtol=1e-13, atol=1e-13)
+
+
+def test_frozen_layers_keep_their_statistics():
+    module = Net().double()
+    module.bn1.eval()
+    with pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync") as net:
+        compare(module, net, *batch_of(6, torch.float64), 1e-12)
+        assert not net.module.bn1.running_mean.any()
+
+
+def test_classes_and_names_are_those_of_the_plain_module():
+    module = Net()
+    with pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync") as net:
+        assert type(net.module.bn1) is nn.BatchNorm2d
+        assert list(net.state_dict()) == list(module.state_dict())
+
+
+def test_autocast_reaches_the_ranks():
+    with pr.DataParallel(Net(), ["cpu"] * 2, batchnorm="sync") as net:
+        X, _ = batch_of(4, torch.float32)  # noqa: N806
+        with torch.autocast("cpu", torch.bfloat16):
+            assert net(X).dtype == torch.bfloat16
+        with torch.no_grad():
+            assert not net(X).requires_grad
+
+
+def test_random_numbers_are_drawn_in_the_same_order_every_time():
+    module = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(6), nn.Dropout())
+    with pr.DataParallel(module, ["cpu"] * 3, batchnorm="sync") as net:
+        X = torch.rand(12, 6)  # noqa: N806
+        outputs = []
+        for _ in range(5):
+            torch.manual_seed(0)
+            outputs.append(net(X))
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_too_few_values_are_refused():
+    module = nn.BatchNorm1d(4)
+    with (
+        pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync") as net,
+        pytest.raises(pr.ArgumentError, match="more than one value per channel"),
+    ):
+        net(torch.rand(1, 4))
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        if (x == 99).any():
+            raise ValueError("planted")
+        return x
+
+
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_a_rank_that_fails_ends_the_others_and_the_next_call_works(at):
+    module = nn.Sequential(nn.BatchNorm1d(2), Fails())
+    module = nn.Sequential(Fails(), module)
+    with pr.DataParallel(module, ["cpu"] * 3, batchnorm="sync") as net:
+        X = torch.rand(6, 2)  # noqa: N806
+        expected = net(X)
+        wrong = X.clone()
+        wrong[at] = 99
+        with pytest.raises(ValueError, match="planted"):
+            net(wrong)
+        assert torch.equal(net(X), expected)
+
+
+def test_ranks_that_take_different_ways_are_an_error_and_no_hang():
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn1, self.bn2 = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            if x[0, 0] < 0:
+                return x
+            return self.bn1(x) if x[0, 0] > 5 else self.bn2(x)
+
+    with pr.DataParallel(Moody(), ["cpu"] * 2, batchnorm="sync") as net:
+        rows = torch.tensor([[1.0, 1], [2, 3], [3, 4], [4, 4]])
+        for first, last in ((-1.0, 1.0), (1.0, -1.0), (9.0, 1.0)):
+            rows[0, 0], rows[2, 0] = first, last
+            with pytest.raises(pr.RingarError, match="the ranks take different ways"):
+                net(rows)
+        rows[0, 0], rows[2, 0] = 1.0, 1.0
+        assert net(rows).shape == (4, 2)
+
+
+def test_checkpointing_is_refused_with_a_reason():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return checkpoint(self.bn, x, use_reentrant=False)
+
+    with pr.DataParallel(Checkpointed(), ["cpu"] * 2, batchnorm="sync") as net:
+        output = net(torch.rand(4, 3))
+        with pytest.raises(pr.RingarError, match="checkpoint"):
+            output.sum().backward()
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_is_refused():
+    class Own(nn.BatchNorm1d):
+        def forward(self, x):
+            return x
+
+    module = nn.Sequential(nn.Linear(2, 2), Own(2))
+    with pytest.raises(pr.UnsupportedError, match="'1' is a Own"):
+        pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync")
+
+
+def test_closing_ends_the_threads():
+    before = threading.active_count()
+    module = copy.deepcopy(Net())
+    with pr.DataParallel(module, ["cpu"] * 4, batchnorm="sync") as net:
+        net(batch_of(8, torch.float32)[0])
+        assert threading.active_count() > before
+    assert threading.active_count() <= before
+
+
+class TestRankThreads:
+    def test_the_callers_settings_hold_and_results_come_by_rank(self):
+        threads = RankThreads([torch.device("cpu")] * 3)
+        with torch.no_grad():
+            results = threads.run(dict.fromkeys((0, 2), torch.is_grad_enabled))
+        assert results == {0: False, 2: False}
+        assert threads.run({1: threading.get_ident})[1] != threading.get_ident()
+        with torch.inference_mode():
+            assert threads.run({0: torch.is_inference_mode_enabled}) == {0: True}
+        threads.close()
+        threads.close()
+
+    def test_the_first_error_in_rank_order_is_raised(self):
+        threads = RankThreads([torch.device("cpu")] * 2)
+
+        def fail(what):
+            raise ValueError(what)
+
+        with pytest.raises(ValueError, match="zero"):
+            threads.run({0: lambda: fail("zero"), 1: lambda: fail("one")})
+        threads.close()
+
+
+def test_turns_are_taken_in_order_at_every_place():
+    threads = RankThreads([torch.device("cpu")] * 3)
+    lockstep, seen = LockStep(threads), []
+
+    def part(rank):
+        for place in ("a", "b"):
+            seen.append((place, rank))
+            total = lockstep.meet(place, rank, lambda offers: [sum(offers)] * len(offers))
+        return total
+
+    results = lockstep.run({rank: lambda rank=rank: part(rank) for rank in range(3)})
+    assert results == dict.fromkeys(range(3), 3)
+    assert seen == [(place, rank) for place in ("a", "b") for rank in range(3)]
+    threads.close()
