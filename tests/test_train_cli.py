@@ -164,3 +164,23 @@ def test_help_imports_neither_torchvision_nor_matplotlib():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "--allreduce" in done.stdout
+
+
+def test_a_trace_and_its_timeline(tmp_path, capsys):
+    trace, timeline = tmp_path / "t.json", tmp_path / "t.png"
+    options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "2048", "--ranks", "2"]
+    assert (
+        main(["train", "lenet", *options, "--trace", str(trace), "--timeline", str(timeline)]) == 0
+    )
+    assert timeline.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert main(["trace", str(trace)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "hidden"]
+    assert all(float(cell) > 0 for cell in lines[1].split()[1:5])
+
+
+@pytest.mark.parametrize(("option", "name"), [("--trace", "x.png"), ("--timeline", "x.json")])
+def test_a_file_name_of_the_wrong_kind_is_refused(option, name, capsys):
+    assert main(["train", "lenet", option, name]) == 1
+    assert f"{option.removeprefix('--')} is '{name}', expected" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from pyringar.data_parallel import check_replicas_equal
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.train import ImageData, TrainConfig, Trainer, train
 from pyringar.train import trainer as trainer_module
-from pyringar.train.plot import check_plot_path, save_plot
+from pyringar.train.plot import check_output_path, save_plot
 from pyringar.train.synthetic import synthetic_images
 
 LINE = r"^test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]$"
@@ -172,6 +172,6 @@ class TestPlot:
 
     def test_a_path_that_cannot_be_written_is_named(self, tmp_path):
         with pytest.raises(ArgumentError, match=r"curve\.jpg', expected .* \.png"):
-            check_plot_path(tmp_path / "curve.jpg")
+            check_output_path("plot", tmp_path / "curve.jpg")
         with pytest.raises(ArgumentError, match="there is no folder"):
-            check_plot_path(tmp_path / "nowhere" / "curve.png")
+            check_output_path("plot", tmp_path / "nowhere" / "curve.png")

@@ -135,6 +135,14 @@ def _add_data_options(group: Any) -> None:
         help="holds FashionMNIST/raw, or gets it by download (the user's data folder)",
     )
     group.add_argument("--plot", metavar="FILE.png", help="write the curve as a picture")
+    group.add_argument(
+        "--trace",
+        metavar="FILE.json",
+        help="write what the first 100 steps did and when, for ui.perfetto.dev and pyringar trace",
+    )
+    group.add_argument(
+        "--timeline", metavar="FILE.png", help="draw the last of these steps as a picture"
+    )
 
 
 def _devices(text: str) -> tuple[str, ...]:
@@ -150,19 +158,28 @@ def _weights(text: str) -> tuple[float, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the curve and the book's last line."""
+    from pyringar.trace import Trace
     from pyringar.train import TrainConfig, Trainer
-    from pyringar.train.plot import check_plot_path, save_plot
+    from pyringar.train.plot import check_output_path, save_plot
 
     options = {name: value for name, value in vars(args).items() if name != "run"}
-    plot = options.pop("plot", None)
-    if plot is not None:
-        check_plot_path(plot)
-    with Trainer(TrainConfig(**options)) as trainer:
+    plot, file, timeline = (options.pop(name, None) for name in ("plot", "trace", "timeline"))
+    for name, path in (("plot", plot), ("trace", file), ("timeline", timeline)):
+        if path is not None:
+            check_output_path(name, path, ".json" if name == "trace" else ".png")
+    trace = Trace() if file is not None or timeline is not None else None
+    with Trainer(TrainConfig(**options), trace=trace) as trainer:
         _print_header(trainer)
         result = _train_with_bar(trainer)
     if plot is not None:
         save_plot(result, plot)
         print(f"plot       {plot}")
+    if trace is not None and file is not None:
+        trace.save(file)
+        print(f"trace      {file}")
+    if trace is not None and timeline is not None:
+        trace.plot(timeline)
+        print(f"timeline   {timeline}")
     print(result.line)
     return 0
 

@@ -10,31 +10,35 @@ from pyringar.train.config import MODEL_TITLES
 from pyringar.train.devices import describe_devices
 from pyringar.train.trainer import TrainResult
 
-__all__ = ["check_plot_path", "save_plot"]
+__all__ = ["check_output_path", "save_plot"]
 
 _TITLE_WIDTH = 70  # characters of small type that fit over the axes
 
 
-def check_plot_path(path: str | Path) -> Path:
-    """Check, before minutes of training, that a plot can be written afterwards.
+def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
+    """Check, before minutes of training, that a file can be written afterwards.
 
     Args:
-        path: A file that ends in ``.png``, in a folder that exists.
+        option: What the path was given as, for messages.
+        path: A file that ends in ``suffix``, in a folder that exists.
+        suffix: ``".png"`` for pictures, which need matplotlib.
 
     Raises:
         ArgumentError: It does not, or the folder does not exist.
-        UnsupportedError: matplotlib cannot be imported.
+        UnsupportedError: It is a picture, and matplotlib cannot be imported.
     """
     path = Path(path)
-    if path.suffix.lower() != ".png":
-        raise ArgumentError(f"plot is '{path}', expected a file name that ends in .png")
+    if path.suffix.lower() != suffix:
+        raise ArgumentError(f"{option} is '{path}', expected a file name that ends in {suffix}")
     if not path.parent.is_dir():
-        raise ArgumentError(f"plot is '{path}', but there is no folder '{path.parent}'")
+        raise ArgumentError(f"{option} is '{path}', but there is no folder '{path.parent}'")
+    if suffix != ".png":
+        return path
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"plot needs matplotlib, which cannot be imported ({error}); "
+            f"{option} needs matplotlib, which cannot be imported ({error}); "
             "install it with `pip install matplotlib`"
         ) from error
     return path
@@ -45,12 +49,12 @@ def save_plot(result: TrainResult, path: str | Path) -> None:
 
     Args:
         result: The run.
-        path: As in :func:`check_plot_path`.
+        path: As in :func:`check_output_path`.
 
     Raises:
-        ArgumentError, UnsupportedError: As :func:`check_plot_path`.
+        ArgumentError, UnsupportedError: As :func:`check_output_path`.
     """
-    target = check_plot_path(path)
+    target = check_output_path("plot", path)
     # Agg directly, not through pyplot: no window, no display, and no state left behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

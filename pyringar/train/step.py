@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from pyringar.communicator import Communicator
 from pyringar.data_parallel import Device, split_batch
 from pyringar.errors import ArgumentError
+from pyringar.trace import Trace
 from pyringar.train.model_lenet import lenet
 
 __all__ = ["reduce_gradients", "sgd", "sum_loss", "train_batch"]
@@ -30,6 +33,7 @@ def train_batch(
     weights: Sequence[float] | None = None,
     scores: Scores | None = None,
     reduce: Callable[[], None] | None = None,
+    trace: Trace | None = None,
 ) -> list[Tensor]:
     """Do one step of SGD on a batch that is split over the ranks.
 
@@ -53,6 +57,8 @@ def train_batch(
             computed from ``device_params``; LeNet's if not given.
         reduce: Instead of ``comm``: called after backward, it returns when every ``grad`` is the
             sum over all ranks, such as :meth:`GradientBucketer.wait`.
+        trace: Where to note the phases. What the host does for all ranks in one go stands in the
+            row of each.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
@@ -69,18 +75,32 @@ def train_batch(
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
     for param in itertools.chain(*device_params):
         param.grad = None  # or what an earlier step left would be added
-    found = _lenet_scores(X_shards, device_params) if scores is None else scores(X_shards)
-    losses = [sum_loss(ours, labels) for ours, labels in zip(found, y_shards, strict=True)]
+    with _phase(trace, "forward", len(devices)):
+        found = _lenet_scores(X_shards, device_params) if scores is None else scores(X_shards)
+        losses = [sum_loss(ours, labels) for ours, labels in zip(found, y_shards, strict=True)]
     # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
     # computed nothing, and then has no gradients.
-    torch.autograd.backward([loss for loss in losses if loss.requires_grad])
-    if reduce is None:
-        reduce_gradients(device_params, devices, comm)
-    else:
-        reduce()
-    for params in device_params:
-        sgd(params, lr, X.shape[0])
+    with _phase(trace, "backward", len(devices)):
+        torch.autograd.backward([loss for loss in losses if loss.requires_grad])
+    with _phase(trace, "wait", len(devices)):
+        if reduce is None:
+            reduce_gradients(device_params, devices, comm)
+        else:
+            reduce()
+    with _phase(trace, "optimizer", len(devices)):
+        for params in device_params:
+            sgd(params, lr, X.shape[0])
     return [loss.detach() for loss in losses]
+
+
+@contextmanager
+def _phase(trace: Trace | None, category: str, world_size: int) -> Iterator[None]:
+    begin_ns = time.perf_counter_ns()
+    yield
+    if trace is not None:
+        end_ns = time.perf_counter_ns()
+        for rank in range(world_size):
+            trace.add(category, category, rank, begin_ns, end_ns)
 
 
 def _lenet_scores(

@@ -20,6 +20,7 @@ from pyringar.data_parallel import (
 )
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.topology import Plan
+from pyringar.trace import Trace
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import choose_devices, describe_devices
@@ -33,6 +34,7 @@ __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
 logger = logging.getLogger(__name__)
 
 _EVAL_BATCH = 1_000
+_TRACED_STEPS = 100  # enough to see, and a file that a browser opens
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Trainer:
     Args:
         config: What to do.
         data: Images to use instead of those that ``config`` names.
+        trace: Where to note what the first steps did, and when.
 
     Raises:
         ArgumentError: A device is not there.
@@ -169,8 +172,11 @@ class Trainer:
     A context manager: leaving it closes its communicator.
     """
 
-    def __init__(self, config: TrainConfig, data: ImageData | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, data: ImageData | None = None, trace: Trace | None = None
+    ) -> None:
         self.config = config
+        self._trace = trace
         # Before the data, because a wrong device should not cost a download.
         self.devices = choose_devices(config.world_size, config.devices)
         loaded = load_data(config.dataset, config.data_dir) if data is None else data
@@ -265,6 +271,7 @@ class Trainer:
         for images, labels in batches(
             data.train_images, data.train_labels, config.global_batch_size, self._shuffle
         ):
+            trace = self._trace if self._step < _TRACED_STEPS else None
             losses = train_batch(
                 images,
                 labels,
@@ -274,7 +281,11 @@ class Trainer:
                 weights=config.weights,
                 scores=self._scores,
                 reduce=self.model.bucketer.wait,
+                trace=trace,
             )
+            if trace is not None:
+                trace.add_buckets(self.model.bucketer.stats(), config.world_size)
+                trace.step += 1
             for total, loss in zip(sums, losses, strict=True):
                 total += loss
             window.push(self._step, mismatch_flags(self.replicas))
