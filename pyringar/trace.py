@@ -236,8 +236,8 @@ def _draw(spans: Sequence[Span], step: int, path: str | Path) -> None:
             left=begin_ms,
             height=0.75,
             color=_COLORS[span.category],
-            edgecolor="white",
-            linewidth=0.5,
+            edgecolor=_COLORS[span.category],  # or what is short would not be seen
+            linewidth=0.8,
         )
     axes.set_yticks(
         range(2 * len(ranks)),

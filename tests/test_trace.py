@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 import pyringar as pr
 from pyringar.cli import main
 from pyringar.trace import CATEGORIES, Trace
+from pyringar.train import resnet18
 
 
 @pytest.fixture
@@ -111,3 +114,29 @@ def test_buckets_of_a_real_step():
     last = max(s.end_s for s in trace.spans if s.category == "wait")
     first = min(s.begin_s for s in trace.spans if s.category == "backward")
     assert all(first <= s.begin_s <= s.end_s <= last for s in buckets)
+
+
+def test_the_first_bucket_of_a_resnet_leaves_before_half_of_its_backward():
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    nets = [resnet18(width=8, seed=0) for _ in range(2)]
+    images = [torch.randn(16, 1, 28, 28) for _ in nets]
+    shares = []
+    with pr.GradientBucketer(nets, bucket_cap_mb=0.1, first_bucket_mb=0.05) as bucketer:
+        for _ in range(4):
+            trace = Trace()
+            losses = [net(x).square().sum() for net, x in zip(nets, images, strict=True)]
+            begin_ns = time.perf_counter_ns()
+            threads = [threading.Thread(target=loss.backward) for loss in losses]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            trace.add("backward", "backward", 0, begin_ns, time.perf_counter_ns())
+            bucketer.wait()
+            trace.add_buckets(bucketer.stats(), 2)
+            backward = next(s for s in trace.spans if s.category == "backward")
+            first = min(s.begin_s for s in trace.spans if s.category == "bucket")
+            shares.append((first - backward.begin_s) / (backward.end_s - backward.begin_s))
+    torch.set_num_threads(threads_before)
+    assert min(shares) < 0.5, shares

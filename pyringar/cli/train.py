@@ -54,7 +54,7 @@ def _add_rank_options(group: Any) -> None:
         "--weights",
         type=_weights,
         metavar="W,W,...",
-        help="shares of the ranks in every batch, such as 3,1 (equal)",
+        help="shares of the ranks in every batch, such as 3,1, or auto to measure them (equal)",
     )
     group.add_argument(
         "--max-inflight",
@@ -73,6 +73,9 @@ def _add_rank_options(group: Any) -> None:
         dest="overlap",
         action="store_false",
         help="sum gradients after backward, not while it goes on",
+    )
+    group.add_argument(
+        "--compile", action="store_true", help="let torch compile the model; overlap is lost"
     )
 
 
@@ -149,7 +152,9 @@ def _devices(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _weights(text: str) -> tuple[float, ...]:
+def _weights(text: str) -> tuple[float, ...] | str:
+    if text == "auto":
+        return text
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -197,7 +202,7 @@ def _print_header(trainer: Trainer) -> None:
     when = "each summed as soon as it is full" if config.overlap else "summed after backward"
     print(f"buckets    {len(trainer.model.bucketer.buckets)}, {when}")
     amp = " with amp" if config.amp else ""
-    weights = ":".join(f"{weight:g}" for weight in config.weights or ())
+    weights = ":".join(f"{weight:g}" for weight in trainer.weights or ())
     shares = f" shared {weights}" if weights else ""
     print(
         f"recipe     batch {config.global_batch_size}{shares}, lr {config.initial_lr:g} "

@@ -68,7 +68,8 @@ class TrainConfig:
             ``sqrt(k)``) or ``"linear"`` (times k).
         scale_batch: Multiply the batch size by k, so that every rank has as much work as one rank
             alone would have.
-        weights: Shares of the ranks in every batch, for devices of unequal speed.
+        weights: Shares of the ranks in every batch, for devices of unequal speed; ``"auto"``
+            measures them first. Any shares give the same gradient.
         init: LeNet: ``"he"`` (its default) or ``"book"``, see :func:`pyringar.train.lenet_params`.
             ResNet-18: ``"default"`` or ``"book"``, see :func:`pyringar.train.resnet18`.
         seed: Of the parameters and of the order of the images.
@@ -89,6 +90,8 @@ class TrainConfig:
             as it is full; see :class:`pyringar.GradientBucketer`.
         overlap: False: reduce after backward instead. Changes no bit where ranks are added in
             rank order.
+        compile: Let torch compile the model, which takes a minute first. Its backward hands over
+            all gradients at its end, so that nothing overlaps.
 
     Raises:
         ArgumentError: A value is out of range; names the option.
@@ -103,7 +106,7 @@ class TrainConfig:
     lr_schedule: str = "linear"
     lr_scale: str = "none"
     scale_batch: bool = False
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | str | None = None
     init: str = ""  # the model's own
     seed: int = 0
     dtype: str = "float32"
@@ -116,6 +119,7 @@ class TrainConfig:
     amp: bool = False
     bucket_cap_mb: float = 10
     overlap: bool = True
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
@@ -138,8 +142,15 @@ class TrainConfig:
         self._check_model()
         if self.devices is not None:
             choose_devices(self.world_size, self.devices)  # says which is not there
-        if self.weights is not None:
+        if isinstance(self.weights, str):
+            _check_choice("weights", self.weights, ("auto",))
+        elif self.weights is not None:
             shard_sizes(0, self.world_size, self.weights)  # says what is wrong with them
+        if self.compile and self.batchnorm == "sync":
+            raise ArgumentError(
+                "compile is on and batchnorm 'sync', whose layers wait for other ranks; expected "
+                "local batch norm with compile"
+            )
 
     def _check_model(self) -> None:
         _check_choice("model", self.model, tuple(MODELS))

@@ -18,7 +18,7 @@ from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
 
-__all__ = ["RankedModel", "build_model"]
+__all__ = ["RankedModel", "build_model", "plain_model"]
 
 
 class RankedModel(ABC):
@@ -64,6 +64,17 @@ def build_model(
     return {"lenet": _LeNet, "resnet18": _ResNet18}[config.model](config, devices, comm)
 
 
+def plain_model(config: TrainConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The model that ``config`` names, by itself on a device: for measuring what a step takes."""
+    if config.model == "resnet18":
+        net = resnet18(
+            width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
+        )
+        return net.to(device)
+    initial = lenet_params(config.init, dtype=config.torch_dtype)
+    return functools.partial(lenet, params=get_params(initial, device))
+
+
 class _LeNet(RankedModel):
     """The book's list of tensors and a function."""
 
@@ -82,8 +93,11 @@ class _LeNet(RankedModel):
             self.params, comm=comm, bucket_cap_mb=config.bucket_cap_mb, overlap=config.overlap
         )
 
+        self._forward = torch.compile(lenet) if config.compile else lenet
+
     def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [lenet(shard, params) for shard, params in zip(shards, self.params, strict=True)]
+        pairs = zip(shards, self.params, strict=True)
+        return [self._forward(shard, params) for shard, params in pairs]
 
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         return [functools.partial(lenet, params=params) for params in self.params]
@@ -111,6 +125,9 @@ class _ResNet18(RankedModel):
             overlap=config.overlap,
             comm=comm,
         )
+        if config.compile:
+            for replica in self._net.replicas:
+                replica.compile()
         self.bucketer = self._net.bucketer
         self.params = [list(replica.parameters()) for replica in self._net.replicas]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -21,11 +22,12 @@ from pyringar.data_parallel import (
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.topology import Plan
 from pyringar.trace import Trace
+from pyringar.train.balance import measure_weights
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import choose_devices, describe_devices
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
-from pyringar.train.models import build_model
+from pyringar.train.models import build_model, plain_model
 from pyringar.train.pacing import EpochTimer, StepWindow
 from pyringar.train.step import train_batch
 
@@ -200,6 +202,7 @@ class Trainer:
         )
         self.model = build_model(config, self.devices, self._comm)
         self.replicas = self.model.params
+        self.weights = self._choose_weights()
         self._step = 0
 
     @property
@@ -278,7 +281,7 @@ class Trainer:
                 self.replicas,
                 self.devices,
                 config.lr_at(self._step, num_steps),
-                weights=config.weights,
+                weights=self.weights,
                 scores=self._scores,
                 reduce=self.model.bucketer.wait,
                 trace=trace,
@@ -295,6 +298,18 @@ class Trainer:
         window.drain()
         seconds = timer.stop()
         return sum(total.item() for total in sums) / len(data.train_labels), seconds
+
+    def _choose_weights(self) -> Sequence[float] | None:
+        if not isinstance(self.config.weights, str):
+            return self.config.weights
+        size = math.ceil(self.config.global_batch_size / self.config.world_size)
+        with self._autocast():
+            return measure_weights(
+                functools.partial(plain_model, self.config),
+                self.devices,
+                self._data.train_images[:size],
+                self._data.train_labels[:size],
+            )
 
     def _scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
         with self._autocast():
