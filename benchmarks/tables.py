@@ -52,7 +52,29 @@ def allreduce_table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"allreduce": ("allreduce-cpu.json", allreduce_table)}
+def bucketing_table(report: dict[str, Any]) -> str:
+    """A line per way to reduce the gradients of a training step."""
+    machine = report["machine"]
+    lines = [
+        f"A training step without the optimiser, {machine['cpu']}, {machine['cores']} cores, one "
+        f"torch thread, {machine['date']}: medians of interleaved rounds, gradients checked bit "
+        f"for bit. `exposed` is what came after backward. A hook costs {report['hook_us']:.2f} us.",
+        "",
+        "| model | ranks | gradients reduced | step | reductions | exposed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        cap = row["bucket_cap_mb"]
+        how = row["candidate"] if cap is None else f"bucketed, {cap:g} MB"
+        times = (format_us(row[name] * 1e3) for name in ("median_ms", "comm_ms", "exposed_ms"))
+        lines.append(f"| {row['case']} | {row['world_size']} | {how} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "allreduce": ("allreduce-cpu.json", allreduce_table),
+    "bucketing": ("bucketing-cpu.json", bucketing_table),
+}
 
 
 def filled(text: str) -> str:

@@ -22,6 +22,8 @@ constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 constexpr std::size_t kBlocksPerThread = 8;
 // Below this much traffic a helper costs more to wake than it saves.
 constexpr std::size_t kAloneBytes = 512 * 1024;
+// The same for one that sleeps: between the steps of a training run all do.
+constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
 constexpr int kMaxRanksOnStack = 16;
 
 void call_kernel(const Kernels& kernels, const Reduction& reduction, int divisor, Range range) {
@@ -113,7 +115,8 @@ void fuse_range(const Reduction& reduction, ReduceOp op, int divisor, Range rang
 void run_fused(std::span<const Reduction> reductions, ReduceOp op, int divisor, ThreadPool& pool) {
   std::size_t traffic_bytes = 0;
   for (const Reduction& reduction : reductions) traffic_bytes += reduction.traffic_bytes();
-  if (traffic_bytes < kAloneBytes || pool.num_helpers() == 0) {
+  if (pool.num_helpers() == 0 || traffic_bytes < kAloneBytes ||
+      (traffic_bytes < kAloneWhenColdBytes && pool.is_cold())) {
     for (const Reduction& reduction : reductions) {
       fuse_range(reduction, op, divisor, {0, reduction.numel});
     }

@@ -10,6 +10,13 @@
 
 namespace pyringar {
 
+namespace {
+
+// Jobs that follow each other faster than this are a series, for which helpers are woken.
+constexpr auto kStaysWarm = std::chrono::milliseconds(1);
+
+}  // namespace
+
 ThreadPool::~ThreadPool() {
   stop_.store(1, std::memory_order_release);
   generation_.set(generation_.value.load(std::memory_order_relaxed) + 1);
@@ -25,6 +32,13 @@ void ThreadPool::start_helpers() {
     // The system gives no more threads. Those that started help; without any the caller works
     // alone.
   }
+}
+
+bool ThreadPool::is_cold() {
+  const Deadline before = last_asked_;
+  last_asked_ = Clock::now();
+  const bool sleeps = helpers_.empty() || generation_.sleepers.load(std::memory_order_relaxed) > 0;
+  return sleeps && last_asked_ - before > kStaysWarm;
 }
 
 void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers) {

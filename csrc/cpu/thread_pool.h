@@ -31,6 +31,9 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int num_helpers() const { return num_helpers_; }
+  // Whether helpers sleep and nobody has asked for a while: waking them takes the caller tens of
+  // microseconds, which only a large job, or the next ones, bring back. Called once for each job.
+  bool is_cold();
   // At most max_helpers join: more would not help, and waking them is not free.
   void run(const std::function<void()>& work, std::size_t max_helpers = SIZE_MAX);
 
@@ -45,6 +48,7 @@ class ThreadPool {
   const int num_helpers_;
   std::vector<std::thread> helpers_;
   Places places_;
+  Deadline last_asked_{};
   const std::function<void()>* work_ = nullptr;  // written while closed, read by who joined
   std::atomic<std::uint32_t> most_inside_{0};
   alignas(64) std::atomic<std::uint32_t> state_{kClosed};
