@@ -7,6 +7,7 @@ test; all but the first are slow.
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,11 @@ from test_stress import (
     compile_all,
     execute,
     require,
+    run,
 )
+
+from pyringar import _toolchain
+from pyringar.errors import BuildError
 
 EMULATED = STRESS / "cuda"
 TEST_SOURCES = [*sorted(EMULATED.glob("*.cpp")), STRESS / "check.cpp", STRESS / "oracle.cpp"]
@@ -218,3 +223,68 @@ def test_headers_stand_alone(compiler: str) -> None:
         if header.name != "kernels_impl.cuh"
     ]
     compile_all(commands)
+
+
+# -- the host's side, on a runtime that is not there -----------------------------------------------
+
+HOST = STRESS / "cuda_host"
+HOST_SOURCES = [
+    *(CSRC / "cuda/kernels.cpp", *sorted((CSRC / "cuda").glob("kernels_*.cu"))),
+    *(CSRC / "cuda/group.cpp", CSRC / "cuda/runtime.cpp"),
+    *(EMULATED / "cuda_emulator.cpp", STRESS / "check.cpp"),
+    *sorted(HOST.glob("*.cpp")),
+]
+HOST_MISTAKES = {
+    "every-device-from-the-start": ("+ begin * item;", ";"),
+    "one-part-too-many": ("if (is_full) break;", ""),
+    "ring-the-wrong-way-round": (
+        "as<std::byte>(ring->slots[next])",
+        "as<std::byte>(ring->slots[prev])",
+    ),
+    "results-stay-in-staging": ("    unstage(collective, copy, streams);\n", ""),
+    "failures-unread": ("if (earliest == nullptr) return;", "return;"),
+}
+
+
+def build_host(folder: Path, group: Path) -> Path:
+    """Compile csrc/cuda/group.cpp, or what stands for it, with a fake CUDA runtime."""
+    try:
+        nvcc, host = _toolchain.find_nvcc(), _toolchain.find_compiler()
+        headers = _toolchain.read_cuda_toolkit(nvcc, host).includes
+    except BuildError as error:
+        pytest.skip(f"no CUDA toolkit, whose headers are needed: {error}")
+    includes = [f"-I{path}" for path in (CSRC, STRESS, EMULATED, HOST)]
+    system = [f"-isystem{path}" for path in headers]
+    compiler = ["g++", *BASE_FLAGS, *includes, *system, *FLAGS, *PLAIN.flags]
+    sources = [group if path.name == "group.cpp" else path for path in HOST_SOURCES]
+    objects = {source: folder / f"{source.name}.o" for source in sources}
+    compile_all([[*compiler, "-x", "c++", "-c", source, "-o", o] for source, o in objects.items()])
+    program = folder / "group_test"
+    compile_all([["g++", "-pthread", *objects.values(), "-o", program]])
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_the_group_on_devices_of_threads(tmp_path: Path) -> None:
+    program = build_host(tmp_path, CSRC / "cuda/group.cpp")
+    for seed in range(1, 4):
+        done = run([program, str(seed), "40"], RUN_TIMEOUT_S)
+        assert done.returncode == 0, done.stdout
+        assert "ok: 40 rounds" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+@pytest.mark.parametrize("name", HOST_MISTAKES)
+def test_a_planted_mistake_of_the_group_is_noticed(name: str, tmp_path: Path) -> None:
+    line, instead = HOST_MISTAKES[name]
+    text = (CSRC / "cuda/group.cpp").read_text(encoding="utf-8")
+    assert line in text, f"group.cpp no longer says {line!r}"
+    (tmp_path / "group.cpp").write_text(text.replace(line, instead), encoding="utf-8")
+    program = build_host(tmp_path, tmp_path / "group.cpp")
+    try:
+        done = run([program, "1", "40"], 60)
+    except subprocess.TimeoutExpired:
+        return  # a hang is noticed too
+    assert done.returncode != 0, f"{name} went unnoticed"

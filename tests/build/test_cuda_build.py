@@ -455,8 +455,10 @@ package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
 from pyringar import _build, _native, _toolchain as tools
 tools._SYSTEM_NVCC = "/nowhere"
-built = _build.ensure_engine(_build.Recipe(pathlib.Path(sys.argv[2]), kind=_build.CUDA))
-print(built.record["nvcc"], _native.load(built).count_error())
+root = pathlib.Path(sys.argv[2])
+built = _build.ensure_engine(_build.Recipe(root, kind=_build.CUDA))
+module = _native.load(built)
+print(built.record["nvcc"], getattr(module, sys.argv[3])())
 """
 
 
@@ -472,12 +474,17 @@ def test_nvcc_from_pip_alone_builds_it(
     wanted = re.search(r'^cuda = .*"(cuda-toolkit\[.+?)"', project, re.MULTILINE)
     assert wanted is not None
     run(python, "-m", "pip", "install", wanted[1], cwd=tmp_path)
-    told = run(
-        *(python, "-c", FROM_PIP, REPO / "pyringar", str(tiny_cuda.source_root)),
-        cwd=tmp_path,
-        PATH="/usr/bin:/bin",
-        CUDA_HOME="",
-        PYRINGAR_CACHE_DIR=cache,
-        PYRINGAR_CUDA_ARCHS="9.0",
-    )
-    assert re.search(rf"toolkit {python.parents[1]}.*/nvidia/cu13\) cuda\w+$", told.strip())
+
+    def told_by(root: Path | None, function: str) -> str:
+        return run(
+            *(python, "-c", FROM_PIP, REPO / "pyringar", str(root), function),
+            cwd=tmp_path,
+            PATH="/usr/bin:/bin",
+            CUDA_HOME="",
+            PYRINGAR_CACHE_DIR=cache,
+            PYRINGAR_CUDA_ARCHS="9.0",
+        ).strip()
+
+    toolkit = rf"toolkit {python.parents[1]}.*/nvidia/cu13\)"
+    assert re.search(rf"{toolkit} cuda\w+$", told_by(tiny_cuda.source_root, "count_error"))
+    assert re.search(rf"{toolkit} \d+$", told_by(REPO / "csrc", "num_devices"))
