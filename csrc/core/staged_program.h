@@ -1,0 +1,93 @@
+// staged_program: what one rank does when ranks see each other's staging slots only, written once
+// for every engine: processes, threads in tests, and the recorder of the model check.
+//
+// Floor     core: host. An engine brings memory, flags and arithmetic; this file brings the order
+//           of events.
+// Units     pieces and messages; message n is the n-th piece over the life of the group, counted
+//           from 1 and never reset. Every rank has kStagingSlots slots; message n lies in slot
+//           n % kStagingSlots of each.
+// Contract  Every rank owns two counters that only it writes and that only grow (modulo 2^32):
+//
+//             announced   its part of message n lies in its slot       (release)
+//             reduced     its slice of message n is finished there     (release)
+//
+//           and waits for those of all ranks (acquire). Nothing tells a writer that a slot is free:
+//           it follows. A rank announces n only after it is done with n - 2, and says n reduced
+//           only after it is done with n - 1; whoever writes slot n % 4 has seen one of the two
+//           from everybody, so that nobody still reads what was there, message n - 4:
+//
+//             direct     writes n after all said n - 2 reduced    -> all are done with n - 3
+//             exchange   writes n after all announced n - 2       -> all are done with n - 4
+//             and where one follows the other, the weaker of the two holds.
+//
+//           The first message of every call carries what the call is; agree() compares before any
+//           rank's own tensors are written, and on every rank alike.
+// Threads   one call per rank, all at once. A wait that fails ends the program and returns false;
+//           the engine knows why.
+// Source    "copy in, reduce, copy out" of DeepSpeed's and gloo's shared-memory all-reduces, as a
+//           pipeline.
+// Tests     tests/cpp/model (every interleaving), tests/cpp/process_test.cpp (ThreadSanitizer)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/ring_program.h"
+
+namespace pyringar {
+
+inline constexpr std::uint32_t kStagingSlots = 4;
+
+struct StagedProgram {
+  std::uint32_t base;      // messages of all calls before
+  std::size_t num_pieces;  // at least 1: a call that moves nothing is announced all the same
+};
+
+// Each rank reduces its slice of every piece in its own slot, and takes the others' slices from
+// theirs. A piece ahead is copied in before one waits, so that ranks which share a core, or which
+// are not quite in step, find work to do. Engine provides:
+//   void copy_in(piece, n)      own tensor -> own slot       bool wait_announced(n)   of all ranks
+//   void announce(n)                                         bool agree(n)            first message
+//   void reduce(piece, n)       all slots -> own slot        bool wait_reduced(n)     of all ranks
+//   void publish_reduced(n)                                  void copy_out(piece, n)  -> own tensor
+template <class Engine>
+bool run_staged_direct(Engine& engine, const StagedProgram& program) {
+  std::uint32_t n = program.base + 1;
+  engine.copy_in(0, n);
+  engine.announce(n);
+  for (std::size_t piece = 0; piece < program.num_pieces; ++piece, ++n) {
+    if (piece + 1 < program.num_pieces) {
+      engine.copy_in(piece + 1, n + 1);
+      engine.announce(n + 1);
+    }
+    if (!engine.wait_announced(n)) return false;
+    if (piece == 0 && !engine.agree(n)) return false;
+    engine.reduce(piece, n);
+    engine.publish_reduced(n);
+    if (!engine.wait_reduced(n)) return false;
+    engine.copy_out(piece, n);
+  }
+  return true;
+}
+
+// Each rank reads what it needs from all slots into its own tensors: one wait per piece. For small
+// messages, which all ranks reduce whole, and for collectives whose results differ by rank.
+//   void combine(piece, n)      all slots -> own tensor
+template <class Engine>
+bool run_staged_exchange(Engine& engine, const StagedProgram& program) {
+  std::uint32_t n = program.base + 1;
+  engine.copy_in(0, n);
+  engine.announce(n);
+  for (std::size_t piece = 0; piece < program.num_pieces; ++piece, ++n) {
+    if (piece + 1 < program.num_pieces) {
+      engine.copy_in(piece + 1, n + 1);
+      engine.announce(n + 1);
+    }
+    if (!engine.wait_announced(n)) return false;
+    if (piece == 0 && !engine.agree(n)) return false;
+    engine.combine(piece, n);
+  }
+  return true;
+}
+
+}  // namespace pyringar
