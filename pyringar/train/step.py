@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from pyringar.communicator import Communicator
-from pyringar.data_parallel import Device, split_batch
+from pyringar.data_parallel import Device, Shards, split_batch
 from pyringar.errors import ArgumentError
 from pyringar.trace import Trace
 from pyringar.train.model_lenet import lenet
@@ -20,6 +20,7 @@ from pyringar.train.model_lenet import lenet
 __all__ = ["reduce_gradients", "sgd", "sum_loss", "train_batch"]
 
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Split = Callable[[Tensor, Tensor, Sequence[Device], Sequence[float] | None], tuple[Shards, Shards]]
 
 
 def train_batch(
@@ -33,6 +34,7 @@ def train_batch(
     weights: Sequence[float] | None = None,
     scores: Scores | None = None,
     reduce: Callable[[], None] | None = None,
+    split: Split = split_batch,
     trace: Trace | None = None,
 ) -> list[Tensor]:
     """Do one step of SGD on a batch that is split over the ranks.
@@ -57,6 +59,8 @@ def train_batch(
             computed from ``device_params``; LeNet's if not given.
         reduce: Instead of ``comm``: called after backward, it returns when every ``grad`` is the
             sum over all ranks, such as :meth:`GradientBucketer.wait`.
+        split: Cuts the batch, called as ``split(X, y, devices, weights)``: one shard per rank that
+            is here. Where other ranks are in other processes theirs are left out.
         trace: Where to note the phases. What the host does for all ranks in one go stands in the
             row of each.
 
@@ -70,7 +74,7 @@ def train_batch(
         raise ArgumentError(
             f"device_params has {len(device_params)} replicas for {len(devices)} devices"
         )
-    X_shards, y_shards = split_batch(X, y, devices, weights)  # noqa: N806
+    X_shards, y_shards = split(X, y, devices, weights)  # noqa: N806
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
     for param in itertools.chain(*device_params):
@@ -81,7 +85,9 @@ def train_batch(
     # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
     # computed nothing, and then has no gradients.
     with _phase(trace, "backward", len(devices)):
-        torch.autograd.backward([loss for loss in losses if loss.requires_grad])
+        found_losses = [loss for loss in losses if loss.requires_grad]
+        if found_losses:
+            torch.autograd.backward(found_losses)
     with _phase(trace, "wait", len(devices)):
         if reduce is None:
             reduce_gradients(device_params, devices, comm)
