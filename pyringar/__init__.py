@@ -33,7 +33,9 @@ from pyringar.errors import (
 )
 from pyringar.grader import check_allreduce
 from pyringar.parallel_module import DataParallel
+from pyringar.process_communicator import ProcessCommunicator
 from pyringar.replicate import replicate
+from pyringar.shared_tensors import shared_empty
 from pyringar.topology import Plan, Topology
 
 __version__ = "0.1.0"
@@ -49,6 +51,7 @@ __all__ = [
     "GradientBucketer",
     "PeerLostError",
     "Plan",
+    "ProcessCommunicator",
     "RingarError",
     "Topology",
     "UnsupportedError",
@@ -59,5 +62,6 @@ __all__ = [
     "evaluate_accuracy_gpus",
     "get_params",
     "replicate",
+    "shared_empty",
     "split_batch",
 ]

@@ -17,97 +17,19 @@ import torch
 from torch import Tensor
 
 from pyringar import _native, interop, reference
-from pyringar.errors import ArgumentError, CollectiveTimeout, UnsupportedError
+from pyringar.call import ORDERS, InFlight, Work, check_choice, check_timeout, op_name
+from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.topology import Plan, Topology, check_devices, choose_algorithm
 
 __all__ = ["ALGORITHMS", "Communicator", "Work", "allreduce"]
 
 ALGORITHMS = ("auto", "fused", "direct", "ring", "sharded", "naive")
-_OPS = ("sum", "mean", "max", "min", "prod")
-_ORDERS = ("any", "rank")
 # Algorithms in plain torch. They know lists of tensors only, not the other collectives.
 _PYTHON_ALGORITHMS = ("sharded", "naive")
 
 TensorList = Sequence[Tensor]
 
 logger = logging.getLogger(__name__)
-
-
-class Work:
-    """A collective that runs in the background, returned by ``async_op=True``.
-
-    Until it is done its tensors must be neither read nor written. Dropping it is fine, and so is
-    dropping or changing the lists: the communicator keeps the tensors alive.
-    """
-
-    def __init__(self, native: Any, keep_alive: object, timeout_s: float) -> None:
-        self._native = native
-        self._keep_alive = keep_alive
-        self._timeout_s = timeout_s
-
-    def is_completed(self) -> bool:
-        """Whether it is done, successfully or not. Never blocks."""
-        done = self._native is None or bool(self._native.is_completed())
-        if done:
-            self._keep_alive = None
-        return done
-
-    def exception(self) -> BaseException | None:
-        """The error it ended with; None while it runs and when all went well."""
-        return None if self._native is None else self._native.exception()
-
-    def finished_ns(self) -> int:
-        """When it ended, as ``time.perf_counter_ns`` counts; 0 while it runs and on GPUs."""
-        finished: int = self._native.finished_ns() if self._native is not None else 0
-        return finished
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is done; other Python threads run meanwhile.
-
-        Args:
-            timeout: Seconds, instead of the communicator's own timeout. On GPUs nothing is waited
-                for, and it has no meaning.
-
-        Returns:
-            True.
-
-        Raises:
-            RingarError: The collective's own error, if it failed.
-            ArgumentError: ``timeout`` is no number of seconds.
-            CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless.
-        """
-        if self._native is None:
-            return True
-        seconds = self._timeout_s if timeout is None else timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-            raise ArgumentError(f"wait: timeout is {seconds!r}, expected seconds, 0 or more")
-        if not self._native.wait(float(seconds)):
-            raise CollectiveTimeout(f"wait: the collective is not done after {seconds} s")
-        # On a GPU the streams are in order now, and the tensors still in use.
-        self.is_completed()
-        return True
-
-
-def _op_name(op: Any) -> str:
-    """The name of a reduction given as a string or as torch.distributed.ReduceOp."""
-    if isinstance(op, str):
-        if op in _OPS:
-            return op
-    elif torch.distributed.is_available():
-        c10d = torch.distributed.ReduceOp
-        names = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
-        # By type first: ReduceOp.SUM equals 0, and a tensor given by mistake equals elementwise.
-        if isinstance(op, (c10d, c10d.RedOpType)):
-            for theirs, ours in names.items():
-                if op == getattr(c10d, theirs):
-                    return ours
-    raise ArgumentError(f"op is {op!r}, expected one of {', '.join(_OPS)} or its ReduceOp")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-    return value
 
 
 def _make_group(devices: tuple[torch.device, ...], timeout_s: float) -> Any:
@@ -166,15 +88,12 @@ class Communicator:
     ) -> None:
         self._devices = check_devices(devices)
         self._topology = Topology.of(self._devices)
-        self._algorithm = _check_choice("algorithm", algorithm, ALGORITHMS)
-        self._order = _check_choice("order", order, _ORDERS)
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ArgumentError(f"timeout is {timeout!r}, expected a positive number of seconds")
-        self._timeout_s = float(timeout)
+        self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
+        self._order = check_choice("order", order, ORDERS)
+        self._timeout_s = check_timeout(timeout)
         self._resolve(None, None)
         self._group = _make_group(self._devices, self._timeout_s)
-        self._in_flight: list[Work] = []
-        self._in_flight_lock = threading.Lock()
+        self._in_flight = InFlight(self._timeout_s)
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
 
     @property
@@ -235,12 +154,12 @@ class Communicator:
         ``2 (k - 1)`` steps, each rank sending ``2 (k - 1) / k`` of its bytes.
         """
         chosen = self._resolve(algorithm, order, tensors)
-        name = _op_name(op)
+        name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
             return self._run_in_python(chosen, [[t] for t in tensors], name, async_op)
         submitted = self._group.all_reduce(tensors, name, chosen, async_op)
-        return self._work(submitted) if async_op else None
+        return self._in_flight.add(submitted) if async_op else None
 
     def all_reduce_coalesced(
         self,
@@ -267,12 +186,12 @@ class Communicator:
         Cost: one dispatch for all tensors; nothing is packed or copied.
         """
         chosen = self._resolve(algorithm, order, lists)
-        name = _op_name(op)
+        name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
             return self._run_in_python(chosen, lists, name, async_op)
         submitted = self._group.all_reduce_coalesced(lists, name, chosen, async_op)
-        return self._work(submitted) if async_op else None
+        return self._in_flight.add(submitted) if async_op else None
 
     def reduce_scatter(
         self, outputs: TensorList, inputs: TensorList, op: Any = "sum", *, async_op: bool = False
@@ -292,8 +211,8 @@ class Communicator:
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
         algorithm = self._resolve_engine("reduce_scatter", data=inputs)
-        submitted = self._group.reduce_scatter(outputs, inputs, _op_name(op), algorithm, async_op)
-        return self._work(submitted) if async_op else None
+        submitted = self._group.reduce_scatter(outputs, inputs, op_name(op), algorithm, async_op)
+        return self._in_flight.add(submitted) if async_op else None
 
     def all_gather(
         self, outputs: TensorList, inputs: TensorList, *, async_op: bool = False
@@ -312,7 +231,7 @@ class Communicator:
         """
         algorithm = self._resolve_engine("all_gather", data=outputs)
         submitted = self._group.all_gather(outputs, inputs, algorithm, async_op)
-        return self._work(submitted) if async_op else None
+        return self._in_flight.add(submitted) if async_op else None
 
     def broadcast(
         self, tensors: TensorList, root: int = 0, *, async_op: bool = False
@@ -334,7 +253,7 @@ class Communicator:
                 f"broadcast: root is {root!r}, expected a rank from 0 to {self.world_size - 1}"
             )
         submitted = self._group.broadcast(tensors, root, async_op)
-        return self._work(submitted) if async_op else None
+        return self._in_flight.add(submitted) if async_op else None
 
     def bind(
         self,
@@ -361,7 +280,7 @@ class Communicator:
             ArgumentError, UnsupportedError: As :meth:`all_reduce`.
         """
         chosen = self._resolve_engine("bind", algorithm, order, tensors)
-        bound: Callable[[], None] = self._group.bind(tensors, _op_name(op), chosen)
+        bound: Callable[[], None] = self._group.bind(tensors, op_name(op), chosen)
         return bound
 
     # -- what would run, what ran ------------------------------------------------------------------
@@ -403,8 +322,7 @@ class Communicator:
         Everything else raises :class:`RingarError` from then on.
         """
         self._group.close()
-        with self._in_flight_lock:
-            self._in_flight.clear()
+        self._in_flight.clear()
 
     def __enter__(self) -> Communicator:
         return self
@@ -419,7 +337,7 @@ class Communicator:
 
     def __del__(self) -> None:
         # Background work must end before the tensors that it writes are let go.
-        if hasattr(self, "_in_flight_lock"):
+        if hasattr(self, "_in_flight"):
             self.close()
 
     def __repr__(self) -> str:
@@ -435,8 +353,8 @@ class Communicator:
         if algorithm is None:
             algorithm = self._algorithm
         else:
-            _check_choice("algorithm", algorithm, ALGORITHMS)
-        order = self._order if order is None else _check_choice("order", order, _ORDERS)
+            check_choice("algorithm", algorithm, ALGORITHMS)
+        order = self._order if order is None else check_choice("order", order, ORDERS)
         if algorithm == "auto":
             if self._topology.is_one_memory:
                 return "fused"
@@ -474,14 +392,6 @@ class Communicator:
                 reference.naive_all_reduce(tensors, op)
         self._python_calls[algorithm] += 1
         return Work(None, None, 0.0) if async_op else None
-
-    def _work(self, submitted: tuple[Any, object, object]) -> Work:
-        native, *keep_alive = submitted
-        work = Work(native, keep_alive, self._timeout_s)
-        with self._in_flight_lock:
-            self._in_flight = [w for w in self._in_flight if not w.is_completed()]
-            self._in_flight.append(work)
-        return work
 
 
 class _Default:
@@ -553,4 +463,4 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
             if communicator is not None:
                 communicator.all_reduce(data, op)
                 return
-    _default.group().all_reduce(data, _op_name(op), "fused", False)
+    _default.group().all_reduce(data, op_name(op), "fused", False)

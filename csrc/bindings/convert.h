@@ -39,7 +39,7 @@ inline ReduceOp parse_op(py::handle op) {
 // The class of pyringar.errors for each ErrorKind.
 inline py::object python_class(ErrorKind kind) {
   constexpr const char* kClasses[] = {"ArgumentError", "UnsupportedError", "CollectiveTimeout",
-                                      "RingarError", "CudaError"};
+                                      "RingarError",   "CudaError",        "PeerLostError"};
   return py::module_::import("pyringar.errors").attr(kClasses[static_cast<int>(kind)]);
 }
 

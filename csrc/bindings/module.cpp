@@ -13,6 +13,7 @@
 #include "bindings/bucketer.h"
 #include "bindings/convert.h"
 #include "bindings/prepare.h"
+#include "bindings/process.h"
 #include "bindings/tensor.h"
 #include "core/error.h"
 #include "core/schedule.h"
@@ -264,6 +265,7 @@ PYBIND11_MODULE(_engine, m) {
           py::call_guard<py::gil_scoped_release>());
   bind_group(m);
   bind_bucketer(m);
+  bind_process_group(m);
   m.def("build_info", &build_info);
   m.def("ring_step", [](int rank, int world_size, int step) {
     const RingStep s = ring_step(rank, world_size, step);

@@ -174,6 +174,7 @@ StridedView TensorView::strided() const {
 }
 
 std::string Place::text() const {
+  if (index < 0) return argument;
   if (inner >= 0) return join(argument, "[", index, "][", inner, "]");
   return join(argument, "[", index, "]");
 }

@@ -41,10 +41,10 @@ struct TensorView {
   StridedView strided() const;
 };
 
-// Where a tensor stands in the caller's arguments: "tensors[1]", "lists[1][0]".
+// Where a tensor stands in the caller's arguments: "tensor", "tensors[1]", "lists[1][0]".
 struct Place {
   const char* argument;
-  int index;
+  int index = -1;
   int inner = -1;
   std::string text() const;
 };

@@ -13,7 +13,7 @@
 
 namespace pyringar {
 
-enum class ErrorKind { kArgument, kUnsupported, kTimeout, kState, kCuda };
+enum class ErrorKind { kArgument, kUnsupported, kTimeout, kState, kCuda, kPeerLost };
 
 class Error : public std::runtime_error {
  public:

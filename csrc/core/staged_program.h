@@ -20,6 +20,9 @@
 //             exchange   writes n after all announced n - 2       -> all are done with n - 4
 //             and where one follows the other, the weaker of the two holds.
 //
+//           An exchange leaves `reduced` behind; a direct call brings it up before it announces, so
+//           that the two never drift apart by the 2^31 at which a comparison would turn.
+//
 //           The first message of every call carries what the call is; agree() compares before any
 //           rank's own tensors are written, and on every rank alike.
 // Threads   one call per rank, all at once. A wait that fails ends the program and returns false;
@@ -52,6 +55,7 @@ struct StagedProgram {
 //   void publish_reduced(n)                                  void copy_out(piece, n)  -> own tensor
 template <class Engine>
 bool run_staged_direct(Engine& engine, const StagedProgram& program) {
+  engine.publish_reduced(program.base);
   std::uint32_t n = program.base + 1;
   engine.copy_in(0, n);
   engine.announce(n);

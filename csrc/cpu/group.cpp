@@ -5,61 +5,15 @@
 
 #include "cpu/group.h"
 
-#include <pthread.h>
-
-#include <system_error>
-
 #include "core/error.h"
 #include "cpu/float_mode.h"
+#include "cpu/os_process.h"
 
 namespace pyringar {
-
-namespace {
-
-std::atomic<std::uint32_t> fork_count{0};
-
-std::uint32_t fork_generation() {
-  static const int registered =
-      pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
-  if (registered != 0) fail(ErrorKind::kState, "pthread_atfork failed with error ", registered);
-  return fork_count.load(std::memory_order_relaxed);
-}
-
-}  // namespace
 
 const char* algorithm_name(Algorithm algorithm) {
   constexpr const char* kNames[kNumAlgorithms] = {"fused", "direct", "ring"};
   return kNames[static_cast<int>(algorithm)];
-}
-
-bool Work::is_completed() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return done_;
-}
-
-bool Work::wait(std::chrono::nanoseconds timeout) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!changed_.wait_for(lock, timeout, [this] { return done_; })) return false;
-  if (error_) std::rethrow_exception(error_);
-  return true;
-}
-
-std::exception_ptr Work::exception() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return error_;
-}
-
-void Work::complete(std::exception_ptr error) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  done_ = true;
-  finished_ns_ = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-  error_ = std::move(error);
-  changed_.notify_all();
-}
-
-std::int64_t Work::finished_ns() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return finished_ns_;
 }
 
 Group::Group(int world_size, std::chrono::nanoseconds timeout)
@@ -70,9 +24,7 @@ Group::Group(int world_size, std::chrono::nanoseconds timeout)
 
 Group::~Group() { close(); }
 
-bool Group::forked() const {
-  return fork_count.load(std::memory_order_relaxed) != fork_generation_;
-}
+bool Group::forked() const { return fork_generation() != fork_generation_; }
 
 void Group::check_not_forked() const {
   if (forked()) {
@@ -95,16 +47,9 @@ void Group::check_not_failed() const {
   }
 }
 
-void Group::wait_for_queue() {
-  if (num_waiting_.load(std::memory_order_acquire) > 0) {
-    std::unique_lock<std::mutex> lock(queue_mutex_);
-    queue_changed_.wait(lock, [this] { return queue_.empty() && !queue_busy_; });
-  }
-}
-
 void Group::wait_for_turn() {
   check_usable();
-  wait_for_queue();
+  queue_.wait_until_idle();
   const std::lock_guard<std::mutex> lock(run_mutex_);
   check_usable();
   check_not_failed();
@@ -112,14 +57,14 @@ void Group::wait_for_turn() {
 
 void Group::run(const Collective& collective) {
   check_usable();
-  wait_for_queue();
+  queue_.wait_until_idle();
   const std::lock_guard<std::mutex> lock(run_mutex_);
   run_locked(collective);
 }
 
 bool Group::try_run(const Collective& collective) {
   check_usable();
-  if (num_waiting_.load(std::memory_order_acquire) > 0) return false;
+  if (queue_.has_work()) return false;
   const std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   run_locked(collective);
@@ -209,63 +154,20 @@ void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
 }
 
 std::shared_ptr<Work> Group::submit(Collective collective) {
-  auto work = std::make_shared<Work>();
-  const std::lock_guard<std::mutex> lock(queue_mutex_);
   check_usable();
-  if (closing_) fail(ErrorKind::kState, "this communicator is closed");
-  start_worker();  // first: where the system refuses a thread, nothing has been queued
-  queue_.push_back({std::move(collective), work});
-  num_waiting_.fetch_add(1, std::memory_order_release);
-  queue_changed_.notify_all();
-  return work;
-}
-
-void Group::start_worker() {
-  if (worker_) return;
-  try {
-    worker_ = std::make_unique<std::thread>([this] { work_off_queue(); });
-  } catch (const std::system_error& error) {
-    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
-  }
-}
-
-void Group::work_off_queue() {
-  std::unique_lock<std::mutex> lock(queue_mutex_);
-  while (true) {
-    queue_changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    const Submitted next = std::move(queue_.front());
-    queue_.pop_front();
-    queue_busy_ = true;
-    lock.unlock();
-    std::exception_ptr error;
-    try {
-      const std::lock_guard<std::mutex> running(run_mutex_);
-      run_locked(next.collective);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    lock.lock();
-    queue_busy_ = false;
-    num_waiting_.fetch_sub(1, std::memory_order_release);
-    // Under the lock: who sees the work done may close the group, which waits for this thread.
-    next.work->complete(std::move(error));
-    queue_changed_.notify_all();
-  }
+  // Shared, since a std::function must be copyable, and its pointer tables must not move.
+  auto shared = std::make_shared<Collective>(std::move(collective));
+  return queue_.submit([this, shared] {
+    const std::lock_guard<std::mutex> running(run_mutex_);
+    run_locked(*shared);
+  });
 }
 
 void Group::close() {
   if (forked()) return;
-  const std::lock_guard<std::mutex> closing(close_mutex_);
-  {
-    const std::lock_guard<std::mutex> lock(queue_mutex_);
-    closing_ = true;
-    queue_changed_.notify_all();
-  }
-  if (worker_) worker_->join();
+  queue_.close();
   const std::lock_guard<std::mutex> lock(run_mutex_);
   closed_.store(true, std::memory_order_release);
-  worker_.reset();
   team_.reset();
   pool_.reset();
   ring_.reset();

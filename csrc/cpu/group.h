@@ -12,19 +12,17 @@
 #pragma once
 
 #include <array>
-#include <condition_variable>
-#include <deque>
-#include <exception>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "cpu/direct.h"
 #include "cpu/fused.h"
 #include "cpu/ring.h"
 #include "cpu/strided.h"
+#include "cpu/work_queue.h"
 
 namespace pyringar {
 
@@ -52,24 +50,6 @@ struct Collective {
     bool is_output;
   };
   std::vector<Staged> staged;
-};
-
-// The outcome of a submitted collective.
-class Work {
- public:
-  bool is_completed();
-  // False when the timeout passed first. Rethrows what the collective threw.
-  bool wait(std::chrono::nanoseconds timeout);
-  std::exception_ptr exception();
-  std::int64_t finished_ns();  // on the steady clock; 0 while it runs
-  void complete(std::exception_ptr error);
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool done_ = false;
-  std::int64_t finished_ns_ = 0;
-  std::exception_ptr error_;
 };
 
 struct GroupStats {
@@ -106,22 +86,14 @@ class Group {
   void delay_rank(int rank, std::chrono::nanoseconds delay);
 
  private:
-  struct Submitted {
-    Collective collective;
-    std::shared_ptr<Work> work;
-  };
-
   void check_not_forked() const;
   void check_not_failed() const;
-  void wait_for_queue();
   void run_locked(const Collective& collective);
   void dispatch(const Collective& collective);
   void run_direct(const Collective& collective);
   void run_ring_collective(const Collective& collective);
   void finish_team_run(const Collective& collective, Watch& watch);
   void sleep_if_delayed(int rank);
-  void start_worker();
-  void work_off_queue();
 
   const int world_size_;
   const std::chrono::nanoseconds timeout_;
@@ -137,14 +109,7 @@ class Group {
   std::chrono::nanoseconds delay_{};
   GroupStats stats_;
 
-  std::mutex close_mutex_;  // held by the one thread that closes
-  std::mutex queue_mutex_;  // guards all below
-  std::condition_variable queue_changed_;
-  std::deque<Submitted> queue_;
-  bool queue_busy_ = false;  // the worker runs what it took off the queue
-  bool closing_ = false;
-  std::unique_ptr<std::thread> worker_;
-  std::atomic<int> num_waiting_{0};  // queued or running
+  WorkQueue queue_;
   std::atomic<bool> closed_{false};
 };
 

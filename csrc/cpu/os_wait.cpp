@@ -24,7 +24,8 @@ namespace pyringar {
 
 #if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
 
-void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline) {
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline,
+             Scope scope) {
   timespec timeout;
   if (deadline != kNoDeadline) {
     const auto left = std::chrono::nanoseconds(deadline - Clock::now()).count();
@@ -33,12 +34,13 @@ void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Dea
     timeout.tv_nsec = static_cast<long>(left % 1'000'000'000);
   }
   // Returns at once when the word has changed already; early returns are the caller's to check.
-  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected,
+  syscall(SYS_futex, &word, scope == Scope::kThreads ? FUTEX_WAIT_PRIVATE : FUTEX_WAIT, expected,
           deadline != kNoDeadline ? &timeout : nullptr, nullptr, 0);
 }
 
-void os_wake(const std::atomic<std::uint32_t>& word, int count) {
-  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope) {
+  syscall(SYS_futex, &word, scope == Scope::kThreads ? FUTEX_WAKE_PRIVATE : FUTEX_WAKE, count,
+          nullptr, nullptr, 0);
 }
 
 #else
@@ -57,7 +59,8 @@ ParkingLot& lot_of(const void* address) {
 
 }  // namespace
 
-void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline) {
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline,
+             Scope) {
   ParkingLot& lot = lot_of(&word);
   std::unique_lock<std::mutex> lock(lot.mutex);
   if (word.load(std::memory_order_seq_cst) != expected) return;
@@ -68,7 +71,7 @@ void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Dea
   }
 }
 
-void os_wake(const std::atomic<std::uint32_t>& word, int) {
+void os_wake(const std::atomic<std::uint32_t>& word, int, Scope) {
   ParkingLot& lot = lot_of(&word);
   // The waiter checks the word under this lock: it either sees the new value or hears the call;
   // all, since they share the variable.
@@ -79,14 +82,6 @@ void os_wake(const std::atomic<std::uint32_t>& word, int) {
 #endif
 
 namespace {
-
-inline void cpu_pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ __volatile__("isb" ::: "memory");
-#endif
-}
 
 constexpr int kPauses = 16;
 constexpr int kYields = 500;

@@ -3,6 +3,7 @@
 // Floor     cpu: std and the operating system. Linux futexes; elsewhere (or with
 //           PYRINGAR_NO_FUTEX) a small table of condition variables, same contract.
 // Units     Deadline is a point on the steady clock.
+//           Processes wake each other through futexes alone.
 // Contract  Flag: whatever was written before set(n) is visible after wait_for_flag(n) returned
 //           true. One writer per flag; values only grow (modulo 2^32).
 // Threads   any number of waiters per flag. A wait ends at its deadline at the latest (plus the
@@ -19,11 +20,24 @@ namespace pyringar {
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
+// Who may sleep on a word: the threads of this process, or of all that map its memory.
+enum class Scope { kThreads, kProcesses };
+
 // Sleeps while word == expected, at the longest until the deadline; may wake early.
-void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline);
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline,
+             Scope scope = Scope::kThreads);
 // Wakes at most `count` sleepers, or all of them.
 inline constexpr int kWakeAll = 1 << 30;
-void os_wake(const std::atomic<std::uint32_t>& word, int count);
+void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope = Scope::kThreads);
+
+// A moment for the core's other thread.
+inline void cpu_pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("isb" ::: "memory");
+#endif
+}
 
 // A counter that one thread advances and others wait for. The writer pays for a system call only
 // when somebody sleeps. On lines of its own, so that waiting does not slow the neighbours down.
@@ -31,11 +45,11 @@ struct alignas(64) Flag {
   std::atomic<std::uint32_t> value{0};
   std::atomic<std::uint32_t> sleepers{0};
 
-  void set(std::uint32_t n, int max_wake = kWakeAll) {
+  void set(std::uint32_t n, int max_wake = kWakeAll, Scope scope = Scope::kThreads) {
     // Store and load are sequentially consistent, as are the waiter's: one of the two sees the
     // other.
     value.store(n, std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst) > 0) os_wake(value, max_wake);
+    if (sleepers.load(std::memory_order_seq_cst) > 0) os_wake(value, max_wake, scope);
   }
 };
 

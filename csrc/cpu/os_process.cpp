@@ -1,0 +1,103 @@
+// os_process: /proc/PID/stat, affinity masks.
+//
+// Floor     cpu
+// Tests     tests/test_processes.py, tests/test_process_faults.py
+
+#include "cpu/os_process.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <string>
+
+#include "core/error.h"
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+namespace pyringar {
+
+namespace {
+
+struct Stat {
+  char state = 0;  // 0: no such process, or no /proc
+  std::uint64_t start_ticks = 0;
+};
+
+// "PID (name) S ..." with the start time as field 22; the name may hold anything, ')' included.
+Stat read_stat(std::int32_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t name_end = text.rfind(')');
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(text.substr(name_end + 1));
+  Stat stat;
+  fields >> stat.state;
+  std::string skipped;
+  for (int field = 4; field < 22; ++field) fields >> skipped;
+  fields >> stat.start_ticks;
+  return fields ? stat : Stat{};
+}
+
+}  // namespace
+
+ProcessId this_process() {
+  const auto pid = static_cast<std::int32_t>(getpid());
+  return {pid, read_stat(pid).start_ticks};
+}
+
+bool is_alive(const ProcessId& process) {
+  const Stat stat = read_stat(process.pid);
+  if (stat.state != 0) {
+    const bool is_same = process.start_ticks == 0 || stat.start_ticks == process.start_ticks;
+    return is_same && stat.state != 'Z' && stat.state != 'X';
+  }
+  // No /proc, or hidden from us: a process of somebody else's is alive, too.
+  return kill(process.pid, 0) == 0 || errno == EPERM;
+}
+
+std::uint32_t fork_generation() {
+  static std::atomic<std::uint32_t> fork_count{0};
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
+  if (registered != 0) fail(ErrorKind::kState, "pthread_atfork failed with error ", registered);
+  return fork_count.load(std::memory_order_relaxed);
+}
+
+std::string host_name() {
+  char name[256] = {};
+  return gethostname(name, sizeof name - 1) == 0 ? name : "unknown host";
+}
+
+#if defined(__linux__)
+
+int current_core() { return sched_getcpu(); }
+
+void move_off_core(int core) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(static_cast<unsigned>(core), &others);
+  if (CPU_COUNT(&others) == 0) return;
+  // Where a cgroup forbids it the thread stays, which is slower and nothing else.
+  if (sched_setaffinity(0, sizeof others, &others) == 0) {
+    static_cast<void>(sched_setaffinity(0, sizeof allowed, &allowed));
+  }
+}
+
+#else
+
+int current_core() { return -1; }
+void move_off_core(int) {}
+
+#endif
+
+}  // namespace pyringar

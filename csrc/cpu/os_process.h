@@ -1,0 +1,35 @@
+// os_process: which process this is, and whether another one still lives.
+//
+// Floor     cpu: std and the operating system. Linux reads /proc; elsewhere a process that the
+//           system still knows counts as alive.
+// Contract  a process id names another process once the first is gone; with the time at which it
+//           started it does not. One that has ended and was not waited for yet (a zombie) is gone.
+// Threads   any.
+// Tests     tests/test_processes.py, tests/test_process_faults.py
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace pyringar {
+
+struct ProcessId {
+  std::int32_t pid = 0;
+  std::uint64_t start_ticks = 0;  // since boot; 0: not known
+};
+
+ProcessId this_process();
+bool is_alive(const ProcessId& process);
+std::string host_name();
+
+// Another number in a forked child than in its parent, once both or the parent have asked.
+std::uint32_t fork_generation();
+
+// The core this thread runs on, or -1.
+int current_core();
+
+// Has this thread run on another core than this one, if it may; which ones it may use stays as it
+// was.
+void move_off_core(int core);
+
+}  // namespace pyringar

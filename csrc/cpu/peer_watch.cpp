@@ -1,0 +1,225 @@
+// peer_watch: pauses, yields, naps; liveness; the failure that all ranks share.
+//
+// Floor     cpu
+// Tests     tests/test_process_faults.py, tests/cpp/process_test.cpp
+
+#include "cpu/peer_watch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "cpu/os_thread.h"
+
+namespace pyringar {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+// Measured on two cores: see the notes on each in benchmarks/processes.py.
+constexpr int kPausesWithCore = 1000;
+constexpr int kPausesCrowded = 50;
+constexpr int kYieldsWithCore = 200;
+constexpr int kYieldsCrowded = 20;
+// A yield beside a thread that computes gives away a whole time slice. One that took this long says
+// so; the thread then sleeps at once for a while, since waking up takes the core back.
+constexpr auto kYieldTooLong = 200us;
+constexpr int kWaitsAfterLongYield = 64;
+// How long one sleeps before looking whether the others still live.
+constexpr auto kNap = 50ms;
+
+int num_allowed_cores() {
+  static const int cores = static_cast<int>(allowed_cores().size());
+  return cores;
+}
+
+template <std::size_t kSize>
+std::string text_of(const std::array<char, kSize>& chars) {
+  return {chars.data(), strnlen(chars.data(), kSize)};
+}
+
+}  // namespace
+
+PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
+    : segment_(segment),
+      rank_(rank),
+      timeout_(timeout),
+      num_pauses_(segment.world_size() <= num_allowed_cores() ? kPausesWithCore : kPausesCrowded),
+      num_yields_(segment.world_size() <= num_allowed_cores() ? kYieldsWithCore : kYieldsCrowded),
+      has_core_per_rank_(segment.world_size() <= num_allowed_cores()) {}
+
+void PeerWatch::begin_call() {
+  has_deadline_ = false;
+  RankLine& line = segment_.line(rank_);
+  line.core.store(current_core(), std::memory_order_relaxed);
+  line.heard_ns.store(Clock::now().time_since_epoch() / 1ns, std::memory_order_relaxed);
+}
+
+// Ranks that slept together are woken on one core and stay there, each waiting for the other to let
+// go of it. The one with the higher number moves.
+void PeerWatch::keep_apart() {
+  if (!has_core_per_rank_) return;
+  const int core = current_core();
+  if (core < 0) return;
+  segment_.line(rank_).core.store(core, std::memory_order_relaxed);
+  for (int lower = 0; lower < rank_; ++lower) {
+    if (segment_.line(lower).core.load(std::memory_order_relaxed) == core) {
+      move_off_core(core);
+      segment_.line(rank_).core.store(current_core(), std::memory_order_relaxed);
+      return;
+    }
+  }
+}
+
+bool PeerWatch::yield_until(const Flag& flag, std::uint32_t wanted) {
+  Deadline before = Clock::now();
+  for (int i = 0; i < num_yields_; ++i) {
+    std::this_thread::yield();
+    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+    const Deadline after = Clock::now();
+    if (after - before > kYieldTooLong) {
+      waits_without_yields_ = kWaitsAfterLongYield;
+      return false;
+    }
+    before = after;
+  }
+  return false;
+}
+
+bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
+  keep_apart();
+  if (waits_without_yields_ > 0) {
+    --waits_without_yields_;
+  } else if (yield_until(flag, wanted)) {
+    return true;
+  }
+  if (!has_deadline_) {
+    has_deadline_ = true;
+    deadline_ = timeout_ < Deadline::max() - Clock::now() ? Clock::now() + timeout_ : kNoDeadline;
+  }
+  bool arrived = false;
+  bool is_first_nap = true;
+  flag.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  try {
+    while (true) {
+      const std::uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+      arrived = reached(seen, wanted);
+      if (arrived || (!is_first_nap && give_up(flag, wanted, peer, what))) break;
+      is_first_nap = false;
+      os_wait(flag.value, seen, std::min(deadline_, Clock::now() + kNap), Scope::kProcesses);
+    }
+  } catch (...) {
+    flag.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    throw;
+  }
+  flag.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return arrived;
+}
+
+bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
+  segment_.line(rank_).heard_ns.store(Clock::now().time_since_epoch() / 1ns,
+                                      std::memory_order_relaxed);
+  if (on_nap_) {
+    try {
+      on_nap_();
+    } catch (...) {
+      report(ErrorKind::kState, join(name_of(rank_), " was interrupted while it waited for ",
+                                     name_of(peer), " ", what));
+      throw;
+    }
+  }
+  const RankLine& line = segment_.line(peer);
+  const bool has_left =
+      line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft);
+  if (has_left || !is_alive(line.process)) {
+    // What it did before it went counts.
+    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
+    report(ErrorKind::kPeerLost,
+           join(waited_for(peer, what), ", which ", has_left ? "has left the group" : "is gone",
+                "; ", last_call_of(peer)));
+    return true;
+  }
+  if (adopt_shared_failure()) return true;
+  if (Clock::now() < deadline_) return false;
+  const int culprit = most_behind(peer);
+  const double seconds = std::chrono::duration<double>(timeout_).count();
+  const auto silent = Clock::now().time_since_epoch() / 1ns -
+                      segment_.line(culprit).heard_ns.load(std::memory_order_relaxed);
+  report(ErrorKind::kTimeout,
+         join(waited_for(culprit, culprit == peer ? what : "to catch up"), " for ", seconds, " s; ",
+              last_call_of(culprit), ", last heard of ",
+              static_cast<double>(silent / 100'000'000) * 0.1, " s ago"));
+  return true;
+}
+
+// Everybody waits for the one who is late, or for somebody who does; that one has done least.
+int PeerWatch::most_behind(int suspect) const {
+  const auto done = [&](int rank) {
+    const RankLine& line = segment_.line(rank);
+    return std::pair{line.announced.value.load(std::memory_order_acquire),
+                     line.reduced.value.load(std::memory_order_acquire)};
+  };
+  int last = suspect;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    if (rank == rank_) continue;
+    const auto [announced, reduced] = done(rank);
+    const auto [least_announced, least_reduced] = done(last);
+    const auto behind = static_cast<std::int32_t>(announced - least_announced);
+    if (behind < 0 || (behind == 0 && static_cast<std::int32_t>(reduced - least_reduced) < 0)) {
+      last = rank;
+    }
+  }
+  return last;
+}
+
+std::string PeerWatch::waited_for(int peer, const char* what) const {
+  const std::uint64_t now =
+      std::max(segment_.line(rank_).calls[0].sequence, segment_.line(rank_).calls[1].sequence);
+  return join(segment_.line(rank_).calls[now % 2].text(), " over ", segment_.world_size(),
+              " ranks: rank ", rank_, " waited for ", name_of(peer), " ", what);
+}
+
+std::string PeerWatch::name_of(int rank) const {
+  const RankLine& line = segment_.line(rank);
+  return join("rank ", rank, " (process ", line.process.pid, " on ", text_of(line.host), ")");
+}
+
+std::string PeerWatch::last_call_of(int rank) const {
+  const RankLine& line = segment_.line(rank);
+  const CallRecord& a = line.calls[0];
+  const CallRecord& b = line.calls[1];
+  const CallRecord& last = a.sequence > b.sequence ? a : b;
+  if (last.sequence == 0) return "it has called nothing yet";
+  return join("its last was ", last.text());
+}
+
+void PeerWatch::report(ErrorKind kind, const std::string& text) {
+  if (failed()) return;
+  kind_ = kind;
+  failure_ = text;
+  SharedFailure& shared = segment_.failure();
+  std::uint32_t none = SharedFailure::kNone;
+  if (!shared.state.compare_exchange_strong(none, SharedFailure::kWriting)) return;
+  shared.kind = static_cast<std::uint32_t>(kind);
+  const std::size_t size = std::min(text.size(), shared.text.size() - 1);
+  std::memcpy(shared.text.data(), text.data(), size);
+  shared.text[size] = '\0';
+  shared.state.store(SharedFailure::kThere, std::memory_order_release);
+}
+
+bool PeerWatch::adopt_shared_failure() {
+  SharedFailure& shared = segment_.failure();
+  if (shared.state.load(std::memory_order_acquire) != SharedFailure::kThere) return false;
+  if (failed()) return true;
+  const auto kind = static_cast<ErrorKind>(shared.kind);
+  const bool is_known =
+      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
+  kind_ = is_known ? kind : ErrorKind::kState;
+  failure_ = text_of(shared.text);
+  return true;
+}
+
+void PeerWatch::raise() const { throw Error(kind_, failure_); }
+
+}  // namespace pyringar

@@ -1,0 +1,449 @@
+// process_call: memory and arithmetic of a process for the staged programs, and who runs what.
+//
+// Floor     cpu
+// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+
+#include "cpu/process_call.h"
+
+#include <bit>
+#include <cstring>
+#include <thread>
+
+#include "core/error.h"
+#include "cpu/fused.h"
+#include "cpu/kernels.h"
+#include "cpu/process_ring.h"
+
+namespace pyringar {
+
+namespace {
+
+// Up to this, every rank reduces everything: one wait instead of two.
+constexpr std::size_t kExchangeBytes = 32 * 1024;
+// A call is cut in some pieces, so that copying and reducing overlap, none of them tiny.
+constexpr std::size_t kPiecesPerCall = 4;
+constexpr std::size_t kMinPieceBytes = 32 * 1024;
+
+void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  // Not memcpy: that takes rep movsb, which is slow on lines that another core has just written.
+  kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, bytes, 1);
+}
+
+// What every staged engine does alike: counters, and the comparison of calls.
+class StagedEngine {
+ public:
+  StagedEngine(ProcessRank& self, const ProcessCall& call)
+      : self_(self), call_(call), segment_(self.segment), world_size_(segment_.world_size()) {}
+
+  void announce(std::uint32_t n) {
+    self_.sleep_in(Phase::kAnnounce);
+    line(self_.rank).announced.set(n, kWakeAll, Scope::kProcesses);
+  }
+  bool wait_announced(std::uint32_t n) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank == self_.rank) continue;
+      if (!self_.watch.wait(line(rank).announced, n, rank, "to join")) return false;
+    }
+    return true;
+  }
+  void publish_reduced(std::uint32_t n) {
+    line(self_.rank).reduced.set(n, kWakeAll, Scope::kProcesses);
+  }
+  bool wait_reduced(std::uint32_t n) {
+    self_.sleep_in(Phase::kGather);
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank == self_.rank) continue;
+      if (!self_.watch.wait(line(rank).reduced, n, rank, "to reduce its part")) return false;
+    }
+    return true;
+  }
+  bool agree(std::uint32_t) {
+    const std::uint64_t parity = self_.sequence % 2;
+    const CallRecord& own = line(self_.rank).calls[parity];
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const CallRecord& other = line(rank).calls[parity];
+      if (own.agrees(other)) continue;
+      self_.watch.report(ErrorKind::kArgument, mismatch(own, rank, other));
+      return false;
+    }
+    self_.sleep_in(Phase::kReduce);
+    return true;
+  }
+
+ protected:
+  RankLine& line(int rank) const { return segment_.line(rank); }
+  std::byte* slot(int rank, std::uint32_t n) const { return segment_.slot(rank, n); }
+  std::byte* own_slot(std::uint32_t n) const { return slot(self_.rank, n); }
+
+  ProcessRank& self_;
+  const ProcessCall& call_;
+  const Segment& segment_;
+  const int world_size_;
+
+ private:
+  std::string mismatch(const CallRecord& own, int rank, const CallRecord& other) const {
+    const char* hint = own.text() != other.text()   ? ""
+                       : own.places != other.places ? " (registered tensors, but not the same ones)"
+                       : own.algorithm != other.algorithm
+                           ? " (with different algorithms)"
+                           : " (tensors of different sizes, dtypes or strides)";
+    return join("ranks call different things: ", self_.watch.name_of(self_.rank), " ", own.text(),
+                "; ", self_.watch.name_of(rank), " ", other.text(), hint);
+  }
+};
+
+// Tensors reduced in place, through slots: every rank its slice of every piece, or all of it.
+class ReduceEngine : public StagedEngine {
+ public:
+  ReduceEngine(ProcessRank& self, const ProcessCall& call, const PackedLine& packed,
+               std::size_t piece_bytes)
+      : StagedEngine(self, call),
+        line_(packed),
+        piece_bytes_(piece_bytes),
+        pointers_(static_cast<std::size_t>(world_size_)) {}
+
+  void copy_in(std::size_t piece, std::uint32_t n) {
+    line_.for_each_tensor(begin(piece), end(piece),
+                          [&](std::byte* tensor, std::size_t at, std::size_t bytes) {
+                            copy_bytes(own_slot(n) + at, tensor, bytes);
+                          });
+  }
+  void reduce(std::size_t piece, std::uint32_t n) {
+    line_.for_each_run(
+        begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
+          const Range slice = chunk_range(numel, world_size_, self_.rank);
+          if (slice.size() == 0) return;
+          const std::size_t offset = at + slice.begin * item_bytes(dtype);
+          for (int rank = 0; rank < world_size_; ++rank) {
+            pointers_[static_cast<std::size_t>(rank)] = slot(rank, n) + offset;
+          }
+          void* result = own_slot(n) + offset;
+          kernels(dtype, call_.op)
+              .fused(pointers_.data(), world_size_, &result, 1, slice.size(), call_.divisor);
+        });
+  }
+  void copy_out(std::size_t piece, std::uint32_t n) {
+    for (int owner = 0; owner < world_size_; ++owner) {
+      line_.for_each_run(
+          begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
+            const Range slice = chunk_range(numel, world_size_, owner);
+            const std::size_t first = at + slice.begin * item_bytes(dtype);
+            const std::size_t last = at + slice.end * item_bytes(dtype);
+            line_.for_each_tensor(begin(piece) + first, begin(piece) + last,
+                                  [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                                    copy_bytes(tensor, slot(owner, n) + first + offset, bytes);
+                                  });
+          });
+    }
+  }
+  void combine(std::size_t piece, std::uint32_t n) {
+    line_.for_each_run(
+        begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
+          const std::size_t item = item_bytes(dtype);
+          const std::size_t first = begin(piece) + at;
+          line_.for_each_tensor(
+              first, first + numel * item,
+              [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                for (int rank = 0; rank < world_size_; ++rank) {
+                  pointers_[static_cast<std::size_t>(rank)] = slot(rank, n) + at + offset;
+                }
+                void* result = tensor;
+                kernels(dtype, call_.op)
+                    .fused(pointers_.data(), world_size_, &result, 1, bytes / item, call_.divisor);
+              });
+        });
+  }
+
+ private:
+  std::size_t begin(std::size_t piece) const { return piece * piece_bytes_; }
+  std::size_t end(std::size_t piece) const {
+    return std::min(begin(piece) + piece_bytes_, line_.bytes());
+  }
+
+  const PackedLine& line_;
+  const std::size_t piece_bytes_;
+  std::vector<const void*> pointers_;
+};
+
+// Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody.
+class RegisteredEngine : public StagedEngine {
+ public:
+  using StagedEngine::StagedEngine;
+
+  void copy_in(std::size_t, std::uint32_t) {}
+  void reduce(std::size_t, std::uint32_t) {
+    for (std::size_t i = 0; i < call_.outputs.size(); ++i) {
+      const TensorSpan& tensor = call_.outputs[i];
+      if (tensor.numel == 0) continue;
+      const std::vector<void*>& all = call_.registered[i];
+      const std::vector<const void*> sources(all.begin(), all.end());
+      const Reduction reduction{sources.data(), all.data(),   world_size_,
+                                world_size_,    tensor.numel, tensor.dtype};
+      fuse_range(reduction, call_.op, call_.divisor,
+                 chunk_range(tensor.numel, world_size_, self_.rank));
+    }
+  }
+  void copy_out(std::size_t, std::uint32_t) {}
+};
+
+// Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
+class ShareEngine : public StagedEngine {
+ public:
+  ShareEngine(ProcessRank& self, const ProcessCall& call, std::size_t share_bytes,
+              std::size_t part_bytes)
+      : StagedEngine(self, call), share_bytes_(share_bytes), part_bytes_(part_bytes) {}
+
+  void copy_in(std::size_t piece, std::uint32_t n) {
+    switch (call_.kind) {
+      case CallKind::kReduceScatter:
+        for (int rank = 0; rank < world_size_; ++rank) {
+          copy_bytes(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
+                     size(piece));
+        }
+        return;
+      case CallKind::kAllGather:
+        return copy_bytes(own_slot(n), input() + begin(piece), size(piece));
+      case CallKind::kBroadcast:
+        if (self_.rank == call_.root) {
+          copy_bytes(own_slot(n), input() + begin(piece), size(piece));
+        }
+        return;
+      default:
+        return;
+    }
+  }
+  void combine(std::size_t piece, std::uint32_t n) {
+    switch (call_.kind) {
+      case CallKind::kReduceScatter:
+        return combine_share(piece, n);
+      case CallKind::kAllGather:
+        for (int rank = 0; rank < world_size_; ++rank) {
+          copy_bytes(output() + share_of(rank) + begin(piece), slot(rank, n), size(piece));
+        }
+        return;
+      case CallKind::kBroadcast:
+        if (self_.rank != call_.root) {
+          copy_bytes(output() + begin(piece), slot(call_.root, n), size(piece));
+        }
+        return;
+      default:
+        return;
+    }
+  }
+
+ private:
+  void combine_share(std::size_t piece, std::uint32_t n) {
+    const DType dtype = call_.outputs[0].dtype;
+    std::vector<const void*> sources;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      sources.push_back(slot(rank, n) + part_of(self_.rank));
+    }
+    void* result = output() + begin(piece);
+    kernels(dtype, call_.op)
+        .fused(sources.data(), world_size_, &result, 1, size(piece) / item_bytes(dtype),
+               call_.divisor);
+  }
+  std::byte* input() const { return call_.inputs[0].data; }
+  std::byte* output() const { return call_.outputs[0].data; }
+  std::size_t begin(std::size_t piece) const { return piece * part_bytes_; }
+  std::size_t size(std::size_t piece) const {
+    return std::min(part_bytes_, share_bytes_ - begin(piece));
+  }
+  std::size_t share_of(int rank) const { return static_cast<std::size_t>(rank) * share_bytes_; }
+  std::size_t part_of(int rank) const { return static_cast<std::size_t>(rank) * part_bytes_; }
+
+  const std::size_t share_bytes_;
+  const std::size_t part_bytes_;  // of one rank's share in a piece
+};
+
+// Nothing but an announcement: barriers, empty calls, and what precedes a ring.
+class EmptyEngine : public StagedEngine {
+ public:
+  using StagedEngine::StagedEngine;
+  void copy_in(std::size_t, std::uint32_t) {}
+  void combine(std::size_t, std::uint32_t) {}
+};
+
+class DigestEngine : public StagedEngine {
+ public:
+  DigestEngine(ProcessRank& self, const ProcessCall& call, std::uint64_t digest)
+      : StagedEngine(self, call), digest_(digest) {}
+  void copy_in(std::size_t, std::uint32_t) {
+    line(self_.rank).digests[self_.sequence % 2] = digest_;
+  }
+  bool agree(std::uint32_t) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const std::uint64_t other = line(rank).digests[self_.sequence % 2];
+      if (other == digest_) continue;
+      const CallRecord& record = line(self_.rank).calls[self_.sequence % 2];
+      self_.watch.report(ErrorKind::kState,
+                         join("results differ: after ", record.text(), ", ",
+                              self_.watch.name_of(self_.rank), " has digest ", std::hex, digest_,
+                              " and ", self_.watch.name_of(rank), " has digest ", other,
+                              "; memory or a processor is at fault, or the tensors were "
+                              "written while they were reduced"));
+      return false;
+    }
+    return true;
+  }
+  void combine(std::size_t, std::uint32_t) {}
+
+ private:
+  const std::uint64_t digest_;
+};
+
+template <class Engine>
+bool exchange(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
+  const StagedProgram program{self.messages, num_pieces};
+  self.messages += static_cast<std::uint32_t>(num_pieces);
+  return run_staged_exchange(engine, program);
+}
+
+template <class Engine>
+bool direct(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
+  const StagedProgram program{self.messages, num_pieces};
+  self.messages += static_cast<std::uint32_t>(num_pieces);
+  return run_staged_direct(engine, program);
+}
+
+std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
+  return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
+}
+
+std::size_t direct_piece_bytes(std::size_t bytes, const Segment& segment) {
+  const std::size_t even = (bytes / kPiecesPerCall + 63) / 64 * 64;
+  return std::clamp(even, kMinPieceBytes, segment.slot_bytes());
+}
+
+bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
+  const PackedLine packed(call.outputs);
+  const std::size_t piece_bytes = algorithm == ProcessAlgorithm::kExchange
+                                      ? self.segment.slot_bytes()
+                                      : direct_piece_bytes(packed.bytes(), self.segment);
+  ReduceEngine engine(self, call, packed, piece_bytes);
+  const std::size_t num_pieces = pieces_of(packed.bytes(), piece_bytes);
+  return algorithm == ProcessAlgorithm::kExchange ? exchange(engine, self, num_pieces)
+                                                  : direct(engine, self, num_pieces);
+}
+
+bool run_shares(const ProcessCall& call, ProcessRank& self) {
+  const bool is_scatter = call.kind == CallKind::kReduceScatter;
+  const TensorSpan& share = is_scatter ? call.outputs[0] : call.inputs[0];
+  const std::size_t parts = is_scatter ? static_cast<std::size_t>(self.segment.world_size()) : 1;
+  const std::size_t part_bytes = self.segment.slot_bytes() / parts / 64 * 64;
+  ShareEngine engine(self, call, share.bytes(), part_bytes);
+  return exchange(engine, self, pieces_of(share.bytes(), part_bytes));
+}
+
+bool run_ring_call(const ProcessCall& call, ProcessRank& self) {
+  EmptyEngine announcement(self, call);
+  if (!exchange(announcement, self, 1)) return false;
+  for (const TensorSpan& tensor : call.outputs) {
+    if (!run_process_ring(tensor, call.op, call.divisor, self)) return false;
+  }
+  return true;
+}
+
+void write_record(const ProcessCall& call, ProcessRank& self) {
+  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
+  record = {};
+  record.sequence = self.sequence;
+  record.kind = call.kind;
+  record.op = call.op;
+  record.divisor = static_cast<std::uint32_t>(call.divisor);
+  record.root = call.root;
+  record.algorithm = static_cast<std::uint8_t>(algorithm_of(call, self.segment));
+  record.num_tensors = static_cast<std::uint32_t>(call.outputs.size());
+  record.places = call.places;
+  record.shapes = call.layouts;
+  if (!call.outputs.empty()) record.dtype = call.outputs[0].dtype;
+  for (const TensorSpan& tensor : call.outputs) {
+    record.numel += tensor.numel;
+    record.shapes =
+        mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
+  }
+}
+
+}  // namespace
+
+const char* process_algorithm_name(ProcessAlgorithm algorithm) {
+  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct", "ring",
+                                                         "registered"};
+  return kNames[static_cast<int>(algorithm)];
+}
+
+const char* phase_name(Phase phase) {
+  constexpr const char* kNames[kNumPhases] = {"idle", "announce", "reduce", "gather"};
+  return kNames[static_cast<int>(phase)];
+}
+
+std::size_t ProcessCall::bytes() const {
+  std::size_t bytes = 0;
+  for (const TensorSpan& tensor : kind == CallKind::kReduceScatter ? inputs : outputs) {
+    bytes += tensor.bytes();
+  }
+  return bytes;
+}
+
+void ProcessRank::sleep_in(Phase phase) {
+  if (delay.phase != phase) return;
+  delay.phase = Phase::kIdle;
+  std::this_thread::sleep_for(delay.delay);
+}
+
+ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
+  if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
+    return ProcessAlgorithm::kExchange;
+  }
+  if (call.places != 0) return ProcessAlgorithm::kRegistered;
+  if (call.wants_ring) return ProcessAlgorithm::kRing;
+  return call.bytes() <= kExchangeBytes ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
+}
+
+bool run_process_call(const ProcessCall& call, ProcessRank& self) {
+  self.sequence += 1;
+  write_record(call, self);
+  self.watch.begin_call();
+  const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
+  if (call.kind == CallKind::kAllReduce) {
+    if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);
+    if (algorithm != ProcessAlgorithm::kRegistered) return run_all_reduce(call, self, algorithm);
+    RegisteredEngine engine(self, call);
+    return direct(engine, self, 1);
+  }
+  if (call.kind != CallKind::kBarrier) return run_shares(call, self);
+  EmptyEngine engine(self, call);
+  return exchange(engine, self, 1);
+}
+
+bool compare_digests(std::uint64_t digest, ProcessRank& self) {
+  const ProcessCall none;
+  DigestEngine engine(self, none, digest);
+  return exchange(engine, self, 1);
+}
+
+std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
+  // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.
+  return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
+}
+
+std::uint64_t digest_of(const std::vector<TensorSpan>& tensors) {
+  std::uint64_t digest = 0;
+  for (const TensorSpan& tensor : tensors) {
+    const std::size_t bytes = tensor.bytes();
+    std::uint64_t lanes[4] = {1, 2, 3, 4};  // independent, for the processor to overlap
+    std::size_t at = 0;
+    for (; at + 32 <= bytes; at += 32) {
+      for (std::size_t lane = 0; lane < 4; ++lane) {
+        std::uint64_t word;
+        std::memcpy(&word, tensor.data + at + 8 * lane, 8);
+        lanes[lane] = mix(lanes[lane], word);
+      }
+    }
+    for (; at < bytes; ++at) lanes[0] = mix(lanes[0], static_cast<std::uint64_t>(tensor.data[at]));
+    for (const std::uint64_t lane : lanes) digest = mix(digest, lane);
+  }
+  return digest;
+}
+
+}  // namespace pyringar

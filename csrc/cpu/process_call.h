@@ -1,0 +1,93 @@
+// process_call: one collective of one rank among processes, and the engines that run it.
+//
+// Floor     cpu
+// Units     elements for spans, bytes for pieces.
+// Contract  staged (direct, exchange): rank order, whatever the size and however it is cut. Nothing
+//           of the caller's is written before all ranks agree on what they call. ring: its own
+//           order, see core/schedule.h.
+// Threads   a group runs one call at a time.
+// Source    core/staged_program.h, core/ring_program.h
+// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "cpu/packed_line.h"
+#include "cpu/peer_watch.h"
+#include "cpu/process_segment.h"
+#include "cpu/strided.h"
+
+namespace pyringar {
+
+// Numbers that ranks compare: part of what the shared memory holds.
+enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect, kRing, kRegistered };
+inline constexpr int kNumProcessAlgorithms = 4;
+const char* process_algorithm_name(ProcessAlgorithm algorithm);
+
+struct ProcessCall {
+  CallKind kind = CallKind::kBarrier;
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;
+  int root = 0;
+  bool wants_ring = false;
+  // all_reduce, broadcast: inputs are the outputs. reduce_scatter: inputs[0] holds a part per rank,
+  // outputs[0] one part. all_gather: the other way round.
+  std::vector<TensorSpan> inputs;
+  std::vector<TensorSpan> outputs;
+  std::uint64_t layouts = 0;  // digest of the order in which elements lie in memory
+
+  // Tensors with gaps are packed before, and unpacked after.
+  struct Staged {
+    StridedView view;
+    std::unique_ptr<std::byte[]> dense;
+    bool is_input;
+    bool is_output;
+  };
+  std::vector<Staged> staged;
+
+  // Where all ranks' copies of each output lie, if every one is registered: peers[i][rank].
+  std::vector<std::vector<void*>> registered;
+  std::uint64_t places = 0;
+
+  std::size_t bytes() const;
+};
+
+// A moment at which a test may stop a rank, to kill it there.
+enum class Phase : std::uint8_t { kIdle, kAnnounce, kReduce, kGather };
+inline constexpr int kNumPhases = 4;
+const char* phase_name(Phase phase);
+
+struct PhaseDelay {
+  Phase phase = Phase::kIdle;
+  std::chrono::nanoseconds delay{};
+};
+
+// What a rank keeps from call to call.
+struct ProcessRank {
+  const Segment& segment;
+  const int rank;
+  PeerWatch& watch;
+  std::uint64_t sequence = 0;       // calls so far
+  std::uint32_t messages = 0;       // announced so far
+  std::uint32_t ring_messages = 0;  // on every link
+  PhaseDelay delay{};               // for tests
+
+  void sleep_in(Phase phase);
+};
+
+// Which algorithm a call takes, alike on all ranks that agree on the call.
+ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
+
+// Announces, compares, moves the data. False: a wait failed, or the ranks do not agree; the watch
+// says why.
+bool run_process_call(const ProcessCall& call, ProcessRank& self);
+
+// One more exchange, of digests of the results of the call just run.
+bool compare_digests(std::uint64_t digest, ProcessRank& self);
+std::uint64_t digest_of(const std::vector<TensorSpan>& tensors);
+std::uint64_t mix(std::uint64_t digest, std::uint64_t value);
+
+}  // namespace pyringar

@@ -1,0 +1,105 @@
+// process_group: one rank of a group of processes: its segment, its calls one after the other, now
+// or in the background.
+//
+// Floor     cpu
+// Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
+// Contract  All ranks make the same calls in the same order; what differs is found before data
+//           moves, and raised on all ranks. After a failure the group refuses everything with that
+//           reason, and other groups of the same processes are as they were. close() tells the
+//           others that this rank has left. In a forked child it refuses: it is the parent's rank.
+// Threads   any thread may call; calls run one at a time, in the order in which they came.
+// Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cpu/os_shared_memory.h"
+#include "cpu/process_call.h"
+#include "cpu/work_queue.h"
+
+namespace pyringar {
+
+struct ProcessGroupOptions {
+  std::chrono::nanoseconds timeout{};
+  bool checks_digests = false;
+};
+
+struct ProcessStats {
+  std::array<std::uint64_t, kNumProcessAlgorithms> calls{};
+  std::array<std::uint64_t, kNumProcessAlgorithms> bytes{};
+  std::array<std::uint64_t, kNumProcessAlgorithms> busy_ns{};
+};
+
+class ProcessGroup {
+ public:
+  // memory: laid out or attached by its caller, for world_size ranks.
+  ProcessGroup(SharedMemory memory, Segment segment, int rank, ProcessGroupOptions options);
+  ~ProcessGroup();
+  ProcessGroup(const ProcessGroup&) = delete;
+  ProcessGroup& operator=(const ProcessGroup&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return segment_.world_size(); }
+  const Segment& segment() const { return segment_; }
+
+  // Ranks that have not made their ProcessGroup yet. Once there are none nobody else may open the
+  // memory, and nobody can after seal().
+  std::vector<int> absent_ranks() const;
+  void seal() { memory_.close_fd(); }
+
+  void run(const ProcessCall& call);
+  std::shared_ptr<Work> submit(ProcessCall call);
+  void close();
+  ProcessStats stats();
+  void check_usable() const;
+  bool forked() const;
+  // Called while a wait sleeps; what it throws ends the call and the group.
+  void set_on_nap(std::function<void()> on_nap);
+
+  // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
+  // lie in it, fills in call.registered and call.places, if all do.
+  void add_region(std::uint64_t id, std::vector<SharedMemory> mapped, std::vector<std::byte*> bases,
+                  std::size_t bytes);
+  void remove_region(std::uint64_t id);
+  void find_registered(ProcessCall& call);
+
+  // For tests: stops before the given phase of the next call; flips a bit of its result.
+  void delay(Phase phase, std::chrono::nanoseconds time);
+  void flip_bit_of_next();
+
+ private:
+  struct Region {
+    std::uint64_t id;
+    std::vector<SharedMemory> mapped;
+    std::vector<std::byte*> bases;
+    std::size_t bytes;
+  };
+
+  void run_locked(const ProcessCall& call);
+  void check_not_failed() const;
+
+  SharedMemory memory_;
+  const Segment segment_;
+  const int rank_;
+  const bool checks_digests_;
+  const std::uint32_t fork_generation_;
+
+  std::mutex run_mutex_;  // guards all below
+  PeerWatch watch_;
+  ProcessRank self_;
+  std::vector<Region> regions_;
+  bool flips_bit_ = false;
+  ProcessStats stats_;
+
+  WorkQueue queue_;
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace pyringar

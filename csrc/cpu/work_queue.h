@@ -1,0 +1,74 @@
+// work_queue: one thread that runs what it is given, in the order in which it was given.
+//
+// Floor     cpu
+// Contract  A job's Work is complete once it has returned or thrown. close() runs what was
+//           submitted before, then joins the thread. The thread starts with the first job.
+// Threads   any thread may call. A job must not submit, nor close.
+// Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace pyringar {
+
+// The outcome of a submitted job.
+class Work {
+ public:
+  bool is_completed();
+  // False when the timeout passed first. Rethrows what the job threw.
+  bool wait(std::chrono::nanoseconds timeout);
+  std::exception_ptr exception();
+  std::int64_t finished_ns();  // on the steady clock; 0 while it runs
+  void complete(std::exception_ptr error);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::int64_t finished_ns_ = 0;
+  std::exception_ptr error_;
+};
+
+class WorkQueue {
+ public:
+  WorkQueue() = default;
+  ~WorkQueue() { close(); }
+  WorkQueue(const WorkQueue&) = delete;
+  WorkQueue& operator=(const WorkQueue&) = delete;
+
+  // Throws once closed, and where the system refuses a thread; the job has then not been queued.
+  std::shared_ptr<Work> submit(std::function<void()> job);
+  bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
+  // Returns when nothing is queued or running.
+  void wait_until_idle();
+  void close();
+
+ private:
+  struct Job {
+    std::function<void()> run;
+    std::shared_ptr<Work> work;
+  };
+
+  void start_thread();
+  void work_off();
+
+  std::mutex close_mutex_;  // held by the one thread that closes
+  std::mutex mutex_;        // guards all below
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;
+  bool is_busy_ = false;  // the thread runs what it took off the queue
+  bool is_closing_ = false;
+  std::unique_ptr<std::thread> thread_;
+  std::atomic<int> num_waiting_{0};  // queued or running
+};
+
+}  // namespace pyringar

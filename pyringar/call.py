@@ -1,0 +1,123 @@
+"""What calls of every communicator share: the work they return, and how their arguments read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from pyringar.errors import ArgumentError, CollectiveTimeout
+
+__all__ = ["OPS", "ORDERS", "InFlight", "Work", "check_choice", "check_timeout", "op_name"]
+
+OPS = ("sum", "mean", "max", "min", "prod")
+ORDERS = ("any", "rank")
+
+
+class Work:
+    """A collective that runs in the background, returned by ``async_op=True``.
+
+    Until it is done its tensors must be neither read nor written. Dropping it is fine, and so is
+    dropping or changing the lists: the communicator keeps the tensors alive.
+    """
+
+    def __init__(self, native: Any, keep_alive: object, timeout_s: float) -> None:
+        self._native = native
+        self._keep_alive = keep_alive
+        self._timeout_s = timeout_s
+
+    def is_completed(self) -> bool:
+        """Whether it is done, successfully or not. Never blocks."""
+        done = self._native is None or bool(self._native.is_completed())
+        if done:
+            self._keep_alive = None
+        return done
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with; None while it runs and when all went well."""
+        return None if self._native is None else self._native.exception()
+
+    def finished_ns(self) -> int:
+        """When it ended, as ``time.perf_counter_ns`` counts; 0 while it runs and on GPUs."""
+        finished: int = self._native.finished_ns() if self._native is not None else 0
+        return finished
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is done; other Python threads run meanwhile.
+
+        Args:
+            timeout: Seconds, instead of the communicator's own timeout. On GPUs nothing is waited
+                for, and it has no meaning.
+
+        Returns:
+            True.
+
+        Raises:
+            RingarError: The collective's own error, if it failed.
+            ArgumentError: ``timeout`` is no number of seconds.
+            CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless.
+        """
+        if self._native is None:
+            return True
+        seconds = self._timeout_s if timeout is None else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise ArgumentError(f"wait: timeout is {seconds!r}, expected seconds, 0 or more")
+        if not self._native.wait(float(seconds)):
+            raise CollectiveTimeout(f"wait: the collective is not done after {seconds} s")
+        # On a GPU the streams are in order now, and the tensors still in use.
+        self.is_completed()
+        return True
+
+
+class InFlight:
+    """The works of a communicator that may still run: they keep their tensors alive."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._works: list[Work] = []
+
+    def add(self, submitted: tuple[Any, object, object]) -> Work:
+        """The work for what an engine's ``submit`` returned."""
+        native, *keep_alive = submitted
+        work = Work(native, keep_alive, self._timeout_s)
+        with self._lock:
+            self._works = [w for w in self._works if not w.is_completed()]
+            self._works.append(work)
+        return work
+
+    def clear(self) -> None:
+        """Let all tensors go: nothing runs any more."""
+        with self._lock:
+            self._works.clear()
+
+
+def op_name(op: Any) -> str:
+    """The name of a reduction given as a string or as torch.distributed.ReduceOp."""
+    if isinstance(op, str):
+        if op in OPS:
+            return op
+    elif torch.distributed.is_available():
+        c10d = torch.distributed.ReduceOp
+        names = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
+        # By type first: ReduceOp.SUM equals 0, and a tensor given by mistake equals elementwise.
+        if isinstance(op, (c10d, c10d.RedOpType)):
+            for theirs, ours in names.items():
+                if op == getattr(c10d, theirs):
+                    return ours
+    raise ArgumentError(f"op is {op!r}, expected one of {', '.join(OPS)} or its ReduceOp")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """An argument that must be one of some strings."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+    return value
+
+
+def check_timeout(timeout: Any) -> float:
+    """Seconds that a wait may last, positive."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ArgumentError(f"timeout is {timeout!r}, expected a positive number of seconds")
+    return float(timeout)

@@ -1,0 +1,258 @@
+"""How ranks in processes of their own find each other: a torch store, then shared memory.
+
+What comes out of the store is checked before it is used: another process may have written it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pyringar import _native
+from pyringar.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    PeerLostError,
+    RingarError,
+    UnsupportedError,
+)
+
+__all__ = ["Member", "Rendezvous", "default_store", "node_id"]
+
+_VERSION = 1
+_FIRST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.05
+# How many groups of each name this process has made: every rank makes them in the same order.
+_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def node_id() -> str:
+    """Which machine this is: equal for processes that can share memory, else different.
+
+    ``PYRINGAR_NODE_ID`` overrides it. Containers with process numbers of their own count as
+    machines of their own.
+    """
+    given = os.environ.get("PYRINGAR_NODE_ID")
+    if given:
+        return given
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return os.uname().nodename if hasattr(os, "uname") else "this machine"
+    return f"{boot} {namespace}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank tells the others about itself."""
+
+    rank: int
+    node: str
+    host: str
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def this_process(cls, rank: int) -> Member:
+        """This process, as rank ``rank``."""
+        pid, start_ticks = _native.engine().process_id()
+        host = os.uname().nodename if hasattr(os, "uname") else "this machine"
+        return cls(rank, node_id(), host, pid, start_ticks)
+
+    @classmethod
+    def parse(cls, text: bytes, rank: int) -> Member:
+        """What another rank wrote.
+
+        Raises:
+            RingarError: It is not what this version of pyringar writes.
+        """
+        try:
+            fields = json.loads(text)
+            version = fields.pop("version")
+            member = cls(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise RingarError(
+                f"rank {rank} wrote {text[:80]!r} into the store, no member"
+            ) from None
+        kinds = {"rank": int, "node": str, "host": str, "pid": int, "start_ticks": int}
+        is_typed = all(type(getattr(member, name)) is kind for name, kind in kinds.items())
+        if version != _VERSION or not is_typed or member.rank != rank or member.pid <= 0:
+            raise RingarError(
+                f"rank {rank} wrote {fields} of version {version!r} into the store, expected "
+                f"rank {rank} of version {_VERSION}: do all ranks run the same pyringar?"
+            )
+        return member
+
+    def text(self) -> str:
+        """What :meth:`parse` reads."""
+        return json.dumps({"version": _VERSION, **asdict(self)})
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+def default_store() -> tuple[Any, int, int]:
+    """The store, rank and world size of this job: torch.distributed's, or torchrun's.
+
+    Raises:
+        ArgumentError: Neither is there.
+        UnsupportedError: This torch was built without torch.distributed.
+    """
+    if not dist.is_available():
+        raise UnsupportedError(
+            "this torch has no torch.distributed; ranks of one process need none"
+        )
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in wanted if name not in os.environ]
+    if missing:
+        raise ArgumentError(
+            f"no store is given, torch.distributed is not initialised, and {', '.join(missing)} "
+            "is not in the environment: start the processes with torchrun, or pass store, rank "
+            "and world_size"
+        )
+    return _environment_store()
+
+
+@functools.cache  # one per process: rank 0's listens on the port that the environment names
+def _environment_store() -> tuple[Any, int, int]:
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world_size = next(iter(rendezvous("env://")))
+    return store, rank, world_size
+
+
+class Rendezvous:
+    """One group's part of a store.
+
+    Args:
+        store: A torch.distributed store that all ranks share.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        name: Groups of one name are made in the same order by all ranks.
+        timeout_s: How long to wait for the others.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, name: str, timeout_s: float) -> None:
+        # Not every build of torch has it.
+        from torch._C._distributed_c10d import PrefixStore
+
+        self.rank = rank
+        self.world_size = world_size
+        self.name = f"{name}/{next(_made[name])}"
+        self._store = PrefixStore(f"pyringar/{self.name}", store)
+        self._timeout_s = timeout_s
+        self._members: dict[int, Member] = {}
+        self._deadline = time.monotonic() + timeout_s
+
+    def exchange_members(self) -> list[Member]:
+        """Every rank's member, in rank order; returns when all have come.
+
+        Raises:
+            CollectiveTimeout: Names the ranks that did not come in time.
+            PeerLostError: A rank came and died, or the store is gone.
+        """
+        self._set(f"member/{self.rank}", Member.this_process(self.rank).text())
+        for rank in range(self.world_size):
+            self._members[rank] = Member.parse(self._get(f"member/{rank}", [rank]), rank)
+        return [self._members[rank] for rank in range(self.world_size)]
+
+    def share_memory(self) -> tuple[Any, bytes]:
+        """Rank 0's segment, mapped, and its token."""
+        if self.rank == 0:
+            return self._offer_memory()
+        text = self._get("segment", [0])
+        try:
+            fields = json.loads(text)
+            error = fields.get("error")
+            fd, token = (0, b"") if error else (int(fields["fd"]), bytes.fromhex(fields["token"]))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise RingarError(f"rank 0 wrote {text[:80]!r} into the store, no segment") from None
+        if error:
+            raise RingarError(f"{self._members[0].name} could not make the group: {error}")
+        memory = _native.engine().open_segment(self._members[0].pid, fd, self.world_size)
+        return memory, token
+
+    def _offer_memory(self) -> tuple[Any, bytes]:
+        token = secrets.token_bytes(32)
+        try:
+            memory = _native.engine().create_segment(self.world_size, token)
+        except RingarError as error:
+            self._set("segment", json.dumps({"error": str(error)}))
+            raise
+        self._set("segment", json.dumps({"fd": memory.fd, "token": token.hex()}))
+        return memory, token
+
+    def wait_until(self, absent_ranks: Any, what: str) -> None:
+        """Return when ``absent_ranks()`` is empty.
+
+        Raises:
+            CollectiveTimeout, PeerLostError: As :meth:`exchange_members`.
+        """
+        pause_s = _FIRST_POLL_S
+        while absent := absent_ranks():
+            self._check(absent, what)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    # -- the store ---------------------------------------------------------------------------------
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            self._store.set(key, value)
+        except RuntimeError as error:
+            raise self._store_is_gone(error) from error
+
+    def _get(self, key: str, ranks: list[int]) -> bytes:
+        """A key that one of ``ranks`` writes: polled, so that one who dies meanwhile is noticed."""
+
+        def absent() -> list[int]:
+            try:
+                return [] if self._store.check([key]) else ranks
+            except RuntimeError as error:
+                raise self._store_is_gone(error) from error
+
+        self.wait_until(absent, "to join")
+        try:
+            value: bytes = self._store.get(key)
+        except RuntimeError as error:
+            raise self._store_is_gone(error) from error
+        return value
+
+    def _store_is_gone(self, error: RuntimeError) -> PeerLostError:
+        return PeerLostError(
+            f"the store of group {self.name} does not answer rank {self.rank}, so its process is "
+            f"gone: {error}"
+        )
+
+    def _check(self, absent: list[int], what: str) -> None:
+        for member in self._members.values():
+            is_here = member.node == node_id()
+            if is_here and not _native.engine().is_alive(member.pid, member.start_ticks):
+                raise PeerLostError(
+                    f"{member.name} is gone; rank {self.rank} waited for ranks {absent} {what} in "
+                    f"group {self.name}"
+                )
+        if time.monotonic() > self._deadline:
+            known = [self._members[r].name for r in absent if r in self._members]
+            raise CollectiveTimeout(
+                f"rank {self.rank} waited {self._timeout_s:g} s for ranks {absent} {what} in "
+                f"group {self.name} of {self.world_size} ranks"
+                + (f": {', '.join(known)}" if known else "")
+            )

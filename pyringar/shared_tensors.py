@@ -1,0 +1,56 @@
+"""Tensors in memory that other processes can map: reduced where they lie, without copies."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar import _native
+from pyringar.errors import ArgumentError
+
+__all__ = ["memory_of", "shared_empty"]
+
+# By address, for as long as some tensor keeps it.
+_memories: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def shared_empty(
+    shape: int | Sequence[int] | torch.Size, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """A tensor on the CPU that :meth:`ProcessCommunicator.register` can show to other processes.
+
+    Args:
+        shape: As for ``torch.empty``; one allocation for many parameters is a flat tensor and views
+            of it.
+        dtype: Any of torch's.
+
+    Returns:
+        A contiguous tensor. It holds zeros; its memory has no name, belongs to this process, and
+        goes when the last tensor in it, here and in other processes, has gone.
+
+    Raises:
+        ArgumentError: A shape that is none.
+        RingarError: The memory is not to be had; says how much was asked for.
+        UnsupportedError: This is not Linux.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
+        raise ArgumentError(f"shape is {shape!r}, expected sizes, 0 or more")
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
+    numel = math.prod(sizes)
+    memory = _native.engine().SharedMemory(max(1, numel * dtype.itemsize), "a shared tensor")
+    _memories[memory.address] = memory
+    if numel == 0:
+        return torch.empty(sizes, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel).view(sizes)
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """The shared memory in which a tensor's storage lies, or None."""
+    return _memories.get(tensor.untyped_storage().data_ptr())
