@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from pyringar import _native
 from pyringar.call import ORDERS, InFlight, Work, check_choice, check_timeout, op_name
 from pyringar.errors import ArgumentError

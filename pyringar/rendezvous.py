@@ -114,7 +114,7 @@ def default_store() -> tuple[Any, int, int]:
     """
     if not dist.is_available():
         raise UnsupportedError(
-            "this torch has no torch.distributed; ranks of one process need none"
+            "this torch has no torch.distributed; one process can drive all ranks"
         )
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
