@@ -9,12 +9,15 @@
 //            (who reads it later finds the wrong message); nobody waits for ever; every rank ends,
 //            and its counters stand where the next call expects them; all this while counters pass
 //            2^32.
-// Explored   2 and 3 ranks, calls after each other, as the command line says; tests/test_model.py
-//            holds the lists. Sizes are of messages: a message is 2k parts, or 2 in the ring.
-// Not        deadlines and aborts, ranks that ask for different calls (all refuse: `refused:n`),
-// modelled   writers that are not multi-copy atomic, reads that make values out of thin air, slots
-//            in which the ring leaves data (zero-copy), several runners of one rank, an engine's
-//            own memory: that it copies, adds and counts as the recorder says is its tests' matter.
+// Explored   calls after each other, as the command line says; tests/test_model.py holds the lists,
+//            of 2 and 3 ranks, some of 4 and 5. Sizes are of messages: a message is 2k parts, or 2
+//            in the ring. A ring of processes is `exchange:1,ring:n`: the announcement, the ring.
+// Not        deadlines, aborts, and what is read to explain them; how a rank sleeps and is woken
+// modelled   (a wait here may end as soon as it may); that ranks which ask for different calls all
+//            notice it (`refused:n`: they all do); writes that do not reach all ranks at once;
+//            reads that make values out of thin air; slots in which the ring leaves data
+//            (zero-copy); several runners of one rank; an engine's own memory: that it copies, adds
+//            and counts as the recorder says is its tests' matter.
 // Exit       0 proved, 1 refuted, 2 neither: bad arguments, too many states.
 
 #include <charconv>
@@ -53,7 +56,9 @@ auto named(const Map& names, std::string_view name) {
 Call parse_call(std::string_view text) {
   static const std::map<std::string_view, Call> kCalls = {
       {"direct", {CallKind::kDirect, 1}},
+      {"registered", {CallKind::kRegistered, 1}},
       {"exchange", {CallKind::kExchange, 1}},
+      {"digest", {CallKind::kDigest, 1}},
       {"ring", {CallKind::kRing, 1}},
       {"scatter", {CallKind::kScatter, 1}},
       {"gather", {CallKind::kGather, 1}},
@@ -64,6 +69,8 @@ Call parse_call(std::string_view text) {
   if (colon == text.npos) bad("a call is name:pieces, not", text);
   Call call = named(kCalls, text.substr(0, colon));
   call.pieces = static_cast<std::size_t>(number(text.substr(colon + 1)));
+  const bool is_whole = call.kind == CallKind::kDigest || call.kind == CallKind::kRegistered;
+  if (call.pieces < 1 || (is_whole && call.pieces > 1)) bad("not so many pieces", text);
   return call;
 }
 
@@ -131,10 +138,11 @@ int run(const std::vector<std::string_view>& words) {
   const Recording recording = record(arguments.setup);
   const Verdict verdict = explore(recording, arguments.reduction, arguments.most_states);
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
-  std::printf("%s%s: %zu states, %zu events, %.2f s\n", verdict.report.c_str(),
-              verdict.is_proved ? "proved" : "refuted", verdict.num_states,
-              recording.events().size(), passed.count());
-  return verdict.is_proved ? 0 : verdict.num_states > arguments.most_states ? 2 : 1;
+  const bool is_undecided = verdict.num_states > arguments.most_states;
+  const char* word = verdict.is_proved ? "proved" : is_undecided ? "undecided" : "refuted";
+  std::printf("%s%s: %zu states, %zu events, %.2f s\n", verdict.report.c_str(), word,
+              verdict.num_states, recording.events().size(), passed.count());
+  return verdict.is_proved ? 0 : is_undecided ? 2 : 1;
 }
 
 }  // namespace

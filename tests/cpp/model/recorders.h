@@ -1,9 +1,20 @@
 // recorders: engines that run csrc/core's templates and record what would happen to shared memory.
 //
-// Contract  staged: rank r's slot s holds k slices of two halves, one per rank that will reduce it,
-//           and the call's description; an exchange reads all of it. ring: a link's slot holds two
-//           halves. Every message's payload is new, so that a stale or torn one shows.
-//           A Bug changes what is recorded, never the template.
+// Contract  A Bug changes what is recorded, never the template. Every message's payload is new, so
+//           that a stale or torn one shows.
+// Memory    Laid out as the engines of processes lay it out:
+//
+//             staged      rank r's slot s holds k slices of two halves, one per rank that will
+//                         reduce it; an exchange reads all of it. That engine reads a rank's own
+//                         slice where it lies; here it goes through the slot, which is more.
+//             record      what call s is lies in calls[s % 2] of each rank, written before the
+//                         call's program begins; digests likewise
+//             registered  rank r's tensor holds k slices of two halves, each of them two words:
+//                         what rank r filled in, and the result, which the slice's rank writes
+//                         over it. One word in truth, with two writers; but where all reads are
+//                         right, these writes take turns: a result is made of what was filled in,
+//                         and rank r fills in again what it has taken out.
+//             ring        a link's slot holds two halves
 #pragma once
 
 #include <array>
@@ -31,6 +42,8 @@ enum class Bug {
   kOneRankNotAwaited,
   kTwoAhead,
   kAddsOneTwice,
+  kReducedLeftBehind,
+  kOneCallRecord,
   // ring
   kPublishesWithoutRelease,
   kFreesWithoutRelease,
@@ -44,7 +57,7 @@ struct BugName {
   Bug bug;
   const char* name;
 };
-inline constexpr std::array<BugName, 18> kBugs = {{
+inline constexpr std::array<BugName, 20> kBugs = {{
     {Bug::kNone, "none"},
     {Bug::kWaitsWithoutAcquire, "waits-without-acquire"},
     {Bug::kComparesWithoutWrap, "compares-without-wrap"},
@@ -57,6 +70,8 @@ inline constexpr std::array<BugName, 18> kBugs = {{
     {Bug::kOneRankNotAwaited, "one-rank-not-awaited"},
     {Bug::kTwoAhead, "two-ahead"},
     {Bug::kAddsOneTwice, "adds-one-twice"},
+    {Bug::kReducedLeftBehind, "reduced-left-behind"},
+    {Bug::kOneCallRecord, "one-call-record"},
     {Bug::kPublishesWithoutRelease, "publishes-without-release"},
     {Bug::kFreesWithoutRelease, "frees-without-release"},
     {Bug::kPublishesFirst, "publishes-first"},
@@ -65,12 +80,16 @@ inline constexpr std::array<BugName, 18> kBugs = {{
     {Bug::kMessageNotAwaited, "message-not-awaited"},
 }};
 
-enum class CallKind { kDirect, kExchange, kRing, kScatter, kGather };
+// A ring belongs to the call that was announced before it; so does a digest, which is an exchange
+// of one piece that compares what another exchange or direct call left behind.
+// A registered call is a direct one of one piece, on tensors that all ranks reach.
+enum class CallKind { kDirect, kRegistered, kExchange, kDigest, kRing, kScatter, kGather };
 
 struct Call {
   CallKind kind;
   std::size_t pieces;
   bool refused = false;  // agree() says no, on every rank: the last call of its group
+  bool is_staged() const { return kind < CallKind::kRing; }
 };
 
 struct Setup {
@@ -86,8 +105,18 @@ struct Setup {
 // What run_staged_direct and run_staged_exchange ask of an engine.
 class StagedRecorder {
  public:
-  StagedRecorder(const Setup& setup, const Call& call, int rank, Recording& recording)
-      : setup_(setup), call_(call), rank_(rank), recording_(recording) {}
+  // The `sequence`th call of its rank, whose messages follow `base`.
+  StagedRecorder(const Setup& setup, const Call& call, int rank, std::uint32_t sequence,
+                 std::uint32_t base, Recording& recording)
+      : setup_(setup),
+        call_(call),
+        rank_(rank),
+        sequence_(sequence),
+        base_(base),
+        recording_(recording) {}
+
+  // What run_process_call() does before it runs a program.
+  void write_record();
 
   void copy_in(std::size_t piece, std::uint32_t n);
   void announce(std::uint32_t n);
@@ -102,16 +131,22 @@ class StagedRecorder {
  private:
   std::uint32_t message(std::uint32_t n) const { return n - setup_.base; }
   std::size_t part(int owner, std::uint32_t n, int slice, int half);
-  std::size_t description(int owner, std::uint32_t n);
+  std::size_t filled(int owner, int slice, int half);
+  std::size_t result(int owner, int slice, int half);
+  std::size_t record(int owner);
   std::size_t announced(int owner);
   std::size_t reduced(int owner);
-  void write_message(std::size_t piece, std::uint32_t n);
+  void write_message(std::uint32_t n);
+  void reduce_registered(std::uint32_t n);
+  void take_out_registered(std::uint32_t n);
   void await(std::size_t counter, std::uint32_t n);
   std::vector<int> everybody() const;
 
   const Setup& setup_;
   const Call& call_;
   const int rank_;
+  const std::uint32_t sequence_;
+  const std::uint32_t base_;
   Recording& recording_;
 };
 

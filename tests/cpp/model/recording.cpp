@@ -125,7 +125,7 @@ void Recording::resolve_reads() {
       events_[source.event].version = version;
       events_[source.event].meant = meant;
     } else if (version != source.own_seen) {
-      complain(join("rank ", source.rank, ": reads ", word.place, ", message ", meant.message, ", ",
+      complain(join("rank ", source.rank, ": reads ", word.place, word.part.empty() ? "" : ", ",
                     word.part, ": expected ", show(meant), ", found ",
                     show(word.values[source.own_seen]), ", which it wrote there itself"));
     }
@@ -210,8 +210,8 @@ void Recording::finish() {
 
 std::string Recording::show(const Value& value) {
   if (value.stage == Stage::kNothing) return "nothing";
+  if (value.stage == Stage::kCall) return join("call ", value.message);
   std::string text = value.message > 0 ? join("message ", value.message) : "";
-  if (value.stage == Stage::kCall) return text + ": the call";
   text += text.empty() ? "the sum of ranks" : value.ranks.size() > 1 ? ": ranks" : ": rank";
   for (std::size_t i = 0; i < value.ranks.size(); ++i) {
     text += join(i == 0 ? " " : "+", value.ranks[i]);
@@ -223,12 +223,15 @@ std::string Recording::show(std::size_t at) const {
   const Event& event = events_[at];
   const Word& word = words_[event.word];
   const std::string who = join("rank ", event.rank, ": ");
+  const auto what = [&](const Value& value) {
+    if (value.stage == Stage::kCall) return join(word.place, ", call ", value.message);
+    return join(word.place, ", message ", value.message, ", ", word.part);
+  };
   switch (event.action) {
     case Action::kWrite:
-      return join(who, "writes ", word.place, ", message ", word.values[event.version].message,
-                  ", ", word.part);
+      return join(who, "writes ", what(word.values[event.version]));
     case Action::kRead:
-      return join(who, "reads ", word.place, ", message ", event.meant.message, ", ", word.part);
+      return join(who, "reads ", what(event.meant));
     case Action::kPublish:
       return join(who, "publishes ", word.place, " = ", word.counts[event.version]);
     case Action::kWait:

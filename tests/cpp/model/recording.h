@@ -2,10 +2,9 @@
 // rank's events must follow which.
 //
 // Contract  A recorder runs a template of csrc/core once per rank, one rank after the other, and
-// says
-//           what happens to shared memory: write and read a part of a slot, publish a counter, wait
-//           for one. No event depends on a value, so that a rank's program is one line; a wrong
-//           value is a violation and ends the search.
+//           says what happens to shared memory: write and read a part of a slot, publish a counter,
+//           wait for one. No event depends on a value, so that a rank's program is one line; a
+//           wrong value is a violation and ends the search.
 //           Every word has one writer. Its contents are therefore named by a version: how many of
 //           its writes have reached memory.
 //           A write says what it is: which message, and added up from which ranks, by naming the
@@ -38,7 +37,8 @@ namespace pyringar::model {
 enum class Action { kWrite, kRead, kPublish, kWait };
 enum class Stage { kNothing, kCall, kPart, kSum };
 
-// What a part of a slot holds. Messages are numbered from 1, wherever the counters began.
+// What a part of a slot holds, or a call's record. Messages are numbered from 1, wherever the
+// counters began; so are calls.
 struct Value {
   std::uint32_t message = 0;
   Stage stage = Stage::kNothing;
@@ -47,7 +47,7 @@ struct Value {
 
 struct Word {
   std::string place;                              // "slot 2 of rank 0", "announced of rank 1"
-  std::string part;                               // "slice 1, half 0"; of counters ""
+  std::string part;                               // "slice 1, half 0"; of counters, records ""
   int owner;                                      // who writes it
   std::vector<Value> values{};                    // by version, 0: nothing yet
   std::vector<std::uint32_t> counts{};            // the same of a counter

@@ -148,13 +148,17 @@ RingPhases phases_of(CallKind kind) {
 void record_rank(const Setup& setup, int rank, Recording& recording) {
   std::uint32_t staged = setup.base;
   std::uint32_t sent = setup.base;
+  std::uint32_t sequence = 0;
   for (const Call& call : setup.calls) {
     bool returned = true;
-    if (call.kind == CallKind::kDirect || call.kind == CallKind::kExchange) {
-      StagedRecorder engine(setup, call, rank, recording);
+    if (call.is_staged()) {
+      if (call.kind != CallKind::kDigest) ++sequence;
+      StagedRecorder engine(setup, call, rank, sequence, staged, recording);
       const StagedProgram program{staged, call.pieces};
-      returned = call.kind == CallKind::kDirect ? run_staged_direct(engine, program)
-                                                : run_staged_exchange(engine, program);
+      if (call.kind != CallKind::kDigest) engine.write_record();
+      const bool is_exchange = call.kind == CallKind::kExchange || call.kind == CallKind::kDigest;
+      returned =
+          is_exchange ? run_staged_exchange(engine, program) : run_staged_direct(engine, program);
       if (setup.bug != Bug::kBaseStays) staged += static_cast<std::uint32_t>(call.pieces);
     } else {
       RingProgram program{};

@@ -16,8 +16,24 @@ std::size_t StagedRecorder::part(int owner, std::uint32_t n, int slice, int half
                          join("slice ", slice, ", half ", half), owner);
 }
 
-std::size_t StagedRecorder::description(int owner, std::uint32_t n) {
-  return recording_.word(join("slot ", n % setup_.slots, " of rank ", owner), "description", owner);
+std::size_t StagedRecorder::filled(int owner, int slice, int half) {
+  return recording_.word(join("tensor of rank ", owner),
+                         join("slice ", slice, ", half ", half, ", filled in"), owner);
+}
+
+std::size_t StagedRecorder::result(int owner, int slice, int half) {
+  return recording_.word(join("tensor of rank ", owner),
+                         join("slice ", slice, ", half ", half, ", result"), slice);
+}
+
+std::size_t StagedRecorder::record(int owner) {
+  const std::uint32_t parity = setup_.bug == Bug::kOneCallRecord ? 0 : sequence_ % 2;
+  const char* name = call_.kind == CallKind::kDigest ? "digests" : "calls";
+  return recording_.word(join(name, "[", parity, "] of rank ", owner), "", owner);
+}
+
+void StagedRecorder::write_record() {
+  recording_.write(rank_, record(rank_), sequence_, Stage::kCall, {});
 }
 
 std::size_t StagedRecorder::announced(int owner) {
@@ -35,13 +51,36 @@ std::vector<int> StagedRecorder::everybody() const {
   return ranks;
 }
 
-void StagedRecorder::write_message(std::size_t piece, std::uint32_t n) {
-  if (piece == 0) {
-    recording_.write(rank_, description(rank_, n), message(n), Stage::kCall, {});
-  }
+void StagedRecorder::write_message(std::uint32_t n) {
+  if (call_.kind == CallKind::kDigest) return write_record();
   for (int slice = 0; slice < setup_.num_ranks; ++slice) {
     for (int half = 0; half < kHalves; ++half) {
-      recording_.write(rank_, part(rank_, n, slice, half), message(n), Stage::kPart, {{rank_}, {}});
+      const std::size_t word = call_.kind == CallKind::kRegistered ? filled(rank_, slice, half)
+                                                                   : part(rank_, n, slice, half);
+      recording_.write(rank_, word, message(n), Stage::kPart, {{rank_}, {}});
+    }
+  }
+}
+
+void StagedRecorder::reduce_registered(std::uint32_t n) {
+  for (int half = 0; half < kHalves; ++half) {
+    Sum sum;
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+      sum.reads.push_back(
+          recording_.read(rank_, filled(owner, rank_, half), message(n), Stage::kPart));
+    }
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+      recording_.write(rank_, result(owner, rank_, half), message(n), Stage::kSum, sum);
+    }
+  }
+}
+
+void StagedRecorder::take_out_registered(std::uint32_t n) {
+  for (int slice = 0; slice < setup_.num_ranks; ++slice) {
+    for (int half = 0; half < kHalves; ++half) {
+      const std::size_t read =
+          recording_.read(rank_, result(rank_, slice, half), message(n), Stage::kSum);
+      recording_.keep(rank_, join("slice ", slice), {{}, {read}}, everybody());
     }
   }
 }
@@ -50,14 +89,14 @@ void StagedRecorder::copy_in(std::size_t piece, std::uint32_t n) {
   if (setup_.bug == Bug::kAnnouncesFirst) {
     recording_.publish(rank_, announced(rank_), n, true);
   }
-  if (setup_.bug != Bug::kTwoAhead) return write_message(piece, n);
+  if (setup_.bug != Bug::kTwoAhead) return write_message(n);
   // The template is one ahead; so is this, once more.
   if (piece == 0) {
-    write_message(0, n);
+    write_message(n);
     recording_.publish(rank_, announced(rank_), n, true);
   }
   if (piece + 1 < call_.pieces) {
-    write_message(piece + 1, n + 1);
+    write_message(n + 1);
     recording_.publish(rank_, announced(rank_), n + 1, true);
   }
 }
@@ -78,14 +117,15 @@ bool StagedRecorder::wait_announced(std::uint32_t n) {
   return true;
 }
 
-bool StagedRecorder::agree(std::uint32_t n) {
+bool StagedRecorder::agree(std::uint32_t) {
   for (int owner = 0; owner < setup_.num_ranks; ++owner) {
-    recording_.read(rank_, description(owner, n), message(n), Stage::kCall);
+    recording_.read(rank_, record(owner), sequence_, Stage::kCall);
   }
   return !call_.refused;
 }
 
 void StagedRecorder::reduce(std::size_t, std::uint32_t n) {
+  if (call_.kind == CallKind::kRegistered) return reduce_registered(n);
   for (int half = 0; half < kHalves; ++half) {
     Sum sum;
     for (int owner = 0; owner < setup_.num_ranks; ++owner) {
@@ -98,6 +138,7 @@ void StagedRecorder::reduce(std::size_t, std::uint32_t n) {
 }
 
 void StagedRecorder::publish_reduced(std::uint32_t n) {
+  if (setup_.bug == Bug::kReducedLeftBehind && n == base_) return;
   recording_.publish(rank_, reduced(rank_), n, setup_.bug != Bug::kReducedWithoutRelease);
 }
 
@@ -112,6 +153,8 @@ bool StagedRecorder::wait_reduced(std::uint32_t n) {
 }
 
 void StagedRecorder::copy_out(std::size_t piece, std::uint32_t n) {
+  if (call_.refused) recording_.complain(join("rank ", rank_, ": takes out what it refused"));
+  if (call_.kind == CallKind::kRegistered) return take_out_registered(n);
   for (int slice = 0; slice < setup_.num_ranks; ++slice) {
     for (int half = 0; half < kHalves; ++half) {
       const std::size_t read =
@@ -122,6 +165,8 @@ void StagedRecorder::copy_out(std::size_t piece, std::uint32_t n) {
 }
 
 void StagedRecorder::combine(std::size_t piece, std::uint32_t n) {
+  if (call_.refused) recording_.complain(join("rank ", rank_, ": takes out what it refused"));
+  if (call_.kind == CallKind::kDigest) return;
   for (int slice = 0; slice < setup_.num_ranks; ++slice) {
     for (int half = 0; half < kHalves; ++half) {
       Sum sum;
