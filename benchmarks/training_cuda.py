@@ -32,8 +32,9 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
 import pyringar as pr
-from benchmarks.allreduce_cuda import Goal, Place, describe_gpu, format_goal, interleaved
+from benchmarks.allreduce_cuda import Goal, describe_gpu, format_goal
 from benchmarks.machine import describe_machine
+from benchmarks.timing_cuda import Place, interleaved
 from pyringar.train import EpochResult, ImageData, TrainConfig, Trainer, train_batch
 from pyringar.train.models import build_model
 from pyringar.train.synthetic import synthetic_images
