@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     "errors",
     "_toolchain",
+    "_compile",
     "_build",
     "_native",
     "topology",
@@ -55,7 +56,7 @@ FLOORS = [
     "__main__",
 ]
 # What `pip install .` runs before torch is there.
-WITHOUT_TORCH = ["errors", "_toolchain", "_build", "_native"]
+WITHOUT_TORCH = ["errors", "_toolchain", "_compile", "_build", "_native"]
 # Slow to import or not always there: only inside the functions that need them.
 ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy"}
 
