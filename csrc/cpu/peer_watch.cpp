@@ -159,9 +159,9 @@ int PeerWatch::most_behind(int suspect) const {
     const RankLine& one = segment_.line(a);
     const RankLine& other = segment_.line(b);
     // In this order: within a ring call all have announced and reduced the same.
-    for (const auto& [x, y] : {std::pair{&one.announced, &other.announced},
-                               std::pair{&one.reduced, &other.reduced},
-                               std::pair{&one.link.flag, &other.link.flag}}) {
+    for (const auto& [x, y] :
+         {std::pair{&one.announced, &other.announced}, std::pair{&one.reduced, &other.reduced},
+          std::pair{&one.link.flag, &other.link.flag}}) {
       const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
                                                    y->value.load(std::memory_order_acquire));
       if (ahead != 0) return ahead < 0;
