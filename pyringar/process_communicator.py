@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyringar import _native
 from pyringar.call import ORDERS, InFlight, Work, check_choice, check_timeout, op_name
-from pyringar.errors import ArgumentError
+from pyringar.errors import ArgumentError, RingarError
 from pyringar.rendezvous import Member, Rendezvous, default_store
 from pyringar.shared_tensors import memory_of
 from pyringar.topology import Plan
@@ -86,13 +86,18 @@ class ProcessCommunicator:
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
         self._resolve(None, None)
-        check = check_choice("PYRINGAR_CHECK", os.environ.get("PYRINGAR_CHECK", ""), _CHECKS)
+        if not isinstance(name, str):
+            raise ArgumentError(f"name is {name!r}, expected a string")
+        check = os.environ.get("PYRINGAR_CHECK", "")
+        if check not in _CHECKS:
+            raise ArgumentError(f"PYRINGAR_CHECK is {check!r}, expected 'digest', or nothing")
         self._store, self._rank, self._world_size = _check_store(store, rank, world_size)
         self._name = name
         engine = _native.engine()  # before the clock starts: it may have to be compiled
         meeting = Rendezvous(self._store, self._rank, self._world_size, name, self._timeout_s)
         self._members = meeting.exchange_members()
         _check_one_node(self._members)
+        _check_one_check(self._members)
         memory, token = meeting.share_memory()
         self._group = engine.ProcessGroup(
             memory=memory,
@@ -235,8 +240,11 @@ class ProcessCommunicator:
             ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
                 :meth:`all_reduce`.
         """
-        if isinstance(root, bool) or not isinstance(root, int):
-            raise ArgumentError(f"broadcast: root is {root!r}, expected a rank")
+        is_rank = isinstance(root, int) and not isinstance(root, bool)
+        if not is_rank or not 0 <= root < self._world_size:
+            raise ArgumentError(
+                f"broadcast: root is {root!r}, expected a rank from 0 to {self._world_size - 1}"
+            )
         submitted = self._group.broadcast(tensor, root, async_op)
         return self._in_flight.add(submitted) if async_op else None
 
@@ -287,8 +295,11 @@ class ProcessCommunicator:
 
         Raises:
             ArgumentError: It does not, or sizes differ; on every rank if on one.
+            RingarError: A rank could not map it; on every rank.
             PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
         """
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"register: tensor is {tensor!r}, expected a tensor")
         memory = memory_of(tensor)
         pid = self._members[self._rank].pid
         own = [0, 0, 0] if memory is None else [pid, memory.fd, memory.nbytes]
@@ -304,9 +315,20 @@ class ProcessCommunicator:
                 )
         region = self._num_regions
         self._num_regions += 1
-        self._group.add_region(region, [(p, fd) for p, fd, _ in rows], memory)
+        problem: RingarError | None = None
+        try:
+            self._group.add_region(region, [(p, fd) for p, fd, _ in rows], memory)
+        except RingarError as error:
+            problem = error
+        could_not = torch.empty(self._world_size, dtype=torch.int64)
+        self.all_gather(could_not, torch.tensor([int(problem is not None)]))
+        if could_not.any():
+            self._group.remove_region(region)
+            if problem is None:
+                culprit = self._members[int(could_not.argmax())].name
+                problem = RingarError(f"register: {culprit} could not map the others' memory")
+            raise problem
         weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
-        self.barrier()
 
     # -- groups, plans, statistics -----------------------------------------------------------------
 
@@ -322,15 +344,16 @@ class ProcessCommunicator:
         Raises:
             ArgumentError: Ranks that are none, or twice the same.
         """
-        chosen = list(ranks)
-        if not chosen or len(set(chosen)) != len(chosen):
-            raise ArgumentError(f"ranks is {chosen!r}, expected different ranks, at least one")
+        is_listed = isinstance(ranks, Sequence) and not isinstance(ranks, str)
+        chosen = list(ranks) if is_listed else []
         if any(isinstance(r, bool) or not isinstance(r, int) for r in chosen) or not all(
             0 <= r < self._world_size for r in chosen
         ):
             raise ArgumentError(
-                f"ranks is {chosen!r}, expected ranks from 0 to {self._world_size - 1}"
+                f"ranks is {ranks!r}, expected ranks from 0 to {self._world_size - 1}"
             )
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ArgumentError(f"ranks is {ranks!r}, expected different ranks, at least one")
         if self._rank not in chosen:
             return None
         return ProcessCommunicator(
@@ -446,6 +469,15 @@ def _store_type() -> type:
     from torch._C._distributed_c10d import Store
 
     return Store
+
+
+def _check_one_check(members: Sequence[Member]) -> None:
+    odd = [member for member in members if member.check != members[0].check]
+    if odd:
+        raise ArgumentError(
+            f"PYRINGAR_CHECK is {members[0].check!r} for {members[0].name} and {odd[0].check!r} "
+            f"for {odd[0].name}, expected the same for all ranks"
+        )
 
 
 def _check_one_node(members: Sequence[Member]) -> None:

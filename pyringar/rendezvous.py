@@ -31,6 +31,7 @@ from pyringar.errors import (
 __all__ = ["Member", "Rendezvous", "default_store", "node_id"]
 
 _VERSION = 1
+_TOKEN_BYTES = 32
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 # How many groups of each name this process has made: every rank makes them in the same order.
@@ -63,13 +64,15 @@ class Member:
     host: str
     pid: int
     start_ticks: int
+    check: str  # PYRINGAR_CHECK: ranks that check what others do not would wait for them
 
     @classmethod
     def this_process(cls, rank: int) -> Member:
         """This process, as rank ``rank``."""
         pid, start_ticks = _native.engine().process_id()
         host = os.uname().nodename if hasattr(os, "uname") else "this machine"
-        return cls(rank, node_id(), host, pid, start_ticks)
+        check = os.environ.get("PYRINGAR_CHECK", "")
+        return cls(rank, node_id(), host, pid, start_ticks, check)
 
     @classmethod
     def parse(cls, text: bytes, rank: int) -> Member:
@@ -79,18 +82,23 @@ class Member:
             RingarError: It is not what this version of pyringar writes.
         """
         try:
-            fields = json.loads(text)
+            fields = _parse_object(text)
             version = fields.pop("version")
             member = cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError):
             raise RingarError(
                 f"rank {rank} wrote {text[:80]!r} into the store, no member"
             ) from None
-        kinds = {"rank": int, "node": str, "host": str, "pid": int, "start_ticks": int}
-        is_typed = all(type(getattr(member, name)) is kind for name, kind in kinds.items())
-        if version != _VERSION or not is_typed or member.rank != rank or member.pid <= 0:
+        is_whole = (
+            version == _VERSION
+            and member.rank == rank
+            and all(_is_text(value) for value in (member.node, member.host, member.check))
+            and _is_count(member.pid, 1, _INT32_MAX)
+            and _is_count(member.start_ticks, 0, _UINT64_MAX)
+        )
+        if not is_whole:
             raise RingarError(
-                f"rank {rank} wrote {fields} of version {version!r} into the store, expected "
+                f"rank {rank} wrote {text[:200]!r} of version {version!r} into the store, expected "
                 f"rank {rank} of version {_VERSION}: do all ranks run the same pyringar?"
             )
         return member
@@ -103,6 +111,33 @@ class Member:
     def name(self) -> str:
         """For messages."""
         return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+# What is read from the store need not be what we wrote.
+_INT32_MAX = 2**31 - 1
+_UINT64_MAX = 2**64 - 1
+_LONGEST_BYTES = 4096  # of a member or a segment
+_LONGEST_TEXT = 256
+
+
+def _parse_object(text: bytes) -> dict[str, Any]:
+    if len(text) > _LONGEST_BYTES:
+        raise ValueError("too long")
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("no object")
+    return fields
+
+
+def _is_count(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str and len(value) <= _LONGEST_TEXT
 
 
 def default_store() -> tuple[Any, int, int]:
@@ -179,22 +214,29 @@ class Rendezvous:
             return self._offer_memory()
         text = self._get("segment", [0])
         try:
-            fields = json.loads(text)
+            fields = _parse_object(text)
             error = fields.get("error")
-            fd, token = (0, b"") if error else (int(fields["fd"]), bytes.fromhex(fields["token"]))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            fd, token = (0, b"") if error else (fields["fd"], bytes.fromhex(fields["token"]))
+            if not (error or (_is_count(fd, 0, _INT32_MAX) and len(token) == _TOKEN_BYTES)):
+                raise ValueError("no descriptor or token")
+        except (ValueError, TypeError, KeyError):
             raise RingarError(f"rank 0 wrote {text[:80]!r} into the store, no segment") from None
+        owner = self._members[0]
         if error:
-            raise RingarError(f"{self._members[0].name} could not make the group: {error}")
-        memory = _native.engine().open_segment(self._members[0].pid, fd, self.world_size)
+            raise RingarError(f"{owner.name} could not make the group: {error}")
+        try:
+            memory = _native.engine().open_segment(owner.pid, fd, self.world_size)
+        except RingarError:
+            self._check_alive(owner, [0], "to share its memory")  # gone: that is why
+            raise
         return memory, token
 
     def _offer_memory(self) -> tuple[Any, bytes]:
-        token = secrets.token_bytes(32)
+        token = secrets.token_bytes(_TOKEN_BYTES)
         try:
             memory = _native.engine().create_segment(self.world_size, token)
         except RingarError as error:
-            self._set("segment", json.dumps({"error": str(error)}))
+            self._set("segment", json.dumps({"error": str(error)[:1000]}))
             raise
         self._set("segment", json.dumps({"fd": memory.fd, "token": token.hex()}))
         return memory, token
@@ -241,14 +283,17 @@ class Rendezvous:
             f"gone: {error}"
         )
 
+    def _check_alive(self, member: Member, absent: list[int], what: str) -> None:
+        is_here = member.node == node_id()
+        if is_here and not _native.engine().is_alive(member.pid, member.start_ticks):
+            raise PeerLostError(
+                f"{member.name} is gone; rank {self.rank} waited for ranks {absent} {what} in "
+                f"group {self.name}"
+            )
+
     def _check(self, absent: list[int], what: str) -> None:
         for member in self._members.values():
-            is_here = member.node == node_id()
-            if is_here and not _native.engine().is_alive(member.pid, member.start_ticks):
-                raise PeerLostError(
-                    f"{member.name} is gone; rank {self.rank} waited for ranks {absent} {what} in "
-                    f"group {self.name}"
-                )
+            self._check_alive(member, absent, what)
         if time.monotonic() > self._deadline:
             known = [self._members[r].name for r in absent if r in self._members]
             raise CollectiveTimeout(

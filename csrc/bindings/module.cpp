@@ -108,6 +108,18 @@ py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op
   return py::none();
 }
 
+// Without the GIL. Ctrl-C ends the wait, not the work.
+bool wait_for(Work& work, double timeout_s) {
+  const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
+  while (true) {
+    const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
+    if (work.wait(std::min<std::chrono::nanoseconds>(left, kSignalInterval))) return true;
+    if (left <= kSignalInterval) return false;
+    const py::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw PythonErrorPending{};
+  }
+}
+
 py::object exception_of(Work& work) {
   const std::exception_ptr error = work.exception();
   if (!error) return py::none();
@@ -260,9 +272,7 @@ PYBIND11_MODULE(_engine, m) {
       .def("is_completed", &Work::is_completed)
       .def("exception", &exception_of)
       .def("finished_ns", &Work::finished_ns)
-      .def(
-          "wait", [](Work& work, double timeout_s) { return work.wait(to_nanoseconds(timeout_s)); },
-          py::call_guard<py::gil_scoped_release>());
+      .def("wait", &wait_for, py::call_guard<py::gil_scoped_release>());
   bind_group(m);
   bind_bucketer(m);
   bind_process_group(m);

@@ -155,20 +155,22 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
 
 // Everybody waits for the one who is late, or for somebody who does; that one has done least.
 int PeerWatch::most_behind(int suspect) const {
-  const auto done = [&](int rank) {
-    const RankLine& line = segment_.line(rank);
-    return std::pair{line.announced.value.load(std::memory_order_acquire),
-                     line.reduced.value.load(std::memory_order_acquire)};
+  const auto is_behind = [&](int a, int b) {
+    const RankLine& one = segment_.line(a);
+    const RankLine& other = segment_.line(b);
+    // In this order: within a ring call all have announced and reduced the same.
+    for (const auto& [x, y] :
+         {std::pair{&one.announced, &other.announced}, std::pair{&one.reduced, &other.reduced},
+          std::pair{&one.link.flag, &other.link.flag}}) {
+      const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
+                                                   y->value.load(std::memory_order_acquire));
+      if (ahead != 0) return ahead < 0;
+    }
+    return false;
   };
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
-    if (rank == rank_) continue;
-    const auto [announced, reduced] = done(rank);
-    const auto [least_announced, least_reduced] = done(last);
-    const auto behind = static_cast<std::int32_t>(announced - least_announced);
-    if (behind < 0 || (behind == 0 && static_cast<std::int32_t>(reduced - least_reduced) < 0)) {
-      last = rank;
-    }
+    if (rank != rank_ && is_behind(rank, last)) last = rank;
   }
   return last;
 }

@@ -405,8 +405,9 @@ std::size_t ProcessCall::bytes() const {
 
 void ProcessRank::sleep_in(Phase phase) {
   if (delay.phase != phase) return;
-  delay.phase = Phase::kIdle;
-  std::this_thread::sleep_for(delay.delay);
+  const auto time = delay.delay;
+  delay = {};  // once
+  std::this_thread::sleep_for(time);
 }
 
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {

@@ -37,7 +37,7 @@ struct ProcessCall {
   // outputs[0] one part. all_gather: the other way round.
   std::vector<TensorSpan> inputs;
   std::vector<TensorSpan> outputs;
-  std::uint64_t layouts = 0;  // digest of the order in which elements lie in memory
+  std::uint64_t layouts = 0;  // digest of sizes, and of strides where memory order is another
 
   // Tensors with gaps are packed before, and unpacked after.
   struct Staged {

@@ -118,8 +118,9 @@ void ProcessGroup::close() {
   if (closed_.exchange(true)) return;
   segment_.line(rank_).state.store(static_cast<std::uint32_t>(RankState::kLeft),
                                    std::memory_order_release);
-  regions_.clear();
   memory_.close_fd();
+  const std::lock_guard<std::mutex> regions_lock(regions_mutex_);
+  regions_.clear();
 }
 
 ProcessStats ProcessGroup::stats() {
@@ -134,22 +135,26 @@ void ProcessGroup::set_on_nap(std::function<void()> on_nap) {
 
 void ProcessGroup::add_region(std::uint64_t id, std::vector<SharedMemory> mapped,
                               std::vector<std::byte*> bases, std::size_t bytes) {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   regions_.push_back({id, std::move(mapped), std::move(bases), bytes});
 }
 
 void ProcessGroup::remove_region(std::uint64_t id) {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   std::erase_if(regions_, [id](const Region& region) { return region.id == id; });
 }
 
 void ProcessGroup::find_registered(ProcessCall& call) {
   if (call.kind != CallKind::kAllReduce) return;
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   if (regions_.empty()) return;
   std::uint64_t places = 1;
   std::vector<std::vector<void*>> registered;
   for (const TensorSpan& tensor : call.outputs) {
+    if (tensor.numel == 0) {
+      registered.emplace_back();
+      continue;
+    }
     const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) {
       const std::byte* base = region.bases[static_cast<std::size_t>(rank_)];
       return tensor.data >= base && tensor.data + tensor.bytes() <= base + region.bytes;
@@ -161,6 +166,7 @@ void ProcessGroup::find_registered(ProcessCall& call) {
     registered.emplace_back();
     for (std::byte* base : found->bases) registered.back().push_back(base + offset);
   }
+  if (call.bytes() == 0) return;
   call.places = places;
   call.registered = std::move(registered);
 }

@@ -54,6 +54,8 @@ class ProcessGroup {
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
+  // Whether what was submitted before is done, or becomes so in this time.
+  bool wait_for_turn(std::chrono::nanoseconds timeout) { return queue_.wait_until_idle(timeout); }
   void run(const ProcessCall& call);
   std::shared_ptr<Work> submit(ProcessCall call);
   void close();
@@ -91,12 +93,16 @@ class ProcessGroup {
   const bool checks_digests_;
   const std::uint32_t fork_generation_;
 
-  std::mutex run_mutex_;  // guards all below
+  std::mutex run_mutex_;  // held while a call runs; guards all below down to stats_
   PeerWatch watch_;
   ProcessRank self_;
-  std::vector<Region> regions_;
   bool flips_bit_ = false;
   ProcessStats stats_;
+
+  // Apart, and never held while one waits: who looks tensors up holds Python's lock, which the call
+  // that runs may want.
+  std::mutex regions_mutex_;
+  std::vector<Region> regions_;
 
   WorkQueue queue_;
   std::atomic<bool> closed_{false};
