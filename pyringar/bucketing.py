@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pyringar import _native
-from pyringar.communicator import Communicator, Work
+from pyringar.call import RankCommunicator, Work
+from pyringar.communicator import Communicator
 from pyringar.errors import ArgumentError, RingarError
+from pyringar.process_buckets import ProcessRanks
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
@@ -71,7 +73,8 @@ class GradientBucketer:
         replicas: One module per rank, or one list of parameters per rank, alike in shapes and
             dtypes. Parameters that do not require grad when it is made are left alone.
         comm: What reduces; if not given, a communicator in rank order over the replicas' devices,
-            closed with the bucketer.
+            closed with the bucketer. A :class:`ProcessCommunicator`: one replica, this process's;
+            see below.
         bucket_cap_mb: A bucket closes once it holds this many megabytes (10**6 bytes) of one rank's
             gradients. Parameters are never split.
         first_bucket_mb: The same for the first bucket: a small one leaves early.
@@ -79,7 +82,9 @@ class GradientBucketer:
         overlap: False: reduce everything in :meth:`wait`. The bits are the same.
 
     Raises:
-        ArgumentError: Replicas that differ, caps that are no positive numbers.
+        ArgumentError: Replicas that differ, also in other processes; caps that are no positive
+            numbers.
+        UnsupportedError: Over processes, a reduction other than sum, mean and max.
 
     Gradients are what is reduced, as they are in ``param.grad`` when the last rank has them. After
     steps under :meth:`no_sync` they hold what was accumulated. A parameter that some ranks did not
@@ -92,7 +97,14 @@ class GradientBucketer:
             loss.backward()
         bucketer.wait()
 
-    Cost: a call of a microsecond or less for every parameter and rank, one collective per bucket.
+    With one rank per process, every rank makes a bucketer of its one replica, and calls
+    :meth:`wait` once a step, with samples or without. Gradients get the bits that one process with
+    all replicas would give them. All ranks reduce in one order, rank 0's of the first step, so a
+    bucket waits for those before it. Where a rank breaks off a step that has begun to leave, it
+    leaves the group: its communicator is closed, and the other ranks get a ``PeerLostError``.
+
+    Cost: a call of a microsecond or less for every parameter and rank, one collective per bucket,
+    over processes with one element more per parameter.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
     Source: Li et al. 2020, "PyTorch Distributed"; the first bucket's own cap is theirs too.
     """
@@ -101,7 +113,7 @@ class GradientBucketer:
         self,
         replicas: Sequence[Replica],
         *,
-        comm: Communicator | None = None,
+        comm: Communicator | RankCommunicator | None = None,
         bucket_cap_mb: float = 10,
         first_bucket_mb: float = 1,
         op: Any = "sum",
@@ -118,13 +130,22 @@ class GradientBucketer:
         self._works: dict[int, Work | None] = {}
         self._reduced: dict[int, list[Tensor]] = {}  # by rank, in this step
         self._stats = StepStats()
-        self._owns_comm = comm is None
-        devices = [params[0].device if params else "cpu" for params in self._params]
-        self._comm = Communicator(devices, order="rank") if comm is None else comm
-        if self._comm.world_size != len(self._replicas):
-            raise ArgumentError(
-                f"comm has {self._comm.world_size} ranks for {len(self._replicas)} replicas"
-            )
+        self._owned: Communicator | None = None
+        self._comm: Communicator | None = None
+        self._elsewhere: ProcessRanks | None = None  # the ranks in other processes
+        if isinstance(comm, RankCommunicator):
+            if len(self._replicas) != 1:
+                raise ArgumentError(
+                    f"replicas has {len(self._replicas)} entries, but comm is one rank of "
+                    f"{comm.world_size}, each in a process of its own: expected one replica"
+                )
+            self._elsewhere = ProcessRanks(comm, op, self._params[0], caps)
+        else:
+            self._comm = self._make_comm() if comm is None else comm
+            if self._comm.world_size != len(self._replicas):
+                raise ArgumentError(
+                    f"comm has {self._comm.world_size} ranks for {len(self._replicas)} replicas"
+                )
         this = weakref.ref(self)  # hooks must not keep the bucketer alive
         self._native = _native.engine().Bucketer(
             world_size=len(self._replicas),
@@ -138,6 +159,11 @@ class GradientBucketer:
         self._handles: list[Any] = []
         self._add_hooks()
 
+    def _make_comm(self) -> Communicator:
+        devices = [params[0].device if params else "cpu" for params in self._params]
+        self._owned = Communicator(devices, order="rank")
+        return self._owned
+
     @property
     def buckets(self) -> list[list[int]]:
         """Indices of the parameters of each bucket, in the order in which buckets are expected."""
@@ -147,29 +173,34 @@ class GradientBucketer:
     def wait(self) -> None:
         """Reduce what has not been, and return when all gradients are reduced.
 
-        On GPUs the current streams are ordered after the reductions; the host does not wait.
+        On GPUs the current streams are ordered after the reductions; the host does not wait. Over
+        processes this is a collective: also a rank without a backward pass takes part.
 
         Raises:
             RingarError: A backward pass failed since the last call; nothing that is in ``grad`` can
-                be relied on. The next step starts afresh.
-            ArgumentError, UnsupportedError, CollectiveTimeout: As
-                :meth:`Communicator.all_reduce_coalesced`; the next step starts afresh.
+                be relied on. The next step starts afresh, unless the ranks are in processes and
+                some buckets had left; it says so.
+            ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: As
+                ``all_reduce_coalesced`` of the communicator; where that does not refuse further
+                calls, the next step starts afresh.
         """
         began_ns = time.perf_counter_ns()
         try:
             self._check_passes()
-            if not (self._adopt_new_parameters() or self._native.has_marks()):
+            has_marks = self._adopt_new_parameters() or self._native.has_marks()
+            if not has_marks and self._elsewhere is None:
                 return
             for bucket in range(len(self._native.buckets())):
                 if bucket not in self._works:
-                    self._launch(bucket, is_complete=False)
+                    self._launch(bucket, is_complete=False, has_marks=has_marks)
             for work in self._works.values():
                 if work is not None:
                     work.wait()
+            order = self._settle_order()
         except BaseException:
             self._start_over()
             raise
-        self._finish_step(began_ns)
+        self._finish_step(began_ns, order)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -191,8 +222,8 @@ class GradientBucketer:
             handle.remove()
         self._handles.clear()
         self._settle()
-        if self._owns_comm:
-            self._comm.close()
+        if self._owned is not None:
+            self._owned.close()
 
     def __enter__(self) -> GradientBucketer:
         return self
@@ -216,7 +247,9 @@ class GradientBucketer:
         if not self._overlap:
             return
         try:
-            self._launch(bucket, is_complete=True)
+            turns = [bucket] if self._elsewhere is None else self._elsewhere.take(bucket)
+            for turn in turns:
+                self._launch(turn, is_complete=True)
         except BaseException:
             self._start_over()
             self._has_failed = True
@@ -226,7 +259,15 @@ class GradientBucketer:
         """A gradient that was counted before: start over if it is new, else say what is wrong."""
         grad = self._params[rank][param].grad
         is_new = all(grad is not reduced for reduced in self._reduced.get(rank, ()))
+        had_launched = bool(self._works)
         self._start_over()
+        if self._elsewhere is not None and had_launched and (what == "after failure" or is_new):
+            self._has_failed = True
+            self._elsewhere.check()
+            raise RingarError(
+                "the step before was not waited for: ranks in other processes wait for it; call "
+                "wait() once for every step, on all ranks"
+            )
         if what == "after failure" or (what == "after launch" and is_new):
             return
         self._has_failed = True
@@ -245,10 +286,20 @@ class GradientBucketer:
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def _launch(self, bucket: int, *, is_complete: bool) -> None:
+    def _launch(self, bucket: int, *, is_complete: bool, has_marks: bool = True) -> None:
+        if self._elsewhere is not None:
+            if is_complete:
+                self._gradients(bucket, is_complete)  # they must be there
+            wanted = self._native.buckets()[bucket]
+            self._native.launched(bucket)
+            self._works[bucket], grads = self._elsewhere.send(
+                wanted, self._params[0], is_whole=is_complete, has_marks=has_marks
+            )
+            self._reduced.setdefault(0, []).extend(grads)
+            return
         lists = self._gradients(bucket, is_complete)
         work = None
-        if lists[0]:
+        if lists[0] and self._comm is not None:
             self._native.launched(bucket)  # before: it may be done when the call returns
             work = self._comm.all_reduce_coalesced(lists, self._op, async_op=True)
             for rank, grads in enumerate(lists):
@@ -285,13 +336,22 @@ class GradientBucketer:
                 "them (zero_grad) and run backward again"
             )
 
-    def _finish_step(self, began_ns: int) -> None:
+    def _settle_order(self) -> list[int] | None:
+        """After the first step: the order in which the gradients came, the same on all ranks."""
+        has_gradients = self._native.has_marks()
+        if self._elsewhere is not None:
+            has_gradients = self._elsewhere.finish_step(self._params[0])
+        if not (self._is_first_step and has_gradients):
+            return None
+        order: list[int] = self._native.ready_order()
+        return order if self._elsewhere is None else self._elsewhere.agree_on_order(order)
+
+    def _finish_step(self, began_ns: int, order: list[int] | None) -> None:
         if self._native.has_marks():
             self._stats = self._measure(began_ns, time.perf_counter_ns())
-        self._works.clear()
-        self._reduced.clear()
-        if self._is_first_step and self._native.has_marks():
-            self._native.plan(self._native.ready_order())
+        self._forget_works()
+        if order is not None:
+            self._native.plan(order)
             self._is_first_step = False
         self._native.reset()
 
@@ -328,8 +388,15 @@ class GradientBucketer:
             if work is not None:
                 with suppress(RingarError):
                     work.wait()
+        if self._elsewhere is not None:
+            self._elsewhere.leave(len(self._works), len(self._native.buckets()))
+        self._forget_works()
+
+    def _forget_works(self) -> None:
         self._works.clear()
         self._reduced.clear()
+        if self._elsewhere is not None:
+            self._elsewhere.begin_step()
 
     def _start_over(self) -> None:
         self._settle()

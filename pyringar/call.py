@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
-__all__ = ["OPS", "ORDERS", "InFlight", "Work", "check_choice", "check_timeout", "op_name"]
+__all__ = [
+    "OPS",
+    "ORDERS",
+    "InFlight",
+    "RankCommunicator",
+    "Work",
+    "check_choice",
+    "check_timeout",
+    "op_name",
+]
 
 OPS = ("sum", "mean", "max", "min", "prod")
 ORDERS = ("any", "rank")
@@ -68,6 +79,42 @@ class Work:
         # On a GPU the streams are in order now, and the tensors still in use.
         self.is_completed()
         return True
+
+
+@runtime_checkable
+class RankCommunicator(Protocol):
+    """One rank of a group whose other ranks are in other processes.
+
+    All ranks make the same calls in the same order.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce this rank's tensors over all ranks, in place."""
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy the tensor of rank ``root`` into every other rank's."""
+
+    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Any:
+        """What an all_reduce of ``nbytes`` per rank would do, and why."""
+
+    def close(self) -> None:
+        """Leave the group; others that go on calling are told."""
 
 
 class InFlight:

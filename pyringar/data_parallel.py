@@ -18,6 +18,7 @@ from pyringar.topology import check_devices
 
 __all__ = [
     "check_replicas_equal",
+    "count_correct",
     "evaluate_accuracy_gpus",
     "get_params",
     "mismatch_flags",
@@ -189,6 +190,31 @@ def evaluate_accuracy_gpus(
     Cost: one pass over the data; ranks on GPUs work at the same time, and the host waits for them
     once, at the end.
     """
+    correct, total = count_correct(replicas, data_iter, split_f, devices=devices)
+    return correct / total
+
+
+def count_correct(
+    replicas: Sequence[Callable[[Tensor], Tensor]],
+    data_iter: Iterable[tuple[Tensor, Tensor]],
+    split_f: SplitFunction = split_batch,
+    *,
+    devices: Sequence[Device] | None = None,
+) -> tuple[int, int]:
+    """What :func:`evaluate_accuracy_gpus` divides.
+
+    Args:
+        replicas: As there; also a part of all ranks, if ``split_f`` gives the shards of that part.
+        data_iter: As there.
+        split_f: As there.
+        devices: As there.
+
+    Returns:
+        How many samples the replicas classify correctly, and how many there are in all.
+
+    Raises:
+        ArgumentError: As there.
+    """
     if not replicas:
         raise ArgumentError("replicas is empty, expected one per rank")
     targets = _replica_devices(replicas, devices)
@@ -204,7 +230,7 @@ def evaluate_accuracy_gpus(
             part.training = mode
     if total == 0:
         raise ArgumentError("data_iter has no samples, so there is no accuracy")
-    return correct / total
+    return correct, total
 
 
 def _replica_devices(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pyringar.batchnorm import synchronise_batchnorm
 from pyringar.bucketing import GradientBucketer, StepStats
+from pyringar.call import RankCommunicator
 from pyringar.communicator import Communicator
 from pyringar.data_parallel import Device, shard_sizes
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
@@ -85,7 +86,7 @@ class DataParallel(nn.Module):
         first_bucket_mb: float = 1,
         op: Any = "sum",
         overlap: bool = True,
-        comm: Communicator | None = None,
+        comm: Communicator | RankCommunicator | None = None,
     ) -> None:
         super().__init__()
         self.devices = check_devices(devices)

@@ -38,6 +38,7 @@ FLOORS = [
     "rendezvous",
     "shared_tensors",
     "process_communicator",
+    "process_buckets",
     "bucketing",
     "data_parallel",
     "replicate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ rank has a copy of the parameters, and their gradients are summed by pyringar's 
 backward goes on. Ranks share what there is: GPUs if there are any, else the CPU."""
 _EPILOG = """Without options: two ranks, five epochs, on Fashion-MNIST if it is there or can be
 downloaded, else on a built-in synthetic set. Example:
-pyringar train lenet --ranks 4 --allreduce ring --plot curve.png"""
+pyringar train lenet --ranks 4 --allreduce ring --plot curve.png.
+Under torchrun every process is one rank, on the CPU:
+torchrun --no-python --nproc-per-node 2 pyringar train lenet"""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -171,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
     from pyringar.trace import Trace
     from pyringar.train import TrainConfig, Trainer
     from pyringar.train.plot import check_output_path, save_plot
+    from pyringar.train.processes import TrainGroup, num_processes
 
     options = {name: value for name, value in vars(args).items() if name != "run"}
     plot, file, timeline = (options.pop(name, None) for name in ("plot", "trace", "timeline"))
@@ -178,9 +182,22 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             check_output_path(name, path, ".json" if name == "trace" else ".png")
     trace = Trace() if file is not None or timeline is not None else None
-    with Trainer(TrainConfig(**options), trace=trace) as trainer:
+    group = None
+    if num_processes() > 1:
+        config = TrainConfig(**{"ranks": num_processes(), **options})
+        group = TrainGroup(config)
+        if not group.is_main:  # rank 0 says it for all
+            logging.getLogger("pyringar").setLevel(logging.ERROR)
+    else:
+        config = TrainConfig(**options)
+    with Trainer(config, trace=trace, group=group) as trainer:
+        if not trainer.is_main:
+            trainer.run()
+            return 0
         _print_header(trainer)
         result = _train_with_bar(trainer)
+        if group is not None:
+            print(f"ranks      {config.world_size} processes, equal parameters {group.digest}")
     if plot is not None:
         save_plot(result, plot)
         print(f"plot       {plot}")
@@ -202,7 +219,8 @@ def _print_header(trainer: Trainer) -> None:
     count = sum(param.numel() for param in params)
     print(f"model      {trainer.model.title}, {count:,} parameters in {len(params)} tensors")
     print(f"data       {trainer.description}")
-    print(f"devices    {describe_devices(trainer.devices)}")
+    where = "" if trainer.group is None else ", each a process"
+    print(f"devices    {describe_devices(trainer.all_devices)}{where}")
     print(f"allreduce  {trainer.plan}")
     when = "each summed as soon as it is full" if config.overlap else "summed after backward"
     print(f"buckets    {len(trainer.model.bucketer.buckets)}, {when}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyringar.bucketing import GradientBucketer
+from pyringar.call import RankCommunicator
 from pyringar.communicator import Communicator
 from pyringar.data_parallel import get_params
 from pyringar.parallel_module import DataParallel
@@ -19,6 +20,8 @@ from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
 
 __all__ = ["RankedModel", "build_model", "plain_model"]
+
+_NUM_CLASSES = 10
 
 
 class RankedModel(ABC):
@@ -56,13 +59,15 @@ class RankedModel(ABC):
 
 
 def build_model(
-    config: TrainConfig, devices: Sequence[torch.device], comm: Communicator
+    config: TrainConfig,
+    devices: Sequence[torch.device],
+    comm: Communicator | RankCommunicator,
 ) -> RankedModel:
     """Make the model that ``config`` names, with the initial numbers of its seed, on all ranks.
 
     Args:
         config: The choice of model and everything about it.
-        devices: One device per rank.
+        devices: One device per rank that is in this process.
         comm: What reduces.
     """
     return {"lenet": _LeNet, "resnet18": _ResNet18}[config.model](config, devices, comm)
@@ -85,7 +90,10 @@ class _LeNet(RankedModel):
     title = MODEL_TITLES["lenet"]
 
     def __init__(
-        self, config: TrainConfig, devices: Sequence[torch.device], comm: Communicator
+        self,
+        config: TrainConfig,
+        devices: Sequence[torch.device],
+        comm: Communicator | RankCommunicator,
     ) -> None:
         initial = lenet_params(
             config.init,
@@ -114,7 +122,10 @@ class _ResNet18(RankedModel):
     """A module, replicated."""
 
     def __init__(
-        self, config: TrainConfig, devices: Sequence[torch.device], comm: Communicator
+        self,
+        config: TrainConfig,
+        devices: Sequence[torch.device],
+        comm: Communicator | RankCommunicator,
     ) -> None:
         self.title = (
             f"{MODEL_TITLES[config.model]} of width {config.width}, {config.batchnorm} batch norm"
@@ -136,6 +147,8 @@ class _ResNet18(RankedModel):
         self.params = [list(replica.parameters()) for replica in self._net.replicas]
 
     def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        if not any(len(shard) for shard in shards):  # ranks in other processes have them all
+            return [shard.new_empty(0, _NUM_CLASSES) for shard in shards]
         return self._net.run_shards(shards)
 
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:

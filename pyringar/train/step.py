@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from pyringar.communicator import Communicator
-from pyringar.data_parallel import Device, mismatch_flags, split_batch
+from pyringar.data_parallel import Device, Shards, mismatch_flags, split_batch
 from pyringar.errors import ArgumentError
 from pyringar.trace import Trace
 from pyringar.train.model_lenet import lenet
@@ -32,6 +32,7 @@ __all__ = [
 
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Update = Callable[[Sequence[Tensor]], None]
+Split = Callable[[Tensor, Tensor, Sequence[Device], Sequence[float] | None], tuple[Shards, Shards]]
 
 
 def train_batch(
@@ -46,6 +47,7 @@ def train_batch(
     scores: Scores | None = None,
     reduce: Callable[[], None] | None = None,
     update: Update | None = None,
+    split: Split = split_batch,
     trace: Trace | None = None,
 ) -> list[Tensor]:
     """Do one step of SGD on a batch that is split over the ranks.
@@ -72,6 +74,8 @@ def train_batch(
             sum over all ranks, such as :meth:`GradientBucketer.wait`.
         update: Instead of SGD with ``lr``: changes one rank's parameters by their ``grad``, which
             are sums over the whole batch.
+        split: Cuts the batch, called as ``split(X, y, devices, weights)``: one shard per rank that
+            is here. Where other ranks are in other processes theirs are left out.
         trace: Where to note the phases. What the host does for all ranks in one go stands in the
             row of each.
 
@@ -85,7 +89,7 @@ def train_batch(
         raise ArgumentError(
             f"device_params has {len(device_params)} replicas for {len(devices)} devices"
         )
-    X_shards, y_shards = split_batch(X, y, devices, weights)  # noqa: N806
+    X_shards, y_shards = split(X, y, devices, weights)  # noqa: N806
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
     for param in itertools.chain(*device_params):
@@ -96,7 +100,9 @@ def train_batch(
     # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
     # computed nothing, and then has no gradients.
     with _phase(trace, "backward", len(devices)):
-        torch.autograd.backward([loss for loss in losses if loss.requires_grad])
+        found_losses = [loss for loss in losses if loss.requires_grad]
+        if found_losses:
+            torch.autograd.backward(found_losses)
     with _phase(trace, "wait", len(devices)):
         if reduce is None:
             reduce_gradients(device_params, devices, comm)
@@ -232,6 +238,7 @@ class EagerStep:
         weights: Shares of the ranks.
         scores: As in :func:`train_batch`.
         reduce: Likewise.
+        split: Likewise.
 
     Attributes:
         sums: Every rank's loss so far, float64. Added up where it is: reading would wait.
@@ -244,12 +251,14 @@ class EagerStep:
         weights: Sequence[float] | None = None,
         scores: Scores | None = None,
         reduce: Callable[[], None] | None = None,
+        split: Split = split_batch,
     ) -> None:
         self._device_params = device_params
         self._devices = [params[0].device for params in device_params]
         self._weights = weights
         self._scores = scores
         self._reduce = reduce
+        self._split = split
         self.sums = [torch.zeros((), dtype=torch.float64, device=d) for d in self._devices]
 
     def __call__(
@@ -277,6 +286,7 @@ class EagerStep:
             scores=self._scores,
             reduce=self._reduce,
             update=update,
+            split=self._split,
             trace=trace,
         )
         for total, loss in zip(self.sums, losses, strict=True):

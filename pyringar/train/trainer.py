@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.call import RankCommunicator
 from pyringar.communicator import Communicator
-from pyringar.data_parallel import check_replicas_equal, evaluate_accuracy_gpus
+from pyringar.data_parallel import check_replicas_equal, count_correct, split_batch
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.topology import Plan
 from pyringar.trace import Trace
@@ -26,6 +27,7 @@ from pyringar.train.graph import GraphStep, check_ranks
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import build_model, plain_model
 from pyringar.train.pacing import EpochTimer, StepWindow
+from pyringar.train.processes import TrainGroup
 from pyringar.train.step import EagerStep, Step
 
 __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
@@ -163,6 +165,8 @@ class Trainer:
         config: What to do.
         data: Images to use instead of those that ``config`` names.
         trace: Where to note what the first steps did, and when.
+        group: This process's rank, where every rank is a process. ``devices`` and ``replicas`` are
+            then of this rank alone. Closed with the trainer.
 
     Raises:
         ArgumentError: A device is not there, or steps of such a run cannot be captured.
@@ -173,15 +177,22 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, data: ImageData | None = None, trace: Trace | None = None
+        self,
+        config: TrainConfig,
+        data: ImageData | None = None,
+        trace: Trace | None = None,
+        group: TrainGroup | None = None,
     ) -> None:
         self.config = config
+        self.group = group
         self._trace = trace
         # Before the data, because a wrong device should not cost a download.
-        self.devices = choose_devices(config.world_size, config.devices)
+        self.devices = (
+            choose_devices(config.world_size, config.devices) if group is None else group.devices
+        )
         if config.cuda_graph:
             check_ranks(self.devices, trace)
-        loaded = load_data(config.dataset, config.data_dir) if data is None else data
+        loaded = self._load() if data is None else data
         self.description = str(loaded)
         # Batches are cut on the first GPU, where there is one: no copy from the host in a step.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
@@ -189,17 +200,13 @@ class Trainer:
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.global_batch_size)
         num_steps = self.steps_per_epoch * config.epochs
         has_plateau = config.model == "lenet" and config.init == "book"
-        if has_plateau and num_steps < 2 * BOOK_PLATEAU_STEPS:
+        if has_plateau and num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
             logger.warning(
                 "init is 'book', which stays at chance for some %d steps; this run has %d",
                 *(BOOK_PLATEAU_STEPS, num_steps),
             )
         self._shuffle = torch.Generator().manual_seed(config.seed)
-        self._comm = Communicator(
-            [str(device) for device in self.devices],
-            algorithm=config.allreduce,
-            order=config.order,
-        )
+        self._comm = self._make_comm()
         self.model = build_model(config, self.devices, self._comm)
         self.replicas = self.model.params
         self.weights = self._choose_weights()
@@ -210,7 +217,18 @@ class Trainer:
     def plan(self) -> Plan:
         """How the gradients of a step are reduced."""
         nbytes = sum(param.numel() * param.element_size() for param in self.replicas[0])
-        return self._comm.plan(nbytes, self.config.torch_dtype)
+        plan: Plan = self._comm.plan(nbytes, self.config.torch_dtype)
+        return plan
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process has rank 0, and shall talk to people."""
+        return self.group is None or self.group.is_main
+
+    @property
+    def all_devices(self) -> tuple[torch.device, ...]:
+        """The devices of all ranks, wherever they are."""
+        return self.devices if self.group is None else self.group.all_devices
 
     def run(
         self,
@@ -227,7 +245,9 @@ class Trainer:
         for epoch in range(1, self.config.epochs + 1):
             loss, seconds = self._train_epoch(on_step)
             result = EpochResult(epoch, loss, self.evaluate(), seconds)
-            if not math.isfinite(loss):
+            if self.group is not None:
+                self.group.check_equal(self.replicas[0])
+            if not math.isfinite(loss) and self.is_main:
                 logger.warning(
                     "the loss is %s after epoch %d: the learning rate %g is too high",
                     *(loss, epoch, self.config.initial_lr),
@@ -237,7 +257,7 @@ class Trainer:
                 on_epoch(result)
         return TrainResult(
             config=self.config,
-            devices=self.devices,
+            devices=self.all_devices,
             data=self.description,
             plan=self.plan,
             epochs=tuple(epochs),
@@ -248,9 +268,15 @@ class Trainer:
     def evaluate(self) -> float:
         """Accuracy on the test images, counted by all ranks."""
         models = self.model.evaluators()
+        if self.group is not None:
+            self.group.share_buffers(self.model.state_dict(), self.replicas[0])
+        split = split_batch if self.group is None else self.group.split
         test = batches(self._data.test_images, self._data.test_labels, _EVAL_BATCH)
         with self._autocast():
-            return evaluate_accuracy_gpus(models, test, devices=self.devices)
+            correct, total = count_correct(models, test, split, devices=self.devices)
+        if self.group is not None:
+            correct = int(self.group.total(torch.tensor([correct])))
+        return correct / total
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
@@ -277,7 +303,7 @@ class Trainer:
             trace = self._trace if self._step < _TRACED_STEPS else None
             flags = self._run_step(images, labels, config.lr_at(self._step, num_steps), trace)
             if trace is not None:
-                trace.add_buckets(self.model.bucketer.stats(), config.world_size)
+                trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
                 trace.step += 1
             # On their way before the next step is: reading one on its GPU would wait for that, too.
             arriving = [flag.to("cpu", non_blocking=True) for flag in flags]
@@ -287,7 +313,10 @@ class Trainer:
                 on_step()
         window.drain()
         seconds = timer.stop()
-        return self._run_step.take_loss() / len(data.train_labels), seconds
+        summed = self._run_step.take_loss()
+        if self.group is not None:
+            summed = self.group.total(torch.tensor([summed], dtype=torch.float64)).item()
+        return summed / len(data.train_labels), seconds
 
     def _make_step(self) -> Step:
         eager = EagerStep(
@@ -295,12 +324,26 @@ class Trainer:
             weights=self.weights,
             scores=self._scores,
             reduce=self.model.bucketer.wait,
+            split=split_batch if self.group is None else self.group.split,
         )
         if not self.config.cuda_graph:
             return eager
         size = self.config.global_batch_size
         images, labels = self._data.train_images[:size], self._data.train_labels[:size]
         return GraphStep(eager, images, labels, self.model.tensors())
+
+    def _load(self) -> ImageData:
+        load = functools.partial(load_data, self.config.dataset, self.config.data_dir)
+        return load() if self.group is None else self.group.load(load)
+
+    def _make_comm(self) -> Communicator | RankCommunicator:
+        if self.group is not None:
+            return self.group.comm
+        return Communicator(
+            [str(device) for device in self.devices],
+            algorithm=self.config.allreduce,
+            order=self.config.order,
+        )
 
     def _choose_weights(self) -> Sequence[float] | None:
         if not isinstance(self.config.weights, str):

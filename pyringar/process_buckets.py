@@ -1,0 +1,196 @@
+"""A bucketer's other ranks, in other processes: one order of buckets, and who used which parameter.
+
+Nobody sees the other ranks' gradients before they are reduced. So every bucket carries one small
+tensor more, which says what this rank has; its sum says what all have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.call import OPS, RankCommunicator, Work, op_name
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+
+__all__ = ["ProcessRanks"]
+
+# Of entries that are 0 or 1 these are above 0 exactly where one entry is.
+_OPS = ("sum", "mean", "max")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """One bucket of one step.
+
+    Attributes:
+        params: Indices of its parameters.
+        grads: What was handed over for each: its gradient, a copy of it, or zeros.
+        used: 1 or 0 for each, and one for whether this rank had a backward pass; then reduced.
+        is_whole: Every parameter had its gradient here, so that `used` tells nothing new.
+    """
+
+    params: list[int]
+    grads: list[Tensor]
+    used: Tensor
+    is_whole: bool
+
+
+class ProcessRanks:
+    """This process's rank in a bucketer that spans processes.
+
+    Args:
+        comm: This rank of the group.
+        op: How gradients are reduced: sum, mean or max.
+        params: This rank's parameters.
+        caps: What else the plan of buckets follows from, by name.
+
+    Raises:
+        ArgumentError: Ranks have different parameters, caps or reductions; on every rank.
+        UnsupportedError: Another reduction: with it, nobody could tell that no rank used a
+            parameter.
+
+    Cost: two small collectives when it is made, one after the first step, and for every bucket one
+    element per parameter.
+    """
+
+    def __init__(
+        self, comm: RankCommunicator, op: Any, params: Sequence[Tensor], caps: dict[str, int]
+    ) -> None:
+        name = op_name(op)
+        if name not in _OPS:
+            raise UnsupportedError(
+                f"op is {name!r}, but over processes a GradientBucketer knows {', '.join(_OPS)}: "
+                "with others nobody could tell that no rank used a parameter"
+            )
+        self._comm = comm
+        self._op = op
+        self._failure = ""
+        self._check_alike(params, {**caps, "op": OPS.index(name)})
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what was sent."""
+        self._sent: list[_Sent] = []
+        self._complete: set[int] = set()
+        self._next = 0
+
+    def take(self, bucket: int) -> Iterator[int]:
+        """Note a complete bucket, and give those whose turn it is: all ranks keep one order."""
+        self._complete.add(bucket)
+        while self._next in self._complete:
+            yield self._next  # sending it is what moves on
+
+    def send(
+        self, wanted: Sequence[int], params: Sequence[Tensor], *, is_whole: bool, has_marks: bool
+    ) -> tuple[Work | None, list[Tensor]]:
+        """Reduce the next bucket in the background.
+
+        Args:
+            wanted: Its parameters.
+            params: All parameters of this rank.
+            is_whole: All of them have their gradients.
+            has_marks: This rank had a backward pass. If no rank had one nothing shall change, so
+                that without one copies are sent.
+
+        Returns:
+            The work, and the gradients that are reduced.
+        """
+        self.check()
+        grads, used = [], []
+        for i in wanted:
+            grad = params[i].grad
+            used.append(grad is not None)
+            if grad is None:
+                grad = torch.zeros_like(params[i])
+            elif not has_marks:
+                grad = grad.clone()
+            grads.append(grad)
+        flags = torch.tensor([*used, has_marks], dtype=params[wanted[0]].dtype)
+        self._sent.append(_Sent(list(wanted), grads, flags, is_whole and has_marks))
+        self._next += 1
+        return self._comm.all_reduce_coalesced([*grads, flags], self._op, async_op=True), grads
+
+    def finish_step(self, params: Sequence[Tensor]) -> bool:
+        """Put results where they belong, once all works are done.
+
+        Returns:
+            Whether any rank had a backward pass; if none had, nothing has changed.
+        """
+        sent, self._sent = self._sent, []
+        if not any(bucket.used[-1] > 0 for bucket in sent[:1]):
+            return False
+        for bucket in sent:
+            if bucket.is_whole:
+                continue
+            for i, grad, used in zip(
+                bucket.params, bucket.grads, bucket.used.tolist(), strict=False
+            ):
+                mine = params[i].grad
+                if mine is None:
+                    params[i].grad = grad if used > 0 else None
+                elif mine is not grad:
+                    mine.copy_(grad)
+        return True
+
+    def agree_on_order(self, order: Sequence[int]) -> list[int]:
+        """Rank 0's, on all ranks."""
+        agreed = torch.tensor(order, dtype=torch.int64)
+        self._comm.broadcast(agreed, 0)
+        found: list[int] = agreed.tolist()
+        return found
+
+    def check(self) -> None:
+        """Refuse to go on once this rank has left.
+
+        Raises:
+            RingarError: Says why.
+        """
+        if self._failure:
+            raise RingarError(self._failure)
+
+    def leave(self, num_sent: int, num_buckets: int) -> None:
+        """Leave the group if a step was broken off: what comes next would meet its other buckets.
+
+        The others, who wait for these, are told at once that this rank has left.
+        """
+        if 0 < num_sent < num_buckets and not self._failure:
+            self._failure = (
+                f"rank {self._comm.rank} broke off a step after {num_sent} of {num_buckets} "
+                "buckets, has left the group, and the other ranks have been told; make a new "
+                "communicator and a new GradientBucketer on all ranks"
+            )
+            self._comm.close()
+
+    # -- before the first step ---------------------------------------------------------------------
+
+    def _check_alike(self, params: Sequence[Tensor], settings: dict[str, int]) -> None:
+        settings = {"number of parameters": len(params), **settings}
+        self._compare(list(settings.values()), [f"its {name}" for name in settings])
+        kinds = [f"{tuple(param.shape)} {param.dtype}" for param in params]
+        self._compare(
+            [_digest(kind) for kind in kinds],
+            [f"the shape or dtype of parameter {i} ({kind})" for i, kind in enumerate(kinds)],
+        )
+
+    def _compare(self, own: list[int], names: list[str]) -> None:
+        rows = torch.zeros(self._comm.world_size, len(own), dtype=torch.int64)
+        rows[self._comm.rank] = torch.tensor(own, dtype=torch.int64)
+        self._comm.all_reduce_coalesced([rows])
+        for rank, row in enumerate(rows.tolist()):
+            for ours, theirs, name in zip(own, row, names, strict=True):
+                if ours != theirs:
+                    raise ArgumentError(
+                        f"rank {self._comm.rank} of the bucketer and rank {rank} differ in {name}"
+                        + ("" if "dtype" in name else f": {ours} here, {theirs} there")
+                    )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True
+    )

@@ -1,0 +1,607 @@
+"""Does a bucketer whose ranks are processes give the bits of one that has them all?"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pyringar as pr
+
+SMALL = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """``pools(k)``: k processes, for all tests that leave them alive."""
+    made: dict[int, RankPool] = {}
+
+    def get(world_size: int) -> RankPool:
+        if world_size not in made:
+            made[world_size] = RankPool(world_size)
+        return made[world_size]
+
+    yield get
+    for pool in made.values():
+        pool.close()
+
+
+def make_net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 5), nn.Tanh()
+    )
+
+
+class Branches(nn.Module):
+    """Three layers, of which a call uses those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        return sum(getattr(self, name)(x).square().sum() for name in used)
+
+
+class Backwards(nn.Module):
+    """Uses its layers in another order than they were registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant = make_net(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).double())
+
+
+class Explode(torch.autograd.Function):
+    """Fails in backward while it is armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Explode.armed:
+            raise ValueError("planted")
+        return grad
+
+
+class Fragile(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.where = nn.Linear(6, 6), nn.Linear(6, 6), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = self.two(Explode.apply(x) if self.where == "middle" else x)
+        return Explode.apply(x) if self.where == "end" else x
+
+
+def frozen() -> nn.Module:
+    net = make_net()
+    net[2].requires_grad_(False)
+    return net
+
+
+def channels_last() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(1), nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 2), nn.ReLU())
+    return net.append(nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)
+
+
+def inputs(world_size: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 6, generator=generator) for _ in range(world_size)]
+
+
+Grads = list[Tensor | None]
+Play = Callable[[list[nn.Module], list[int], int, pr.GradientBucketer], list[Grads]]
+
+
+def grads_of(net: nn.Module) -> Grads:
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def backward(net: nn.Module, x: Tensor) -> None:
+    net(x.to(next(net.parameters()).dtype)).square().sum().backward()
+
+
+# -- what is played, alike by one process for all ranks and by one for each ------------------------
+
+
+def plain_steps(nets, ranks, world_size, bucketer):
+    for seed in range(3):
+        for net, rank in zip(nets, ranks, strict=True):
+            net.zero_grad()
+            backward(net, inputs(world_size, seed)[rank])
+        bucketer.wait()
+        yield [grads_of(net) for net in nets]
+
+
+def accumulation(nets, ranks, world_size, bucketer):
+    for _ in range(2):
+        for net in nets:
+            net.zero_grad()
+        with bucketer.no_sync():
+            for net, rank in zip(nets, ranks, strict=True):
+                backward(net, inputs(world_size, 1)[rank])
+        for net, rank in zip(nets, ranks, strict=True):
+            backward(net, inputs(world_size, 2)[rank])
+        bucketer.wait()
+        yield [grads_of(net) for net in nets]
+
+
+def branches(nets, ranks, world_size, bucketer):
+    for used in (("ab", "a", "b"), ("a", "a", "a"), ("abc", "ab", "c"), ("b", "", "b"), ("", "c")):
+        for net, rank in zip(nets, ranks, strict=True):
+            net.zero_grad()
+            names = used[rank % len(used)]
+            if names:
+                net(inputs(world_size, 3)[rank], names).backward()
+        bucketer.wait()
+        yield [grads_of(net) for net in nets]
+
+
+def waits_without_backward(nets, ranks, world_size, bucketer):
+    """Nothing to wait for; accumulated only; a rank without a pass; twice the same."""
+    bucketer.wait()
+    yield [grads_of(net) for net in nets]
+    with bucketer.no_sync():
+        for net, rank in zip(nets, ranks, strict=True):
+            backward(net, inputs(world_size, 1)[rank])
+    bucketer.wait()
+    yield [grads_of(net) for net in nets]
+    for net, rank in zip(nets, ranks, strict=True):
+        if rank == world_size - 1:
+            backward(net, inputs(world_size, 2)[rank])
+    bucketer.wait()
+    yield [grads_of(net) for net in nets]
+    bucketer.wait()
+    yield [grads_of(net) for net in nets]
+
+
+def replaced_parameters(nets, ranks, world_size, bucketer):
+    for assign in (True, False):
+        other = make_net(seed=9 + assign).state_dict()
+        for net in nets:
+            net.load_state_dict({n: t.clone() for n, t in other.items()}, assign=assign)
+        yield from plain_steps(nets, ranks, world_size, bucketer)
+
+
+def keep_zeros(nets, ranks, world_size, bucketer):
+    for seed in range(3):
+        for net, rank in zip(nets, ranks, strict=True):
+            net.zero_grad(set_to_none=False)
+            backward(net, inputs(world_size, seed)[rank])
+        bucketer.wait()
+        yield [grads_of(net) for net in nets]
+
+
+def scaled(nets, ranks, world_size, bucketer):
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.0) for net in nets]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in nets]
+    for net, rank, scaler in zip(nets, ranks, scalers, strict=True):
+        x = inputs(world_size, 1)[rank]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(x).square().sum() * (float("inf") if rank == 1 else 1.0)
+        scaler.scale(loss).backward()
+    bucketer.wait()
+    for scaler, optimizer in zip(scalers, optimizers, strict=True):
+        scaler.unscale_(optimizer)
+    yield [grads_of(net) for net in nets]
+
+
+def a_second_backward(nets, ranks, world_size, bucketer):
+    losses = [
+        net(inputs(world_size, 1)[rank]).square().sum()
+        for net, rank in zip(nets, ranks, strict=True)
+    ]
+    torch.autograd.backward(losses, retain_graph=True)
+    with pytest.raises(pr.RingarError, match=r"parameter \d of rank \d.*call wait\(\)"):
+        torch.autograd.backward(losses)
+    with pytest.raises(pr.RingarError, match="backward pass failed"):
+        bucketer.wait()
+    yield from plain_steps(nets, ranks, world_size, bucketer)
+
+
+CASES = {
+    "plain": (make_net, plain_steps),
+    "backwards": (Backwards, plain_steps),
+    "accumulation": (make_net, accumulation),
+    "unused": (Branches, branches),
+    "without backward": (make_net, waits_without_backward),
+    "tied": (Tied, plain_steps),
+    "frozen": (frozen, plain_steps),
+    "mixed": (Mixed, plain_steps),
+    "bfloat16": (lambda: make_net().to(torch.bfloat16), plain_steps),
+    "channels_last": (channels_last, plain_steps),
+    "reentrant": (lambda: Checkpointed(reentrant=True), plain_steps),
+    "checkpoint": (lambda: Checkpointed(reentrant=False), plain_steps),
+    "replaced": (make_net, replaced_parameters),
+    "kept zeros": (make_net, keep_zeros),
+    "scaled": (make_net, scaled),
+}
+
+
+def play_alone(case: str, world_size: int, options: dict) -> list[list[Grads]]:
+    """One process with all ranks: the reference. By step, then by rank."""
+    make, play = CASES[case]
+    nets = [make() for _ in range(world_size)]
+    with pr.GradientBucketer(nets, **options) as bucketer:
+        return list(play(nets, list(range(world_size)), world_size, bucketer))
+
+
+def play_as_rank(rank, world_size, store, case, options):
+    make, play = CASES[case]
+    net = make()
+    with (
+        pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
+        pr.GradientBucketer([net], comm=comm, **options) as bucketer,
+    ):
+        steps = [step[0] for step in play([net], [rank], world_size, bucketer)]
+        return steps, bucketer.buckets
+
+
+def assert_same(got: list[Grads], wanted: list[Grads]) -> None:
+    assert len(got) == len(wanted)
+    for step, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert (a is None) == (b is None), (step, i)
+            if a is not None and b is not None:
+                assert a.stride() == b.stride(), (step, i)
+                assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), (step, i)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_one_process_with_all_ranks(pools, case, world_size):
+    for options in (
+        {},
+        SMALL,
+        {**SMALL, "overlap": False},
+        {"bucket_cap_mb": 2e-3, "first_bucket_mb": 1e-3},
+    ):
+        wanted = play_alone(case, world_size, options)
+        answers = pools(world_size).check(play_as_rank, case, options)
+        for rank, (got, buckets) in enumerate(answers):
+            assert_same(got, [step[rank] for step in wanted])
+            assert buckets == answers[0][1]
+
+
+@pytest.mark.parametrize("op", ["mean", "max"])
+def test_other_reductions(pools, op):
+    options = {**SMALL, "op": op}
+    for case in ("unused", "accumulation", "bfloat16"):
+        wanted = play_alone(case, 3, options)
+        for rank, (got, _) in enumerate(pools(3).check(play_as_rank, case, options)):
+            assert_same(got, [step[rank] for step in wanted])
+
+
+def test_a_second_backward_is_an_error_and_the_next_step_is_right(pools, monkeypatch):
+    answers = pools(2).check(second_backward_as_rank)
+    wanted = play_alone("plain", 2, SMALL)
+    for rank, got in enumerate(answers):
+        assert_same(got, [step[rank] for step in wanted])
+
+
+def second_backward_as_rank(rank, world_size, store):
+    net = make_net()
+    with (
+        pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
+        pr.GradientBucketer([net], comm=comm, **SMALL) as bucketer,
+    ):
+        return [s[0] for s in a_second_backward([net], [rank], world_size, bucketer)]
+
+
+# -- order -----------------------------------------------------------------------------------------
+
+
+def plan_and_times(rank, world_size, store):
+    """Rank 0 uses the layers in one order, the others in another."""
+    torch.manual_seed(0)
+    net = Branches()
+    with (
+        pr.ProcessCommunicator(store, rank, world_size) as comm,
+        pr.GradientBucketer([net], comm=comm, **SMALL) as bucketer,
+    ):
+        for _ in range(2):
+            net.zero_grad()
+            x = torch.randn(4, 6)
+            names = "cab" if rank == 0 else "bca"
+            out = x
+            for name in names:
+                out = torch.tanh(getattr(net, name)(out))
+            out.sum().backward()
+            bucketer.wait()
+        return bucketer.buckets, bucketer.stats()
+
+
+def test_the_plan_is_rank_0s_and_buckets_leave_in_its_order(pools):
+    answers = pools(2).check(plan_and_times)
+    plans = [plan for plan, _ in answers]
+    assert plans[0] == plans[1]
+    # Rank 0 runs c, a, b: in backward b (2 and 3) comes first, then a, then c.
+    layers = [bucket[0] // 2 for bucket in plans[0]]
+    assert layers == [1, 1, 0, 0, 2, 2]
+    for _, stats in answers:
+        launched = [bucket.launched_s for bucket in stats.buckets]
+        assert launched == sorted(launched)
+        assert all(b.ready_s <= b.launched_s <= b.done_s for b in stats.buckets)
+
+
+def overlap_as_rank(rank, world_size, store):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(24)])
+    shares = []
+    with (
+        pr.ProcessCommunicator(store, rank, world_size) as comm,
+        pr.GradientBucketer([net], comm=comm, bucket_cap_mb=0.5, first_bucket_mb=0.2) as bucketer,
+    ):
+        for _ in range(4):
+            (net(torch.randn(256, 256)).square().sum() * 1e-9).backward()
+            bucketer.wait()
+            stats = bucketer.stats()
+            shares.append(stats.buckets[0].launched_s / stats.backward_s)
+    return shares
+
+
+def test_the_first_bucket_leaves_before_half_of_backward_is_over(pools):
+    for shares in pools(2).check(overlap_as_rank):
+        assert min(shares) < 0.5, shares
+
+
+# -- what differs, what fails ----------------------------------------------------------------------
+
+
+def differ_as_rank(rank, world_size, store, what):
+    net = make_net()
+    options = dict(SMALL)
+    if what == "number":
+        net = net[: 4 - 2 * rank]
+    if what == "shape" and rank == 1:
+        net[0] = nn.Linear(7, 30)
+    if what == "dtype" and rank == 1:
+        net[4].double()
+    if what == "cap" and rank == 1:
+        options["bucket_cap_mb"] = 7
+    if what == "op":
+        options["op"] = ("sum", "mean")[rank]
+    with (
+        pr.ProcessCommunicator(store, rank, world_size) as comm,
+        pytest.raises(pr.ArgumentError) as caught,
+    ):
+        pr.GradientBucketer([net], comm=comm, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("number", "differ in its number of parameters: 4 here, 2 there"),
+        ("shape", "the shape or dtype of parameter 0 ((30, 6) torch.float32)"),
+        ("dtype", "the shape or dtype of parameter 4"),
+        ("cap", "its bucket_cap_mb: 1 here, 7000000 there"),
+        ("op", "its op: 0 here, 1 there"),
+    ],
+)
+def test_ranks_that_differ_are_named_on_all_ranks(pools, what, words):
+    answers = pools(2).check(differ_as_rank, what)
+    assert words in answers[0]
+    assert all("of the bucketer and rank" in answer for answer in answers)
+
+
+def refuse_as_rank(rank, world_size, store):
+    net = make_net()
+    found = []
+    with pr.ProcessCommunicator(store, rank, world_size) as comm:
+        for replicas, op in (([net, net], "sum"), ([net], "min"), ([net], "prod")):
+            with pytest.raises(pr.RingarError) as caught:
+                pr.GradientBucketer(replicas, comm=comm, op=op)
+            found.append((type(caught.value), str(caught.value)))
+        comm.barrier()  # still usable
+    return found
+
+
+def test_what_cannot_be_is_refused(pools):
+    for two, *ops in pools(2).check(refuse_as_rank):
+        assert two[0] is pr.ArgumentError
+        assert "replicas has 2 entries" in two[1]
+        for (kind, text), op in zip(ops, ("min", "prod"), strict=True):
+            assert kind is pr.UnsupportedError
+            assert f"op is '{op}'" in text
+
+
+def error_of(function: Callable[[], object]) -> tuple[type, str]:
+    with pytest.raises((ValueError, pr.RingarError)) as caught:
+        function()
+    return type(caught.value), str(caught.value)
+
+
+def step_of(net: nn.Module, bucketer: pr.GradientBucketer, x: Tensor) -> None:
+    net.zero_grad()
+    backward(net, x)
+    bucketer.wait()
+
+
+def fail_as_rank(rank, world_size, store, how):
+    """Rank 1 breaks off the second step; afterwards both make new communicators and go on."""
+    net = Fragile("middle")
+    xs = [inputs(world_size, seed)[rank] for seed in range(3)]
+    with (
+        pr.ProcessCommunicator(store, rank, world_size, timeout=20.0, order="rank") as comm,
+        pr.GradientBucketer([net], comm=comm, **SMALL) as bucketer,
+    ):
+        step_of(net, bucketer, xs[0])
+        began, errors = time.monotonic(), []
+        if rank == 1:
+            net.zero_grad()
+            Explode.armed = True
+            errors.append(error_of(lambda: backward(net, xs[1])))
+            Explode.armed = False
+            if how == "wait":
+                errors.append(error_of(bucketer.wait))
+            elif how == "repeat":
+                errors.append(error_of(lambda: step_of(net, bucketer, xs[1])))
+            else:
+                bucketer.close()
+        else:
+            errors.append(error_of(lambda: step_of(net, bucketer, xs[1])))
+        seconds = time.monotonic() - began
+        if how != "close":
+            errors.append(error_of(lambda: step_of(net, bucketer, xs[2])))
+            errors.append(error_of(bucketer.wait))
+    with (
+        pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
+        pr.GradientBucketer([net], comm=comm, **SMALL) as bucketer,
+    ):
+        step_of(net, bucketer, xs[1])
+        return errors, seconds, grads_of(net)
+
+
+@pytest.mark.parametrize("how", ["wait", "repeat", "close"])
+def test_a_step_broken_off_after_buckets_left_is_told_to_all(pools, how):
+    (others, others_s, grads), (own, own_s, own_grads) = pools(2).check(fail_as_rank, how)
+    assert own[0] == (ValueError, "planted")
+    assert others[0][0] is pr.PeerLostError
+    assert "rank 1" in others[0][1]
+    assert "has left the group" in others[0][1]
+    assert max(own_s, others_s) < 10, "sooner than the deadline"
+    for kind, text in (*others[1:], *own[1:]):
+        assert issubclass(kind, pr.RingarError)
+        words = ("backward pass failed", "cannot be used again", "make a new communicator")
+        assert any(word in text for word in words), text
+    nets = [Fragile("middle") for _ in range(2)]
+    with pr.GradientBucketer(nets) as bucketer:
+        for net, x in zip(nets, inputs(2, 1), strict=True):
+            backward(net, x)
+        bucketer.wait()
+    assert_same([grads, own_grads], [grads_of(nets[0])] * 2)
+
+
+def fail_early_as_rank(rank, world_size, store):
+    net = Fragile("end")
+    with (
+        pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
+        pr.GradientBucketer([net], comm=comm, **SMALL) as bucketer,
+    ):
+        for _ in range(2):
+            if rank == 1:
+                Explode.armed = True
+                error_of(lambda: backward(net, inputs(2, 1)[rank]))
+                Explode.armed = False
+            step_of(net, bucketer, inputs(2, 1)[rank])
+        return grads_of(net)
+
+
+def test_a_backward_that_fails_before_buckets_left_can_be_repeated(pools):
+    first, second = pools(2).check(fail_early_as_rank)
+    assert_same([first], [second])
+    assert all(grad is not None for grad in first)
+
+
+def forget_as_rank(rank, world_size, store):
+    net = make_net()
+    with (
+        pr.ProcessCommunicator(store, rank, world_size, timeout=5.0) as comm,
+        pr.GradientBucketer([net], comm=comm, **SMALL),
+    ):
+        backward(net, inputs(2, 1)[rank])
+        net.zero_grad()
+        return error_of(lambda: backward(net, inputs(2, 2)[rank]))
+
+
+def test_a_step_that_was_not_waited_for_is_an_error(pools):
+    for kind, text in pools(2).check(forget_as_rank):
+        assert kind is pr.RingarError
+        assert "the step before was not waited for" in text
+
+
+def die_as_rank(rank, world_size, store, when):
+    net = make_net()
+    comm = pr.ProcessCommunicator(store, rank, world_size, timeout=20.0)
+    bucketer = pr.GradientBucketer([net], comm=comm, **SMALL)
+    step_of(net, bucketer, inputs(world_size, 1)[rank])
+    if rank == 1:
+        if when == "inside backward":
+            net[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            backward(net, inputs(world_size, 2)[rank])
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    error = error_of(lambda: step_of(net, bucketer, inputs(world_size, 2)[rank]))
+    return error, time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", ["before backward", "inside backward"])
+def test_a_rank_that_dies_is_named(when):
+    pool = RankPool(3)
+    answers = pool.run(die_as_rank, when)
+    pool.close()
+    assert isinstance(answers[1], EOFError)
+    for (kind, text), seconds in (answers[0], answers[2]):
+        assert kind is pr.PeerLostError
+        assert "rank 1" in text
+        assert seconds < 10
+
+
+def garbage_as_rank(rank, world_size, store):
+    net = make_net()
+    with pr.ProcessCommunicator(store, rank, world_size) as comm:
+        bucketer = pr.GradientBucketer([net], comm=comm, **SMALL)
+        step_of(net, bucketer, inputs(world_size, 1)[rank])
+        watch = weakref.ref(bucketer)
+        del bucketer
+        gc.collect()
+        hooks = sum(len(p._post_accumulate_grad_hooks or {}) for p in net.parameters())
+        comm.barrier()  # still open: it is the caller's
+        return watch() is None, hooks
+
+
+def test_hooks_go_with_the_bucketer_and_the_communicator_stays(pools):
+    assert pools(2).check(garbage_as_rank) == [(True, 0)] * 2

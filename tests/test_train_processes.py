@@ -1,0 +1,190 @@
+"""Does training with one rank per process give the bits of one process that has all ranks?"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+import pyringar as pr
+from pyringar.data_parallel import check_replicas_equal
+from pyringar.train import ImageData, TrainConfig, Trainer
+from pyringar.train.processes import TrainGroup, num_processes
+from pyringar.train.synthetic import synthetic_images
+
+LENET = {"batch_size": 20, "epochs": 2}
+RESNET = {"model": "resnet18", "width": 8, "batch_size": 16, "epochs": 2}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    made = RankPool(2)
+    yield made
+    made.close()
+
+
+def garments(num_train=75, num_test=30):
+    return ImageData("garments", *synthetic_images(num_train, 1), *synthetic_images(num_test, 2))
+
+
+def as_rank(rank, world_size, store, options):
+    torch.set_num_threads(1)
+    config = TrainConfig(ranks=world_size, **options)
+    group = TrainGroup(config, store, rank, world_size)
+    with Trainer(config, garments(), group=group) as trainer:
+        result = trainer.run()
+    return result.curve, result.losses, result.params, result.state, result.line, group.digest
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LENET,
+        {**LENET, "weights": (3, 1), "overlap": False, "lr_scale": "sqrt", "scale_batch": True},
+        {**LENET, "batch_size": 37, "bucket_cap_mb": 0.01, "dtype": "float64", "init": "book"},
+        {**LENET, "batch_size": 74},  # the last batch has one image: one rank has none
+        RESNET,
+        {**RESNET, "batch_size": 74, "bucket_cap_mb": 0.05, "epochs": 1},
+        {**RESNET, "amp": True, "epochs": 1},
+    ],
+    ids=["lenet", "weights", "float64", "no image", "resnet18", "resnet18 no image", "amp"],
+)
+def test_the_bits_of_one_process_with_all_ranks(pool, options):
+    with Trainer(TrainConfig(ranks=2, **options), garments()) as trainer:
+        alone = trainer.run()
+    answers = pool.check(as_rank, options)
+    for curve, losses, params, state, line, digest in answers:
+        assert curve == alone.curve
+        assert losses == alone.losses
+        check_replicas_equal([alone.params, params])
+        assert list(state) == list(alone.state)
+        check_replicas_equal([list(alone.state.values()), list(state.values())])
+        assert line.endswith("on [cpu x 2 ranks]")
+        assert digest == answers[0][-1] != ""
+
+
+def diverge_as_rank(rank, world_size, store):
+    config = TrainConfig(ranks=world_size, **LENET)
+    group = TrainGroup(config, store, rank, world_size)
+    with Trainer(config, garments(), group=group) as trainer:
+        if rank == 1:
+            with torch.no_grad():
+                trainer.replicas[0][4][5, 6] += 1e-3
+        with pytest.raises(pr.RingarError) as caught:
+            trainer.run()
+    return str(caught.value)
+
+
+def test_parameters_that_differ_stop_the_training_on_all_ranks(pool):
+    for text in pool.check(diverge_as_rank):
+        assert "the parameters of ranks [1] differ from rank 0's" in text
+
+
+def refused_as_rank(rank, world_size, store, options):
+    config = TrainConfig(**{"ranks": world_size, **options})
+    with pytest.raises(pr.ArgumentError) as caught:
+        TrainGroup(config, store, rank, world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": 3}, "ranks is 3, but there are 2 processes"),
+        ({"devices": ("cpu", "cpu")}, "devices is ('cpu', 'cpu'), which names the ranks of one"),
+        ({"weights": "auto"}, "weights is 'auto'"),
+        ({"allreduce": "fused"}, "allreduce is 'fused', which needs all ranks in one process"),
+        ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
+    ],
+)
+def test_options_of_one_process_are_refused(pool, options, words):
+    for text in pool.check(refused_as_rank, options):
+        assert words in text
+
+
+def load_as_rank(rank, world_size, store, outcome):
+    """Every rank loads; the times tell who came first."""
+    config = TrainConfig(ranks=world_size, **LENET)
+    group = TrainGroup(config, store, rank, world_size)
+    times = []
+
+    def load():
+        times.append(time.monotonic())
+        if rank == 0:
+            time.sleep(0.3)
+            if outcome == "fails":
+                raise pr.UnsupportedError("no images here")
+        times.append(time.monotonic())
+        return garments(1, 1)
+
+    try:
+        group.load(load)
+    except pr.RingarError as error:
+        return type(error), str(error)
+    return times
+
+
+def test_rank_0_loads_before_the_others(pool):
+    first, second = pool.check(load_as_rank, "works")
+    assert first[1] <= second[0]
+
+
+def test_all_ranks_learn_that_rank_0_could_not_load(pool):
+    first, second = pool.check(load_as_rank, "fails")
+    assert first == (pr.UnsupportedError, "no images here")
+    assert second[0] is pr.RingarError
+    assert "rank 0 could not load the images: UnsupportedError: no images here" in second[1]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def torchrun(*arguments, nproc=2, timeout_s=110):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
+    command += ["--standalone", "-m", "pyringar", "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+    )
+
+
+def test_the_command_under_torchrun(tmp_path):
+    plot, trace = tmp_path / "curve.png", tmp_path / "trace.json"
+    done = torchrun(
+        *("lenet", "--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000"),
+        *("--plot", str(plot), "--trace", str(trace)),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("model ") for line in lines) == 1, "rank 0 alone prints"
+    assert any(line == "devices    [cpu x 2 ranks], each a process" for line in lines)
+    assert any(re.fullmatch(r"ranks +2 processes, equal parameters [0-9a-f]{14}", x) for x in lines)
+    assert re.fullmatch(r"test acc: .* on \[cpu x 2 ranks\]", lines[-1])
+    assert plot.stat().st_size > 1000
+    assert trace.stat().st_size > 1000
+
+
+def test_the_command_refuses_what_makes_no_sense():
+    done = torchrun("lenet", "--dataset", "synthetic", "--devices", "cpu,cpu")
+    assert done.returncode != 0
+    assert "ArgumentError: devices is ('cpu', 'cpu'), which names the ranks" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(None, 1), ("1", 1), ("4", 4)])
+def test_torchrun_says_how_many_processes_there_are(monkeypatch, text, wanted):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if text is not None:
+        monkeypatch.setenv("WORLD_SIZE", text)
+    assert num_processes() == wanted
+
+
+def test_a_world_size_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(pr.ArgumentError, match="WORLD_SIZE is 'two'"):
+        num_processes()
