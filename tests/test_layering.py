@@ -42,7 +42,7 @@ FLOORS = [
     "parallel_module",
     "distributed",
     "trace",
-    "cost",
+    "predict",
     "_grader_checks",
     "grader",
     "__init__",
