@@ -48,7 +48,7 @@ FLOORS = [
     "parallel_module",
     "distributed",
     "trace",
-    "cost",
+    "predict",
     "_grader_checks",
     "grader",
     "__init__",

@@ -1,9 +1,10 @@
-// module: the engine as Python sees it: Group, Work, Bound, and the schedule for tests.
+// module: the engine as Python sees it: Group, Work, Bound, and the schedule, for
+//         predictions and tests.
 //
 // Floor     bindings
-// Contract  pyringar._native loads it, pyringar.communicator is its only user. Errors arrive as the
-//           classes of pyringar.errors. The GIL is released while data moves, except for calls so
-//           short that handing it over would take longer.
+// Contract  pyringar._native loads it; pyringar.communicator is its only user, but for the
+//           schedule. Errors arrive as the classes of pyringar.errors. The GIL is released while
+//           data moves, except for calls so short that handing it over would take longer.
 // Tests     tests/test_communicator.py, tests/test_arguments.py
 
 #include <pybind11/pybind11.h>
@@ -281,6 +282,7 @@ PYBIND11_MODULE(_engine, m) {
     const RingStep s = ring_step(rank, world_size, step);
     return py::make_tuple(s.send_chunk, s.recv_chunk, s.reduce);
   });
+  m.def("ring_num_steps", &ring_num_steps);
   m.def("chunk_range", [](std::size_t numel, int world_size, int chunk) {
     const Range range = chunk_range(numel, world_size, chunk);
     return py::make_tuple(range.begin, range.end);
