@@ -8,6 +8,7 @@ A call's time is that of the slowest rank, from a common barrier on. Small messa
 gloo's processors kept awake by idle-priority loops, for it loses most of its time waking them.
 limit: every rank multiplies its own tensors in place, once, all ranks at the same time: the least
 memory traffic that an all_reduce can have (2 k N); only sizes well beyond the caches say much.
+backend: dist.all_reduce on a group of backend "ringar".
 "after 100 ms": all ranks sleep, meet at a barrier, and 20 calls are timed.
 """
 
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pyringar as pr
+import pyringar.distributed  # registers the backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -40,7 +42,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import format_us
 
 KIB, MIB = UNITS["KiB"], UNITS["MiB"]
-OURS = ("bound", "checked", "registered", "coalesced")
+OURS = ("bound", "checked", "registered", "coalesced", "backend")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def readme_cases() -> list[Case]:
         flat(MIB, 4, "gloo", "bound", "checked", awake=True),
     ]
     cases.append(Case("64 x 64 KiB", (16 * KIB,) * 64, 2, ("gloo", "gloo flattened", "coalesced")))
+    cases += [flat(size, 2, "gloo", "backend") for size in (4 * KIB, MIB, 25 * MIB, 100 * MIB)]
     cases.append(Case("256 KiB, hot", (64 * KIB,), 2, ("checked",)))
     cases.append(Case("256 KiB, after 100 ms", (64 * KIB,), 2, ("checked",), idle_s=0.1))
     return cases
@@ -120,6 +123,7 @@ class Worker:
         self.rank, self.world_size = rank, world_size
         store = dist.FileStore(f"{folder}/gloo", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        self.backend = dist.new_group(backend="ringar")
         self.comm = pr.ProcessCommunicator(
             dist.FileStore(f"{folder}/ours", world_size), rank, world_size
         )
@@ -139,6 +143,8 @@ class Worker:
             return lambda: [t.mul_(1) for t in tensors]
         if candidate == "gloo":
             return lambda: [dist.all_reduce(t) for t in tensors]
+        if candidate == "backend":
+            return lambda: [dist.all_reduce(t, group=self.backend) for t in tensors]
         if candidate == "gloo flattened":
             return lambda: flatten_and_reduce(tensors)
         if candidate == "bound":

@@ -19,7 +19,6 @@ using namespace std::chrono_literals;
 
 // Measured on two cores: see the notes on each in benchmarks/processes.py.
 constexpr int kPausesWithCore = 1000;
-constexpr int kPausesCrowded = 50;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 20;
 // A yield beside a thread that computes gives away a whole time slice. One that took this long says
@@ -49,7 +48,9 @@ PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds 
       num_yields_(segment.world_size() <= num_allowed_cores() ? kYieldsWithCore : kYieldsCrowded),
       has_core_per_rank_(segment.world_size() <= num_allowed_cores()) {}
 
-void PeerWatch::begin_call() {
+void PeerWatch::begin_call(bool is_background) {
+  is_background_ = is_background;
+  peers_have_come_ = false;
   has_deadline_ = false;
   RankLine& line = segment_.line(rank_);
   line.core.store(current_core(), std::memory_order_relaxed);
@@ -89,7 +90,10 @@ bool PeerWatch::yield_until(const Flag& flag, std::uint32_t wanted) {
 
 bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
   keep_apart();
-  if (waits_without_yields_ > 0) {
+  // Another rank's backward may take long to come here; what it does then does not.
+  if (is_background_ && !peers_have_come_) {
+    peers_have_come_ = true;
+  } else if (waits_without_yields_ > 0) {
     --waits_without_yields_;
   } else if (yield_until(flag, wanted)) {
     return true;

@@ -420,10 +420,10 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
 }
 
-bool run_process_call(const ProcessCall& call, ProcessRank& self) {
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
   self.sequence += 1;
   write_record(call, self);
-  self.watch.begin_call();
+  self.watch.begin_call(is_background);
   const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
   if (call.kind == CallKind::kAllReduce) {
     if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);

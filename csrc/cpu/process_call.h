@@ -83,7 +83,7 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
 
 // Announces, compares, moves the data. False: a wait failed, or the ranks do not agree; the watch
 // says why.
-bool run_process_call(const ProcessCall& call, ProcessRank& self);
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background);
 
 // One more exchange, of digests of the results of the call just run.
 bool compare_digests(std::uint64_t digest, ProcessRank& self);

@@ -70,7 +70,7 @@ void ProcessGroup::run(const ProcessCall& call) {
   check_usable();
   queue_.wait_until_idle();
   const std::lock_guard<std::mutex> lock(run_mutex_);
-  run_locked(call);
+  run_locked(call, false);
 }
 
 std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
@@ -78,11 +78,11 @@ std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
   auto shared = std::make_shared<ProcessCall>(std::move(call));
   return queue_.submit([this, shared] {
     const std::lock_guard<std::mutex> lock(run_mutex_);
-    run_locked(*shared);
+    run_locked(*shared, true);
   });
 }
 
-void ProcessGroup::run_locked(const ProcessCall& call) {
+void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
   check_usable();
   check_not_failed();
   if (watch_.adopt_shared_failure()) watch_.raise();
@@ -92,7 +92,7 @@ void ProcessGroup::run_locked(const ProcessCall& call) {
   for (const ProcessCall::Staged& staged : call.staged) {
     if (staged.is_input) pack(staged.view, staged.dense.get());
   }
-  if (!run_process_call(call, self_)) watch_.raise();
+  if (!run_process_call(call, self_, is_background)) watch_.raise();
   if (flips_bit_ && !call.outputs.empty() && call.outputs[0].numel > 0) {
     call.outputs[0].data[0] ^= std::byte{1};
     flips_bit_ = false;

@@ -84,7 +84,7 @@ class ProcessGroup {
     std::size_t bytes;
   };
 
-  void run_locked(const ProcessCall& call);
+  void run_locked(const ProcessCall& call, bool is_background);
   void check_not_failed() const;
 
   SharedMemory memory_;
