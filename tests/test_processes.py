@@ -671,8 +671,8 @@ def on_rank_stats(state, name: str) -> dict:
 
 
 def test_stats_count_what_ran(crew_of):
-    first, second = crew_of(2).run(on_rank_stats, name=new_name())
-    assert first == second
+    first, *others = crew_of(3).run(on_rank_stats, name=new_name())  # two ranks only exchange
+    assert others == [first] * 2
     assert first["direct"] == [1, 400_000]
     assert first["ring"] == [1, 40]
     assert first["registered"] == [1, 400]
