@@ -264,6 +264,10 @@ def all_gather(rank: int, size: int) -> None:
             turned = parts[rank].t().contiguous().t()
             finish(dist.all_gather, how, rows, turned)
             assert_equal(torch.cat(rows), torch.cat(parts), (dtype, how))
+        for how in ("sync", "async"):  # from the place where it goes anyway
+            into = torch.cat([parts[rank]] * size)
+            finish(dist.all_gather_into_tensor, how, into, into[3 * rank : 3 * rank + 3])
+            assert_equal(into, torch.cat(parts), (dtype, how, "in place"))
         uneven = all_values(12, dtype, size)
         uneven = [p[: 2 * r + 1] for r, p in enumerate(uneven)]
         outs = [torch.empty_like(p) for p in uneven]
@@ -286,6 +290,10 @@ def reduce_scatter(rank: int, size: int) -> None:
                 out = torch.empty(6, dtype=dtype)
                 finish(dist.reduce_scatter_tensor, how, out, parts[rank].clone(), REDUCE[op])
                 assert_equal(out, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
+                whole = parts[rank].clone()
+                part = whole[6 * rank : 6 * rank + 6]
+                finish(dist.reduce_scatter_tensor, how, part, whole, REDUCE[op])
+                assert_equal(part, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
                 rows = list(parts[rank].clone().chunk(size))
                 finish(dist.reduce_scatter, how, out, rows, REDUCE[op])
                 assert_equal(out, expected[6 * rank : 6 * rank + 6], (dtype, op, how))

@@ -8,7 +8,6 @@ body, :class:`pyringar.distributed.collectives.Collectives`.
 from __future__ import annotations
 
 import atexit
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +27,9 @@ NAME = "ringar"
 _Backend: Any = _distributed_c10d.Backend
 _ProcessGroup: Any = dist.ProcessGroup
 
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
+# Groups that were not shut down. They are held here because torch's debug wrapper holds only the
+# part of them that is C++, and would find our methods gone.
+_living: set[Any] = set()
 
 
 def _close_all() -> None:
@@ -78,10 +79,21 @@ class _Group(Collectives):
         self._comm.close()
         self._completer.close()
         self._inner.close()
+        _living.discard(self)
 
     def abort(self) -> None:
         """:meth:`shutdown`."""
         self.shutdown()
+
+    def setSequenceNumberForGroup(self) -> None:  # noqa: N802
+        """The engine counts calls itself, and compares the counts of all ranks."""
+
+    def getSequenceNumberForGroup(self) -> int:  # noqa: N802
+        """Zero: torch's debug wrapper compares it between ranks, beside operations and sizes."""
+        return 0
+
+    _set_sequence_number_for_group = setSequenceNumberForGroup
+    _get_sequence_number_for_group = getSequenceNumberForGroup
 
     def _start_coalescing(self, device: Any) -> None:
         """Calls run as they come."""
@@ -170,9 +182,6 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
 
     def _get_backend_name(self) -> str:
         return NAME
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Calls are counted by the engine."""
 
     def _wait_for_pending_works(self) -> None:
         """Futures have no hooks to wait for."""

@@ -135,12 +135,12 @@ class Collectives:
             root, opts = opts, c10d.BroadcastOptions()
             opts.rootRank = 0 if root is None else root
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        if _are_elsewhere(tensors):
-            return self._inner.for_tensors(tensors, "broadcast").broadcast(tensors, opts)
         root = opts.rootRank
         if not opts.asyncOp and len(tensors) == 1 and _is_plain(tensors[0]):
             self._comm.broadcast(tensors[0], root)
             return DoneWork(tensors)
+        if _are_elsewhere(tensors):
+            return self._inner.for_tensors(tensors, "broadcast").broadcast(tensors, opts)
         parts, finishes = [], []
         is_written = self._comm.rank != root
         for tensor in tensors:
@@ -164,15 +164,15 @@ class Collectives:
 
         Args:
             output: As many elements as all inputs together.
-            input: Of one size and dtype on all ranks.
+            input: Of one size and dtype on all ranks; may be its part of ``output``.
             opts: ``AllgatherOptions``.
         """
+        if not _is_async(opts) and _is_plain(output) and _is_plain(input):
+            self._comm.all_gather(output, _apart(input, output))
+            return DoneWork(output)
         if _are_elsewhere([output, input]):
             inner = self._inner.for_tensors([input], "all_gather")
             return inner._allgather_base(output, input, _given(opts, "AllgatherOptions"))
-        if not _is_async(opts) and _is_plain(output) and _is_plain(input):
-            self._comm.all_gather(output, input)
-            return DoneWork(output)
         parts: list[Part] = []
         finishes: list[Finish] = []
         self._gather_into(output, input, parts, finishes)
@@ -235,7 +235,7 @@ class Collectives:
                 f"all_gather: output has dtype {output.dtype} and input {input.dtype}"
             )
         whole, finish = for_copy(output, is_written=True)
-        part, _ = for_copy(input, is_written=False)
+        part, _ = for_copy(_apart(input, output), is_written=False)
         parts.append(self._comm.all_gather(whole, part, async_op=True))
         if finish is not None:
             finishes.append(finish)
@@ -277,13 +277,13 @@ class Collectives:
             opts: ``ReduceScatterOptions``.
         """
         opts = _given(opts, "ReduceScatterOptions")
+        op = _op_name(opts.reduceOp, "reduce_scatter")
+        if not opts.asyncOp and op in OPS and _is_plain(output) and _is_plain(input):
+            self._comm.reduce_scatter(output, _apart(input, output), op)
+            return DoneWork(output)
         if _are_elsewhere([output, input]):
             inner = self._inner.for_tensors([input], "reduce_scatter")
             return inner._reduce_scatter_base(output, input, opts)
-        op = _op_name(opts.reduceOp, "reduce_scatter")
-        if not opts.asyncOp and op in OPS and _is_plain(output) and _is_plain(input):
-            self._comm.reduce_scatter(output, input, op)
-            return DoneWork(output)
         parts: list[Part] = []
         finishes: list[Finish] = []
         self._scatter_from(output, input, op, opts, parts, finishes)
@@ -354,7 +354,7 @@ class Collectives:
                 f"reduce_scatter: input has {input.numel()} elements of {input.dtype} and output "
                 f"{output.numel()} of {output.dtype}; expected one dtype and {size} times as many"
             )
-        flat = input.detach().reshape(-1)
+        flat = _apart(input, output).detach().reshape(-1)
         if flat.dtype in NATIVE and op in OPS:
             parts.append(self._comm.reduce_scatter(output.detach(), flat, op, async_op=True))
             return
@@ -486,7 +486,18 @@ class Collectives:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the engine takes it as it is."""
-    return tensor.dtype in NATIVE and not tensor.requires_grad
+    return (
+        tensor.dtype in NATIVE
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and tensor.layout is torch.strided
+    )
+
+
+def _apart(input: Tensor, output: Tensor) -> Tensor:
+    """``input``, or a copy: callers may pass a part of ``output``, or the other way round."""
+    is_part = input.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    return input.detach().clone() if is_part else input
 
 
 def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:

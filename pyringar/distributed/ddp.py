@@ -38,6 +38,7 @@ class HookState:
         self.op = check_choice("op", op, _OPS)
         self._timeout_s = check_timeout(timeout)
         self._comm = comm
+        self._owns_comm = comm is None
         self._completer = Completer("of ddp_hook")
         _living.add(self)
 
@@ -55,8 +56,8 @@ class HookState:
         return PendingWork(self._completer, (work,), gradients).get_future()
 
     def close(self) -> None:
-        """Wait for what runs, then leave the communicator. Runs at exit by itself."""
-        if self._comm is not None:
+        """Wait for what runs, then leave the communicator made here. Runs at exit by itself."""
+        if self._owns_comm and self._comm is not None:
             self._comm.close()
         self._completer.close()
 
