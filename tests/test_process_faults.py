@@ -245,6 +245,25 @@ def test_killed_while_tensors_are_registered(new_crew, phase):
     assert_survivors_go_on(crew, [0, 2])
 
 
+def reduce_or_leave(state, **arguments) -> None:
+    try:
+        reduce(state, **arguments)
+    finally:
+        state.comm.close()
+
+
+def test_those_who_leave_after_a_death_are_not_blamed(new_crew):
+    """The first to hear of it leaves at once; others wait for that one, and hear of the dead."""
+    crew = new_crew(4)
+    crew.join()
+    crew[1].call(stop_in, phase="reduce")
+    crew.start(reduce_or_leave, numel=LARGE, algorithm="ring")
+    time.sleep(0.2)
+    died_at = crew[1].kill()
+    for outcome in crew.outcomes([0, 2, 3]):
+        assert_lost(outcome, 1, crew, died_at)
+
+
 def test_a_zombie_is_gone(new_crew):
     """Nobody has waited for the dead process yet: the system still knows it."""
     crew = new_crew(2)
