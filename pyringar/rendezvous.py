@@ -229,7 +229,10 @@ class Rendezvous:
         try:
             memory = _native.engine().open_segment(owner.pid, fd, self.world_size)
         except RingarError:
-            self._check_alive(owner, [0], "to share its memory")  # gone: that is why
+            # One that is being killed loses its descriptors a moment before it is gone.
+            for _ in range(20):
+                self._check_alive(owner, [0], "to share its memory")
+                time.sleep(_FIRST_POLL_S * 10)
             raise
         return memory, token
 

@@ -237,6 +237,7 @@ void process_counters_round(Random& random) {
       random.one_in(2) ? 0 : 0x7fff'fff0u + static_cast<std::uint32_t>(random.below(32));
   for (int rank = 0; rank < k; ++rank) {
     RankLine& line = shared.attach(rank).line(rank);
+    line.process = this_process();
     line.announced.value = start;
     line.reduced.value = start - lag;
     line.link.flag.value = start;
@@ -246,7 +247,6 @@ void process_counters_round(Random& random) {
   const std::vector<Random> randoms = forks(random, k);
   on_all_ranks(k, [&](int rank) {
     const Segment segment = shared.attach(rank);
-    segment.line(rank).process = this_process();
     PeerWatch watch(segment, rank, kLong);
     ProcessRank self{segment, rank, watch};
     self.messages = start;
