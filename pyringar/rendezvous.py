@@ -9,10 +9,12 @@ import functools
 import itertools
 import json
 import os
+import queue
 import secrets
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ class Member:
             ) from None
         is_whole = (
             version == _VERSION
-            and member.rank == rank
+            and _is_count(member.rank, rank, rank)
             and all(_is_text(value) for value in (member.node, member.host, member.check))
             and _is_count(member.pid, 1, _INT32_MAX)
             and _is_count(member.start_ticks, 0, _UINT64_MAX)
@@ -227,7 +229,10 @@ class Rendezvous:
         try:
             memory = _native.engine().open_segment(owner.pid, fd, self.world_size)
         except RingarError:
-            self._check_alive(owner, [0], "to share its memory")  # gone: that is why
+            # One that is being killed loses its descriptors a moment before it is gone.
+            for _ in range(20):
+                self._check_alive(owner, [0], "to share its memory")
+                time.sleep(_FIRST_POLL_S * 10)
             raise
         return memory, token
 
@@ -256,32 +261,51 @@ class Rendezvous:
     # -- the store ---------------------------------------------------------------------------------
 
     def _set(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            raise self._store_is_gone(error) from error
+        self._ask(lambda: self._store.set(key, value))
 
     def _get(self, key: str, ranks: list[int]) -> bytes:
         """A key that one of ``ranks`` writes: polled, so that one who dies meanwhile is noticed."""
 
         def absent() -> list[int]:
-            try:
-                return [] if self._store.check([key]) else ranks
-            except RuntimeError as error:
-                raise self._store_is_gone(error) from error
+            return [] if self._ask(lambda: self._store.check([key])) else ranks
 
         self.wait_until(absent, "to join")
-        try:
-            value: bytes = self._store.get(key)
-        except RuntimeError as error:
-            raise self._store_is_gone(error) from error
+        value: bytes = self._ask(lambda: self._store.get(key))
         return value
 
-    def _store_is_gone(self, error: RuntimeError) -> PeerLostError:
-        return PeerLostError(
-            f"the store of group {self.name} does not answer rank {self.rank}, so its process is "
-            f"gone: {error}"
-        )
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """What the store answers, by the deadline.
+
+        In a thread: a store that is stopped neither answers nor breaks off, and its own timeout is
+        not ours.
+        """
+        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put((question(), None))
+            except Exception as error:  # for the caller, below
+                answers.put((None, error))
+
+        asking = threading.Thread(target=ask, name="pyringar store", daemon=True)
+        asking.start()
+        try:
+            left_s = min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX)
+            answer, error = answers.get(timeout=max(_LONGEST_POLL_S, left_s))
+        except queue.Empty:
+            raise CollectiveTimeout(
+                f"the store of group {self.name} did not answer rank {self.rank} in "
+                f"{self._timeout_s:g} s"
+            ) from None
+        asking.join()
+        if isinstance(error, RuntimeError):
+            raise PeerLostError(
+                f"the store of group {self.name} does not answer rank {self.rank}, so its process "
+                f"is gone: {error}"
+            ) from error
+        if error is not None:
+            raise error
+        return answer
 
     def _check_alive(self, member: Member, absent: list[int], what: str) -> None:
         is_here = member.node == node_id()

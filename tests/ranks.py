@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import itertools
@@ -230,6 +231,7 @@ def _stack_of(pid: int) -> str:
 # -- in the ranks ----------------------------------------------------------------------------------
 
 
+@functools.cache  # one connection per process and store
 def connect(port: int, timeout_s: float = 30.0) -> Any:
     from datetime import timedelta
 
@@ -319,7 +321,7 @@ def _nursery(control: socket.socket) -> None:
     _native.engine()
     for module in _PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(module)
+            getattr(importlib.import_module(module), "warm_up", lambda: None)()
     gc.freeze()  # what was imported: ranks need not look at it again
     control.sendall(b"ready\n")
     while True:

@@ -36,7 +36,7 @@ from oracle import (
     ring_reduced,
     same_bits,
 )
-from ranks import changed_environment, new_name, value_of
+from ranks import changed_environment, connect, new_name, value_of
 
 import pyringar as pr
 
@@ -1044,12 +1044,8 @@ def test_wrong_arguments_are_refused_by_name(crew_of):
     assert crew_of(2).run(on_rank_refusals)[0] == len(refusals(SimpleNamespace(world_size=2)))
 
 
-def store_of(port: int) -> object:
-    return torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-
-
 def test_wrong_arguments_of_the_constructor(store_port):
-    store = store_of(store_port)
+    store = connect(store_port)
 
     def refused(words: str, *arguments, **options) -> None:
         start = time.monotonic()
@@ -1293,7 +1289,7 @@ def test_programs_that_just_end(tmp_path):
 
 
 def test_one_rank_needs_nobody(store_port):
-    with pr.ProcessCommunicator(store_of(store_port), 0, 1, name=new_name()) as comm:
+    with pr.ProcessCommunicator(connect(store_port), 0, 1, name=new_name()) as comm:
         for numel in (0, 1, 100_000):
             tensor = random(numel, torch.float32, 1)
             for op in OPS:

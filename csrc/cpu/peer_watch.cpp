@@ -133,6 +133,8 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
       throw;
     }
   }
+  // First: whoever failed may be gone by now, and was not the cause.
+  if (adopt_shared_failure()) return true;
   const RankLine& line = segment_.line(peer);
   const bool has_left =
       line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft);
@@ -144,7 +146,6 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
                 "; ", last_call_of(peer)));
     return true;
   }
-  if (adopt_shared_failure()) return true;
   if (Clock::now() < deadline_) return false;
   const int culprit = most_behind(peer);
   const double seconds = std::chrono::duration<double>(timeout_).count();
