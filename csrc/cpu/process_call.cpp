@@ -129,6 +129,7 @@ class ReduceEngine : public StagedEngine {
     });
   }
   void combine(std::size_t piece, std::uint32_t n) {
+    self_.sleep_in(Phase::kGather);
     line_.for_each_run(
         begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
           const std::size_t first = begin(piece) + at;
