@@ -198,6 +198,11 @@ class Rendezvous:
         self._members: dict[int, Member] = {}
         self._deadline = time.monotonic() + timeout_s
 
+    @property
+    def store(self) -> Any:
+        """The group's part of the store."""
+        return self._store
+
     def exchange_members(self) -> list[Member]:
         """Every rank's member, in rank order; returns when all have come.
 

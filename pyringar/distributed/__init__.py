@@ -9,7 +9,7 @@
 
 all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors go through shared
 memory, with the engine's bits and errors; everything else is handed to gloo, and CUDA tensors to
-NCCL where the group has one.
+NCCL where the group has one. :class:`HierarchicalCommunicator` is for ranks on several machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ if not torch.distributed.is_available():
 from pyringar.distributed.backend import register
 from pyringar.distributed.ddp import HookState, ddp_hook
 from pyringar.distributed.groups import make_communicator
+from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
 
-__all__ = ["HookState", "ddp_hook", "make_communicator", "register"]
+__all__ = [
+    "HierarchicalCommunicator",
+    "HookState",
+    "communicator_for",
+    "ddp_hook",
+    "make_communicator",
+    "register",
+]
 
 register()

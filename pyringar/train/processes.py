@@ -7,6 +7,7 @@ learned has the bits of one process that has all ranks.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import time
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from pyringar.call import RankCommunicator
 from pyringar.data_parallel import shard_sizes
+from pyringar.distributed.hierarchical import communicator_for
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
-from pyringar.process_communicator import ALGORITHMS, ProcessCommunicator
+from pyringar.process_communicator import ALGORITHMS
 from pyringar.rendezvous import default_store
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 3600.0  # a download may take that long
 _POLL_S = 0.05
+_runs = itertools.count()  # of this process: every rank makes them in the same order
 
 
 def num_processes() -> int:
@@ -76,16 +79,12 @@ class TrainGroup:
             store, rank, world_size = default_store()
         _check_config(config, world_size)
         self.devices = (torch.device("cpu"),)
-        self.comm: RankCommunicator = ProcessCommunicator(
-            store,
-            rank,
-            world_size,
-            name="pyringar train",
-            algorithm=config.allreduce,
-            order="any" if config.allreduce == "ring" else "rank",
+        # On one machine "auto" and "direct" add in rank order.
+        self.comm: RankCommunicator = communicator_for(
+            store, rank, world_size, name="pyringar train", algorithm=config.allreduce
         )
         self.digest = ""
-        self._store = store
+        self._store = _store_of_this_run(store)
         if self.is_main and torch.cuda.device_count():
             logger.warning(
                 "the GPUs stay idle: ranks in processes of their own reduce on the CPU; one "
@@ -103,40 +102,47 @@ class TrainGroup:
         return self.devices * self.comm.world_size
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
-        """Call ``load`` on rank 0, and when that is done on the others: one downloads, all read.
+        """Call ``load`` on rank 0, then on one rank of each machine, then on all others.
+
+        So that one downloads and all read, whether machines share a folder or have their own.
 
         Raises:
-            RingarError: What ``load`` raised; on the other ranks, that it did.
-            CollectiveTimeout: Rank 0 takes more than an hour.
+            RingarError: What ``load`` raised; on ranks that waited, that it did.
+            CollectiveTimeout: A rank that is waited for takes more than an hour.
             PeerLostError: The store is gone.
         """
-        if self.is_main:
-            try:
-                data = load()
-            except BaseException as error:
-                self._store.set("pyringar/train/data", f"{type(error).__name__}: {error}")
-                raise
-            self._store.set("pyringar/train/data", "")
-            return data
+        rank = self.comm.rank
+        nodes = getattr(self.comm, "nodes", [[0]])
+        first = next((ranks[0] for ranks in nodes if rank in ranks), 0)
+        if rank != 0:
+            self._wait_for_load(0 if rank == first else first)
+        try:
+            data = load()
+        except BaseException as error:
+            self._store.set(f"data/{rank}", f"{type(error).__name__}: {error}")
+            raise
+        self._store.set(f"data/{rank}", "")
+        return data
+
+    def _wait_for_load(self, other: int) -> None:
+        key, rank = f"data/{other}", self.comm.rank
         deadline = time.monotonic() + _LOAD_TIMEOUT_S
         try:
-            while not self._store.check(["pyringar/train/data"]):
+            while not self._store.check([key]):
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(
-                        f"rank {self.comm.rank} waited {_LOAD_TIMEOUT_S:g} s for rank 0 to load "
-                        "the images"
+                        f"rank {rank} waited {_LOAD_TIMEOUT_S:g} s for rank {other} to load images"
                     )
                 time.sleep(_POLL_S)
-            failure = self._store.get("pyringar/train/data").decode(errors="replace")
+            failure = self._store.get(key).decode(errors="replace")
         except RingarError:
             raise
         except RuntimeError as error:
             raise PeerLostError(
-                f"the store does not answer rank {self.comm.rank}, so its process is gone: {error}"
+                f"the store does not answer rank {rank}, so its process is gone: {error}"
             ) from error
         if failure:
-            raise RingarError(f"rank 0 could not load the images: {failure}")
-        return load()
+            raise RingarError(f"rank {other} could not load the images: {failure}")
 
     def split(
         self,
@@ -150,11 +156,14 @@ class TrainGroup:
         begin, size = sum(sizes[: self.comm.rank]), sizes[self.comm.rank]
         return (X[begin : begin + size],), (y[begin : begin + size],)
 
-    def total(self, value: Tensor) -> Tensor:
-        """The sum over all ranks of a small tensor, in rank order."""
-        total = value.clone()
-        self.comm.all_reduce_coalesced([total], "sum", algorithm="direct", order="rank")
-        return total
+    def gather(self, value: float) -> list[Any]:
+        """A number of every rank, in rank order: exact, whatever order a sum has."""
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        row = torch.zeros(self.comm.world_size, dtype=dtype)
+        row[self.comm.rank] = value
+        self.comm.all_reduce_coalesced([row])
+        found: list[Any] = row.tolist()
+        return found
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
         """Give all ranks rank 0's running statistics.
@@ -177,15 +186,19 @@ class TrainGroup:
         digest = hashlib.blake2b(digest_size=7)  # fits an int64
         for param in params:
             digest.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        own = torch.zeros(self.comm.world_size, dtype=torch.int64)
-        own[self.comm.rank] = int.from_bytes(digest.digest(), "big")
-        found = self.total(own).tolist()
+        found = self.gather(int.from_bytes(digest.digest(), "big"))
         odd = [rank for rank, other in enumerate(found) if other != found[0]]
         if odd:
             raise RingarError(
                 f"the replicas have diverged: the parameters of ranks {odd} differ from rank 0's"
             )
         self.digest = digest.hexdigest()
+
+
+def _store_of_this_run(store: Any) -> Any:
+    from torch._C._distributed_c10d import PrefixStore  # not in every build
+
+    return PrefixStore(f"pyringar/train/{next(_runs)}", store)
 
 
 def _check_config(config: TrainConfig, world_size: int | None) -> None:

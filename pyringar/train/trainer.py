@@ -275,7 +275,7 @@ class Trainer:
         with self._autocast():
             correct, total = count_correct(models, test, split, devices=self.devices)
         if self.group is not None:
-            correct = int(self.group.total(torch.tensor([correct])))
+            correct = sum(self.group.gather(correct))
         return correct / total
 
     def close(self) -> None:
@@ -315,7 +315,7 @@ class Trainer:
         seconds = timer.stop()
         summed = self._run_step.take_loss()
         if self.group is not None:
-            summed = self.group.total(torch.tensor([summed], dtype=torch.float64)).item()
+            summed = sum(self.group.gather(summed))
         return summed / len(data.train_labels), seconds
 
     def _make_step(self) -> Step:

@@ -1,0 +1,531 @@
+"""Several machines: shared memory inside each, and between them every byte once per machine.
+
+Each rank of a machine owns one part of the data. Parts are summed inside the machine, cross the
+wire as the sum of their machine, and come back to all its ranks: with L ranks per machine a rank
+hands 1 / L of its bytes to the network.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.call import RankCommunicator, Work, check_choice, check_timeout, op_name
+from pyringar.distributed.inter import Inter, TorchInter, Wait
+from pyringar.distributed.packing import Job, check_tensor, describe, divide, views_of, wide
+from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
+from pyringar.process_communicator import ProcessCommunicator
+from pyringar.rendezvous import Member, Rendezvous, default_store
+from pyringar.topology import Plan
+
+__all__ = ["HierarchicalCommunicator", "communicator_for"]
+
+_PIECE_BYTES = 4 * 2**20
+Tensors = Tensor | Sequence[Tensor]
+
+_living: weakref.WeakSet[HierarchicalCommunicator] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    # gloo's threads must end before the interpreter does.
+    for communicator in list(_living):
+        communicator.close()
+
+
+atexit.register(_close_all)
+
+
+def communicator_for(
+    store: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    name: str = "default",
+    algorithm: str = "auto",
+    order: str = "any",
+    timeout: float = 30.0,
+    backend: str = "gloo",
+) -> ProcessCommunicator | HierarchicalCommunicator:
+    """What fits where the ranks are: one machine's communicator, or several machines'.
+
+    Args:
+        store: As :class:`pyringar.ProcessCommunicator` has it.
+        rank: Likewise.
+        world_size: Likewise.
+        name: Likewise.
+        algorithm: Likewise; on several machines ``"auto"``.
+        order: Likewise; on several machines ``"any"``.
+        timeout: Likewise.
+        backend: As :class:`HierarchicalCommunicator` has it.
+
+    Raises:
+        ArgumentError: As both, or an algorithm or order that several machines do not have.
+    """
+    if store is None:
+        store, rank, world_size = default_store()
+    if rank is None or world_size is None:
+        raise ArgumentError(
+            f"rank is {rank!r} and world_size {world_size!r}, expected integers beside store"
+        )
+    meeting = Rendezvous(store, rank, world_size, f"{name}/where", check_timeout(timeout))
+    nodes = _ranks_by_node(meeting.exchange_members())
+    if len(nodes) == 1:
+        return ProcessCommunicator(
+            *(store, rank, world_size), name=name, algorithm=algorithm, order=order, timeout=timeout
+        )
+    if algorithm != "auto" or order != "any":
+        raise ArgumentError(
+            f"algorithm is {algorithm!r} and order {order!r}, but the ranks are on {len(nodes)} "
+            "machines, whose sums are added to each other: expected 'auto' and 'any'"
+        )
+    return HierarchicalCommunicator(
+        store, rank, world_size, name=name, timeout=timeout, backend=backend
+    )
+
+
+class HierarchicalCommunicator:
+    """This process's rank in a group of processes on several machines, which reduce together.
+
+    As :class:`pyringar.ProcessCommunicator`, which it uses inside each machine; between machines,
+    groups of torch.distributed, one for each rank of a machine, with the ranks of the same place on
+    the others; it need not be initialised. A machine is what has one ``node_id()``;
+    ``PYRINGAR_NODE_ID`` overrides it.
+
+    Args:
+        store: A torch.distributed store that all ranks share. None: that of torch.distributed if it
+            is initialised, else torchrun's.
+        rank: This process's rank; only with ``store``.
+        world_size: Number of ranks; only with ``store``.
+        inter: What crosses the wire, instead of groups of torch.distributed.
+        backend: Of these groups; tensors are on the CPU.
+        name: Tells groups on one store apart.
+        timeout: Seconds that a call, or this constructor, waits for other ranks.
+        piece_bytes: While so much of a rank's data crosses the wire, as much is reduced inside.
+
+    Raises:
+        ArgumentError: Machines with different numbers of ranks, which are named: there is no part
+            of the data for each. A backend other than gloo without torch.distributed.
+        CollectiveTimeout, PeerLostError, RingarError, UnsupportedError: As
+            :class:`pyringar.ProcessCommunicator`.
+
+    Bits are equal on all ranks. Machines are added to each other after the ranks inside them, so
+    they are not those of one machine with all ranks, but differ by rounding. 16-bit floats travel
+    as float32 and are rounded once; means divide once, at the end.
+
+    Cost: every byte is packed, summed inside the machine, and crosses the wire once per machine:
+    with L ranks per machine on M machines a rank hands ``N / L`` bytes to the backend, whose ring
+    sends ``2 (M - 1) / M`` of them. One small message more per call tells whether machines call the
+    same thing.
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        inter: Inter | None = None,
+        backend: str = "gloo",
+        name: str = "default",
+        timeout: float = 30.0,
+        piece_bytes: int = _PIECE_BYTES,
+    ) -> None:
+        self._timeout_s = check_timeout(timeout)
+        if isinstance(piece_bytes, bool) or not isinstance(piece_bytes, int) or piece_bytes < 1:
+            raise ArgumentError(f"piece_bytes is {piece_bytes!r}, expected a number of bytes")
+        self._piece_bytes = piece_bytes
+        if store is None:
+            store, rank, world_size = default_store()
+        if rank is None or world_size is None:
+            raise ArgumentError(
+                f"rank is {rank!r} and world_size {world_size!r}, expected integers beside store"
+            )
+        self._rank, self._world_size, self._name = rank, world_size, name
+        meeting = Rendezvous(store, rank, world_size, f"{name}/machines", self._timeout_s)
+        members = meeting.exchange_members()
+        nodes = _ranks_by_node(members)
+        _check_equal_nodes(nodes, members)
+        self._node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
+        self._local_rank = nodes[self._node].index(rank)
+        self._nodes = nodes
+        self._intra = ProcessCommunicator(
+            *(store, self._local_rank, len(nodes[0])),
+            name=f"{meeting.name}/{self._node}",  # once: machines may have made others before
+            timeout=timeout,
+        )
+        if inter is None and len(nodes) > 1:
+            columns = list(zip(*nodes, strict=True))
+            inter = TorchInter(meeting.store, columns, rank, backend, self._timeout_s)
+        self._inter = inter
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyringar-machines")
+        self._lock = threading.Lock()
+        self._failure = ""
+        self._is_closed = False
+        self._stats = {"hierarchical": {"calls": 0, "bytes": 0, "busy_s": 0.0}}
+        self._stats["inter"] = {"calls": 0, "bytes": 0}
+        _living.add(self)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among all."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on all machines."""
+        return self._world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's place among the ranks of its machine."""
+        return self._local_rank
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """The ranks of every machine, in the order in which machines are added."""
+        return [list(ranks) for ranks in self._nodes]
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensors: Tensors,
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce this rank's tensor, or tensors, over all ranks; every rank then holds the result.
+
+        Args:
+            tensors: One tensor, or a list of them, on the CPU, that do not overlap: equal on all
+                ranks in number, dtype and sizes; any strides. Dtypes as
+                :meth:`ProcessCommunicator.all_reduce`.
+            op: As in :meth:`Communicator.all_reduce`.
+            algorithm: ``"auto"``, or not given.
+            order: ``"any"``, or not given: machines are added after ranks.
+            async_op: Return a :class:`Work` at once and reduce in the background.
+
+        Raises:
+            ArgumentError: A tensor or value that is wrong; nothing was changed. Or ranks or
+                machines call different things; tensors are as they were, and the communicator
+                refuses further calls.
+            UnsupportedError: A dtype or layout that cannot be reduced.
+            PeerLostError, CollectiveTimeout: A rank or machine is gone, or late. Tensors are as
+                they were; the communicator refuses further calls.
+        """
+        check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
+        check_choice("order", "any" if order is None else order, ("any",))
+        given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        for i, tensor in enumerate(given):
+            check_tensor(f"tensors[{i}]", tensor)
+        name = op_name(op)
+        what = f"all_reduce ({name}) of " + describe(given)
+        return self._submit(what, lambda: self._reduce(given, name, what), given, async_op)
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """:meth:`all_reduce` of a list.
+
+        Args:
+            tensors: As in :meth:`all_reduce`.
+            op: As in :meth:`all_reduce`.
+            algorithm: As in :meth:`all_reduce`.
+            order: As in :meth:`all_reduce`.
+            async_op: As in :meth:`all_reduce`.
+
+        Raises:
+            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As there.
+        """
+        if not isinstance(tensors, (list, tuple)):
+            raise ArgumentError(
+                f"all_reduce_coalesced: tensors is a {type(tensors).__name__}, expected a list"
+            )
+        return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy the tensor of rank ``root`` into every other rank's.
+
+        Args:
+            tensor: As in :meth:`all_reduce`.
+            root: The rank whose tensor is copied.
+            async_op: Return a :class:`Work` at once and copy in the background.
+
+        Raises:
+            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
+                :meth:`all_reduce`.
+
+        Cost: ``N`` bytes to every other machine.
+        """
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self._world_size:
+            raise ArgumentError(
+                f"broadcast: root is {root!r}, expected a rank from 0 to {self._world_size - 1}"
+            )
+        check_tensor("tensor", tensor)
+        what = f"broadcast from rank {root} of " + describe([tensor])
+        return self._submit(what, lambda: self._copy(tensor, root, what), tensor, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Return when all ranks have called it.
+
+        Raises:
+            ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
+        """
+
+        def meet() -> None:
+            self._inside(self._intra.barrier)
+            self._compare("barrier")()
+            self._inside(self._intra.barrier)
+
+        return self._submit("barrier", meet, None, async_op)
+
+    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
+        """What an all_reduce of ``nbytes`` per rank would do, and why.
+
+        Args:
+            nbytes: Bytes of one rank's tensors.
+            dtype: Their dtype.
+        """
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
+        pieces = len(self._pieces(nbytes // dtype.itemsize, dtype))
+        return Plan(
+            algorithm="hierarchical",
+            order="machine",
+            steps=3 * pieces,
+            traffic_bytes=6 * self._world_size * nbytes,
+            reason=f"{len(self._nodes)} machines of {len(self._nodes[0])} ranks: reduced inside, "
+            "then between, then shared inside",
+        )
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """What ran so far.
+
+        ``hierarchical`` counts calls and one rank's bytes, ``inter`` what this rank handed to the
+        backend between machines.
+        """
+        with self._lock:
+            return {name: dict(row) for name, row in self._stats.items()}
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what runs in the background, then leave the group. May be called again.
+
+        Other ranks that go on calling get a :class:`PeerLostError`.
+        """
+        self._is_closed = True
+        self._thread.shutdown(wait=True)
+        self._intra.close()
+        if self._inter is not None:
+            self._inter.close()
+
+    def __enter__(self) -> HierarchicalCommunicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"HierarchicalCommunicator(rank {self._rank} of {self._world_size}, machine "
+            f"{self._node} of {len(self._nodes)}, name={self._name!r}, "
+            f"timeout={self._timeout_s:g} s)"
+        )
+
+    # -- one call, on the communicator's own thread ------------------------------------------------
+
+    def _submit(
+        self, what: str, call: Callable[[], None], keep_alive: object, async_op: bool
+    ) -> Work | None:
+        if self._is_closed:
+            raise RingarError("this communicator is closed")
+        job = Job(self._thread, lambda: self._run(what, call))
+        if async_op:
+            return Work(job, keep_alive, self._timeout_s)
+        job.result()
+        return None
+
+    def _run(self, what: str, call: Callable[[], None]) -> None:
+        if self._failure:
+            raise RingarError(
+                f"this communicator failed before and cannot be used again: {self._failure}"
+            )
+        began = time.perf_counter()
+        try:
+            with torch.no_grad():
+                call()
+        except BaseException as error:
+            self._failure = str(error)
+            self._intra.close()  # those who wait for this rank are told, in the machine
+            if self._inter is not None:  # and on the others
+                self._inter.abort()
+            if isinstance(error, RingarError) or not isinstance(error, RuntimeError):
+                raise
+            raise self._wire_error(what, error) from error
+        with self._lock:
+            row = self._stats["hierarchical"]
+            row["calls"] += 1
+            row["busy_s"] += time.perf_counter() - began
+
+    def _inside(self, call: Callable[[], object]) -> None:
+        """Call the machine's own communicator; its errors count ranks from 0."""
+        try:
+            call()
+        except RingarError as error:
+            raise type(error)(
+                f"on machine {self._node} of {len(self._nodes)}, whose ranks "
+                f"{self._nodes[self._node]} count from 0 in what follows: {error}"
+            ) from error
+
+    def _wire_error(self, what: str, error: RuntimeError) -> RingarError:
+        others = [ranks[self._local_rank] for ranks in self._nodes]
+        text = (
+            f"{what} over {len(self._nodes)} machines: rank {self._rank} waited for ranks "
+            f"{[rank for rank in others if rank != self._rank]} of the other machines: {error}"
+        )
+        is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        return CollectiveTimeout(text) if is_late else PeerLostError(text)
+
+    def _reduce(self, tensors: list[Tensor], op: str, what: str) -> None:
+        agreed = self._compare(what)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(wide(tensor.dtype), []).append(tensor)
+        packed = []
+        for dtype, mine in by_dtype.items():
+            numel = sum(tensor.numel() for tensor in mine)
+            size = len(self._nodes[0])
+            flat = torch.zeros(-(-numel // size) * size, dtype=dtype)
+            views = views_of(flat, mine)
+            for view, tensor in zip(views, mine, strict=True):
+                view.copy_(tensor)
+            self._reduce_flat(flat, "sum" if op == "mean" else op, agreed)
+            if op == "mean":
+                divide(flat, self._world_size)
+            packed.append((views, mine))
+        agreed()
+        for views, mine in packed:  # not before all is well
+            for view, tensor in zip(views, mine, strict=True):
+                tensor.copy_(view)
+        with self._lock:
+            self._stats["hierarchical"]["bytes"] += sum(t.numel() * t.itemsize for t in tensors)
+
+    def _reduce_flat(self, flat: Tensor, op: str, agreed: Wait) -> None:
+        """While one piece crosses the wire, the next is reduced inside."""
+        crossing: tuple[Tensor, Tensor, Wait] | None = None
+        for begin, end in self._pieces(flat.numel(), flat.dtype):
+            piece = flat[begin:end]
+            part = torch.empty(len(piece) // len(self._nodes[0]), dtype=flat.dtype)
+            self._inside(partial(self._intra.reduce_scatter, part, piece, op))
+            agreed()  # machines call the same, so that the other side has the same sizes
+            arrived = self._cross(part, op)
+            if crossing is not None:
+                self._share(*crossing)
+            crossing = (piece, part, arrived)
+        if crossing is not None:
+            self._share(*crossing)
+
+    def _cross(self, part: Tensor, op: str) -> Wait:
+        if self._inter is None:
+            return _nothing
+        with self._lock:
+            self._stats["inter"]["calls"] += 1
+            self._stats["inter"]["bytes"] += part.numel() * part.itemsize
+        return self._inter.all_reduce(part, op)
+
+    def _share(self, piece: Tensor, part: Tensor, arrived: Wait) -> None:
+        arrived()
+        self._inside(lambda: self._intra.all_gather(piece, part))
+
+    def _pieces(self, numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+        size = len(self._nodes[0])
+        step = max(1, self._piece_bytes // (wide(dtype).itemsize * size)) * size
+        total = -(-numel // size) * size
+        return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+    def _compare(self, what: str) -> Wait:
+        """Begin to ask the other machines whether they call the same; what is returned raises."""
+        if self._inter is None:
+            return _nothing
+        digest = hashlib.blake2b(what.encode(), digest_size=7).digest()
+        own = int.from_bytes(digest, "big")
+        asked = torch.tensor([own, -own])
+        arrived = self._inter.all_reduce(asked, "max")
+        is_asked = True
+
+        def check() -> None:
+            nonlocal is_asked
+            if is_asked:
+                arrived()
+                is_asked = False
+                if asked.tolist() != [own, -own]:
+                    raise ArgumentError(
+                        f"machines call different things: rank {self._rank} on machine "
+                        f"{self._node} calls {what}, and its counterparts on another machine "
+                        "something else"
+                    )
+
+        return check
+
+    def _copy(self, tensor: Tensor, root: int, what: str) -> None:
+        self._compare(what)()
+        node = next(i for i, ranks in enumerate(self._nodes) if root in ranks)
+        place = self._nodes[node].index(root)
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if self._node == node:
+            self._inside(lambda: self._intra.broadcast(data, place))
+        if self._inter is not None and self._local_rank == place:
+            self._inter.broadcast(data, node)()
+        if self._node != node:
+            self._inside(lambda: self._intra.broadcast(data, place))
+        if self._rank != root:
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _nothing() -> None:
+    """There is no other machine."""
+
+
+def _ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
+    """The ranks of every machine, machines in the order of their first ranks."""
+    nodes: dict[str, list[int]] = {}
+    for member in members:
+        nodes.setdefault(member.node, []).append(member.rank)
+    return list(nodes.values())
+
+
+def _check_equal_nodes(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> None:
+    if len({len(ranks) for ranks in nodes}) > 1:
+        where = "; ".join(f"ranks {list(ranks)} on {members[ranks[0]].host}" for ranks in nodes)
+        raise ArgumentError(
+            f"the machines have different numbers of ranks ({where}), expected equal ones: each "
+            "rank of a machine reduces one part with its counterparts on the others"
+        )
+
+
+_: type[RankCommunicator] = HierarchicalCommunicator  # mypy holds it to the same calls

@@ -1,0 +1,156 @@
+"""What crosses the wire between machines: an interface, and torch.distributed behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pyringar.errors import ArgumentError, PeerLostError, RingarError
+
+__all__ = ["Inter", "TorchInter"]
+
+Wait = Callable[[], object]
+_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+
+
+class Inter(Protocol):
+    """This rank's counterparts on the other machines, one on each, numbered by machine."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Wait:
+        """Begin to reduce a flat tensor in place; what is returned waits for the end of it.
+
+        Args:
+            tensor: Contiguous; of one size and dtype on all machines.
+            op: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``. Results must have the same bits on
+                all machines.
+        """
+
+    def broadcast(self, tensor: Tensor, root: int) -> Wait:
+        """Begin to copy the tensor of machine ``root`` to the others."""
+
+    def abort(self) -> None:
+        """Break connections off, so that the others need not wait for this rank."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+class TorchInter:
+    """A process group of torch.distributed, such as one of gloo's.
+
+    Every rank of the job makes one, with equal arguments, at the same point of its program. Where
+    torch.distributed is initialised it makes the group (``new_group``); where not, gloo's is made
+    on the store, which needs nothing else.
+
+    Args:
+        store: Shared by all ranks of the job; this use of it has a name of its own.
+        columns: Ranks that belong together, one of each machine; one list for every rank of a
+            machine.
+        rank: This process's rank.
+        backend: Of torch.distributed, for tensors on the CPU.
+        timeout_s: How long a collective waits for other machines.
+
+    Raises:
+        ArgumentError: Another backend than gloo and torch.distributed is not initialised, or it has
+            other ranks.
+        PeerLostError: Other machines cannot be reached.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        columns: Sequence[Sequence[int]],
+        rank: int,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        self._under_way: list[list[Any]] = []
+        timeout = timedelta(seconds=timeout_s)
+        place = next(i for i, ranks in enumerate(columns) if rank in ranks)
+        try:
+            if dist.is_initialized():
+                self._group = _new_groups(columns, rank, backend, timeout)[place]
+            else:
+                self._group = _make_gloo(store, columns[place], rank, backend, timeout, place)
+        except RingarError:
+            raise
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {rank} cannot connect to ranks {list(columns[place])} of the other "
+                f"machines: {error}; GLOO_SOCKET_IFNAME names the network to take"
+            ) from error
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Wait:
+        """As :class:`Inter` has it."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, _OPS[op])
+        return self._waiter(self._group.allreduce([tensor], options))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Wait:
+        """As :class:`Inter` has it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._waiter(self._group.broadcast([tensor], options))
+
+    def _waiter(self, work: Any) -> Wait:
+        """Waits, and lets go: a work that somebody holds keeps its connections open."""
+        held = [work]
+        self._under_way.append(held)
+
+        def wait() -> None:
+            try:
+                for work in held:
+                    work.wait()
+            finally:
+                held.clear()
+                self._under_way.remove(held)
+
+        return wait
+
+    def abort(self) -> None:
+        """As :class:`Inter` has it, if the backend can."""
+        with suppress(RuntimeError, AttributeError):
+            self._group.abort()  # what is under way fails, and is not waited for
+        for held in self._under_way:
+            held.clear()
+        self.close()
+
+    def close(self) -> None:
+        """As :class:`Inter` has it."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with suppress(RuntimeError, ValueError, AssertionError):  # it is none of its groups
+                dist.destroy_process_group(group)
+
+
+def _new_groups(
+    columns: Sequence[Sequence[int]], rank: int, backend: str, timeout: timedelta
+) -> list[Any]:
+    """Every rank makes every group, whether it is in it or not."""
+    world_size = sum(map(len, columns))
+    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ArgumentError(
+            f"rank is {rank} of {world_size}, in torch.distributed it is {dist.get_rank()} of "
+            f"{dist.get_world_size()}: expected the same ranks"
+        )
+    return [dist.new_group(list(c), timeout=timeout, backend=backend) for c in columns]
+
+
+def _make_gloo(
+    store: Any, ranks: Sequence[int], rank: int, backend: str, timeout: timedelta, place: int
+) -> Any:
+    if backend != "gloo":
+        raise ArgumentError(
+            f"backend is {backend!r} and torch.distributed is not initialised, which would connect "
+            "the machines with it: call torch.distributed.init_process_group first, or take gloo"
+        )
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo  # not in every build
+
+    prefix = PrefixStore(f"pyringar/gloo/{place}", store)
+    return ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)

@@ -1,0 +1,444 @@
+"""Are several machines one group: right sums, equal bits, few bytes on the wire, and no hang?
+
+Here machines are names that processes give themselves; in `test_two_machines.py` they are networks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+import pyringar as pr
+from pyringar.distributed import HierarchicalCommunicator
+from pyringar.distributed.hierarchical import communicator_for
+from pyringar.train import ImageData, TrainConfig, Trainer
+from pyringar.train.processes import TrainGroup
+from pyringar.train.synthetic import synthetic_images
+
+TWO_BY_TWO = "aabb"
+INTERLEAVED = "abab"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    made = RankPool(4)
+    yield made
+    made.close()
+
+
+def join(rank, world_size, store, machines=TWO_BY_TWO, **options) -> HierarchicalCommunicator:
+    os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+    return HierarchicalCommunicator(store, rank, world_size, **{"timeout": 20.0, **options})
+
+
+def whole(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(numel) % 5 + rank).to(dtype)
+
+
+def floats(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+)
+SIZES = (0, 1, 2, 3, 1001, 70_000)
+
+
+def sums_as_rank(rank, world_size, store, machines, op):
+    with join(rank, world_size, store, machines, piece_bytes=65_536) as comm:
+        results = {}
+        for dtype in DTYPES:
+            tensors = [whole(numel, rank, dtype) for numel in SIZES]
+            comm.all_reduce_coalesced(tensors, op)
+            results[dtype] = tensors
+        single = whole(3, rank, torch.float32).view(3, 1)
+        comm.all_reduce(single, op)
+        return results, single, comm.nodes
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod"])
+@pytest.mark.parametrize("machines", [TWO_BY_TWO, INTERLEAVED, "aaaa", "abcd"])
+def test_whole_numbers_are_exact(pool, machines, op):
+    answers = pool.check(sums_as_rank, machines, op)
+    for dtype in DTYPES:
+        for at, numel in enumerate(SIZES):
+            expected = [whole(numel, rank, dtype) for rank in range(4)]
+            pr.allreduce(expected, op)
+            for results, _, _ in answers:
+                assert torch.equal(results[dtype][at], expected[0]), (dtype, numel)
+    expected = [whole(3, rank, torch.float32).view(3, 1) for rank in range(4)]
+    pr.allreduce(expected, op)
+    assert all(torch.equal(single, expected[0]) for _, single, _ in answers)
+    ranks = {"aabb": [[0, 1], [2, 3]], "abab": [[0, 2], [1, 3]], "aaaa": [[0, 1, 2, 3]]}
+    assert answers[0][2] == ranks.get(machines, [[0], [1], [2], [3]])
+
+
+def rounding_as_rank(rank, world_size, store, dtype):
+    with join(rank, world_size, store, piece_bytes=5000) as comm:
+        tensor = floats(5001, rank, dtype)
+        comm.all_reduce(tensor)
+        return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_machines_are_added_after_ranks_and_rounded_once(pool, dtype):
+    a, b, c, d = (floats(5001, rank, dtype) for rank in range(4))
+    if dtype in (torch.float16, torch.bfloat16):
+        a, b, c, d = a.float(), b.float(), c.float(), d.float()
+    expected = ((a + b) + (c + d)).to(dtype)
+    for tensor in pool.check(rounding_as_rank, dtype):
+        assert torch.equal(tensor, expected)
+
+
+def layouts_as_rank(rank, world_size, store):
+    with join(rank, world_size, store) as comm:
+        canvas = torch.zeros(6, 8)
+        tensors = [
+            canvas[::2, 1:5],
+            floats(24, rank).view(2, 3, 4).permute(2, 0, 1),
+            torch.tensor(float(rank)),
+            whole(7, rank, torch.int64),
+        ]
+        tensors[0].copy_(floats(12, rank).view(3, 4))
+        version = tensors[1]._version
+        work = comm.all_reduce(tensors, async_op=True)
+        assert work.wait()
+        assert work.is_completed()
+        assert work.exception() is None
+        assert work.finished_ns() > 0
+        assert tensors[1]._version > version
+        return tensors, canvas
+
+
+def test_any_layout_and_mixed_dtypes_in_the_background(pool):
+    a, b, c, d = (floats(12, rank).view(3, 4) for rank in range(4))
+    e, f, g, h = (floats(24, rank).view(2, 3, 4).permute(2, 0, 1) for rank in range(4))
+    for tensors, canvas in pool.check(layouts_as_rank):
+        assert torch.equal(tensors[0], (a + b) + (c + d))
+        assert torch.equal(tensors[1], (e + f) + (g + h))
+        assert tensors[2] == 6
+        assert torch.equal(tensors[3], sum(whole(7, rank, torch.int64) for rank in range(4)))
+        assert not canvas[1::2].any()
+        assert not canvas[:, 5:].any()
+
+
+def broadcasts_as_rank(rank, world_size, store, machines):
+    with join(rank, world_size, store, machines) as comm:
+        found = []
+        for root in range(world_size):
+            tensors = [floats(1000, rank), floats(12, rank, torch.bfloat16).view(3, 4).t()]
+            tensors.append(torch.tensor(rank))
+            for tensor in tensors:
+                comm.broadcast(tensor, root)
+            found.append(tensors)
+        comm.barrier()
+        return found
+
+
+@pytest.mark.parametrize("machines", [TWO_BY_TWO, INTERLEAVED])
+def test_broadcast(pool, machines):
+    for found in pool.check(broadcasts_as_rank, machines):
+        for root, (flat, turned, single) in enumerate(found):
+            assert torch.equal(flat, floats(1000, root))
+            assert torch.equal(turned, floats(12, root, torch.bfloat16).view(3, 4).t())
+            assert single == root
+
+
+def barrier_as_rank(rank, world_size, store):
+    with join(rank, world_size, store) as comm:
+        comm.barrier()
+        if rank == 3:
+            time.sleep(0.3)
+        before = time.monotonic()
+        comm.barrier()
+        return before, time.monotonic()
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come(pool):
+    times = pool.check(barrier_as_rank)
+    assert min(after for _, after in times) >= max(before for before, _ in times)
+
+
+def group_as_rank(rank, world_size, store):
+    """With torch.distributed initialised its groups are taken."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        os.environ["PYRINGAR_NODE_ID"] = TWO_BY_TWO[rank]
+        with HierarchicalCommunicator(timeout=20.0) as comm:
+            tensor = whole(1001, rank, torch.float32)
+            comm.all_reduce(tensor)
+        dist.barrier()
+        return tensor
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_groups_of_torch_distributed(pool):
+    expected = sum(whole(1001, rank, torch.float32) for rank in range(4))
+    for tensor in pool.check(group_as_rank):
+        assert torch.equal(tensor, expected)
+
+
+# -- the wire --------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """An inter that notes what it is asked, over another."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.events = inner, []
+
+    def all_reduce(self, tensor, op):
+        number = sum(kind == "send" for kind, _ in self.events)
+        self.events.append(("send", number))
+        wait = self.inner.all_reduce(tensor, op)
+
+        def arrive():
+            self.events.append(("wait", number))
+            return wait()
+
+        return arrive
+
+    def broadcast(self, tensor, root):
+        return self.inner.broadcast(tensor, root)
+
+    def abort(self):
+        self.inner.abort()
+
+    def close(self):
+        self.inner.close()
+
+
+def wire_as_rank(rank, world_size, store):
+    from pyringar.distributed.inter import TorchInter
+
+    inter = Recorder(TorchInter(store, [(0, 2), (1, 3)], rank, "gloo", 20.0))
+    with join(rank, world_size, store, inter=inter, piece_bytes=40_000) as comm:
+        tensor = floats(40_000, rank)
+        comm.all_reduce(tensor)
+        return inter.events, comm.stats()
+
+
+def test_one_piece_crosses_while_the_next_is_reduced_and_each_rank_sends_its_part(pool):
+    for events, stats in pool.check(wire_as_rank):
+        assert events == [
+            *(("send", 0), ("wait", 0)),  # whether machines call the same
+            *(("send", 1), ("send", 2), ("wait", 1), ("send", 3), ("wait", 2), ("send", 4)),
+            *(("wait", 3), ("wait", 4)),
+        ]
+        # Flat gloo is handed all 160,000 bytes by every rank.
+        assert stats["inter"]["bytes"] == 160_000 / 2
+        assert stats["hierarchical"]["bytes"] == 160_000
+        assert stats["hierarchical"]["calls"] == 1
+
+
+# -- what differs, what fails ----------------------------------------------------------------------
+
+
+def caught(function, *args) -> tuple[type, str, float]:
+    began = time.monotonic()
+    with pytest.raises(pr.RingarError) as error:
+        function(*args)
+    return type(error.value), str(error.value), time.monotonic() - began
+
+
+def differ_as_rank(rank, world_size, store, what):
+    with join(rank, world_size, store) as comm:
+        odd = rank >= 2 if what != "rank" else rank == 3
+        tensor = floats(100, rank)
+        calls = {
+            "size": lambda: comm.all_reduce(floats(101, rank)),
+            "dtype": lambda: comm.all_reduce(tensor.double()),
+            "op": lambda: comm.all_reduce(tensor, "max"),
+            "call": comm.barrier,
+            "rank": lambda: comm.all_reduce(floats(102, rank)),
+        }
+        first = caught(calls[what] if odd else lambda: comm.all_reduce(tensor))
+        return first, caught(comm.all_reduce, tensor), torch.equal(tensor, floats(100, rank))
+
+
+@pytest.mark.parametrize("what", ["size", "dtype", "op", "call", "rank"])
+def test_machines_that_call_different_things_are_told(pool, what):
+    for first, second, is_untouched in pool.check(differ_as_rank, what):
+        # One whose counterpart calls the same is told that another has found out.
+        assert first[0] in (pr.ArgumentError, pr.PeerLostError), first
+        assert first[2] < 5, first
+        assert "cannot be used again" in second[1]
+        assert is_untouched
+
+
+def refuse_as_rank(rank, world_size, store):
+    with join(rank, world_size, store) as comm:
+        tensor = floats(3, rank)
+        found = [
+            caught(comm.all_reduce, "x"),
+            caught(comm.all_reduce, torch.zeros(2, dtype=torch.complex64)),
+            caught(partial(comm.all_reduce, tensor, order="rank")),
+            caught(partial(comm.all_reduce, tensor, algorithm="ring")),
+            caught(comm.all_reduce, tensor, "avg"),
+            caught(comm.broadcast, tensor, 4),
+            caught(comm.all_reduce_coalesced, tensor),
+            caught(comm.plan, -1),
+        ]
+        comm.all_reduce(tensor)  # still usable
+        text = str(comm.plan(10_000_000)), repr(comm)
+    return found, text, caught(comm.all_reduce, tensor)
+
+
+def test_wrong_arguments_change_nothing(pool):
+    for found, (plan, text), closed in pool.check(refuse_as_rank):
+        words = [
+            *("is a str, expected a tensor", "torch.complex64", "order is 'rank'"),
+            *("algorithm is 'ring'", "op is 'avg'", "root is 4", "expected a list", "nbytes is -1"),
+        ]
+        for (_, message, _), word in zip(found, words, strict=True):
+            assert word in message
+        assert "2 machines of 2 ranks" in plan
+        assert "machine 0 of 2" in text or "machine 1 of 2" in text
+        assert "closed" in closed[1]
+
+
+def unequal_as_rank(rank, world_size, store):
+    return caught(join, rank, world_size, store, "aaab")
+
+
+def test_machines_with_different_numbers_of_ranks_are_named(pool):
+    for kind, text, _ in pool.check(unequal_as_rank):
+        assert kind is pr.ArgumentError
+        assert "ranks [0, 1, 2] on" in text
+        assert "ranks [3] on" in text
+
+
+def choose_as_rank(rank, world_size, store, machines):
+    os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+    with communicator_for(store, rank, world_size, timeout=20.0) as comm:
+        kind = type(comm).__name__
+    wrong = None
+    if machines == TWO_BY_TWO:
+        wrong = caught(partial(communicator_for, store, rank, world_size, order="rank"))[1]
+    return kind, wrong
+
+
+def test_one_machine_needs_no_hierarchy(pool):
+    assert pool.check(choose_as_rank, "aaaa") == [("ProcessCommunicator", None)] * 4
+    for kind, wrong in pool.check(choose_as_rank, TWO_BY_TWO):
+        assert kind == "HierarchicalCommunicator"
+        assert "order 'rank', but the ranks are on 2 machines" in wrong
+
+
+def die_as_rank(rank, world_size, store, how):
+    comm = join(rank, world_size, store, timeout=4.0)
+    comm.all_reduce(floats(100, rank))
+    if rank == 3:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "late":
+            time.sleep(9)
+        comm.close()
+        return None
+    found = caught(comm.all_reduce, floats(100_000, rank))
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["killed", "closed", "late"])
+def test_a_rank_that_is_lost_is_an_error_on_all_machines(how):
+    pool = RankPool(4)
+    answers = pool.run(die_as_rank, how)
+    pool.close()
+    for rank in range(3):
+        kind, text, seconds = answers[rank]
+        assert kind in (pr.PeerLostError, pr.CollectiveTimeout), (rank, text)
+        assert seconds < (3 if how != "late" else 9), (rank, text)
+    assert "on machine 1 of 2, whose ranks [2, 3] count from 0" in answers[2][1]
+    assert "rank 1" in answers[2][1]
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 40), nn.Tanh()).append(
+        nn.Linear(40, 5)
+    )
+
+
+def backward(net: nn.Module, seed: int, rank: int) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * seed + rank))
+    net[: 5 if rank or seed < 2 else 3](x).square().sum().backward()  # unused by rank 0
+
+
+def bucketer_as_rank(rank, world_size, store):
+    net, found = make_net(), []
+    options = {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-4}
+    with (
+        join(rank, world_size, store, piece_bytes=3000) as comm,
+        pr.GradientBucketer([net], comm=comm, **options) as bucketer,
+    ):
+        for seed in range(3):
+            net.zero_grad()
+            backward(net, seed, rank)
+            bucketer.wait()
+            found.append([p.grad.clone() for p in net.parameters()])
+        return found, bucketer.buckets, bucketer.stats()
+
+
+def test_the_bucketer(pool):
+    nets = [make_net() for _ in range(4)]
+    answers = pool.check(bucketer_as_rank)
+    with pr.GradientBucketer(nets) as bucketer:
+        for seed in range(3):
+            for rank, net in enumerate(nets):
+                net.zero_grad()
+                backward(net, seed, rank)
+            bucketer.wait()
+            for found, buckets, stats in answers:
+                assert buckets == answers[0][1]
+                assert all(b.done_s >= b.launched_s for b in stats.buckets)
+                for i, param in enumerate(nets[0].parameters()):
+                    torch.testing.assert_close(found[seed][i], param.grad, rtol=1e-5, atol=1e-6)
+                    assert torch.equal(found[seed][i], answers[0][0][seed][i])
+
+
+def garments() -> ImageData:
+    return ImageData("garments", *synthetic_images(60, 1), *synthetic_images(30, 2))
+
+
+def train_as_rank(rank, world_size, store, options):
+    os.environ["PYRINGAR_NODE_ID"] = TWO_BY_TWO[rank]
+    config = TrainConfig(ranks=world_size, **options)
+    group = TrainGroup(config, store, rank, world_size)
+    with Trainer(config, garments(), group=group) as trainer:
+        result = trainer.run()
+    return result.params, result.losses, result.plan.algorithm, group.digest
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 20, "epochs": 1}, {"model": "resnet18", "width": 4, "epochs": 1}],
+    ids=["lenet", "resnet18"],
+)
+def test_training_is_that_of_one_machine_up_to_rounding(pool, options):
+    with Trainer(TrainConfig(ranks=4, **options), garments()) as trainer:
+        alone = trainer.run()
+    answers = pool.check(train_as_rank, options)
+    for params, losses, algorithm, digest in answers:
+        assert algorithm == "hierarchical"
+        assert digest == answers[0][3] != ""
+        assert losses == pytest.approx(alone.losses, rel=1e-5)
+        for ours, theirs in zip(params, alone.params, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
