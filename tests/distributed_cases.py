@@ -210,6 +210,25 @@ def work_and_future(rank: int, size: int) -> None:
     assert future.value()[0].item() == total
 
 
+def asynchronous_calls_return_at_once(rank: int, size: int) -> None:
+    """Rank 0 makes no call before all others have made theirs."""
+    store = dist.distributed_c10d._get_default_store()
+    tensors = [torch.ones(4), torch.ones(4, dtype=torch.int16)]
+    outs = [torch.empty(4 * size), torch.empty(4 * size, dtype=torch.bool)]
+    if rank == 0:
+        store.wait([f"issued{r}" for r in range(1, size)])
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    works += [dist.all_gather_into_tensor(o, o[:4].clone(), async_op=True) for o in outs]
+    works += [dist.broadcast(tensors[0], 0, async_op=True), dist.barrier(async_op=True)]
+    futures = [work.get_future() for work in works]
+    store.set(f"issued{rank}", "yes")
+    for work in works:
+        work.wait()
+    for future in futures:
+        future.wait()
+    assert all((t == size).all() for t in tensors)
+
+
 def many_at_once(rank: int, size: int) -> None:
     other = dist.new_group(list(range(size)))
     tensors = [torch.full((1 + 100 * i,), float(i + rank)) for i in range(50)]
@@ -510,6 +529,7 @@ CASES: dict[str, Case] = {
         all_reduce_odd_tensors,
         calls_on_the_group_itself,
         work_and_future,
+        asynchronous_calls_return_at_once,
         many_at_once,
         broadcast,
         all_gather,

@@ -45,7 +45,7 @@ def peer_lost(rank: int, size: int, how: str) -> Any:
 def peer_late(rank: int, size: int, how: str) -> Any:
     dist.all_reduce(torch.ones(3))
     if rank == 1:
-        time.sleep(3.5)
+        time.sleep(4.5)
         return None
     return error_of(lambda: reduce_in(how)())
 
@@ -66,14 +66,14 @@ def data_parallel_peer(rank: int, size: int, what: str) -> Any:
     """Under the backend, or a hook beside gloo."""
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)))
     if dist.get_backend() == "gloo":
-        state = pyringar.distributed.HookState(timeout=1.0)
+        state = pyringar.distributed.HookState(timeout=2.0)
         ddp.register_comm_hook(state, pyringar.distributed.ddp_hook)
     for step in range(3):
         loss = ddp(torch.randn(4, 100)).sum()
         if rank == 1 and step == 1:
             if what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3.5)
+            time.sleep(4.5)
             return None
         error = error_of(loss.backward)
         if error[0] != "none":

@@ -6,6 +6,7 @@ killed when their time is up, whatever they do.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -30,7 +31,7 @@ def run(
     *args: Any,
     backend: str = "ringar",
     timeout_s: float = 30.0,
-    limit_s: float = 90.0,
+    limit_s: float = 40.0,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """What ``function(rank, size, *args)`` returns on every rank, inside a process group.
@@ -42,7 +43,8 @@ def run(
 
     _native.engine()  # compiled once, here
     with tempfile.TemporaryDirectory() as folder:
-        task = (function, size, args, backend, timeout_s, env or {}, str(Path(folder) / "store"))
+        path = str(Path(folder) / "store")
+        task = (function, size, args, backend, timeout_s, limit_s, env or {}, path)
         pipes, processes = [], []
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
@@ -97,10 +99,13 @@ def _rank_main(
     args: tuple[Any, ...],
     backend: str,
     timeout_s: float,
+    limit_s: float,
     env: dict[str, str],
     path: str,
 ) -> None:
     import pyringar.distributed  # noqa: F401
+
+    faulthandler.dump_traceback_later(0.9 * limit_s)  # says where it hangs before it is killed
 
     torch.set_num_threads(1)
     os.environ.update(env)
