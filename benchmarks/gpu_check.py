@@ -180,7 +180,7 @@ def tests(checker: Checker, args: argparse.Namespace) -> Step:
     command += ["--tb=short", "-o", "faulthandler_timeout=60"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command.append("--timeout=100")
-    run = checker.run(command, 150.0)
+    run = checker.run(command, 220.0)
     counts = count_outcomes(run.output)
     step = run.step("tests", **counts, not_passed=names_not_passed(run.output))
     # A run that skips everything has shown nothing.

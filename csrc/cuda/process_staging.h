@@ -25,6 +25,8 @@
 //                       in stream order (begin(), end()), and every message of a group to go
 //                       through events, or all streams to be drained before it.
 //           Others may read the slots until they have unmapped them: the owner frees after that.
+//           Not known yet: what CUDA does with a stream that waits for an event of a process which
+//           is killed before its device has come to the record.
 // Threads   one at a time.
 // Source    the sample simpleIPC of CUDA: events recorded, a barrier on the host, events awaited.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
