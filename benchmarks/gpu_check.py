@@ -171,13 +171,16 @@ def tests(checker: Checker, args: argparse.Namespace) -> Step:
     if importlib.util.find_spec("pytest") is None:
         return Step("tests", False, note="pytest is not installed")
     # addopts is for the whole suite and wants plugins that may not be here.
-    files = ("tests/test_cuda.py", "tests/test_train_graph.py")
+    files = (
+        *("tests/test_cuda.py", "tests/test_cuda_processes.py"),
+        "tests/test_train_graph.py",
+    )
     command = [sys.executable, "-m", "pytest", *files, "-v", "-m", "cuda"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", "--maxfail=30", "--durations=10"]
     command += ["--tb=short", "-o", "faulthandler_timeout=60"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command.append("--timeout=100")
-    run = checker.run(command, 150.0)
+    run = checker.run(command, 220.0)
     counts = count_outcomes(run.output)
     step = run.step("tests", **counts, not_passed=names_not_passed(run.output))
     # A run that skips everything has shown nothing.

@@ -112,10 +112,14 @@ CUDA = EngineKind(
     title="the CUDA engine",
     compiled=(
         *("cuda/**/*.cu", "cuda/**/*.cpp", "core/**/*.cpp"),
-        *("bindings/cuda_module.cpp", "bindings/prepare.cpp", "bindings/tensor.cpp"),
+        *("bindings/cuda_*.cpp", "bindings/prepare.cpp", "bindings/tensor.cpp"),
+        # Ranks in processes meet on the host, GPU or not.
+        *("cpu/process_*.cpp", "cpu/peer_watch.cpp", "cpu/work_queue.cpp", "cpu/packed_line.cpp"),
+        *("cpu/os_*.cpp", "cpu/fused.cpp", "cpu/kernels*.cpp", "cpu/thread_pool.cpp"),
         "cpu/strided.cpp",
     ),
     included=("cuda/**/*.cuh", "cuda/**/*.h", "bindings/**/*.h", "cpu/**/*.h", "core/**/*.h"),
+    joined=("cpu",),
     cuda=True,
     advice="nvcc 12.0 and newer can build it, with a C++ compiler that it supports; try others "
     "(PYRINGAR_NVCC, CXX), then `pyringar build --cuda --verbose`.",

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -67,14 +68,15 @@ class Member:
     pid: int
     start_ticks: int
     check: str  # PYRINGAR_CHECK: ranks that check what others do not would wait for them
+    kind: str = "cpu"  # of its device: "cpu" or "cuda"
 
     @classmethod
-    def this_process(cls, rank: int) -> Member:
-        """This process, as rank ``rank``."""
+    def this_process(cls, rank: int, kind: str = "cpu") -> Member:
+        """This process, as rank ``rank``, with tensors on this kind of device."""
         pid, start_ticks = _native.engine().process_id()
         host = os.uname().nodename if hasattr(os, "uname") else "this machine"
         check = os.environ.get("PYRINGAR_CHECK", "")
-        return cls(rank, node_id(), host, pid, start_ticks, check)
+        return cls(rank, node_id(), host, pid, start_ticks, check, kind)
 
     @classmethod
     def parse(cls, text: bytes, rank: int) -> Member:
@@ -94,7 +96,7 @@ class Member:
         is_whole = (
             version == _VERSION
             and _is_count(member.rank, rank, rank)
-            and all(_is_text(value) for value in (member.node, member.host, member.check))
+            and all(map(_is_text, (member.node, member.host, member.check, member.kind)))
             and _is_count(member.pid, 1, _INT32_MAX)
             and _is_count(member.start_ticks, 0, _UINT64_MAX)
         )
@@ -184,9 +186,21 @@ class Rendezvous:
         world_size: Number of ranks.
         name: Groups of one name are made in the same order by all ranks.
         timeout_s: How long to wait for the others.
+        kind: Of the device on which this rank has its tensors.
+        engine: The module that makes and maps the group's memory; None: the CPU's.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        name: str,
+        timeout_s: float,
+        *,
+        kind: str = "cpu",
+        engine: ModuleType | None = None,
+    ) -> None:
         # Not every build of torch has it.
         from torch._C._distributed_c10d import PrefixStore
 
@@ -195,6 +209,8 @@ class Rendezvous:
         self.name = f"{name}/{next(_made[name])}"
         self._store = PrefixStore(f"pyringar/{self.name}", store)
         self._timeout_s = timeout_s
+        self._kind = kind
+        self._engine = engine or _native.engine()
         self._members: dict[int, Member] = {}
         self._deadline = time.monotonic() + timeout_s
 
@@ -210,7 +226,7 @@ class Rendezvous:
             CollectiveTimeout: Names the ranks that did not come in time.
             PeerLostError: A rank came and died, or the store is gone.
         """
-        self._set(f"member/{self.rank}", Member.this_process(self.rank).text())
+        self._set(f"member/{self.rank}", Member.this_process(self.rank, self._kind).text())
         for rank in range(self.world_size):
             self._members[rank] = Member.parse(self._get(f"member/{rank}", [rank]), rank)
         return [self._members[rank] for rank in range(self.world_size)]
@@ -232,7 +248,7 @@ class Rendezvous:
         if error:
             raise RingarError(f"{owner.name} could not make the group: {error}")
         try:
-            memory = _native.engine().open_segment(owner.pid, fd, self.world_size)
+            memory = self._engine.open_segment(owner.pid, fd, self.world_size)
         except RingarError:
             # One that is being killed loses its descriptors a moment before it is gone.
             for _ in range(20):
@@ -244,7 +260,7 @@ class Rendezvous:
     def _offer_memory(self) -> tuple[Any, bytes]:
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
-            memory = _native.engine().create_segment(self.world_size, token)
+            memory = self._engine.create_segment(self.world_size, token)
         except RingarError as error:
             self._set("segment", json.dumps({"error": str(error)[:1000]}))
             raise

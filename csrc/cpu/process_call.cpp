@@ -14,6 +14,7 @@
 #include "cpu/copy.h"
 #include "cpu/fused.h"
 #include "cpu/kernels.h"
+#include "cpu/process_board.h"
 #include "cpu/process_ring.h"
 
 namespace pyringar {
@@ -27,67 +28,16 @@ constexpr std::size_t kExchangeBytes = 32 * 1024;
 constexpr std::size_t kPiecesPerCall = 4;
 constexpr std::size_t kMinPieceBytes = 32 * 1024;
 
-// What every staged engine does alike: counters, and the comparison of calls.
-class StagedEngine {
+// What the engines here keep of a call.
+class StagedEngine : public ProcessBoard {
  public:
-  StagedEngine(ProcessRank& self, const ProcessCall& call)
-      : self_(self), call_(call), segment_(self.segment), world_size_(segment_.world_size()) {}
-
-  void announce(std::uint32_t n) {
-    self_.sleep_in(Phase::kAnnounce);
-    line(self_.rank).announced.set(n, kWakeAll, Scope::kProcesses);
-  }
-  bool wait_announced(std::uint32_t n) {
-    for (int rank = 0; rank < world_size_; ++rank) {
-      if (rank == self_.rank) continue;
-      if (!self_.watch.wait(line(rank).announced, n, rank, "to join")) return false;
-    }
-    return true;
-  }
-  void publish_reduced(std::uint32_t n) {
-    line(self_.rank).reduced.set(n, kWakeAll, Scope::kProcesses);
-  }
-  bool wait_reduced(std::uint32_t n) {
-    self_.sleep_in(Phase::kGather);
-    for (int rank = 0; rank < world_size_; ++rank) {
-      if (rank == self_.rank) continue;
-      if (!self_.watch.wait(line(rank).reduced, n, rank, "to reduce its part")) return false;
-    }
-    return true;
-  }
-  bool agree(std::uint32_t) {
-    const std::uint64_t parity = self_.sequence % 2;
-    const CallRecord& own = line(self_.rank).calls[parity];
-    for (int rank = 0; rank < world_size_; ++rank) {
-      const CallRecord& other = line(rank).calls[parity];
-      if (own.agrees(other)) continue;
-      self_.watch.report(ErrorKind::kArgument, mismatch(own, rank, other));
-      return false;
-    }
-    self_.sleep_in(Phase::kReduce);
-    return true;
-  }
+  StagedEngine(ProcessRank& self, const ProcessCall& call) : ProcessBoard(self), call_(call) {}
 
  protected:
-  RankLine& line(int rank) const { return segment_.line(rank); }
   std::byte* slot(int rank, std::uint32_t n) const { return segment_.slot(rank, n); }
   std::byte* own_slot(std::uint32_t n) const { return slot(self_.rank, n); }
 
-  ProcessRank& self_;
   const ProcessCall& call_;
-  const Segment& segment_;
-  const int world_size_;
-
- private:
-  std::string mismatch(const CallRecord& own, int rank, const CallRecord& other) const {
-    const char* hint = own.text() != other.text()   ? ""
-                       : own.places != other.places ? " (registered tensors, but not the same ones)"
-                       : own.algorithm != other.algorithm
-                           ? " (with different algorithms)"
-                           : " (tensors of different sizes, dtypes or strides)";
-    return join("ranks call different things: ", self_.watch.name_of(self_.rank), " ", own.text(),
-                "; ", self_.watch.name_of(rank), " ", other.text(), hint);
-  }
 };
 
 // Tensors reduced in place, through slots: every rank its slice of every piece, or all of it. What
@@ -363,26 +313,6 @@ bool run_ring_call(const ProcessCall& call, ProcessRank& self) {
   return true;
 }
 
-void write_record(const ProcessCall& call, ProcessRank& self) {
-  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
-  record = {};
-  record.sequence = self.sequence;
-  record.kind = call.kind;
-  record.op = call.op;
-  record.divisor = static_cast<std::uint32_t>(call.divisor);
-  record.root = call.root;
-  record.algorithm = static_cast<std::uint8_t>(algorithm_of(call, self.segment));
-  record.num_tensors = static_cast<std::uint32_t>(call.outputs.size());
-  record.places = call.places;
-  record.shapes = call.layouts;
-  if (!call.outputs.empty()) record.dtype = call.outputs[0].dtype;
-  for (const TensorSpan& tensor : call.outputs) {
-    record.numel += tensor.numel;
-    record.shapes =
-        mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
-  }
-}
-
 }  // namespace
 
 const char* process_algorithm_name(ProcessAlgorithm algorithm) {
@@ -421,11 +351,32 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
 }
 
-bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
+void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
+                bool is_background) {
   self.sequence += 1;
-  write_record(call, self);
+  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
+  record = {};
+  record.sequence = self.sequence;
+  record.kind = call.kind;
+  record.op = call.op;
+  record.divisor = static_cast<std::uint32_t>(call.divisor);
+  record.root = call.root;
+  record.algorithm = static_cast<std::uint8_t>(algorithm);
+  record.num_tensors = static_cast<std::uint32_t>(call.outputs.size());
+  record.places = call.places;
+  record.shapes = call.layouts;
+  if (!call.outputs.empty()) record.dtype = call.outputs[0].dtype;
+  for (const TensorSpan& tensor : call.outputs) {
+    record.numel += tensor.numel;
+    record.shapes =
+        mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
+  }
   self.watch.begin_call(is_background);
+}
+
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
   const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
+  begin_call(call, algorithm, self, is_background);
   if (call.kind == CallKind::kAllReduce) {
     if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);
     if (algorithm != ProcessAlgorithm::kRegistered) return run_all_reduce(call, self, algorithm);

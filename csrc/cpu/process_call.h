@@ -81,6 +81,10 @@ struct ProcessRank {
 // Which algorithm a call takes, alike on all ranks that agree on the call.
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
 
+// What every call begins with: its record, for the others to compare, and a new deadline.
+void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
+                bool is_background);
+
 // Announces, compares, moves the data. False: a wait failed, or the ranks do not agree; the watch
 // says why.
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background);

@@ -82,10 +82,42 @@ std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
   });
 }
 
-void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
+void ProcessGroup::run_program(const Program& program) {
+  check_usable();
+  queue_.wait_until_idle();
+  const std::lock_guard<std::mutex> lock(run_mutex_);
+  run_program_locked(program);
+}
+
+std::shared_ptr<Work> ProcessGroup::submit_program(Program program) {
+  check_usable();
+  return queue_.submit([this, program = std::move(program)] {
+    const std::lock_guard<std::mutex> lock(run_mutex_);
+    run_program_locked(program);
+  });
+}
+
+void ProcessGroup::run_program_locked(const Program& program) {
+  check_ready();
+  self_.sleep_in(Phase::kIdle);
+  bool is_done = false;
+  try {
+    is_done = program(self_);
+  } catch (const Error& error) {
+    watch_.report(error.kind(), join(watch_.name_of(rank_), ": ", error.what()));
+    throw;
+  }
+  if (!is_done) watch_.raise();
+}
+
+void ProcessGroup::check_ready() {
   check_usable();
   check_not_failed();
   if (watch_.adopt_shared_failure()) watch_.raise();
+}
+
+void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
+  check_ready();
   const DefaultFloatMode mode;
   const auto start = Clock::now();
   self_.sleep_in(Phase::kIdle);

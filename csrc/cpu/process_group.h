@@ -58,6 +58,11 @@ class ProcessGroup {
   bool wait_for_turn(std::chrono::nanoseconds timeout) { return queue_.wait_until_idle(timeout); }
   void run(const ProcessCall& call);
   std::shared_ptr<Work> submit(ProcessCall call);
+  // The same for a program that moves the data by other means. False: the watch says why. What it
+  // throws ends the group, and the others are told.
+  using Program = std::function<bool(ProcessRank& self)>;
+  void run_program(const Program& program);
+  std::shared_ptr<Work> submit_program(Program program);
   void close();
   ProcessStats stats();
   void check_usable() const;
@@ -85,6 +90,8 @@ class ProcessGroup {
   };
 
   void run_locked(const ProcessCall& call, bool is_background);
+  void run_program_locked(const Program& program);
+  void check_ready();
   void check_not_failed() const;
 
   SharedMemory memory_;
