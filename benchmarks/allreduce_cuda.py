@@ -21,17 +21,12 @@ share the GPU in one process, if its version can do that (NCCL_MULTI_RANK_GPU_EN
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import json
-import os
 import shutil
-import statistics
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +37,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
 import pyringar as pr
+from benchmarks import nccl
 from benchmarks.allreduce import (
     DTYPES,
     HEADER,
@@ -56,15 +52,11 @@ from benchmarks.allreduce import (
 )
 from benchmarks.machine import describe_machine
 from benchmarks.timing import Timing
-
-Measure = Callable[[Callable[[], object], int], float]
+from benchmarks.timing_cuda import ROTATED_BYTES, Measure, Place, interleaved
 
 COPY_BYTES = 512 * 2**20
-ROTATED_BYTES = 256 * 2**20  # of all ranks together; the largest L2 has a quarter of it
 CALLS_IN_GRAPH = 100
-MOST_REPEATS = 100  # a thousand launches fill the device's queue, and the host would wait
 NCCL_SIZES = (2**16, 2**20, 2**24, 2**28)
-NCCL_DEADLINE_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -94,95 +86,6 @@ class Goal:
             return None
         low = self.at_least is None or self.value >= self.at_least
         return low and (self.at_most is None or self.value <= self.at_most)
-
-
-# -- clocks ----------------------------------------------------------------------------------------
-
-
-class Place:
-    """Where the ranks are, and the clocks there. On the CPU all clocks are the host's."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.is_cuda = device.startswith("cuda")
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished."""
-        if self.is_cuda:
-            torch.cuda.current_stream().synchronize()
-
-    def device_s(self, function: Callable[[], object], repeats: int) -> float:
-        """Seconds per call, between two events on the stream."""
-        if not self.is_cuda:
-            return self.enqueue_s(function, repeats)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(repeats):
-            function()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / repeats
-
-    def done_s(self, function: Callable[[], object], repeats: int) -> float:
-        """Seconds from a call to its end on the device: the median of these calls."""
-        samples = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            function()
-            self.synchronize()
-            samples.append(time.perf_counter() - begin)
-        return statistics.median(samples)
-
-    def enqueue_s(self, function: Callable[[], object], repeats: int) -> float:
-        """Seconds per call on the host; the device goes on by itself."""
-        self.synchronize()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            function()
-        seconds = (time.perf_counter() - begin) / repeats
-        self.synchronize()
-        return seconds
-
-
-def interleaved(
-    candidates: Mapping[str, Callable[[], object]],
-    measure: Measure,
-    *,
-    rounds: int,
-    budget_s: float,
-    round_s: float = 5e-3,
-) -> dict[str, Timing]:
-    """Time functions against each other, in turns that start with another one each round.
-
-    Args:
-        candidates: Name to function without arguments.
-        measure: Seconds per call of a function called so many times in a row.
-        rounds: Most rounds; fewer, but at least 5, when they outlast ``budget_s``.
-        budget_s: Time after which no further round begins.
-        round_s: Shortest time to measure at once.
-    """
-    repeats = {}
-    for name, function in candidates.items():
-        measure(function, 3)
-        repeats[name] = min(MOST_REPEATS, max(1, round(round_s / max(measure(function, 3), 1e-7))))
-    names = list(candidates)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    begin = time.perf_counter()
-    for number in range(rounds):
-        if number >= 5 and time.perf_counter() - begin > budget_s:
-            break
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            measure(candidates[name], 1 + repeats[name] // 4)
-            samples[name].append(measure(candidates[name], repeats[name]))
-    return {name: summary(samples[name], repeats[name]) for name in names}
-
-
-def summary(samples: Iterable[float], repeats: int) -> Timing:
-    """Median, minimum and 95th percentile of seconds per call."""
-    ordered = sorted(samples)
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return Timing(statistics.median(ordered), ordered[0], p95, len(ordered), repeats)
 
 
 # -- one case --------------------------------------------------------------------------------------
@@ -398,111 +301,6 @@ def run_latencies(place: Place, case: Case, effort: Effort) -> list[DeviceRow]:
 # -- NCCL ------------------------------------------------------------------------------------------
 
 
-class Nccl:
-    """NCCL's C functions, from the library that torch brings."""
-
-    UNIQUE_ID = ctypes.c_char * 128
-    FLOAT32, SUM = 7, 0
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libnccl.so.2")
-        self._library.ncclGetErrorString.restype = ctypes.c_char_p
-        self._library.ncclGetLastError.restype = ctypes.c_char_p
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a function; RuntimeError with NCCL's reason when it fails."""
-        status = getattr(self._library, name)(*arguments)
-        if status != 0:
-            reason = self._library.ncclGetErrorString(status).decode()
-            last = (self._library.ncclGetLastError(None) or b"").decode().strip()
-            raise RuntimeError(f"{name}: {reason}. {last}".strip())
-
-    def version(self) -> str:
-        """For example "2.28.9"."""
-        version = ctypes.c_int()
-        self.call("ncclGetVersion", ctypes.byref(version))
-        return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
-
-    def communicators(self, world_size: int) -> list[ctypes.c_void_p]:
-        """One per rank, all on the current device."""
-
-        class UniqueId(ctypes.Structure):
-            _fields_ = (("internal", self.UNIQUE_ID),)
-
-        unique = UniqueId()
-        self.call("ncclGetUniqueId", ctypes.byref(unique))
-        made = [ctypes.c_void_p() for _ in range(world_size)]
-        errors: list[BaseException] = []
-
-        def join(rank: int) -> None:
-            torch.cuda.set_device(0)
-            try:
-                self.call("ncclCommInitRank", ctypes.byref(made[rank]), world_size, unique, rank)
-            except RuntimeError as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return made
-
-    def all_reduce(
-        self,
-        communicators: Sequence[ctypes.c_void_p],
-        tensors: Sequence[Tensor],
-        streams: Sequence[torch.cuda.Stream],
-    ) -> None:
-        """Sum fp32 tensors in place, every rank on its own stream."""
-        self.call("ncclGroupStart")
-        for communicator, tensor, stream in zip(communicators, tensors, streams, strict=True):
-            pointer = ctypes.c_void_p(tensor.data_ptr())
-            self.call(
-                "ncclAllReduce",
-                *(pointer, pointer, ctypes.c_size_t(tensor.numel()), self.FLOAT32, self.SUM),
-                *(communicator, ctypes.c_void_p(stream.cuda_stream)),
-            )
-        self.call("ncclGroupEnd")
-
-
-def nccl_child(world_size: int, sizes: Sequence[int], rounds: int) -> None:
-    """Time NCCL in this process and print JSON: its own, since a hang must cost no other row."""
-    torch.cuda.init()
-    nccl = Nccl()
-    communicators = nccl.communicators(world_size)
-    streams = [torch.cuda.Stream() for _ in range(world_size)]
-    place, timings = Place("cuda:0"), []
-    for size_bytes in sizes:
-        numel = size_bytes // 4
-        num_sets = max(1, -(-ROTATED_BYTES // (world_size * size_bytes)))
-        sets = [
-            [torch.full((numel,), rank + 1.0, device="cuda") for rank in range(world_size)]
-            for _ in range(num_sets)
-        ]
-        turn = itertools.cycle(sets)
-
-        def call(turn: Any = turn) -> None:
-            here = torch.cuda.current_stream()
-            for stream in streams:
-                stream.wait_stream(here)
-            nccl.all_reduce(communicators, next(turn), streams)
-            for stream in streams:
-                here.wait_stream(stream)
-
-        call()
-        torch.cuda.synchronize()
-        correct = all((t == world_size * (world_size + 1) / 2).all() for t in sets[0])
-        for tensors in sets:
-            for tensor in tensors:
-                tensor.zero_()
-        timing = interleaved({"nccl": call}, place.device_s, rounds=rounds, budget_s=1.5)["nccl"]
-        timings.append({"size_bytes": size_bytes, "correct": correct, "timing": asdict(timing)})
-    print(json.dumps({"version": nccl.version(), "timings": timings}), flush=True)
-
-
 def run_nccl(
     cases: Sequence[Case], rows: Sequence[DeviceRow], world_size: int, rounds: int
 ) -> tuple[list[DeviceRow], str | None]:
@@ -514,37 +312,11 @@ def run_nccl(
     }
     if not own:
         return [], None
-    command = [sys.executable, str(Path(__file__).resolve()), "--nccl-ranks", str(world_size)]
-    command += ["--nccl-sizes", ",".join(map(str, own)), "--rounds", str(rounds)]
-    # A rank takes its share of the multiprocessors: more than two need a smaller one.
-    settings = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN"}
-    if world_size > 2:
-        settings["NCCL_MAX_CTAS"] = "16"
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **settings},
-            capture_output=True,
-            text=True,
-            timeout=NCCL_DEADLINE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [], f"no answer within {NCCL_DEADLINE_S:g} s"
-    if done.returncode != 0:
-        return [], nccl_reason(done.stdout + done.stderr)
+    answer, why = nccl.run(world_size, list(own), rounds)
+    if answer is None:
+        return [], why
     naive = {row.size_bytes: row for row in rows if row.algorithm == "naive"}
-    (answer,) = (line for line in done.stdout.splitlines() if line.startswith('{"version"'))
-    return nccl_rows(json.loads(answer), own, naive), None
-
-
-def nccl_reason(output: str) -> str:
-    """The line of NCCL's output that says what is wrong, else the last one."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    telling = [line for line in lines if "Duplicate GPU" in line] or [
-        line for line in lines if "Error" in line
-    ]
-    return (telling or lines or ["no output"])[-1][-300:]
+    return nccl_rows(answer, own, naive), None
 
 
 def nccl_rows(
@@ -624,17 +396,17 @@ def goals_of(rows: Sequence[DeviceRow]) -> list[Goal]:
 def nccl_goals(rows: Sequence[DeviceRow]) -> list[Goal]:
     """Half as fast again as NCCL where ranks share the GPU; the ring at least as fast."""
     goals = []
-    for nccl in (row for row in rows if row.algorithm.startswith("nccl")):
+    for theirs in (row for row in rows if row.algorithm.startswith("nccl")):
         for name, times in (("fused", 1.5), ("ring", 1.0)):
             own = [
                 row
                 for row in rows
                 if (row.case, row.world_size, row.algorithm, row.clock)
-                == (nccl.case, nccl.world_size, name, "device")
+                == (theirs.case, theirs.world_size, name, "device")
             ]
-            value = nccl.median_us / own[0].median_us if own else None
-            figure = f"times {nccl.algorithm}, device"
-            goals.append(Goal(nccl.case, nccl.world_size, name, figure, times, None, value))
+            value = theirs.median_us / own[0].median_us if own else None
+            figure = f"times {theirs.algorithm}, device"
+            goals.append(Goal(theirs.case, theirs.world_size, name, figure, times, None, value))
     return goals
 
 
@@ -652,14 +424,6 @@ def driver_version() -> str:
     return lines[0] if done.returncode == 0 and lines else "unknown: nvidia-smi failed"
 
 
-def nccl_version() -> str:
-    """That of the library which torch brings."""
-    try:
-        return Nccl().version()
-    except (OSError, RuntimeError) as error:
-        return f"none: {error}"
-
-
 def describe_gpu() -> dict[str, Any]:
     """The GPU, its driver, and the versions of what drives it."""
     from pyringar import _native
@@ -675,7 +439,7 @@ def describe_gpu() -> dict[str, Any]:
         "driver": driver_version(),
         "torch_cuda": torch.version.cuda,
         "engine_cuda": _native.cuda_engine().runtime_version(),
-        "nccl": nccl_version(),
+        "nccl": nccl.nccl_version(),
     }
 
 
@@ -720,8 +484,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="over CPU ranks, tiny: a trial of this script"
     )
-    parser.add_argument("--nccl-ranks", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--nccl-sizes", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -793,9 +555,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("no CUDA device: nothing to measure (--dry-run tries the script itself)")
         return 2
-    if args.nccl_ranks:
-        nccl_child(args.nccl_ranks, [int(s) for s in args.nccl_sizes.split(",")], args.rounds)
-        os._exit(0)  # NCCL's threads are not waited for
     machine = describe_machine() | ({} if args.dry_run else describe_gpu())
     name = machine.get("gpu", machine["cpu"])
     print(f"{name}, torch {machine['torch']}, {machine['date']}")

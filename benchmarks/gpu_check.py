@@ -1,6 +1,6 @@
 """One command for a machine with a GPU: build, test, look for memory errors, measure; one JSON.
 
-    python benchmarks/gpu_check.py                     # all of it, within 8 minutes
+    python benchmarks/gpu_check.py                     # all of it, within 9 minutes
     python benchmarks/gpu_check.py --only build,tests
     python benchmarks/gpu_check.py --out report.json --quick
 
@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-TOTAL_S = 470.0
+TOTAL_S = 540.0
 TAIL_CHARS = 20_000
 PRINTED_CHARS = 5000
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
@@ -167,16 +167,20 @@ def machine(checker: Checker, args: argparse.Namespace) -> Step:
 
 
 def tests(checker: Checker, args: argparse.Namespace) -> Step:
-    """Run tests/test_cuda.py."""
+    """Run the tests that need a GPU."""
     if importlib.util.find_spec("pytest") is None:
         return Step("tests", False, note="pytest is not installed")
     # addopts is for the whole suite and wants plugins that may not be here.
-    command = [sys.executable, "-m", "pytest", "tests/test_cuda.py", "-v", "-m", "cuda"]
+    files = (
+        *("tests/test_cuda.py", "tests/test_cuda_processes.py"),
+        "tests/test_train_graph.py",
+    )
+    command = [sys.executable, "-m", "pytest", *files, "-v", "-m", "cuda"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", "--maxfail=30", "--durations=10"]
     command += ["--tb=short", "-o", "faulthandler_timeout=60"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command.append("--timeout=100")
-    run = checker.run(command, 150.0)
+    run = checker.run(command, 220.0)
     counts = count_outcomes(run.output)
     step = run.step("tests", **counts, not_passed=names_not_passed(run.output))
     # A run that skips everything has shown nothing.
@@ -234,14 +238,15 @@ def find_sanitizer() -> str | None:
     return next(filter(None, map(shutil.which, ("compute-sanitizer", *places))), None)
 
 
-def benchmarks(checker: Checker, args: argparse.Namespace) -> Step:
-    """Run benchmarks/allreduce_cuda.py; its report becomes part of ours."""
+def measure(checker: Checker, args: argparse.Namespace, name: str, most_s: float) -> Step:
+    """Run a benchmark; its report becomes part of ours."""
+    script = SCRIPTS[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        command = [sys.executable, "benchmarks/allreduce_cuda.py", "--json", str(path)]
-        run = checker.run(command + ["--quick"] * args.quick, 150.0)
+        command = [sys.executable, script, "--json", str(path)]
+        run = checker.run(command + ["--quick"] * args.quick, most_s)
         report = json.loads(path.read_text()) if path.is_file() else {}
-    step = run.step("benchmarks", **report)
+    step = run.step(name, **report)
     goals = report.get("goals", [])
     reached = sum(goal["is_reached"] is True for goal in goals)
     counted = f"{len(report.get('rows', []))} rows, {reached} of {len(goals)} goals reached"
@@ -249,10 +254,25 @@ def benchmarks(checker: Checker, args: argparse.Namespace) -> Step:
     return step
 
 
+def training(checker: Checker, args: argparse.Namespace) -> Step:
+    """Epochs, eager and as a CUDA graph."""
+    return measure(checker, args, "training", 110.0)
+
+
+def benchmarks(checker: Checker, args: argparse.Namespace) -> Step:
+    """The collectives."""
+    return measure(checker, args, "benchmarks", 150.0)
+
+
+SCRIPTS = {
+    "training": "benchmarks/training_cuda.py",
+    "benchmarks": "benchmarks/allreduce_cuda.py",
+}
 STEPS = {
     "build": build,
     "machine": machine,
     "tests": tests,
+    "training": training,
     "benchmarks": benchmarks,
     "memcheck": memcheck,
     "racecheck": racecheck,
@@ -293,6 +313,7 @@ def report_of(gpu: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
         "steps": [{k: v for k, v in asdict(step).items() if k != "facts"} for step in steps],
         "build": facts.get("build", {}),
         "tests": facts.get("tests", {}),
+        "training": {key: facts.get("training", {}).get(key, []) for key in ("rows", "goals")},
         "rows": measured.get("rows", []),
         "goals": measured.get("goals", []),
         "not_run": measured.get("not_run", []),

@@ -71,9 +71,63 @@ def bucketing_table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def processes_table(report: dict[str, Any]) -> str:
+    """A line per case and way to call, gloo's time beside ours."""
+    machine, rows = report["machine"], report["rows"]
+    gloo: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if row["candidate"].startswith("gloo"):
+            key = row["case"], row["world_size"]
+            gloo[key] = min(row["median_us"], gloo.get(key, row["median_us"]))
+    lines = [
+        f"One process per rank, {machine['cpu']}, {machine['cores']} cores, torch "
+        f"{machine['torch']}, {machine['date']}: medians of the slowest rank, interleaved, each "
+        "result checked. `of limit` compares with every rank writing its own tensor once.",
+        "",
+        "| per rank | ranks | call | gloo | ours | times as fast | of limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["candidate"].startswith("gloo") or row["candidate"] == "limit":
+            continue
+        theirs = gloo.get((row["case"], row["world_size"]))
+        ratio = f"{theirs / row['median_us']:.1f}" if theirs else ""
+        share = f"{row['limit_share']:.2f}" if row["limit_share"] else ""
+        lines.append(
+            f"| {row['case']} | {row['world_size']} | {row['candidate']} "
+            f"| {format_us(theirs) if theirs else ''} | {format_us(row['median_us'])} "
+            f"| {ratio} | {share} |"
+        )
+    return "\n".join(lines)
+
+
+def ddp_table(report: dict[str, Any]) -> str:
+    """A line per model and backend."""
+    machine = report["machine"]
+    lines = [
+        f"DDP's step without the optimiser, {machine['cpu']}, {machine['cores']} cores, torch "
+        f"{machine['torch']}, {machine['date']}: medians of the slowest rank, interleaved. "
+        "`communication` is the step less the same step without DDP.",
+        "",
+        "| model | ranks | backend | step | communication | times as cheap as gloo's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        spent, ratio = row["communication_ms"], row["ratio_to_gloo"]
+        lines.append(
+            f"| {row['case']} | {row['world_size']} | {row['candidate']} "
+            f"| {format_us(row['step_ms'] * 1e3)} "
+            f"| {'' if spent is None else format_us(spent * 1e3)} "
+            f"| {'' if ratio is None else f'{ratio:.1f}'} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES = {
     "allreduce": ("allreduce-cpu.json", allreduce_table),
     "bucketing": ("bucketing-cpu.json", bucketing_table),
+    "processes": ("processes-cpu.json", processes_table),
+    "ddp": ("ddp-cpu.json", ddp_table),
 }
 
 

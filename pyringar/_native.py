@@ -72,6 +72,7 @@ def load(built: _build.Engine) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None:
         raise BuildError(f"{path} is not a Python extension module")
+    before = sys.modules.get(name)
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
@@ -82,4 +83,10 @@ def load(built: _build.Engine) -> ModuleType:
             "use the compiler that belongs to this Python (`conda install -c conda-forge "
             "cxx-compiler`); if the file system forbids programs (noexec), set PYRINGAR_CACHE_DIR."
         ) from error
+    finally:
+        # Modules of single-phase initialisation, as older pybind11 makes them, register themselves.
+        if before is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = before
     return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,21 +90,46 @@ class _Layer:
             )
         parts = [_moments(X, home) for X in inputs]
         mean = _sum([m * (n / total) for (m, _), n in zip(parts, counts, strict=True)])
+        means = _fan_out(mean, 2 * len(parts))
         var = _sum(
             [
-                (v + (m - mean).square()) * (n / total)
-                for (m, v), n in zip(parts, counts, strict=True)
+                (v + (m - own).square()) * (n / total)
+                for (m, v), n, own in zip(parts, counts, means[: len(parts)], strict=True)
             ]
         )
         with torch.no_grad():
             self._update_running(mean.detach(), var.detach() * (total / (total - 1)))
-        inverse_std = torch.rsqrt(var + self._siblings[0].eps)
-        return [(mean.to(X.device), inverse_std.to(X.device)) for X in inputs]
+        inverse_stds = _fan_out(torch.rsqrt(var + self._siblings[0].eps), len(parts))
+        return [
+            (own.to(X.device), inverse_std.to(X.device))
+            for X, own, inverse_std in zip(inputs, means[len(parts) :], inverse_stds, strict=True)
+        ]
 
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
         for batchnorm in self._siblings:
             if batchnorm.training and batchnorm.running_mean is not None:
                 _update_running(batchnorm, mean, var)
+
+
+class _FanOut(torch.autograd.Function):
+    """Copies of a tensor whose gradients are added in their order.
+
+    autograd adds what comes from several uses as it comes, which here depends on threads: three and
+    more would have other bits in every run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, num_copies: int) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for _ in range(num_copies))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum(grads), None
+
+
+def _fan_out(tensor: Tensor, num_copies: int) -> tuple[Tensor, ...]:
+    copies: tuple[Tensor, ...] = _FanOut.apply(tensor, num_copies)  # type: ignore[no-untyped-call]
+    return copies
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

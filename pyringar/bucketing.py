@@ -120,7 +120,7 @@ class GradientBucketer:
         overlap: bool = True,
     ) -> None:
         self._replicas = _check_replicas(replicas)
-        caps = _check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
+        caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         self._params = [_trainable(replica) for replica in self._replicas]
         _check_alike(self._params)
         self._op = op
@@ -293,7 +293,7 @@ class GradientBucketer:
             wanted = self._native.buckets()[bucket]
             self._native.launched(bucket)
             self._works[bucket], grads = self._elsewhere.send(
-                wanted, self._params[0], is_whole=is_complete, has_marks=has_marks
+                wanted, self._params[0], has_marks=has_marks
             )
             self._reduced.setdefault(0, []).extend(grads)
             return
@@ -456,7 +456,12 @@ def _check_replicas(replicas: Any) -> list[Replica]:
     return [r if isinstance(r, nn.Module) else list(r) for r in replicas]
 
 
-def _check_caps(**caps: Any) -> dict[str, int]:
+def check_caps(**caps: Any) -> dict[str, int]:
+    """Bytes of caps in megabytes, by name.
+
+    Raises:
+        ArgumentError: One is no positive number; names it.
+    """
     for name, value in caps.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ArgumentError(f"{name} is {value!r}, expected a positive number of megabytes")

@@ -31,13 +31,15 @@ class _Sent:
         params: Indices of its parameters.
         grads: What was handed over for each: its gradient, a copy of it, or zeros.
         used: 1 or 0 for each, and one for whether this rank had a backward pass; then reduced.
-        is_whole: Every parameter had its gradient here, so that `used` tells nothing new.
+        is_whole: Every parameter had a gradient here.
+        has_marks: This rank had a backward pass.
     """
 
     params: list[int]
     grads: list[Tensor]
     used: Tensor
     is_whole: bool
+    has_marks: bool
 
 
 class ProcessRanks:
@@ -70,6 +72,7 @@ class ProcessRanks:
         self._comm = comm
         self._op = op
         self._failure = ""
+        self._device = params[0].device if params else torch.device("cpu")
         self._check_alike(params, {**caps, "op": OPS.index(name)})
         self.begin_step()
 
@@ -86,14 +89,13 @@ class ProcessRanks:
             yield self._next  # sending it is what moves on
 
     def send(
-        self, wanted: Sequence[int], params: Sequence[Tensor], *, is_whole: bool, has_marks: bool
+        self, wanted: Sequence[int], params: Sequence[Tensor], *, has_marks: bool
     ) -> tuple[Work | None, list[Tensor]]:
         """Reduce the next bucket in the background.
 
         Args:
             wanted: Its parameters.
             params: All parameters of this rank.
-            is_whole: All of them have their gradients.
             has_marks: This rank had a backward pass. If no rank had one nothing shall change, so
                 that without one copies are sent.
 
@@ -110,8 +112,9 @@ class ProcessRanks:
             elif not has_marks:
                 grad = grad.clone()
             grads.append(grad)
-        flags = torch.tensor([*used, has_marks], dtype=params[wanted[0]].dtype)
-        self._sent.append(_Sent(list(wanted), grads, flags, is_whole and has_marks))
+        kind = params[wanted[0]]
+        flags = torch.tensor([*used, has_marks], dtype=kind.dtype, device=kind.device)
+        self._sent.append(_Sent(list(wanted), grads, flags, all(used), has_marks))
         self._next += 1
         return self._comm.all_reduce_coalesced([*grads, flags], self._op, async_op=True), grads
 
@@ -122,10 +125,11 @@ class ProcessRanks:
             Whether any rank had a backward pass; if none had, nothing has changed.
         """
         sent, self._sent = self._sent, []
-        if not any(bucket.used[-1] > 0 for bucket in sent[:1]):
+        # Reading what is on a GPU would wait for it: only where it tells something new.
+        if sent and not sent[0].has_marks and not sent[0].used[-1] > 0:
             return False
         for bucket in sent:
-            if bucket.is_whole:
+            if bucket.is_whole and bucket.has_marks:
                 continue
             for i, grad, used in zip(
                 bucket.params, bucket.grads, bucket.used.tolist(), strict=False
@@ -135,11 +139,11 @@ class ProcessRanks:
                     params[i].grad = grad if used > 0 else None
                 elif mine is not grad:
                     mine.copy_(grad)
-        return True
+        return bool(sent)
 
     def agree_on_order(self, order: Sequence[int]) -> list[int]:
         """Rank 0's, on all ranks."""
-        agreed = torch.tensor(order, dtype=torch.int64)
+        agreed = torch.tensor(order, dtype=torch.int64, device=self._device)
         self._comm.broadcast(agreed, 0)
         found: list[int] = agreed.tolist()
         return found
@@ -180,6 +184,7 @@ class ProcessRanks:
     def _compare(self, own: list[int], names: list[str]) -> None:
         rows = torch.zeros(self._comm.world_size, len(own), dtype=torch.int64)
         rows[self._comm.rank] = torch.tensor(own, dtype=torch.int64)
+        rows = rows.to(self._device)
         self._comm.all_reduce_coalesced([rows])
         for rank, row in enumerate(rows.tolist()):
             for ours, theirs, name in zip(own, row, names, strict=True):

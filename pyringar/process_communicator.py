@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pyringar import _native
 from pyringar.call import ORDERS, InFlight, Work, check_choice, check_timeout, op_name
-from pyringar.errors import ArgumentError
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.rendezvous import Member, Rendezvous, default_store
 from pyringar.shared_tensors import memory_of
-from pyringar.topology import Plan
+from pyringar.topology import Plan, check_device
 
 __all__ = ["ProcessCommunicator"]
 
@@ -44,6 +44,10 @@ class ProcessCommunicator:
     All ranks make the same calls in the same order. Calls that differ are found before data moves
     and raise on every rank; so does a rank that dies or stays away.
 
+    With tensors on GPUs (``device``), ranks may share one. A call is enqueued on the current
+    stream, after what is there; the host waits until the other ranks have enqueued theirs, never
+    for a device. It cannot be captured in a CUDA graph.
+
     Args:
         store: A torch.distributed store that all ranks share. None: that of torch.distributed if it
             is initialised, else torchrun's.
@@ -55,20 +59,26 @@ class ProcessCommunicator:
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"any"`` allows
             the ring's own order. Bits are equal on all ranks and in every run either way.
         timeout: Seconds that a call, or this constructor, waits for other ranks.
+        device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
+            ranks a GPU, or on none.
 
     Raises:
-        ArgumentError: Wrong arguments; no store; ranks on several machines (names them).
+        ArgumentError: Wrong arguments; no store; ranks on several machines (names them); a device
+            that is not there, or ranks on GPUs and on the CPU.
+        CudaError: CUDA refuses to show memory to other processes, or to map theirs.
         CollectiveTimeout: Ranks did not come in time (names them).
         PeerLostError: A rank died, or the store is gone.
         RingarError: The shared memory is not to be had, with the reason.
-        UnsupportedError: This is not Linux.
+        UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
+            is tried with real data); ``algorithm="ring"`` on GPUs.
 
     A failed communicator refuses further calls with the reason; a new one can be made by the same
     processes. With ``PYRINGAR_CHECK=digest`` in the environment, ranks compare a digest of every
     result, and an error names the two that differ.
 
     Cost: a megabyte and a half of shared memory per rank; nothing has a name in a file system, so
-    nothing stays behind, whatever is killed when.
+    nothing stays behind, whatever is killed when. On a GPU 64 MiB of its memory beside that, which
+    :meth:`close` frees once the other ranks have closed too.
     """
 
     def __init__(
@@ -81,18 +91,35 @@ class ProcessCommunicator:
         algorithm: str = "auto",
         order: str = "any",
         timeout: float = 30.0,
+        device: str | torch.device | int | None = None,
     ) -> None:
         self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
+        self._device = check_device("cpu" if device is None else device, "device")
         self._resolve(None, None)
-        check = check_choice("PYRINGAR_CHECK", os.environ.get("PYRINGAR_CHECK", ""), _CHECKS)
+        if not isinstance(name, str):
+            raise ArgumentError(f"name is {name!r}, expected a string")
+        check = os.environ.get("PYRINGAR_CHECK", "")
+        if check not in _CHECKS:
+            raise ArgumentError(f"PYRINGAR_CHECK is {check!r}, expected 'digest', or nothing")
         self._store, self._rank, self._world_size = _check_store(store, rank, world_size)
         self._name = name
-        engine = _native.engine()  # before the clock starts: it may have to be compiled
-        meeting = Rendezvous(self._store, self._rank, self._world_size, name, self._timeout_s)
+        # Before the clock starts: they may have to be compiled.
+        engine = _native.engine()
+        options: dict[str, Any] = {}
+        if self._device.type == "cuda":
+            engine = _native.cuda_engine()
+            options["device"] = self._device.index
+        meeting = Rendezvous(
+            *(self._store, self._rank, self._world_size, name, self._timeout_s),
+            kind=self._device.type,
+            engine=engine,
+        )
         self._members = meeting.exchange_members()
         _check_one_node(self._members)
+        _check_one_check(self._members)
+        _check_one_kind(self._members)
         memory, token = meeting.share_memory()
         self._group = engine.ProcessGroup(
             memory=memory,
@@ -101,9 +128,12 @@ class ProcessCommunicator:
             token=token,
             timeout_s=self._timeout_s,
             checks_digests=check == "digest",
+            **options,
         )
         meeting.wait_until(self._group.absent_ranks, "to map the group's memory")
         self._group.seal()
+        if self._device.type == "cuda":
+            self._group.connect()
         self._in_flight = InFlight(self._timeout_s)
         self._num_regions = 0
         _living.add(self)
@@ -117,6 +147,11 @@ class ProcessCommunicator:
     def world_size(self) -> int:
         """Number of ranks."""
         return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return self._device
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -137,10 +172,10 @@ class ProcessCommunicator:
         """Reduce this rank's tensor, or tensors, over all ranks; every rank then holds the result.
 
         Args:
-            tensors: One tensor, or a list of them, any layout without overlap, on the CPU: equal on
-                all ranks in number, dtype, sizes and, where elements do not lie in the order of
-                their index, strides. float64, float32, float16, bfloat16, int8, uint8, int32 or
-                int64.
+            tensors: One tensor, or a list of them, any layout without overlap, on this rank's
+                device: equal on all ranks in number, dtype, sizes and, where elements do not lie in
+                the order of their index, strides. float64, float32, float16, bfloat16, int8, uint8,
+                int32 or int64.
             op: As in :meth:`Communicator.all_reduce`.
             algorithm: Instead of the communicator's.
             order: Instead of the communicator's.
@@ -150,7 +185,8 @@ class ProcessCommunicator:
             ArgumentError: Names the tensor and value that is wrong; nothing was changed, and no
                 rank was told. Or ranks call different things: names both, on every rank; tensors
                 are as they were, and the communicator refuses further calls.
-            UnsupportedError: A layout or dtype that the engine does not handle.
+            UnsupportedError: A layout or dtype that the engine does not handle; a stream that is
+                captured in a CUDA graph.
             PeerLostError, CollectiveTimeout: A rank is gone, or late: names it, its process, host
                 and last call. Tensors may be half reduced; the communicator refuses further calls.
 
@@ -235,13 +271,19 @@ class ProcessCommunicator:
             ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
                 :meth:`all_reduce`.
         """
-        if isinstance(root, bool) or not isinstance(root, int):
-            raise ArgumentError(f"broadcast: root is {root!r}, expected a rank")
+        is_rank = isinstance(root, int) and not isinstance(root, bool)
+        if not is_rank or not 0 <= root < self._world_size:
+            raise ArgumentError(
+                f"broadcast: root is {root!r}, expected a rank from 0 to {self._world_size - 1}"
+            )
         submitted = self._group.broadcast(tensor, root, async_op)
         return self._in_flight.add(submitted) if async_op else None
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
+
+        On GPUs all ranks' current streams go on after all of them have come here; the host does not
+        wait for them.
 
         Raises:
             ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
@@ -287,8 +329,16 @@ class ProcessCommunicator:
 
         Raises:
             ArgumentError: It does not, or sizes differ; on every rank if on one.
+            RingarError: A rank could not map it; on every rank.
             PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
         """
+        if self._device.type != "cpu":
+            raise UnsupportedError(
+                f"register: this rank's tensors are on {self._device}, memory of shared_empty() is "
+                "the CPU's"
+            )
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"register: tensor is {tensor!r}, expected a tensor")
         memory = memory_of(tensor)
         pid = self._members[self._rank].pid
         own = [0, 0, 0] if memory is None else [pid, memory.fd, memory.nbytes]
@@ -304,9 +354,20 @@ class ProcessCommunicator:
                 )
         region = self._num_regions
         self._num_regions += 1
-        self._group.add_region(region, [(p, fd) for p, fd, _ in rows], memory)
+        problem: RingarError | None = None
+        try:
+            self._group.add_region(region, [(p, fd) for p, fd, _ in rows], memory)
+        except RingarError as error:
+            problem = error
+        could_not = torch.empty(self._world_size, dtype=torch.int64)
+        self.all_gather(could_not, torch.tensor([int(problem is not None)]))
+        if could_not.any():
+            self._group.remove_region(region)
+            if problem is None:
+                culprit = self._members[int(could_not.argmax())].name
+                problem = RingarError(f"register: {culprit} could not map the others' memory")
+            raise problem
         weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
-        self.barrier()
 
     # -- groups, plans, statistics -----------------------------------------------------------------
 
@@ -322,15 +383,16 @@ class ProcessCommunicator:
         Raises:
             ArgumentError: Ranks that are none, or twice the same.
         """
-        chosen = list(ranks)
-        if not chosen or len(set(chosen)) != len(chosen):
-            raise ArgumentError(f"ranks is {chosen!r}, expected different ranks, at least one")
+        is_listed = isinstance(ranks, Sequence) and not isinstance(ranks, str)
+        chosen = list(ranks) if is_listed else []
         if any(isinstance(r, bool) or not isinstance(r, int) for r in chosen) or not all(
             0 <= r < self._world_size for r in chosen
         ):
             raise ArgumentError(
-                f"ranks is {chosen!r}, expected ranks from 0 to {self._world_size - 1}"
+                f"ranks is {ranks!r}, expected ranks from 0 to {self._world_size - 1}"
             )
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ArgumentError(f"ranks is {ranks!r}, expected different ranks, at least one")
         if self._rank not in chosen:
             return None
         return ProcessCommunicator(
@@ -341,6 +403,7 @@ class ProcessCommunicator:
             algorithm=self._algorithm,
             order=self._order,
             timeout=self._timeout_s,
+            device=self._device,
         )
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
@@ -398,7 +461,8 @@ class ProcessCommunicator:
     def __repr__(self) -> str:
         return (
             f"ProcessCommunicator(rank {self._rank} of {self._world_size}, name={self._name!r}, "
-            f"algorithm={self._algorithm!r}, order={self._order!r}, timeout={self._timeout_s:g} s)"
+            f"algorithm={self._algorithm!r}, order={self._order!r}, timeout={self._timeout_s:g} s, "
+            f"device={str(self._device)!r})"
         )
 
     def _resolve(self, algorithm: str | None, order: str | None) -> str:
@@ -408,6 +472,11 @@ class ProcessCommunicator:
         else:
             check_choice("algorithm", algorithm, ALGORITHMS)
         order = self._order if order is None else check_choice("order", order, ORDERS)
+        if algorithm == "ring" and self._device.type != "cpu":
+            raise UnsupportedError(
+                f"algorithm is 'ring' and this rank's device {self._device}: ranks in processes of "
+                "their own have no ring on GPUs; take 'auto' or 'direct'"
+            )
         if algorithm == "ring" and order == "rank":
             raise ArgumentError(
                 "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "
@@ -446,6 +515,24 @@ def _store_type() -> type:
     from torch._C._distributed_c10d import Store
 
     return Store
+
+
+def _check_one_check(members: Sequence[Member]) -> None:
+    odd = [member for member in members if member.check != members[0].check]
+    if odd:
+        raise ArgumentError(
+            f"PYRINGAR_CHECK is {members[0].check!r} for {members[0].name} and {odd[0].check!r} "
+            f"for {odd[0].name}, expected the same for all ranks"
+        )
+
+
+def _check_one_kind(members: Sequence[Member]) -> None:
+    odd = [member for member in members if member.kind != members[0].kind]
+    if odd:
+        raise ArgumentError(
+            f"device is a {members[0].kind} device for {members[0].name} and a {odd[0].kind} "
+            f"device for {odd[0].name}, expected GPUs for all ranks, or for none"
+        )
 
 
 def _check_one_node(members: Sequence[Member]) -> None:

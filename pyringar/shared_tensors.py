@@ -38,13 +38,18 @@ def shared_empty(
         RingarError: The memory is not to be had; says how much was asked for.
         UnsupportedError: This is not Linux.
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
-        raise ArgumentError(f"shape is {shape!r}, expected sizes, 0 or more")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
-    numel = math.prod(sizes)
-    memory = _native.engine().SharedMemory(max(1, numel * dtype.itemsize), "a shared tensor")
+    sizes = (shape,) if isinstance(shape, int) else shape
+    is_shape = isinstance(sizes, (list, tuple)) and not any(
+        isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes
+    )
+    numel = math.prod(sizes) if is_shape else 0
+    nbytes = max(1, numel * dtype.itemsize)
+    if not is_shape or nbytes >= 2**63:
+        raise ArgumentError(f"shape is {shape!r}, expected sizes, 0 or more, of less than 2^63 B")
+    sizes = tuple(sizes)
+    memory = _native.engine().SharedMemory(nbytes, "a shared tensor")
     _memories[memory.address] = memory
     if numel == 0:
         return torch.empty(sizes, dtype=dtype)

@@ -10,7 +10,7 @@ import torch
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["Plan", "Topology", "check_devices", "choose_algorithm"]
+__all__ = ["Plan", "Topology", "check_device", "check_devices", "choose_algorithm"]
 
 # Between memories, below this many bytes a rank: two barriers beat 2 (k - 1) steps.
 _DIRECT_BELOW_BYTES = 512 * 1024
@@ -106,6 +106,29 @@ def choose_algorithm(topology: Topology, nbytes: int, order: str) -> tuple[str, 
     return "ring", "between memories a ring moves the least over every link"
 
 
+def check_device(given: Any, name: str) -> torch.device:
+    """Turn what was passed as the argument ``name`` into a ``torch.device`` that exists.
+
+    Raises:
+        ArgumentError: It is no device, or not on this machine; names those that are.
+    """
+    num_gpus = torch.cuda.device_count()
+    there = ["cpu", *(f"cuda:{i}" for i in range(num_gpus))]
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"{name} is {given!r}, expected one of {', '.join(there)}") from error
+    is_there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < num_gpus)
+    if not is_there:
+        raise ArgumentError(
+            f"{name} is {str(device)!r}, which is not on this machine; "
+            f"there are: {', '.join(there)}"
+        )
+    if device == torch.device("cuda"):  # torch's current one; a name for every rank's memory
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def check_devices(devices: Any) -> tuple[torch.device, ...]:
     """Turn a list of devices, one per rank, into ``torch.device`` objects that exist.
 
@@ -122,25 +145,4 @@ def check_devices(devices: Any) -> tuple[torch.device, ...]:
         )
     if not devices:
         raise ArgumentError("devices is empty, expected one device per rank")
-    found = []
-    num_gpus = torch.cuda.device_count()
-    there = ["cpu", *(f"cuda:{i}" for i in range(num_gpus))]
-    for rank, given in enumerate(devices):
-        try:
-            device = torch.device(given)
-        except (RuntimeError, TypeError) as error:
-            raise ArgumentError(
-                f"devices[{rank}] is {given!r}, expected one of {', '.join(there)}"
-            ) from error
-        is_there = device.type == "cpu" or (
-            device.type == "cuda" and (device.index or 0) < num_gpus
-        )
-        if not is_there:
-            raise ArgumentError(
-                f"devices[{rank}] is {str(device)!r}, which is not on this machine; "
-                f"there are: {', '.join(there)}"
-            )
-        if device == torch.device("cuda"):  # torch's current one; a name for every rank's memory
-            device = torch.device("cuda", torch.cuda.current_device())
-        found.append(device)
-    return tuple(found)
+    return tuple(check_device(given, f"devices[{rank}]") for rank, given in enumerate(devices))

@@ -115,6 +115,26 @@ def test_autocast_reaches_the_ranks():
             assert not net(X).requires_grad
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_have_the_same_bits_whatever_the_threads_did_before(num_ranks):
+    """autograd orders work by counters of the threads that recorded it."""
+    found = []
+    X, y = batch_of(9, torch.float32)  # noqa: N806
+    for history in range(6):
+        torch.manual_seed(0)
+        with pr.DataParallel(Net(), ["cpu"] * num_ranks, batchnorm="sync") as net:
+            net.eval()
+            for _ in range(history):
+                net(X[: 1 + history % 2])  # recorded by some of the ranks' threads only
+            net.train()
+            F.cross_entropy(net(X), y).backward()
+            net.wait()
+            found.append([p.grad.clone() for p in net.parameters()])
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            assert torch.equal(got, want)
+
+
 def test_random_numbers_are_drawn_in_the_same_order_every_time():
     module = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(6), nn.Dropout())
     with pr.DataParallel(module, ["cpu"] * 3, batchnorm="sync") as net:

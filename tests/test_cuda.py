@@ -813,6 +813,53 @@ def test_graph_of_a_training_step(make_ranks, device, algorithm):
             assert same_bits(p, first), "replicas differ"
 
 
+def bucketed_step(replicas, batches, bucketer):
+    """Forward, backward with gradients reduced in buckets while it runs, and descent."""
+
+    def step():
+        losses = []
+        for replica, (x, y) in zip(replicas, batches, strict=True):
+            replica.zero_grad()
+            losses.append(((replica(x) - y) ** 2).sum())
+        torch.autograd.backward(losses)
+        bucketer.wait()
+        with torch.no_grad():
+            for replica in replicas:
+                for p in replica.parameters():
+                    p.sub_(p.grad, alpha=0.001)
+
+    return step
+
+
+@gpu_only
+@pytest.mark.parametrize("overlap", [False, True])
+def test_graph_of_a_step_with_buckets(make_ranks, device, overlap):
+    """Three replays with other inputs have the bits of three eager steps, gradients included."""
+    batches = [[torch.zeros(32, n, device=device) for n in (16, 4)] for _ in range(3)]
+    ours = [small_network(device) for _ in batches]
+    options = {"bucket_cap_mb": 3e-4, "first_bucket_mb": 1e-4, "overlap": overlap}  # three buckets
+    with (
+        pr.GradientBucketer(ours, comm=make_ranks(3), **options) as bucketer,
+        contextlib.ExitStack() as stack,
+    ):
+        graph = captured(bucketed_step(ours, batches, bucketer))
+        assert len(bucketer.buckets) > 1
+        theirs = copy.deepcopy(ours)  # with the parameters that the warm-up has left
+        other = stack.enter_context(pr.GradientBucketer(theirs, comm=make_ranks(3), **options))
+        eager_step = bucketed_step(theirs, batches, other)
+        for replay in range(3):
+            for rank, batch in enumerate(batches):
+                generator = torch.Generator().manual_seed(10 * replay + rank)
+                for tensor in batch:
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            graph.replay()
+            eager_step()
+            for mine, yours in zip(ours, theirs, strict=True):
+                for p, q in zip(mine.parameters(), yours.parameters(), strict=True):
+                    assert same_bits(p.grad, q.grad), f"gradients of replay {replay}"
+                    assert same_bits(p, q), f"parameters after replay {replay}"
+
+
 @gpu_only
 def test_a_first_ring_inside_a_capture_is_refused(make_ranks, device):
     comm = make_ranks(2)

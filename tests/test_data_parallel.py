@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyringar import data_parallel
 from pyringar.data_parallel import (
     check_replicas_equal,
     evaluate_accuracy_gpus,
@@ -25,6 +27,19 @@ from pyringar.train.synthetic import synthetic_images
 
 def cpus(count):
     return ["cpu"] * count
+
+
+class Launches(TorchDispatchMode):
+    """Names the operators that would each launch a kernel on a GPU: all but views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class TestGetParams:
@@ -257,6 +272,44 @@ class TestReplicasEqual:
         replicas = [[torch.zeros(4)] for _ in range(4)]
         replicas[3][0][0] = 1
         assert [bool(flag) for flag in mismatch_flags(replicas)] == [False, False, True]
+
+    @pytest.mark.parametrize("place", ["cpu", "as on a GPU"])
+    def test_flags_find_one_bit_in_any_tensor_of_any_dtype(self, monkeypatch, place):
+        """The comparison of a GPU's tensors, too, on the CPU's."""
+        monkeypatch.setattr(data_parallel, "_stops_early", lambda _: place == "cpu")
+        generator = torch.Generator().manual_seed(7)
+        dtypes = [torch.float32, torch.float16, torch.float64, torch.bfloat16, torch.int32]
+        dtypes += [torch.uint8, torch.complex64, torch.float32]
+        shapes = [(3, 5), (), (7,), (2, 1, 4), (0,), (6,), (2, 2), (4, 3)]
+        first = [
+            (torch.randn(shape, generator=generator) * 9).to(dtype)
+            for dtype, shape in zip(dtypes, shapes, strict=True)
+        ]
+        first[7] = first[7].T  # with other strides than those of its copies
+        first[2][3] = float("nan")
+        replicas = [first, *([t.clone().contiguous() for t in first] for _ in range(2))]
+        assert [bool(flag) for flag in mismatch_flags(replicas)] == [False, False]
+        for tensor in (t for t in replicas[2] if t.numel()):
+            last = tensor.flatten()[-1:].clone()
+            octets = tensor.view(-1).view(torch.uint8)
+            octets[-1] ^= 1
+            assert [bool(flag) for flag in mismatch_flags(replicas)] == [False, True]
+            tensor.view(-1)[-1:] = last
+        assert [bool(flag) for flag in mismatch_flags(replicas)] == [False, False]
+
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_flags_take_as_many_launches_for_many_tensors_as_for_few(self, monkeypatch, ranks):
+        monkeypatch.setattr(data_parallel, "_stops_early", lambda _: False)
+
+        def launches(num_tensors):
+            replicas = [[torch.ones(3) for _ in range(num_tensors)] for _ in range(ranks)]
+            with Launches() as seen:
+                flags = mismatch_flags(replicas)
+            assert not any(flags)
+            return seen.names
+
+        assert launches(100) == launches(2)
+        assert len(launches(100)) == 1 + 3 * (ranks - 1)  # rank 0 is put end to end once
 
     def test_ranks_that_cannot_be_compared_are_named(self):
         with pytest.raises(ArgumentError, match="replicas is empty"):

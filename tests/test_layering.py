@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     "errors",
     "_toolchain",
+    "_compile",
     "_build",
     "_native",
     "topology",
@@ -47,7 +48,7 @@ FLOORS = [
     "parallel_module",
     "distributed",
     "trace",
-    "cost",
+    "predict",
     "_grader_checks",
     "grader",
     "__init__",
@@ -56,7 +57,7 @@ FLOORS = [
     "__main__",
 ]
 # What `pip install .` runs before torch is there.
-WITHOUT_TORCH = ["errors", "_toolchain", "_build", "_native"]
+WITHOUT_TORCH = ["errors", "_toolchain", "_compile", "_build", "_native"]
 # Slow to import or not always there: only inside the functions that need them.
 ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy"}
 
@@ -70,6 +71,10 @@ INCLUDES = {
 }
 CUDA_BINDINGS = "bindings/cuda_"  # these files may include the CUDA floor
 CUDA_HEADERS = {"cuda.h", "cuda_runtime.h"}
+# Headers that need the CUDA toolkit's.
+WITH_CUDA_RUNTIME = {f"cuda/{name}.h" for name in ("runtime", "group", "folds")}
+WITH_CUDA_RUNTIME |= {"cuda/process_staging.h", "cuda/process_engine.h"}
+WITH_CUDA_RUNTIME |= {"bindings/cuda_process_group.h"}
 # Where nvcc does not compile the kernels, the tests' emulator brings CUDA's words.
 EMULATED_FILE, EMULATOR = "cuda/device.cuh", "cuda_emulator.h"
 # How the CUDA engine orders memory is one file's business.
@@ -332,7 +337,7 @@ def test_header_compiles_alone(tmp_path, header):
     unit.write_text(f'#include "{header}"\n#include "{header}"\n')
     flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
     flags += ["-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]  # hidden: pybind11 wants it
-    if header in ("cuda/runtime.h", "cuda/group.h"):
+    if header in WITH_CUDA_RUNTIME:
         flags += [f"-isystem{folder}" for folder in cuda_includes()]
     if header.startswith("bindings/"):
         flags += [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"]

@@ -14,6 +14,7 @@ import torch
 from pyringar.data_parallel import check_replicas_equal
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.train import ImageData, TrainConfig, Trainer, train
+from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
 from pyringar.train.plot import check_output_path, save_plot
 from pyringar.train.synthetic import synthetic_images
@@ -127,7 +128,7 @@ def test_the_result_says_what_ran(small, allreduce):
 
 
 def test_diverging_replicas_stop_the_training_and_name_the_step(small, monkeypatch):
-    real_step, steps = trainer_module.train_batch, []
+    real_step, steps = step_module.train_batch, []
 
     def step_with_a_slip(*args, **kwargs):
         losses = real_step(*args, **kwargs)
@@ -137,7 +138,7 @@ def test_diverging_replicas_stop_the_training_and_name_the_step(small, monkeypat
                 args[2][1][4][5, 6] += 1e-3
         return losses
 
-    monkeypatch.setattr(trainer_module, "train_batch", step_with_a_slip)
+    monkeypatch.setattr(step_module, "train_batch", step_with_a_slip)
     message = r"after step 2: .*parameter 4, shape \(800, 128\), on rank 1 .* in 1 of 102400"
     with pytest.raises(RingarError, match=message):
         run(small, ranks=2)

@@ -9,6 +9,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -17,6 +18,9 @@
 #include "core/error.h"
 
 namespace pyringar {
+
+// How long a wait without the GIL may last before it looks for signals, such as Ctrl-C.
+inline constexpr std::chrono::milliseconds kSignalInterval{50};
 
 // The value whose name Python passed; names[i] belongs to value i.
 template <typename Enum>

@@ -1,4 +1,5 @@
-// cuda_module: the CUDA engine as Python sees it: CudaGroup, CudaWork, devices and peers.
+// cuda_module: the CUDA engine as Python sees it: CudaGroup, CudaWork, devices and peers; what is
+// for ranks in processes comes from cuda_process.
 //
 // Floor     bindings
 // Contract  the calls of CudaGroup are those of the CPU engine's Group, so that the communicator
@@ -12,6 +13,7 @@
 #include <memory>
 
 #include "bindings/convert.h"
+#include "bindings/cuda_process.h"
 #include "bindings/prepare.h"
 #include "bindings/tensor.h"
 #include "core/error.h"
@@ -302,6 +304,7 @@ PYBIND11_MODULE(_cuda_engine, m) {
       .def("finished_ns", [](CudaWork&) { return 0; })  // nobody on the host waits for it
       .def("wait", [](CudaWork& work, double) { return work.wait(); });
   bind_group(m);
+  bind_cuda_process_group(m);
   m.def("num_devices", &cuda::num_devices);
   m.def("peer_links", &peer_matrix, py::arg("devices"));
   m.def("runtime_version", [] { return CUDART_VERSION; });

@@ -1,9 +1,10 @@
-// module: the engine as Python sees it: Group, Work, Bound, and the schedule for tests.
+// module: the engine as Python sees it: Group, Work, Bound, and the schedule, for
+//         predictions and tests.
 //
 // Floor     bindings
-// Contract  pyringar._native loads it, pyringar.communicator is its only user. Errors arrive as the
-//           classes of pyringar.errors. The GIL is released while data moves, except for calls so
-//           short that handing it over would take longer.
+// Contract  pyringar._native loads it; pyringar.communicator is its only user, but for the
+//           schedule. Errors arrive as the classes of pyringar.errors. The GIL is released while
+//           data moves, except for calls so short that handing it over would take longer.
 // Tests     tests/test_communicator.py, tests/test_arguments.py
 
 #include <pybind11/pybind11.h>
@@ -106,6 +107,18 @@ py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op
   const auto ranks = std::max<std::size_t>(1, py::len(prepared.written));
   run(*group, prepared.collective, static_cast<int>(ranks));
   return py::none();
+}
+
+// Without the GIL. Ctrl-C ends the wait, not the work.
+bool wait_for(Work& work, double timeout_s) {
+  const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
+  while (true) {
+    const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
+    if (work.wait(std::min<std::chrono::nanoseconds>(left, kSignalInterval))) return true;
+    if (left <= kSignalInterval) return false;
+    const py::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw PythonErrorPending{};
+  }
 }
 
 py::object exception_of(Work& work) {
@@ -260,9 +273,7 @@ PYBIND11_MODULE(_engine, m) {
       .def("is_completed", &Work::is_completed)
       .def("exception", &exception_of)
       .def("finished_ns", &Work::finished_ns)
-      .def(
-          "wait", [](Work& work, double timeout_s) { return work.wait(to_nanoseconds(timeout_s)); },
-          py::call_guard<py::gil_scoped_release>());
+      .def("wait", &wait_for, py::call_guard<py::gil_scoped_release>());
   bind_group(m);
   bind_bucketer(m);
   bind_process_group(m);
@@ -271,6 +282,7 @@ PYBIND11_MODULE(_engine, m) {
     const RingStep s = ring_step(rank, world_size, step);
     return py::make_tuple(s.send_chunk, s.recv_chunk, s.reduce);
   });
+  m.def("ring_num_steps", &ring_num_steps);
   m.def("chunk_range", [](std::size_t numel, int world_size, int chunk) {
     const Range range = chunk_range(numel, world_size, chunk);
     return py::make_tuple(range.begin, range.end);

@@ -114,8 +114,9 @@ class CallBuilder {
   // their index must be so on all ranks.
   TensorSpan dense(const TensorView& view, bool is_input, bool is_output, bool is_flat) {
     const bool is_contiguous = has_index_order(view);
+    if (!is_flat) mix_sizes(view);
     if (view.is_dense && (!is_flat || is_contiguous)) {
-      if (!is_contiguous) mix_layout(view);
+      if (!is_contiguous) mix_strides(view);
       return {view.data, view.numel, view.dtype};
     }
     auto memory = std::make_unique_for_overwrite<std::byte[]>(view.bytes());
@@ -134,12 +135,21 @@ class CallBuilder {
     return true;
   }
 
-  void mix_layout(const TensorView& view) {
+  // What ranks compare; not where only the order of elements counts.
+  void mix_sizes(const TensorView& view) {
+    std::uint64_t& digest = prepared_.call.layouts;
+    digest = mix(digest, static_cast<std::uint64_t>(view.ndim));
+    for (int dim = 0; dim < view.ndim; ++dim) {
+      digest = mix(digest, static_cast<std::uint64_t>(view.shape[dim]));
+    }
+  }
+
+  void mix_strides(const TensorView& view) {
     std::uint64_t& digest = prepared_.call.layouts;
     digest = mix(digest, views_.size());
     for (int dim = 0; dim < view.ndim; ++dim) {
-      digest = mix(mix(digest, static_cast<std::uint64_t>(view.shape[dim])),
-                   static_cast<std::uint64_t>(view.strides[dim]));
+      if (view.shape[dim] == 1) continue;  // its stride means nothing
+      digest = mix(digest, static_cast<std::uint64_t>(view.strides[dim]));
     }
   }
 
@@ -221,6 +231,7 @@ void run(ProcessGroup& group, const ProcessCall& call) {
   const py::gil_scoped_release release;
   is_python_call = true;
   try {
+    while (!group.wait_for_turn(kSignalInterval)) look_at_signals();
     group.run(call);
   } catch (...) {
     is_python_call = false;
@@ -404,10 +415,12 @@ void bind_process_group(py::module_& m) {
       .def("stats", &stats_dict)
       .def("delay",
            [](ProcessGroup& group, py::handle phase, double seconds) {
-             group.delay(parse<Phase>(phase, "phase", &phase_name, kNumPhases),
-                         to_nanoseconds(seconds));
+             const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
+             const py::gil_scoped_release release;
+             group.delay(parsed, to_nanoseconds(seconds));
            })
-      .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next);
+      .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next,
+           py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace pyringar

@@ -29,7 +29,8 @@
 //           the engine knows why.
 // Source    "copy in, reduce, copy out" of DeepSpeed's and gloo's shared-memory all-reduces, as a
 //           pipeline.
-// Tests     tests/cpp/model (every interleaving), tests/cpp/process_test.cpp (ThreadSanitizer)
+// Tests     tests/test_model.py (tests/cpp/model: every interleaving), tests/cpp/process_test.cpp
+//           (ThreadSanitizer)
 #pragma once
 
 #include <cstddef>

@@ -12,7 +12,6 @@
 
 #include <atomic>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 #include <string>
 
@@ -34,7 +33,9 @@ struct Stat {
 // "PID (name) S ..." with the start time as field 22; the name may hold anything, ')' included.
 Stat read_stat(std::int32_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  // Not through iterators, which throw if the process goes between opening and reading.
+  std::string text;
+  std::getline(file, text, '\0');
   const std::size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return {};
   std::istringstream fields(text.substr(name_end + 1));

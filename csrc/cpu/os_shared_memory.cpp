@@ -11,7 +11,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <string>
 
 #include "core/error.h"
@@ -61,6 +63,34 @@ std::byte* map(int fd, std::size_t bytes, const char* purpose) {
   return static_cast<std::byte*>(data);
 }
 
+// Of this machine, or of the container if that is less.
+std::size_t memory_bytes() {
+  auto least = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
+               static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  for (const char* path :
+       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    std::size_t limit = 0;  // the file may say "max", which is no number
+    if (std::ifstream(path) >> limit && limit > 0) least = std::min(least, limit);
+  }
+  return least;
+}
+
+// An errno, or 0. The kernel would look for pages until it has to kill somebody, so what cannot fit
+// is not asked for. A signal ends a search and undoes it: little by little, so that there is
+// progress between any two.
+int find_pages(int fd, std::size_t bytes) {
+  constexpr std::size_t kStep = std::size_t{2} << 20;
+  if (bytes > memory_bytes()) return ENOMEM;
+  for (std::size_t at = 0; at < bytes;) {
+    const std::size_t step = std::min(kStep, bytes - at);
+    const int error = posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(step));
+    if (error == EINTR) continue;
+    if (error != 0) return error;
+    at += step;
+  }
+  return 0;
+}
+
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 }  // namespace
@@ -69,7 +99,7 @@ SharedMemory SharedMemory::create(std::size_t bytes, const char* purpose) {
   Descriptor fd(memfd_create("pyringar", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) fail_with(errno, purpose, bytes, "create");
   if (fchmod(fd.get(), 0600) != 0) fail_with(errno, purpose, bytes, "protect");
-  const int error = posix_fallocate(fd.get(), 0, static_cast<off_t>(bytes));
+  const int error = find_pages(fd.get(), bytes);
   if (error != 0) fail_with(error, purpose, bytes, "allocate");
   if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) fail_with(errno, purpose, bytes, "seal");
   std::byte* data = map(fd.get(), bytes, purpose);

@@ -19,7 +19,6 @@ using namespace std::chrono_literals;
 
 // Measured on two cores: see the notes on each in benchmarks/processes.py.
 constexpr int kPausesWithCore = 1000;
-constexpr int kPausesCrowded = 50;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 20;
 // A yield beside a thread that computes gives away a whole time slice. One that took this long says
@@ -49,7 +48,9 @@ PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds 
       num_yields_(segment.world_size() <= num_allowed_cores() ? kYieldsWithCore : kYieldsCrowded),
       has_core_per_rank_(segment.world_size() <= num_allowed_cores()) {}
 
-void PeerWatch::begin_call() {
+void PeerWatch::begin_call(bool is_background) {
+  is_background_ = is_background;
+  peers_have_come_ = false;
   has_deadline_ = false;
   RankLine& line = segment_.line(rank_);
   line.core.store(current_core(), std::memory_order_relaxed);
@@ -89,7 +90,10 @@ bool PeerWatch::yield_until(const Flag& flag, std::uint32_t wanted) {
 
 bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
   keep_apart();
-  if (waits_without_yields_ > 0) {
+  // Another rank's backward may take long to come here; what it does then does not.
+  if (is_background_ && !peers_have_come_) {
+    peers_have_come_ = true;
+  } else if (waits_without_yields_ > 0) {
     --waits_without_yields_;
   } else if (yield_until(flag, wanted)) {
     return true;
@@ -129,6 +133,8 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
       throw;
     }
   }
+  // First: whoever failed may be gone by now, and was not the cause.
+  if (adopt_shared_failure()) return true;
   const RankLine& line = segment_.line(peer);
   const bool has_left =
       line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft);
@@ -140,7 +146,6 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
                 "; ", last_call_of(peer)));
     return true;
   }
-  if (adopt_shared_failure()) return true;
   if (Clock::now() < deadline_) return false;
   const int culprit = most_behind(peer);
   const double seconds = std::chrono::duration<double>(timeout_).count();
@@ -155,20 +160,22 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
 
 // Everybody waits for the one who is late, or for somebody who does; that one has done least.
 int PeerWatch::most_behind(int suspect) const {
-  const auto done = [&](int rank) {
-    const RankLine& line = segment_.line(rank);
-    return std::pair{line.announced.value.load(std::memory_order_acquire),
-                     line.reduced.value.load(std::memory_order_acquire)};
+  const auto is_behind = [&](int a, int b) {
+    const RankLine& one = segment_.line(a);
+    const RankLine& other = segment_.line(b);
+    // In this order: within a ring call all have announced and reduced the same.
+    for (const auto& [x, y] :
+         {std::pair{&one.announced, &other.announced}, std::pair{&one.reduced, &other.reduced},
+          std::pair{&one.link.flag, &other.link.flag}}) {
+      const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
+                                                   y->value.load(std::memory_order_acquire));
+      if (ahead != 0) return ahead < 0;
+    }
+    return false;
   };
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
-    if (rank == rank_) continue;
-    const auto [announced, reduced] = done(rank);
-    const auto [least_announced, least_reduced] = done(last);
-    const auto behind = static_cast<std::int32_t>(announced - least_announced);
-    if (behind < 0 || (behind == 0 && static_cast<std::int32_t>(reduced - least_reduced) < 0)) {
-      last = rank;
-    }
+    if (rank != rank_ && is_behind(rank, last)) last = rank;
   }
   return last;
 }

@@ -23,16 +23,21 @@ namespace pyringar {
 
 class PeerWatch {
  public:
+  // Looks at a flag before a rank gives its core away, where ranks or threads outnumber cores.
+  static constexpr int kPausesCrowded = 50;
+
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
   std::chrono::nanoseconds timeout() const { return timeout_; }
 
-  void begin_call();  // a new deadline
+  // A new deadline. In the background: beside threads of its own process that want the core.
+  void begin_call(bool is_background);
 
   bool wait(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
-    for (int i = 0; i < num_pauses_; ++i) {
+    const int num_pauses = is_background_ ? kPausesCrowded : num_pauses_;
+    for (int i = 0; i < num_pauses; ++i) {
       if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
       cpu_pause();
     }
@@ -65,6 +70,8 @@ class PeerWatch {
   const int num_yields_;
   const bool has_core_per_rank_;
   int waits_without_yields_ = 0;
+  bool is_background_ = false;
+  bool peers_have_come_ = false;  // to this call
   bool has_deadline_ = false;
   Deadline deadline_{};
   std::function<void()> on_nap_;

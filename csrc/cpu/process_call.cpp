@@ -5,152 +5,88 @@
 
 #include "cpu/process_call.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <thread>
 
 #include "core/error.h"
+#include "cpu/copy.h"
 #include "cpu/fused.h"
 #include "cpu/kernels.h"
+#include "cpu/process_board.h"
 #include "cpu/process_ring.h"
 
 namespace pyringar {
 
 namespace {
 
-// Up to this, every rank reduces everything: one wait instead of two.
+// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do: each
+// would read as much from the other either way.
 constexpr std::size_t kExchangeBytes = 32 * 1024;
 // A call is cut in some pieces, so that copying and reducing overlap, none of them tiny.
 constexpr std::size_t kPiecesPerCall = 4;
 constexpr std::size_t kMinPieceBytes = 32 * 1024;
 
-void copy_bytes(void* to, const void* from, std::size_t bytes) {
-  // Not memcpy: that takes rep movsb, which is slow on lines that another core has just written.
-  kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, bytes, 1);
-}
-
-// What every staged engine does alike: counters, and the comparison of calls.
-class StagedEngine {
+// What the engines here keep of a call.
+class StagedEngine : public ProcessBoard {
  public:
-  StagedEngine(ProcessRank& self, const ProcessCall& call)
-      : self_(self), call_(call), segment_(self.segment), world_size_(segment_.world_size()) {}
-
-  void announce(std::uint32_t n) {
-    self_.sleep_in(Phase::kAnnounce);
-    line(self_.rank).announced.set(n, kWakeAll, Scope::kProcesses);
-  }
-  bool wait_announced(std::uint32_t n) {
-    for (int rank = 0; rank < world_size_; ++rank) {
-      if (rank == self_.rank) continue;
-      if (!self_.watch.wait(line(rank).announced, n, rank, "to join")) return false;
-    }
-    return true;
-  }
-  void publish_reduced(std::uint32_t n) {
-    line(self_.rank).reduced.set(n, kWakeAll, Scope::kProcesses);
-  }
-  bool wait_reduced(std::uint32_t n) {
-    self_.sleep_in(Phase::kGather);
-    for (int rank = 0; rank < world_size_; ++rank) {
-      if (rank == self_.rank) continue;
-      if (!self_.watch.wait(line(rank).reduced, n, rank, "to reduce its part")) return false;
-    }
-    return true;
-  }
-  bool agree(std::uint32_t) {
-    const std::uint64_t parity = self_.sequence % 2;
-    const CallRecord& own = line(self_.rank).calls[parity];
-    for (int rank = 0; rank < world_size_; ++rank) {
-      const CallRecord& other = line(rank).calls[parity];
-      if (own.agrees(other)) continue;
-      self_.watch.report(ErrorKind::kArgument, mismatch(own, rank, other));
-      return false;
-    }
-    self_.sleep_in(Phase::kReduce);
-    return true;
-  }
+  StagedEngine(ProcessRank& self, const ProcessCall& call) : ProcessBoard(self), call_(call) {}
 
  protected:
-  RankLine& line(int rank) const { return segment_.line(rank); }
   std::byte* slot(int rank, std::uint32_t n) const { return segment_.slot(rank, n); }
   std::byte* own_slot(std::uint32_t n) const { return slot(self_.rank, n); }
 
-  ProcessRank& self_;
   const ProcessCall& call_;
-  const Segment& segment_;
-  const int world_size_;
-
- private:
-  std::string mismatch(const CallRecord& own, int rank, const CallRecord& other) const {
-    const char* hint = own.text() != other.text()   ? ""
-                       : own.places != other.places ? " (registered tensors, but not the same ones)"
-                       : own.algorithm != other.algorithm
-                           ? " (with different algorithms)"
-                           : " (tensors of different sizes, dtypes or strides)";
-    return join("ranks call different things: ", self_.watch.name_of(self_.rank), " ", own.text(),
-                "; ", self_.watch.name_of(rank), " ", other.text(), hint);
-  }
 };
 
-// Tensors reduced in place, through slots: every rank its slice of every piece, or all of it.
+// Tensors reduced in place, through slots: every rank its slice of every piece, or all of it. What
+// is a rank's own it reads where it is, in its tensors.
 class ReduceEngine : public StagedEngine {
  public:
   ReduceEngine(ProcessRank& self, const ProcessCall& call, const PackedLine& packed,
-               std::size_t piece_bytes)
+               std::size_t piece_bytes, bool is_direct)
       : StagedEngine(self, call),
         line_(packed),
         piece_bytes_(piece_bytes),
-        pointers_(static_cast<std::size_t>(world_size_)) {}
+        is_direct_(is_direct),
+        sources_(static_cast<std::size_t>(world_size_)) {}
 
   void copy_in(std::size_t piece, std::uint32_t n) {
-    line_.for_each_tensor(begin(piece), end(piece),
-                          [&](std::byte* tensor, std::size_t at, std::size_t bytes) {
-                            copy_bytes(own_slot(n) + at, tensor, bytes);
-                          });
+    if (!is_direct_) return copy_part_in(piece, n, begin(piece), end(piece));
+    for_each_slice(piece, [&](int owner, DType, std::size_t first, std::size_t last) {
+      if (owner != self_.rank) copy_part_in(piece, n, first, last);
+    });
   }
   void reduce(std::size_t piece, std::uint32_t n) {
-    line_.for_each_run(
-        begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
-          const Range slice = chunk_range(numel, world_size_, self_.rank);
-          if (slice.size() == 0) return;
-          const std::size_t offset = at + slice.begin * item_bytes(dtype);
-          for (int rank = 0; rank < world_size_; ++rank) {
-            pointers_[static_cast<std::size_t>(rank)] = slot(rank, n) + offset;
-          }
-          void* result = own_slot(n) + offset;
-          kernels(dtype, call_.op)
-              .fused(pointers_.data(), world_size_, &result, 1, slice.size(), call_.divisor);
-        });
+    for_each_slice(piece, [&](int owner, DType dtype, std::size_t first, std::size_t last) {
+      if (owner != self_.rank) return;
+      line_.for_each_tensor(first, last,
+                            [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                              const std::size_t at = first - begin(piece) + offset;
+                              fuse(n, at, tensor, dtype, bytes, {tensor, own_slot(n) + at});
+                            });
+    });
   }
   void copy_out(std::size_t piece, std::uint32_t n) {
-    for (int owner = 0; owner < world_size_; ++owner) {
-      line_.for_each_run(
-          begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
-            const Range slice = chunk_range(numel, world_size_, owner);
-            const std::size_t first = at + slice.begin * item_bytes(dtype);
-            const std::size_t last = at + slice.end * item_bytes(dtype);
-            line_.for_each_tensor(begin(piece) + first, begin(piece) + last,
-                                  [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                                    copy_bytes(tensor, slot(owner, n) + first + offset, bytes);
-                                  });
-          });
-    }
+    for_each_slice(piece, [&](int owner, DType, std::size_t first, std::size_t last) {
+      if (owner == self_.rank) return;
+      const std::byte* from = slot(owner, n) + (first - begin(piece));
+      line_.for_each_tensor(first, last,
+                            [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                              copy_from_slot(tensor, from + offset, bytes);
+                            });
+    });
   }
   void combine(std::size_t piece, std::uint32_t n) {
+    self_.sleep_in(Phase::kGather);
     line_.for_each_run(
         begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
-          const std::size_t item = item_bytes(dtype);
           const std::size_t first = begin(piece) + at;
-          line_.for_each_tensor(
-              first, first + numel * item,
-              [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                for (int rank = 0; rank < world_size_; ++rank) {
-                  pointers_[static_cast<std::size_t>(rank)] = slot(rank, n) + at + offset;
-                }
-                void* result = tensor;
-                kernels(dtype, call_.op)
-                    .fused(pointers_.data(), world_size_, &result, 1, bytes / item, call_.divisor);
-              });
+          line_.for_each_tensor(first, first + numel * item_bytes(dtype),
+                                [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                                  fuse(n, at + offset, tensor, dtype, bytes, {tensor});
+                                });
         });
   }
 
@@ -160,9 +96,44 @@ class ReduceEngine : public StagedEngine {
     return std::min(begin(piece) + piece_bytes_, line_.bytes());
   }
 
+  // visit(owner, dtype, first, last): bytes of the line, the slices of each run of a piece.
+  template <typename Visit>
+  void for_each_slice(std::size_t piece, Visit&& visit) const {
+    line_.for_each_run(begin(piece), end(piece),
+                       [&](DType dtype, std::size_t at, std::size_t numel) {
+                         const std::size_t item = item_bytes(dtype);
+                         for (int owner = 0; owner < world_size_; ++owner) {
+                           const Range slice = chunk_range(numel, world_size_, owner);
+                           if (slice.size() == 0) continue;
+                           const std::size_t first = begin(piece) + at + slice.begin * item;
+                           visit(owner, dtype, first, first + slice.size() * item);
+                         }
+                       });
+  }
+
+  void copy_part_in(std::size_t piece, std::uint32_t n, std::size_t first, std::size_t last) {
+    std::byte* to = own_slot(n) + (first - begin(piece));
+    line_.for_each_tensor(first, last,
+                          [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                            copy_to_slot(to + offset, tensor, bytes);
+                          });
+  }
+
+  // own: this rank's part; the others' lies at `at` of their slots.
+  void fuse(std::uint32_t n, std::size_t at, const std::byte* own, DType dtype, std::size_t bytes,
+            std::initializer_list<void*> results) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      sources_[static_cast<std::size_t>(rank)] = rank == self_.rank ? own : slot(rank, n) + at;
+    }
+    kernels(dtype, call_.op)
+        .fused(sources_.data(), world_size_, results.begin(), static_cast<int>(results.size()),
+               bytes / item_bytes(dtype), call_.divisor);
+  }
+
   const PackedLine& line_;
   const std::size_t piece_bytes_;
-  std::vector<const void*> pointers_;
+  const bool is_direct_;
+  std::vector<const void*> sources_;
 };
 
 // Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody.
@@ -197,15 +168,15 @@ class ShareEngine : public StagedEngine {
     switch (call_.kind) {
       case CallKind::kReduceScatter:
         for (int rank = 0; rank < world_size_; ++rank) {
-          copy_bytes(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
-                     size(piece));
+          copy_to_slot(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
+                       size(piece));
         }
         return;
       case CallKind::kAllGather:
-        return copy_bytes(own_slot(n), input() + begin(piece), size(piece));
+        return copy_to_slot(own_slot(n), input() + begin(piece), size(piece));
       case CallKind::kBroadcast:
         if (self_.rank == call_.root) {
-          copy_bytes(own_slot(n), input() + begin(piece), size(piece));
+          copy_to_slot(own_slot(n), input() + begin(piece), size(piece));
         }
         return;
       default:
@@ -218,12 +189,12 @@ class ShareEngine : public StagedEngine {
         return combine_share(piece, n);
       case CallKind::kAllGather:
         for (int rank = 0; rank < world_size_; ++rank) {
-          copy_bytes(output() + share_of(rank) + begin(piece), slot(rank, n), size(piece));
+          copy_from_slot(output() + share_of(rank) + begin(piece), slot(rank, n), size(piece));
         }
         return;
       case CallKind::kBroadcast:
         if (self_.rank != call_.root) {
-          copy_bytes(output() + begin(piece), slot(call_.root, n), size(piece));
+          copy_from_slot(output() + begin(piece), slot(call_.root, n), size(piece));
         }
         return;
       default:
@@ -310,20 +281,18 @@ std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
   return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
 }
 
-std::size_t direct_piece_bytes(std::size_t bytes, const Segment& segment) {
+std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
   const std::size_t even = (bytes / kPiecesPerCall + 63) / 64 * 64;
   return std::clamp(even, kMinPieceBytes, segment.slot_bytes());
 }
 
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
   const PackedLine packed(call.outputs);
-  const std::size_t piece_bytes = algorithm == ProcessAlgorithm::kExchange
-                                      ? self.segment.slot_bytes()
-                                      : direct_piece_bytes(packed.bytes(), self.segment);
-  ReduceEngine engine(self, call, packed, piece_bytes);
+  const std::size_t piece_bytes = piece_bytes_for(packed.bytes(), self.segment);
   const std::size_t num_pieces = pieces_of(packed.bytes(), piece_bytes);
-  return algorithm == ProcessAlgorithm::kExchange ? exchange(engine, self, num_pieces)
-                                                  : direct(engine, self, num_pieces);
+  const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
+  ReduceEngine engine(self, call, packed, piece_bytes, is_direct);
+  return is_direct ? direct(engine, self, num_pieces) : exchange(engine, self, num_pieces);
 }
 
 bool run_shares(const ProcessCall& call, ProcessRank& self) {
@@ -342,26 +311,6 @@ bool run_ring_call(const ProcessCall& call, ProcessRank& self) {
     if (!run_process_ring(tensor, call.op, call.divisor, self)) return false;
   }
   return true;
-}
-
-void write_record(const ProcessCall& call, ProcessRank& self) {
-  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
-  record = {};
-  record.sequence = self.sequence;
-  record.kind = call.kind;
-  record.op = call.op;
-  record.divisor = static_cast<std::uint32_t>(call.divisor);
-  record.root = call.root;
-  record.algorithm = static_cast<std::uint8_t>(algorithm_of(call, self.segment));
-  record.num_tensors = static_cast<std::uint32_t>(call.outputs.size());
-  record.places = call.places;
-  record.shapes = call.layouts;
-  if (!call.outputs.empty()) record.dtype = call.outputs[0].dtype;
-  for (const TensorSpan& tensor : call.outputs) {
-    record.numel += tensor.numel;
-    record.shapes =
-        mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
-  }
 }
 
 }  // namespace
@@ -387,8 +336,9 @@ std::size_t ProcessCall::bytes() const {
 
 void ProcessRank::sleep_in(Phase phase) {
   if (delay.phase != phase) return;
-  delay.phase = Phase::kIdle;
-  std::this_thread::sleep_for(delay.delay);
+  const auto time = delay.delay;
+  delay = {};  // once
+  std::this_thread::sleep_for(time);
 }
 
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
@@ -397,14 +347,36 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   }
   if (call.places != 0) return ProcessAlgorithm::kRegistered;
   if (call.wants_ring) return ProcessAlgorithm::kRing;
-  return call.bytes() <= kExchangeBytes ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
+  const bool is_exchange = segment.world_size() == 2 || call.bytes() <= kExchangeBytes;
+  return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
 }
 
-bool run_process_call(const ProcessCall& call, ProcessRank& self) {
+void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
+                bool is_background) {
   self.sequence += 1;
-  write_record(call, self);
-  self.watch.begin_call();
+  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
+  record = {};
+  record.sequence = self.sequence;
+  record.kind = call.kind;
+  record.op = call.op;
+  record.divisor = static_cast<std::uint32_t>(call.divisor);
+  record.root = call.root;
+  record.algorithm = static_cast<std::uint8_t>(algorithm);
+  record.num_tensors = static_cast<std::uint32_t>(call.outputs.size());
+  record.places = call.places;
+  record.shapes = call.layouts;
+  if (!call.outputs.empty()) record.dtype = call.outputs[0].dtype;
+  for (const TensorSpan& tensor : call.outputs) {
+    record.numel += tensor.numel;
+    record.shapes =
+        mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
+  }
+  self.watch.begin_call(is_background);
+}
+
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
   const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
+  begin_call(call, algorithm, self, is_background);
   if (call.kind == CallKind::kAllReduce) {
     if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);
     if (algorithm != ProcessAlgorithm::kRegistered) return run_all_reduce(call, self, algorithm);

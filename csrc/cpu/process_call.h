@@ -37,7 +37,7 @@ struct ProcessCall {
   // outputs[0] one part. all_gather: the other way round.
   std::vector<TensorSpan> inputs;
   std::vector<TensorSpan> outputs;
-  std::uint64_t layouts = 0;  // digest of the order in which elements lie in memory
+  std::uint64_t layouts = 0;  // digest of sizes, and of strides where memory order is another
 
   // Tensors with gaps are packed before, and unpacked after.
   struct Staged {
@@ -81,9 +81,13 @@ struct ProcessRank {
 // Which algorithm a call takes, alike on all ranks that agree on the call.
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
 
+// What every call begins with: its record, for the others to compare, and a new deadline.
+void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
+                bool is_background);
+
 // Announces, compares, moves the data. False: a wait failed, or the ranks do not agree; the watch
 // says why.
-bool run_process_call(const ProcessCall& call, ProcessRank& self);
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background);
 
 // One more exchange, of digests of the results of the call just run.
 bool compare_digests(std::uint64_t digest, ProcessRank& self);

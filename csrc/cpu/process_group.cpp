@@ -70,7 +70,7 @@ void ProcessGroup::run(const ProcessCall& call) {
   check_usable();
   queue_.wait_until_idle();
   const std::lock_guard<std::mutex> lock(run_mutex_);
-  run_locked(call);
+  run_locked(call, false);
 }
 
 std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
@@ -78,21 +78,53 @@ std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
   auto shared = std::make_shared<ProcessCall>(std::move(call));
   return queue_.submit([this, shared] {
     const std::lock_guard<std::mutex> lock(run_mutex_);
-    run_locked(*shared);
+    run_locked(*shared, true);
   });
 }
 
-void ProcessGroup::run_locked(const ProcessCall& call) {
+void ProcessGroup::run_program(const Program& program) {
+  check_usable();
+  queue_.wait_until_idle();
+  const std::lock_guard<std::mutex> lock(run_mutex_);
+  run_program_locked(program);
+}
+
+std::shared_ptr<Work> ProcessGroup::submit_program(Program program) {
+  check_usable();
+  return queue_.submit([this, program = std::move(program)] {
+    const std::lock_guard<std::mutex> lock(run_mutex_);
+    run_program_locked(program);
+  });
+}
+
+void ProcessGroup::run_program_locked(const Program& program) {
+  check_ready();
+  self_.sleep_in(Phase::kIdle);
+  bool is_done = false;
+  try {
+    is_done = program(self_);
+  } catch (const Error& error) {
+    watch_.report(error.kind(), join(watch_.name_of(rank_), ": ", error.what()));
+    throw;
+  }
+  if (!is_done) watch_.raise();
+}
+
+void ProcessGroup::check_ready() {
   check_usable();
   check_not_failed();
   if (watch_.adopt_shared_failure()) watch_.raise();
+}
+
+void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
+  check_ready();
   const DefaultFloatMode mode;
   const auto start = Clock::now();
   self_.sleep_in(Phase::kIdle);
   for (const ProcessCall::Staged& staged : call.staged) {
     if (staged.is_input) pack(staged.view, staged.dense.get());
   }
-  if (!run_process_call(call, self_)) watch_.raise();
+  if (!run_process_call(call, self_, is_background)) watch_.raise();
   if (flips_bit_ && !call.outputs.empty() && call.outputs[0].numel > 0) {
     call.outputs[0].data[0] ^= std::byte{1};
     flips_bit_ = false;
@@ -118,8 +150,9 @@ void ProcessGroup::close() {
   if (closed_.exchange(true)) return;
   segment_.line(rank_).state.store(static_cast<std::uint32_t>(RankState::kLeft),
                                    std::memory_order_release);
-  regions_.clear();
   memory_.close_fd();
+  const std::lock_guard<std::mutex> regions_lock(regions_mutex_);
+  regions_.clear();
 }
 
 ProcessStats ProcessGroup::stats() {
@@ -134,22 +167,26 @@ void ProcessGroup::set_on_nap(std::function<void()> on_nap) {
 
 void ProcessGroup::add_region(std::uint64_t id, std::vector<SharedMemory> mapped,
                               std::vector<std::byte*> bases, std::size_t bytes) {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   regions_.push_back({id, std::move(mapped), std::move(bases), bytes});
 }
 
 void ProcessGroup::remove_region(std::uint64_t id) {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   std::erase_if(regions_, [id](const Region& region) { return region.id == id; });
 }
 
 void ProcessGroup::find_registered(ProcessCall& call) {
   if (call.kind != CallKind::kAllReduce) return;
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   if (regions_.empty()) return;
   std::uint64_t places = 1;
   std::vector<std::vector<void*>> registered;
   for (const TensorSpan& tensor : call.outputs) {
+    if (tensor.numel == 0) {
+      registered.emplace_back();
+      continue;
+    }
     const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) {
       const std::byte* base = region.bases[static_cast<std::size_t>(rank_)];
       return tensor.data >= base && tensor.data + tensor.bytes() <= base + region.bytes;
@@ -161,6 +198,7 @@ void ProcessGroup::find_registered(ProcessCall& call) {
     registered.emplace_back();
     for (std::byte* base : found->bases) registered.back().push_back(base + offset);
   }
+  if (call.bytes() == 0) return;
   call.places = places;
   call.registered = std::move(registered);
 }

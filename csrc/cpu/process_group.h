@@ -54,8 +54,15 @@ class ProcessGroup {
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
+  // Whether what was submitted before is done, or becomes so in this time.
+  bool wait_for_turn(std::chrono::nanoseconds timeout) { return queue_.wait_until_idle(timeout); }
   void run(const ProcessCall& call);
   std::shared_ptr<Work> submit(ProcessCall call);
+  // The same for a program that moves the data by other means. False: the watch says why. What it
+  // throws ends the group, and the others are told.
+  using Program = std::function<bool(ProcessRank& self)>;
+  void run_program(const Program& program);
+  std::shared_ptr<Work> submit_program(Program program);
   void close();
   ProcessStats stats();
   void check_usable() const;
@@ -82,7 +89,9 @@ class ProcessGroup {
     std::size_t bytes;
   };
 
-  void run_locked(const ProcessCall& call);
+  void run_locked(const ProcessCall& call, bool is_background);
+  void run_program_locked(const Program& program);
+  void check_ready();
   void check_not_failed() const;
 
   SharedMemory memory_;
@@ -91,12 +100,16 @@ class ProcessGroup {
   const bool checks_digests_;
   const std::uint32_t fork_generation_;
 
-  std::mutex run_mutex_;  // guards all below
+  std::mutex run_mutex_;  // held while a call runs; guards all below down to stats_
   PeerWatch watch_;
   ProcessRank self_;
-  std::vector<Region> regions_;
   bool flips_bit_ = false;
   ProcessStats stats_;
+
+  // Apart, and never held while one waits: who looks tensors up holds Python's lock, which the call
+  // that runs may want.
+  std::mutex regions_mutex_;
+  std::vector<Region> regions_;
 
   WorkQueue queue_;
   std::atomic<bool> closed_{false};

@@ -93,6 +93,12 @@ void WorkQueue::wait_until_idle() {
   changed_.wait(lock, [this] { return jobs_.empty() && !is_busy_; });
 }
 
+bool WorkQueue::wait_until_idle(std::chrono::nanoseconds timeout) {
+  if (!has_work()) return true;
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_for(lock, timeout, [this] { return jobs_.empty() && !is_busy_; });
+}
+
 void WorkQueue::close() {
   const std::lock_guard<std::mutex> closing(close_mutex_);
   {

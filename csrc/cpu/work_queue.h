@@ -48,8 +48,9 @@ class WorkQueue {
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
   std::shared_ptr<Work> submit(std::function<void()> job);
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
-  // Returns when nothing is queued or running.
+  // Returns when nothing is queued or running. False: the timeout passed first.
   void wait_until_idle();
+  bool wait_until_idle(std::chrono::nanoseconds timeout);
   void close();
 
  private:

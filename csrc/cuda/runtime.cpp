@@ -60,9 +60,47 @@ Memory host_memory(std::size_t bytes) {
   return memory;
 }
 
-Event::Event(int device) : device_(device) {
+void Unmap::operator()(void* memory) const {
+  int before = device;
+  cudaGetDevice(&before);
+  cudaSetDevice(device);
+  cudaIpcCloseMemHandle(memory);
+  cudaSetDevice(before);
+}
+
+cudaIpcMemHandle_t ipc_handle(const Memory& memory) {
+  const int device = memory.get_deleter().device;
   const OnDevice guard(device);
-  check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate", device);
+  cudaIpcMemHandle_t handle{};
+  check(cudaIpcGetMemHandle(&handle, memory.get()), "cudaIpcGetMemHandle", device);
+  return handle;
+}
+
+MappedMemory map_memory(int device, const cudaIpcMemHandle_t& handle) {
+  const OnDevice guard(device);
+  void* raw = nullptr;
+  check(cudaIpcOpenMemHandle(&raw, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle",
+        device);
+  return {raw, Unmap{device}};
+}
+
+Event::Event(int device, Visible visible) : device_(device) {
+  const OnDevice guard(device);
+  const unsigned flags =
+      cudaEventDisableTiming | (visible == Visible::kToProcesses ? cudaEventInterprocess : 0u);
+  check(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate", device);
+}
+
+Event::Event(int device, const cudaIpcEventHandle_t& handle) : device_(device) {
+  const OnDevice guard(device);
+  check(cudaIpcOpenEventHandle(&event_, handle), "cudaIpcOpenEventHandle", device);
+}
+
+cudaIpcEventHandle_t Event::ipc_handle() const {
+  const OnDevice guard(device_);
+  cudaIpcEventHandle_t handle{};
+  check(cudaIpcGetEventHandle(&handle, event_), "cudaIpcGetEventHandle", device_);
+  return handle;
 }
 
 Event::~Event() {

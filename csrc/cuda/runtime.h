@@ -43,9 +43,23 @@ T* as(const Memory& memory, std::size_t offset_bytes = 0) {
   return reinterpret_cast<T*>(static_cast<std::byte*>(memory.get()) + offset_bytes);
 }
 
+// Memory of another process, mapped into this one.
+struct Unmap {
+  int device = -1;
+  void operator()(void* memory) const;
+};
+using MappedMemory = std::unique_ptr<void, Unmap>;
+
+cudaIpcMemHandle_t ipc_handle(const Memory& memory);  // what device_memory() made
+MappedMemory map_memory(int device, const cudaIpcMemHandle_t& handle);
+
+enum class Visible { kHere, kToProcesses };
+
 class Event {
  public:
-  explicit Event(int device);
+  explicit Event(int device, Visible visible = Visible::kHere);
+  // What another process made, for processes.
+  Event(int device, const cudaIpcEventHandle_t& handle);
   ~Event();
   Event(Event&& other) noexcept;
   Event& operator=(Event&&) = delete;
@@ -53,6 +67,7 @@ class Event {
   void make_wait(cudaStream_t stream, int device) const;  // a stream of any device
   bool is_done() const;  // one that was recorded in a capture counts as done
   void synchronize() const;
+  cudaIpcEventHandle_t ipc_handle() const;
 
  private:
   int device_;

@@ -80,6 +80,11 @@ def _add_rank_options(group: Any) -> None:
     group.add_argument(
         "--compile", action="store_true", help="let torch compile the model; overlap is lost"
     )
+    group.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="capture the step in a CUDA graph and replay it; all ranks on one GPU",
+    )
 
 
 def _add_recipe_options(group: Any) -> None:
@@ -219,6 +224,8 @@ def _print_header(trainer: Trainer) -> None:
     print(f"allreduce  {trainer.plan}")
     when = "each summed as soon as it is full" if config.overlap else "summed after backward"
     print(f"buckets    {len(trainer.model.bucketer.buckets)}, {when}")
+    if config.cuda_graph:
+        print("step       captured in a CUDA graph, replayed for every full batch")
     amp = " with amp" if config.amp else ""
     weights = ":".join(f"{weight:g}" for weight in trainer.weights or ())
     shares = f" shared {weights}" if weights else ""

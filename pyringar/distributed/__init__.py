@@ -1,7 +1,38 @@
-"""Ranks in processes, on one machine or several."""
+"""pyringar under torch.distributed: the backend ``ringar``, and a hook for others' process groups.
+
+    import torch.distributed as dist
+    import pyringar.distributed  # from torch 2.14 on, installing pyringar is enough
+
+    dist.init_process_group("ringar")  # or "cpu:ringar,cuda:nccl"
+
+    ddp.register_comm_hook(pyringar.distributed.HookState(), pyringar.distributed.ddp_hook)
+
+all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors go through shared
+memory, with the engine's bits and errors; everything else is handed to gloo, and CUDA tensors to
+NCCL where the group has one. :class:`HierarchicalCommunicator` is for ranks on several machines.
+"""
 
 from __future__ import annotations
 
-from pyringar.distributed.hierarchical import HierarchicalCommunicator
+import torch.distributed
 
-__all__ = ["HierarchicalCommunicator"]
+from pyringar.errors import UnsupportedError
+
+if not torch.distributed.is_available():
+    raise UnsupportedError("this torch was built without torch.distributed")
+
+from pyringar.distributed.backend import register
+from pyringar.distributed.ddp import HookState, ddp_hook
+from pyringar.distributed.groups import make_communicator
+from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
+
+__all__ = [
+    "HierarchicalCommunicator",
+    "HookState",
+    "communicator_for",
+    "ddp_hook",
+    "make_communicator",
+    "register",
+]
+
+register()

@@ -45,6 +45,10 @@ class RankedModel(ABC):
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         """One function or module per rank that scores test images, with the same answers on all."""
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step changes, on all ranks."""
+        return [param for params in self.params for param in params]
+
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that was learned, by name; of rank 0."""
@@ -150,6 +154,10 @@ class _ResNet18(RankedModel):
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         copy_buffers(self._net.replicas)  # rank 0's running statistics count, as if it were alone
         return self._net.replicas
+
+    def tensors(self) -> list[Tensor]:
+        buffers = [tensor for replica in self._net.replicas for tensor in replica.buffers()]
+        return [*super().tensors(), *buffers]
 
     def state_dict(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._net.state_dict()

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from pyringar.communicator import Communicator
-from pyringar.data_parallel import Device, Shards, split_batch
+from pyringar.data_parallel import Device, Shards, mismatch_flags, split_batch
 from pyringar.errors import ArgumentError
 from pyringar.trace import Trace
 from pyringar.train.model_lenet import lenet
 
-__all__ = ["reduce_gradients", "sgd", "sum_loss", "train_batch"]
+__all__ = [
+    "EagerStep",
+    "Step",
+    "Update",
+    "reduce_gradients",
+    "sgd",
+    "sgd_scaled",
+    "sum_loss",
+    "train_batch",
+]
 
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Update = Callable[[Sequence[Tensor]], None]
 Split = Callable[[Tensor, Tensor, Sequence[Device], Sequence[float] | None], tuple[Shards, Shards]]
 
 
@@ -34,6 +46,7 @@ def train_batch(
     weights: Sequence[float] | None = None,
     scores: Scores | None = None,
     reduce: Callable[[], None] | None = None,
+    update: Update | None = None,
     split: Split = split_batch,
     trace: Trace | None = None,
 ) -> list[Tensor]:
@@ -59,6 +72,8 @@ def train_batch(
             computed from ``device_params``; LeNet's if not given.
         reduce: Instead of ``comm``: called after backward, it returns when every ``grad`` is the
             sum over all ranks, such as :meth:`GradientBucketer.wait`.
+        update: Instead of SGD with ``lr``: changes one rank's parameters by their ``grad``, which
+            are sums over the whole batch.
         split: Cuts the batch, called as ``split(X, y, devices, weights)``: one shard per rank that
             is here. Where other ranks are in other processes theirs are left out.
         trace: Where to note the phases. What the host does for all ranks in one go stands in the
@@ -94,8 +109,9 @@ def train_batch(
         else:
             reduce()
     with _phase(trace, "optimizer", len(devices)):
+        take_step = update or functools.partial(sgd, lr=lr, batch_size=X.shape[0])
         for params in device_params:
-            sgd(params, lr, X.shape[0])
+            take_step(params)
     return [loss.detach() for loss in losses]
 
 
@@ -156,9 +172,130 @@ def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
     The product is rounded before it is subtracted: a fused multiply-add, which some devices would
     use and others not, could give replicas on unlike devices different bits.
     """
+    _subtract(params, lambda grads: torch._foreach_mul(grads, lr / batch_size))
+
+
+def sgd_scaled(params: Sequence[Tensor], scale: Tensor) -> None:
+    """The step of :func:`sgd`, to the bit, by a factor that is read when the step runs.
+
+    Args:
+        params: Parameters of one dtype and device, with gradients.
+        scale: ``lr / batch_size``, 0-dimensional, on that device: float64 for float64, else
+            float32, in which a GPU computes 16-bit products.
+    """
+
+    def multiply(grads: list[Tensor]) -> list[Tensor]:
+        steps = torch._foreach_mul([grad.to(scale.dtype) for grad in grads], scale)
+        return [step.to(grad.dtype) for step, grad in zip(steps, grads, strict=True)]
+
+    _subtract(params, multiply)
+
+
+def _subtract(
+    params: Sequence[Tensor],
+    steps_of: Callable[[list[Tensor]], tuple[Tensor, ...] | list[Tensor]],
+) -> None:
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
         return
     with torch.no_grad():  # on a GPU a few launches for all parameters, instead of two for each
-        steps = torch._foreach_mul([grad for _, grad in pairs], lr / batch_size)
+        steps = steps_of([grad for _, grad in pairs])
         torch._foreach_sub_([param for param, _ in pairs], steps)
+
+
+class Step(Protocol):
+    """One training step of all ranks, called with one batch after the other."""
+
+    def __call__(
+        self,
+        X: Tensor,  # noqa: N803
+        y: Tensor,
+        lr: float,
+        trace: Trace | None = None,
+    ) -> Sequence[Tensor]:
+        """Train on a batch.
+
+        Args:
+            X: Samples, ``(n, ...)``.
+            y: Class indices, ``(n,)``.
+            lr: Learning rate.
+            trace: As in :func:`train_batch`.
+
+        Returns:
+            Whether each rank but the first differs from it now; see :func:`mismatch_flags`. The
+            next call may write into these tensors.
+        """
+
+    def take_loss(self) -> float:
+        """The loss of all samples since the last call of this, summed. Waits for the devices."""
+
+
+class EagerStep:
+    """A :class:`Step` that queues its work anew for every batch.
+
+    Args:
+        device_params: As in :func:`train_batch`; one device per rank.
+        weights: Shares of the ranks.
+        scores: As in :func:`train_batch`.
+        reduce: Likewise.
+        split: Likewise.
+
+    Attributes:
+        sums: Every rank's loss so far, float64. Added up where it is: reading would wait.
+    """
+
+    def __init__(
+        self,
+        device_params: Sequence[Sequence[Tensor]],
+        *,
+        weights: Sequence[float] | None = None,
+        scores: Scores | None = None,
+        reduce: Callable[[], None] | None = None,
+        split: Split = split_batch,
+    ) -> None:
+        self._device_params = device_params
+        self._devices = [params[0].device for params in device_params]
+        self._weights = weights
+        self._scores = scores
+        self._reduce = reduce
+        self._split = split
+        self.sums = [torch.zeros((), dtype=torch.float64, device=d) for d in self._devices]
+
+    def __call__(
+        self,
+        X: Tensor,  # noqa: N803
+        y: Tensor,
+        lr: float,
+        trace: Trace | None = None,
+    ) -> list[Tensor]:
+        """As :class:`Step` has it."""
+        return self.run(X, y, functools.partial(sgd, lr=lr, batch_size=X.shape[0]), trace)
+
+    def run(
+        self,
+        X: Tensor,  # noqa: N803
+        y: Tensor,
+        update: Update,
+        trace: Trace | None = None,
+    ) -> list[Tensor]:
+        """The same with another way to change parameters; see :func:`train_batch`."""
+        losses = train_batch(
+            *(X, y, self._device_params, self._devices),
+            lr=0.0,  # not used: update knows it
+            weights=self._weights,
+            scores=self._scores,
+            reduce=self._reduce,
+            update=update,
+            split=self._split,
+            trace=trace,
+        )
+        for total, loss in zip(self.sums, losses, strict=True):
+            total += loss
+        return mismatch_flags(self._device_params)
+
+    def take_loss(self) -> float:
+        """As :class:`Step` has it."""
+        loss = sum(total.item() for total in self.sums)
+        for total in self.sums:
+            total.zero_()
+        return loss

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from pyringar.call import RankCommunicator
 from pyringar.communicator import Communicator
-from pyringar.data_parallel import (
-    check_replicas_equal,
-    count_correct,
-    mismatch_flags,
-    split_batch,
-)
+from pyringar.data_parallel import check_replicas_equal, count_correct, split_batch
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.topology import Plan
 from pyringar.trace import Trace
@@ -28,11 +23,12 @@ from pyringar.train.balance import measure_weights
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import choose_devices, describe_devices
+from pyringar.train.graph import GraphStep, check_ranks
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import build_model, plain_model
 from pyringar.train.pacing import EpochTimer, StepWindow
 from pyringar.train.processes import TrainGroup
-from pyringar.train.step import train_batch
+from pyringar.train.step import EagerStep, Step
 
 __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
 
@@ -173,7 +169,8 @@ class Trainer:
             then of this rank alone. Closed with the trainer.
 
     Raises:
-        ArgumentError: A device is not there.
+        ArgumentError: A device is not there, or steps of such a run cannot be captured.
+        CudaError: They could not be captured.
         RingarError: The data cannot be had.
 
     A context manager: leaving it closes its communicator.
@@ -193,6 +190,8 @@ class Trainer:
         self.devices = (
             choose_devices(config.world_size, config.devices) if group is None else group.devices
         )
+        if config.cuda_graph:
+            check_ranks(self.devices, trace)
         loaded = self._load() if data is None else data
         self.description = str(loaded)
         # Batches are cut on the first GPU, where there is one: no copy from the host in a step.
@@ -211,6 +210,7 @@ class Trainer:
         self.model = build_model(config, self.devices, self._comm)
         self.replicas = self.model.params
         self.weights = self._choose_weights()
+        self._run_step = self._make_step()
         self._step = 0
 
     @property
@@ -292,43 +292,45 @@ class Trainer:
     def _train_epoch(self, on_step: Callable[[], None] | None) -> tuple[float, float]:
         """Mean loss and seconds of one pass over the training images."""
         config, data = self.config, self._data
-        # Summed where they are: reading one loss would wait for its device.
-        sums = [torch.zeros((), dtype=torch.float64, device=device) for device in self.devices]
         window = StepWindow(self.devices, config.max_inflight, self._check_step)
         num_steps = self.steps_per_epoch * config.epochs
         timer = EpochTimer(self.devices)
+        self._run_step.take_loss()  # of an epoch that was broken off
         timer.start()
         for images, labels in batches(
             data.train_images, data.train_labels, config.global_batch_size, self._shuffle
         ):
             trace = self._trace if self._step < _TRACED_STEPS else None
-            losses = train_batch(
-                images,
-                labels,
-                self.replicas,
-                self.devices,
-                config.lr_at(self._step, num_steps),
-                weights=self.weights,
-                scores=self._scores,
-                reduce=self.model.bucketer.wait,
-                split=split_batch if self.group is None else self.group.split,
-                trace=trace,
-            )
+            flags = self._run_step(images, labels, config.lr_at(self._step, num_steps), trace)
             if trace is not None:
                 trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
                 trace.step += 1
-            for total, loss in zip(sums, losses, strict=True):
-                total += loss
-            window.push(self._step, mismatch_flags(self.replicas))
+            # On their way before the next step is: reading one on its GPU would wait for that, too.
+            arriving = [flag.to("cpu", non_blocking=True) for flag in flags]
+            window.push(self._step, arriving)
             self._step += 1
             if on_step is not None:
                 on_step()
         window.drain()
         seconds = timer.stop()
-        summed: float = sum(total.item() for total in sums)
+        summed = self._run_step.take_loss()
         if self.group is not None:
             summed = sum(self.group.gather(summed))
         return summed / len(data.train_labels), seconds
+
+    def _make_step(self) -> Step:
+        eager = EagerStep(
+            self.replicas,
+            weights=self.weights,
+            scores=self._scores,
+            reduce=self.model.bucketer.wait,
+            split=split_batch if self.group is None else self.group.split,
+        )
+        if not self.config.cuda_graph:
+            return eager
+        size = self.config.global_batch_size
+        images, labels = self._data.train_images[:size], self._data.train_labels[:size]
+        return GraphStep(eager, images, labels, self.model.tensors())
 
     def _load(self) -> ImageData:
         load = functools.partial(load_data, self.config.dataset, self.config.data_dir)

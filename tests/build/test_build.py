@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tiny_engine import alive, child, leftovers, load, needs_compiler, value_of, wait_for
 
-from pyringar import _build, _native
+from pyringar import _build, _compile, _native
 from pyringar import _toolchain as tools
 from pyringar.errors import BuildError, CompilerNotFoundError
 
@@ -44,7 +44,7 @@ def test_everything_that_matters_is_in_the_key(
     root = tiny.root()
 
     def folder(recipe: _build.Recipe = tiny) -> str:
-        return _build._plan(recipe, recipe.content()).folder.name
+        return _build._folder(_compile.plan_build(recipe, recipe.content())).name
 
     seen = [folder()]
     assert folder() == seen[0]
@@ -223,7 +223,7 @@ def test_waiting_for_a_lock_is_announced_and_ends(
 ) -> None:
     from filelock import FileLock
 
-    folder = _build._plan(tiny, tiny.content()).folder
+    folder = _build._folder(_compile.plan_build(tiny, tiny.content()))
     cache.mkdir(mode=0o700)
     folder.mkdir()
     (folder / "builder").write_text("process 7 on elsewhere")
@@ -243,7 +243,7 @@ def test_a_compiler_that_hangs_is_ended(
     cache: Path, tiny: _build.Recipe, wrapper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrapper(f'case "$*" in *module.cpp*) echo $$ > {tmp_path}/pid; exec sleep 60;; esac')
-    monkeypatch.setattr(_build, "COMPILE_DEADLINE_S", 1.5)
+    monkeypatch.setattr(_compile, "COMPILE_DEADLINE_S", 1.5)
     with pytest.raises(BuildError, match="was ended after"):
         _build.ensure_engine(tiny)
     pid = int((tmp_path / "pid").read_text())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_engine import child, leftovers, load, needs_compiler
 
-from pyringar import _build
+from pyringar import _build, _compile
 from pyringar import _toolchain as tools
 from pyringar.errors import BuildError, CompilerNotFoundError
 
@@ -199,6 +199,6 @@ def test_missing_headers_and_tools_name_their_package(
 
 
 def test_missing_sources(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build, "__file__", str(tmp_path / "pyringar/_build.py"))
+    monkeypatch.setattr(_compile, "__file__", str(tmp_path / "pyringar/_compile.py"))
     with pytest.raises(BuildError, match="installation is incomplete"):
         _build.Recipe().root()

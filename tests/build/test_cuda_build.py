@@ -18,7 +18,7 @@ import pytest
 import torch
 from tiny_engine import REPO, needs_compiler, needs_nvcc, run
 
-from pyringar import _build, _native
+from pyringar import _build, _compile, _native
 from pyringar import _toolchain as tools
 from pyringar.cli import main
 from pyringar.cli.build import kernel_table
@@ -137,7 +137,8 @@ def test_archs_and_nvcc_are_in_the_key_and_the_cpu_is_not(
     nvcc_in: Callable[[str], Path],
 ) -> None:
     def folder() -> list[str]:
-        return _build._plan(tiny_cuda, tiny_cuda.content()).folder.name.split("-")
+        plan = _compile.plan_build(tiny_cuda, tiny_cuda.content())
+        return _build._folder(plan).name.split("-")
 
     first = folder()
     with monkeypatch.context() as patch:

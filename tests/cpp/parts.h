@@ -25,6 +25,11 @@ void two_groups_round(Random& random);
 void float_mode_round(Random& random);  // a caller that flushes denormals and rounds upwards
 void no_threads_round(Random& random);  // the system refuses threads
 void fork_round(Random& random);
+void packed_line_round(Random& random);       // cpu/packed_line.h
+void processes_round(Random& random);         // cpu/process_group.h, a thread per rank
+void process_counters_round(Random& random);  // the same, where counters wrap
+void process_mismatch_round(Random& random);  // a rank that calls something else
+void process_failures_round(Random& random);  // ranks that stay away or leave
 
 // All 2^32 floats, vector code against scalar code: a minute.
 void compare_all_floats();

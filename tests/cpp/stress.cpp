@@ -7,7 +7,7 @@
 //   stress --planted-failure  a check that fails
 //
 // Build     g++ -std=c++20 -O2 -pthread -ffp-contract=off -Icsrc tests/cpp/*.cpp csrc/cpu/*.cpp
-//           tests/test_native.py builds and runs it with sanitizers, other compilers and for Arm.
+//           tests/test_stress.py builds and runs it with sanitizers, other compilers and for Arm.
 // Output    a line per part; the first failed check ends it with status 1.
 
 #include <unistd.h>
@@ -50,6 +50,11 @@ constexpr Part kParts[] = {
     {"float-mode", &float_mode_round, Often::kFew},
     {"no-threads", &no_threads_round, Often::kFew},
     {"fork", &fork_round, Often::kOnce},
+    {"packed-line", &packed_line_round, Often::kMany},
+    {"processes", &processes_round, Often::kMany},
+    {"counters", &process_counters_round, Often::kMany},
+    {"mismatch", &process_mismatch_round, Often::kMany},
+    {"failures", &process_failures_round, Often::kFew},
 };
 
 struct Options {

@@ -1,0 +1,35 @@
+// process_board: see the header.
+//
+// Floor     cpu
+// Tests     tests/test_processes.py
+
+#include "cpu/process_board.h"
+
+#include "core/error.h"
+
+namespace pyringar {
+
+bool ProcessBoard::agree(std::uint32_t) {
+  const std::uint64_t parity = self_.sequence % 2;
+  const CallRecord& own = line(self_.rank).calls[parity];
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const CallRecord& other = line(rank).calls[parity];
+    if (own.agrees(other)) continue;
+    self_.watch.report(ErrorKind::kArgument, mismatch(own, rank, other));
+    return false;
+  }
+  self_.sleep_in(Phase::kReduce);
+  return true;
+}
+
+std::string ProcessBoard::mismatch(const CallRecord& own, int rank, const CallRecord& other) const {
+  const char* hint = own.text() != other.text()   ? ""
+                     : own.places != other.places ? " (registered tensors, but not the same ones)"
+                     : own.algorithm != other.algorithm
+                         ? " (with different algorithms)"
+                         : " (tensors of different sizes, dtypes or strides)";
+  return join("ranks call different things: ", self_.watch.name_of(self_.rank), " ", own.text(),
+              "; ", self_.watch.name_of(rank), " ", other.text(), hint);
+}
+
+}  // namespace pyringar

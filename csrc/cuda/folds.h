@@ -1,0 +1,56 @@
+// folds: launches of the fused kernels over pieces of memory wherever they lie: sums and copies.
+//
+// Floor     cuda: host.
+// Units     elements for folds, bytes for copies. Pointers are of memory that the device reaches.
+// Contract  destinations = source 0 op source 1 op ..., in this order, rounded once; a destination
+//           may be one of its sources. Everything that was added runs in as few launches as it
+//           fits, in no order among itself. What disagrees modulo 16 bytes goes element by element.
+// Threads   one object belongs to one thread.
+// Tests     tests/cpp/cuda_processes
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <initializer_list>
+#include <span>
+#include <vector>
+
+#include "core/dtype.h"
+
+namespace pyringar::cuda {
+
+class Folds {
+ public:
+  Folds(ReduceOp op, int divisor, int num_sources, int num_destinations)
+      : op_(op),
+        divisor_(divisor),
+        num_sources_(num_sources),
+        num_destinations_(num_destinations) {}
+  static Folds copies() { return {ReduceOp::kSum, 1, 1, 1}; }
+
+  void add(DType dtype, std::span<const std::byte* const> sources,
+           std::initializer_list<std::byte*> destinations, std::size_t numel);
+  // dtype: of what lies there; its bits are kept, also those of a NaN.
+  void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType dtype);
+  void launch(int device, cudaStream_t stream) const;
+
+ private:
+  struct Item {
+    DType dtype;
+    std::size_t numel;
+    std::size_t pointers;  // index of the first
+  };
+
+  template <typename T>
+  void launch_tables(DType dtype, int device, cudaStream_t stream) const;
+
+  const ReduceOp op_;
+  const int divisor_;
+  const int num_sources_;
+  const int num_destinations_;
+  std::vector<Item> items_;
+  std::vector<void*> pointers_;
+};
+
+}  // namespace pyringar::cuda

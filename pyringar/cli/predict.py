@@ -1,0 +1,291 @@
+"""``pyringar predict``: what an all-reduce and a step would take on a machine one does not have."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pyringar.predict import Backward, Forecast, Network, Workload
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Predict how long every algorithm takes to sum the gradients of a model on a
+machine that you describe by its ranks, links and nodes. The engine's own
+schedules are run message by message over those links; nothing is sent, and no
+GPU is needed."""
+_EPILOG = """\
+examples:
+  the 16-GPU machine of the book, and a step that computes for 120 ms:
+    pyringar predict --model resnet18 --ranks 16 --link pcie3 --compute-ms 120
+  1,024 GPUs, 8 in each of 128 nodes:
+    pyringar predict --model resnet18 --ranks 8,64,1024 --ranks-per-node 8 \\
+        --link nvlink4 --node-link 100gbe --compute-ms 120 --plot scaling.png
+  any link:
+    pyringar predict --bytes 160000000 --ranks 4 --link custom --bandwidth-gbps 16
+  this machine's memory, predicted and measured:
+    pyringar predict --link cpu --ranks 2,4
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``predict`` to the command line."""
+    parser = subparsers.add_parser(
+        "predict",
+        help="predict all-reduce and step times on a machine that you describe",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_workload_options(parser.add_argument_group("what is reduced"))
+    _add_machine_options(parser.add_argument_group("the machine"))
+    group = parser.add_argument_group("output")
+    group.add_argument("--plot", metavar="FILE.png", help="draw the rows")
+    group.add_argument("--json", metavar="FILE.json", help="write all figures")
+    parser.set_defaults(run=run)
+
+
+def _add_workload_options(group: Any) -> None:
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(
+        "--model",
+        choices=("lenet", "resnet18"),
+        help="the gradients of a trainer's model (resnet18)",
+    )
+    which.add_argument(
+        "--bytes", type=int, metavar="N", help="one float32 tensor of N bytes instead"
+    )
+    group.add_argument(
+        "--compute-ms",
+        metavar="C",
+        help="forward and backward of one rank in milliseconds, or `measure` to time them on this "
+        "CPU; without it, no steps are predicted",
+    )
+    group.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="images a rank, to measure (64)"
+    )
+    group.add_argument(
+        "--bucket-cap-mb", type=float, default=10, metavar="MB", help="as in the bucketer (10)"
+    )
+    group.add_argument(
+        "--first-bucket-mb", type=float, default=1, metavar="MB", help="as in the bucketer (1)"
+    )
+    group.add_argument(
+        "--packed",
+        action="store_true",
+        help="tensors of a call are packed into one first; else naive, ring and what is made of "
+        "rings take one after the other, as the engine does",
+    )
+    group.add_argument(
+        "--order", choices=("any", "rank"), default="any", help="promised to auto (any)"
+    )
+
+
+def _add_machine_options(group: Any) -> None:
+    group.add_argument(
+        "--ranks", default="2,4,8,16", metavar="K,K,...", help="numbers of ranks (2,4,8,16)"
+    )
+    group.add_argument(
+        "--link",
+        default="nvlink4",
+        metavar="NAME",
+        help="between the ranks of a node: nvlink4, pcie3, pcie4, pcie5, 100gbe, custom; or cpu: "
+        "ranks in this machine's memory, predicted and measured (nvlink4)",
+    )
+    group.add_argument(
+        "--bandwidth-gbps", type=float, metavar="B", help="GB/s (10**9 bytes) each way, of --link"
+    )
+    group.add_argument("--latency-us", type=float, metavar="L", help="of a message, of --link")
+    group.add_argument(
+        "--wiring",
+        default="switch",
+        metavar="HOW",
+        help="of a node: switch, or ring for wires between neighbours only (switch)",
+    )
+    nodes = group.add_mutually_exclusive_group()
+    nodes.add_argument("--nodes", type=int, metavar="N", help="nodes that share the ranks (1)")
+    nodes.add_argument(
+        "--ranks-per-node", type=int, metavar="L", help="instead: as many nodes as it takes"
+    )
+    group.add_argument(
+        "--node-link", default="100gbe", metavar="NAME", help="between nodes (100gbe)"
+    )
+    group.add_argument("--node-bandwidth-gbps", type=float, metavar="B", help="of --node-link")
+    group.add_argument("--node-latency-us", type=float, metavar="L", help="of --node-link")
+    group.add_argument(
+        "--nics-per-node", type=int, default=1, metavar="N", help="network cards of a node (1)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict; print the table, write the files."""
+    from pyringar.predict import predict, report
+    from pyringar.train.plot import check_output_path
+
+    for option, path, suffix in (("--plot", args.plot, ".png"), ("--json", args.json, ".json")):
+        if path is not None:
+            check_output_path(option, path, suffix)
+    if args.link == "cpu":
+        return _run_cpu(args)
+    networks = _networks(args)
+    forecast = predict(_workload(args), networks)
+    print(report.render(forecast))
+    _write(args, forecast)
+    return 0
+
+
+def _run_cpu(args: argparse.Namespace) -> int:
+    """Predict and measure in this machine's memory."""
+    from dataclasses import asdict
+
+    from pyringar.errors import ArgumentError
+    from pyringar.predict.cpu import compare_cpu, render_cpu
+
+    if args.plot is not None:
+        raise ArgumentError(f"--plot is '{args.plot}', but --link cpu prints a table only")
+    sizes_bytes = [2**25, 2**26]
+    if args.bytes is not None or args.model is not None:
+        sizes_bytes = [_workload(args).nbytes]
+    rows = compare_cpu(_ranks(args.ranks), sizes_bytes)
+    print(render_cpu(rows))
+    if args.json is not None:
+        text = json.dumps({"is_prediction": False, "rows": [asdict(row) for row in rows]}, indent=1)
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+        print(f"\njson       {args.json}")
+    return 0
+
+
+def _write(args: argparse.Namespace, forecast: Forecast) -> None:
+    from pyringar.predict import plot, report
+
+    if args.json is not None:
+        text = json.dumps(report.as_dict(forecast), indent=1)
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+        print(f"\njson       {args.json}")
+    if args.plot is not None:
+        plot.save_plot(forecast, args.plot)
+        print(f"\nplot       {args.plot}")
+
+
+def _ranks(text: str) -> list[int]:
+    from pyringar.errors import ArgumentError
+
+    try:
+        ranks = [int(part) for part in text.split(",")]
+    except ValueError:
+        ranks = [0]
+    if min(ranks) < 1:
+        raise ArgumentError(f"--ranks is {text!r}, expected whole numbers, 1 or more: 2,4,8")
+    return sorted(set(ranks))
+
+
+def _networks(args: argparse.Namespace) -> list[Network]:
+    from pyringar.predict import Network, named_link
+    from pyringar.predict.network import check_count
+
+    link = named_link(
+        args.link,
+        option="--link",
+        bandwidth_gbps=args.bandwidth_gbps,
+        latency_us=args.latency_us,
+    )
+    node_link = named_link(
+        args.node_link,
+        option="--node-link",
+        bandwidth_gbps=args.node_bandwidth_gbps,
+        latency_us=args.node_latency_us,
+    )
+    networks = []
+    for ranks in _ranks(args.ranks):
+        nodes = 1 if args.nodes is None else check_count("--nodes", args.nodes)
+        if args.ranks_per_node is not None:
+            nodes = -(-ranks // check_count("--ranks-per-node", args.ranks_per_node))
+        networks.append(Network(ranks, link, nodes, node_link, args.nics_per_node, args.wiring))
+    return networks
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    from pyringar.errors import ArgumentError
+    from pyringar.predict import Backward, Workload
+    from pyringar.predict.algorithms import ITEM_BYTES
+
+    compute_s = _compute_s(args.compute_ms)
+    backward: Backward | None = None
+    if args.bytes is not None:
+        if args.bytes < ITEM_BYTES or args.bytes % ITEM_BYTES:
+            raise ArgumentError(
+                f"--bytes is {args.bytes}, expected a positive multiple of {ITEM_BYTES}, the bytes "
+                "of a float32"
+            )
+        if compute_s is not None:
+            if compute_s <= 0:
+                raise ArgumentError("--compute-ms is 'measure', which needs a --model")
+            backward = Backward.at_the_end(1, compute_s)
+        name, tensors = "a tensor", [args.bytes // ITEM_BYTES]
+    else:
+        name, tensors, backward = _model(args.model or "resnet18", compute_s, args.batch_size)
+    return Workload(
+        name,
+        tuple(tensors),
+        backward,
+        args.bucket_cap_mb,
+        args.first_bucket_mb,
+        args.packed,
+        args.order,
+    )
+
+
+def _compute_s(text: str | None) -> float | None:
+    """Seconds; 0 where they are to be measured, None where they are not wanted."""
+    import math
+
+    from pyringar.errors import ArgumentError
+
+    if text is None:
+        return None
+    if text == "measure":
+        return 0.0
+    try:
+        compute_ms = float(text)
+    except ValueError:
+        compute_ms = 0.0
+    if not (math.isfinite(compute_ms) and compute_ms > 0):
+        raise ArgumentError(
+            f"--compute-ms is {text!r}, expected a positive number of milliseconds or `measure`"
+        )
+    return compute_ms * 1e-3
+
+
+def _model(
+    name: str, compute_s: float | None, batch_size: int
+) -> tuple[str, list[int], Backward | None]:
+    """A trainer's model: its title, its parameters' sizes, and when their gradients come."""
+    import torch
+
+    from pyringar.predict import Backward
+    from pyringar.predict.network import check_count
+    from pyringar.train import lenet, lenet_params, resnet18
+    from pyringar.train.config import MODEL_TITLES
+
+    device = "cpu" if compute_s == 0 else "meta"
+    images = torch.zeros(check_count("--batch-size", batch_size), 1, 28, 28, device=device)
+    params: list[Tensor]
+    if name == "lenet":
+        params = [p.to(device).requires_grad_() for p in lenet_params()]
+        model: Callable[[Tensor], Tensor] = functools.partial(lenet, params=params)
+    else:
+        model = resnet18().to(device)
+        params = list(model.parameters())
+    backward = None
+    if compute_s == 0:
+        backward = Backward.measured(params, lambda: model(images).sum())
+    elif compute_s is not None:
+        backward = Backward.by_flops(params, lambda: model(images).sum(), compute_s)
+    return MODEL_TITLES[name], [param.numel() for param in params], backward

@@ -1,0 +1,208 @@
+"""The torch.distributed backend ``ringar``: a process group's calls to the engine, or to gloo.
+
+torch up to 2.13 cannot subclass a Backend in Python: there a whole ProcessGroup is made. Later ones
+get a Backend, which torch combines with others' (``cpu:ringar,cuda:nccl``). Both are one class
+body, :class:`pyringar.distributed.collectives.Collectives`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from pyringar.distributed.collectives import Collectives
+from pyringar.distributed.groups import make_communicator
+from pyringar.distributed.inner import InnerBackends
+from pyringar.distributed.work import Completer, DoneWork
+
+__all__ = ["NAME", "register"]
+
+NAME = "ringar"
+
+_Backend: Any = _distributed_c10d.Backend
+_ProcessGroup: Any = dist.ProcessGroup
+
+# Groups that were not shut down. They are held here because torch's debug wrapper holds only the
+# part of them that is C++, and would find our methods gone.
+_living: set[Any] = set()
+
+
+def _close_all() -> None:
+    # Threads of gloo's and of ours that outlive the interpreter would abort the process.
+    for group in list(_living):
+        group.shutdown()
+
+
+atexit.register(_close_all)
+
+
+class _Group(Collectives):
+    """What both ways share: how a group is made, named and ended."""
+
+    def _start(self, options: Any) -> None:
+        self._global_ranks = list(options.global_ranks_in_group)
+        self._timeout = options.timeout
+        store, rank, size = options.store, options.group_rank, options.group_size
+        inner = InnerBackends(store, rank, size, options.timeout, self._backend_for)
+        try:
+            seconds = options.timeout.total_seconds()
+            comm = make_communicator(store, rank, size, seconds, options.group_id)
+        except BaseException:
+            inner.close()
+            raise
+        super()._init_collectives(comm, inner, Completer(f"of group {options.group_id}"))
+        _living.add(self)
+
+    def _backend_for(self, device: str) -> str | None:
+        """The backend that the user asked for, for tensors on another type of device."""
+        return None
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """``ringar``."""
+        return NAME
+
+    def name(self) -> str:
+        """``ringar``."""
+        return NAME
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For what is handed to other backends; the engine keeps the one it was made with."""
+        self._inner.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Wait for what runs in the background, then leave the group. May be called again."""
+        self._comm.close()
+        self._completer.close()
+        self._inner.close()
+        _living.discard(self)
+
+    def abort(self) -> None:
+        """:meth:`shutdown`."""
+        self.shutdown()
+
+    def setSequenceNumberForGroup(self) -> None:  # noqa: N802
+        """The engine counts calls itself, and compares the counts of all ranks."""
+
+    def getSequenceNumberForGroup(self) -> int:  # noqa: N802
+        """Zero: torch's debug wrapper compares it between ranks, beside operations and sizes."""
+        return 0
+
+    _set_sequence_number_for_group = setSequenceNumberForGroup
+    _get_sequence_number_for_group = getSequenceNumberForGroup
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Calls run as they come."""
+
+    def _end_coalescing(self, device: Any = None) -> DoneWork:
+        return DoneWork([])
+
+    def start_coalescing(self, *_: Any) -> None:
+        """Calls run as they come."""
+
+    def end_coalescing(self, *_: Any) -> DoneWork:
+        """Nothing was held back."""
+        return DoneWork([])
+
+
+class RingarBackend(_Group, _Backend):  # type: ignore[misc]
+    """A Backend for one type of device, from torch 2.14 on."""
+
+    def __init__(self, options: Any) -> None:
+        _Backend.__init__(self, options.group_rank, options.group_size)
+        self._options = _Backend.Options(NAME, timeout=options.timeout)
+        self._start(options)
+
+    @property
+    def options(self) -> Any:
+        """The timeout; torch asks."""
+        return self._options
+
+    # Without these torch asks us, and we torch, without end.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_reconfigure = False
+    supports_shrinking = False
+    supports_window = False
+    _supports_time_estimate = False
+
+
+class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
+    """A ProcessGroup, up to torch 2.13, in place of torch's own and of all backends in it."""
+
+    def __init__(self, options: Any) -> None:
+        rank, size = options.group_rank, options.group_size
+        _ProcessGroup.__init__(self, rank, size)  # the form that Python may subclass
+        self._rank: int = rank
+        self._size: int = size
+        self._group_name: str = options.group_id
+        self._group_desc = "undefined"
+        self._start(options)
+
+    def _backend_for(self, device: str) -> str | None:
+        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        pairs = dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
+        return pairs.get(device)
+
+    def getRank(self) -> int:  # noqa: N802
+        """This process's rank."""
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """Number of ranks."""
+        return self._size
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """How torch's registry knows it."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """As set."""
+        return self._group_name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """What it is for."""
+        self._group_desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """As set."""
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        others = [d for d in ("cuda",) if self._backend_for(d) is not None]
+        return [torch.device(name) for name in ("cpu", *others)]
+
+    def _get_backend(self, device: Any) -> Any:
+        return self._inner.for_device(torch.device(device).type, "_get_backend")
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def _wait_for_pending_works(self) -> None:
+        """Futures have no hooks to wait for."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+
+def _backends_can_be_python() -> bool:
+    try:
+        _Backend(0, 1)
+    except TypeError:  # no constructor before torch 2.14
+        return False
+    return True
+
+
+def _create(options: Any, _: Any) -> Any:
+    return (RingarBackend if _backends_can_be_python() else RingarProcessGroup)(options)
+
+
+def register() -> None:
+    """Make ``init_process_group("ringar")`` work; importing ``pyringar.distributed`` does it."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

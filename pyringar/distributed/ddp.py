@@ -1,0 +1,96 @@
+"""A communication hook: DistributedDataParallel with another backend, gradients through ours.
+
+No string annotations here: torch reads those of a hook and takes no strings.
+"""
+
+import atexit
+import weakref
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from pyringar.call import check_choice, check_timeout
+from pyringar.distributed.groups import make_communicator
+from pyringar.distributed.work import Completer, PendingWork
+from pyringar.rendezvous import default_store
+
+__all__ = ["HookState", "ddp_hook"]
+
+_OPS = ("mean", "sum")
+
+
+class HookState:
+    """What :func:`ddp_hook` keeps between calls; one per DistributedDataParallel.
+
+    Args:
+        comm: The communicator, or None: made with the first gradients, of all processes of the
+            default process group. For a DistributedDataParallel of another group, make one.
+        op: ``"mean"``, as DistributedDataParallel without a hook, or ``"sum"``.
+        timeout: Seconds that the communicator made here waits for other ranks.
+
+    Raises:
+        ArgumentError: ``op`` is neither, ``timeout`` is no number of seconds.
+    """
+
+    def __init__(self, comm: Any = None, op: str = "mean", *, timeout: float = 1800.0) -> None:
+        self.op = check_choice("op", op, _OPS)
+        self._timeout_s = check_timeout(timeout)
+        self._comm = comm
+        self._owns_comm = comm is None
+        self._completer = Completer("of ddp_hook")
+        _living.add(self)
+
+    @property
+    def comm(self) -> Any:
+        """The communicator; the first call makes it, and all ranks must make that call."""
+        if self._comm is None:
+            store, rank, size = default_store()
+            self._comm = make_communicator(store, rank, size, self._timeout_s, "ddp_hook")
+        return self._comm
+
+    def reduce(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
+        """A future of ``gradients``, reduced in place in the background."""
+        work = self.comm.all_reduce(gradients, self.op, async_op=True)
+        return PendingWork(self._completer, (work,), gradients).get_future()
+
+    def close(self) -> None:
+        """Wait for what runs, then leave the communicator made here. Runs at exit by itself."""
+        if self._owns_comm and self._comm is not None:
+            self._comm.close()
+        self._completer.close()
+
+
+_living: weakref.WeakSet[HookState] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for state in list(_living):
+        state.close()
+
+
+atexit.register(_close_all)
+
+
+def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Reduce a bucket of gradients through shared memory, whatever the process group's backend.
+
+    Register it with ``ddp.register_comm_hook(HookState(), ddp_hook)``, on every rank, before the
+    first backward pass. Gradients lie on the CPU, on ranks of one machine.
+
+    Args:
+        state: Made for this DistributedDataParallel, on every rank.
+        bucket: From DistributedDataParallel: its buffer is flat, of one dtype that the engine sums.
+
+    Returns:
+        A future of the bucket's buffer, averaged over ranks in place (``state.op``).
+
+    Raises:
+        ArgumentError: The gradients are not on the CPU; the ranks are on several machines.
+        RuntimeError: From ``backward()``, in the words of PeerLostError or CollectiveTimeout, if a
+            rank died or stayed away.
+
+    Cost: as :meth:`ProcessCommunicator.all_reduce`, beside the rest of backward.
+    """
+    return state.reduce(bucket.buffer())

@@ -1,0 +1,121 @@
+"""The backends of torch that do what the engine does not: gloo, and NCCL for CUDA tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pyringar.errors import RingarError, UnsupportedError
+
+__all__ = ["InnerBackends"]
+
+
+class InnerBackends:
+    """A group's gloo, and its NCCL where the user asked for one.
+
+    Gloo's address is in the store from the start, so that a message never waits for a rank that is
+    elsewhere in its program; it connects with the first call. Where it cannot be made, the first
+    call that needs it says why.
+
+    Args:
+        store: The group's.
+        rank: This process's rank.
+        size: Number of ranks.
+        timeout: For all calls.
+        backend_of: The backend that the user asked for, by device type; None: none.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        backend_of: Callable[[str], str | None],
+    ) -> None:
+        self._place = (store, rank, size, timeout)
+        self._backend_of = backend_of
+        self._gloo: Any = None
+        self._nccl: Any = None
+        self._is_closed = False
+        self._error: Exception | None = None
+        try:
+            self._gloo = _make_gloo(*self._place)
+        except Exception as error:  # raised when it is needed: many programs never do
+            self._error = error
+
+    def for_tensors(self, tensors: Sequence[Tensor], operation: str) -> Any:
+        """The backend for these tensors.
+
+        Raises:
+            UnsupportedError: There is none for their device.
+            RingarError: The group was destroyed, or gloo could not be made.
+        """
+        return self.for_device(tensors[0].device.type if tensors else "cpu", operation)
+
+    def for_device(self, device: str, operation: str) -> Any:
+        """The backend for tensors on a type of device; raises as :meth:`for_tensors`."""
+        if self._is_closed:
+            raise RingarError(f"{operation}: this process group was destroyed")
+        wanted = "gloo" if device == "cpu" else self._backend_of(device)
+        if wanted == "gloo":
+            return self._usable_gloo(operation)
+        if wanted == "nccl" and dist.is_nccl_available():
+            if self._nccl is None:
+                self._nccl = _make_nccl(*self._place)
+            return self._nccl
+        raise UnsupportedError(
+            f"{operation}: backend ringar takes CPU tensors, this one is on {device}; for both use "
+            f"init_process_group('cpu:ringar,{device}:{'nccl' if device == 'cuda' else 'BACKEND'}')"
+        )
+
+    def _usable_gloo(self, operation: str) -> Any:
+        if self._gloo is None:
+            raise UnsupportedError(
+                f"{operation}: backend ringar hands this call to gloo, which could not be made: "
+                f"{self._error}"
+            ) from self._error
+        return self._gloo
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For all calls to come."""
+        self._place = (*self._place[:3], timeout)
+        for inner in (self._gloo, self._nccl):
+            if inner is not None:
+                inner.set_timeout(timeout)
+
+    def close(self) -> None:
+        """Let both go: held at exit, gloo's threads would abort the process."""
+        self._is_closed = True
+        self._gloo = None
+        if self._nccl is not None:
+            with contextlib.suppress(RuntimeError):
+                self._nccl.shutdown()
+            self._nccl = None
+
+
+def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    if not dist.is_gloo_available():
+        raise UnsupportedError("this torch was built without it")
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+    kind: Any = ProcessGroupGloo
+    options = kind._Options()
+    options._timeout = timeout
+    options._threads = 2
+    options._devices = [kind.create_default_device(lazy_init=True)]
+    return kind(PrefixStore("gloo/", store), rank, size, options)
+
+
+def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    from torch._C._distributed_c10d import PrefixStore
+
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timeout
+    return kind(PrefixStore("nccl/", store), rank, size, options)

@@ -1,0 +1,35 @@
+"""What an all-reduce, and a training step around it, would take on a machine that is described.
+
+The engine's own schedules run message by message over links with a bandwidth and a latency
+(:mod:`~pyringar.predict.algorithms`, :mod:`~pyringar.predict.events`); a step launches the buckets
+that :class:`pyringar.GradientBucketer` would make, as their gradients come
+(:mod:`~pyringar.predict.step`). Only :mod:`~pyringar.predict.cpu` measures anything.
+"""
+
+from __future__ import annotations
+
+from pyringar.predict.algorithms import ALGORITHMS, run_all_reduce
+from pyringar.predict.events import Outcome, Program, simulate
+from pyringar.predict.forecast import Forecast, Row, Workload, predict
+from pyringar.predict.network import LINKS, Link, Network, Port, named_link
+from pyringar.predict.step import Backward, StepForecast, predict_step
+
+__all__ = [
+    "ALGORITHMS",
+    "LINKS",
+    "Backward",
+    "Forecast",
+    "Link",
+    "Network",
+    "Outcome",
+    "Port",
+    "Program",
+    "Row",
+    "StepForecast",
+    "Workload",
+    "named_link",
+    "predict",
+    "predict_step",
+    "run_all_reduce",
+    "simulate",
+]

@@ -1,0 +1,178 @@
+"""A training step that is captured in a CUDA graph once and replayed for every batch.
+
+Queueing a step of LeNet takes the host many times as long as a GPU takes to do it. A replay is one
+call. What is captured is :class:`EagerStep` itself, with three things that change from step to step
+in tensors of their own: images, labels, and the learning rate over the batch size.
+
+Not yet run on a GPU. The tests capture and replay it on the CPU, operator by operator.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyringar.errors import ArgumentError, CudaError, RingarError
+from pyringar.trace import Trace
+from pyringar.train.devices import describe_devices
+from pyringar.train.step import EagerStep, sgd_scaled
+
+__all__ = ["Capture", "CudaCapture", "GraphStep", "check_ranks"]
+
+# The first step plans the buckets, the second is the first to follow that plan; and whatever is
+# made at first use (handles, streams, workspaces) must be there before a capture begins.
+_WARM_UP_STEPS = 3
+
+
+def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
+    """Refuse ranks whose steps cannot be captured together.
+
+    Args:
+        devices: One per rank.
+        trace: Where phases of steps are to be noted.
+
+    Raises:
+        ArgumentError: The ranks do not share one GPU, or there is a trace.
+    """
+    if len(set(devices)) > 1 or devices[0].type != "cuda":
+        raise ArgumentError(
+            f"cuda_graph is on and the ranks run on {describe_devices(devices)}, expected all of "
+            "them on one GPU, such as devices cuda:0 for one rank or cuda:0,cuda:0 for two"
+        )
+    if trace is not None:
+        raise ArgumentError(
+            "cuda_graph is on and a trace is wanted, but the host sees one replay instead of the "
+            "phases of a step; expected one or the other"
+        )
+
+
+class Capture(Protocol):
+    """How functions become graphs."""
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        """Call a function some times, where it will be captured."""
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Call a function once without doing its work; what is returned does it, on every call.
+
+        Each replay reads and writes the tensors that the function read and wrote.
+        """
+
+
+class CudaCapture:
+    """Captures in CUDA graphs, on a stream of its own. Replays run on the current stream.
+
+    Args:
+        device: The GPU that all work is on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        """As :class:`Capture` has it; in order after and before the current stream's work."""
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP_STEPS):
+                function()
+        here.wait_stream(self._stream)
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """As :class:`Capture` has it.
+
+        Raises:
+            CudaError: Something in it cannot be captured.
+        """
+        gc.collect()  # what a dead cycle holds of CUDA's must not be freed during the capture
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self._device)
+        try:
+            with (
+                torch.cuda.stream(here),  # torch forgets to return to it from a failed capture
+                # Other threads of the process may go on using the GPU.
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                function()
+        except RingarError:
+            raise
+        except RuntimeError as error:
+            # The end of a capture that has failed fails, too, and knows no reason.
+            reason = error.__context__ or error
+            raise CudaError(
+                f"the training step cannot be captured in a CUDA graph on {self._device}: "
+                f"{reason}; without cuda_graph it may run"
+            ) from error
+        return graph.replay
+
+
+class GraphStep:
+    """A :class:`Step` that replays a captured one; same bits.
+
+    Captures when it is made: steps that warm up come first, and are undone.
+
+    Args:
+        eager: What is captured, and what runs a batch of another size.
+        X: Any batch of the size to capture for, ``(n, ...)``, on the ranks' device.
+        y: Its class indices, ``(n,)``.
+        state: Every tensor that a step changes, but for the sums of ``eager``.
+        capture: How; in CUDA graphs if not given.
+
+    Raises:
+        CudaError: The step cannot be captured.
+    """
+
+    def __init__(
+        self,
+        eager: EagerStep,
+        X: Tensor,  # noqa: N803
+        y: Tensor,
+        state: Sequence[Tensor],
+        capture: Capture | None = None,
+    ) -> None:
+        self._eager = eager
+        self._X, self._y = X.clone(), y.clone()
+        # What SGD's product is computed in: its other factor must not be rounded to 16 bits.
+        wide = torch.promote_types(state[0].dtype, torch.float32)
+        self._scale = torch.zeros((), dtype=wide, device=X.device)
+        self._flags: Sequence[Tensor] = ()
+        capture = CudaCapture(X.device) if capture is None else capture
+        changed = [*state, *eager.sums]
+        before = [tensor.detach().clone() for tensor in changed]
+        capture.warm_up(self._run)
+        with torch.no_grad():
+            for tensor, then in zip(changed, before, strict=True):
+                tensor.copy_(then)
+        self._replay = capture.record(self._run)
+
+    def __call__(
+        self,
+        X: Tensor,  # noqa: N803
+        y: Tensor,
+        lr: float,
+        trace: Trace | None = None,
+    ) -> Sequence[Tensor]:
+        """As :class:`Step` has it."""
+        if X.shape != self._X.shape:
+            return self._eager(X, y, lr, trace)
+        # On the replays' stream: after the last one, which is not waited for, and before the next.
+        self._X.copy_(X)
+        self._y.copy_(y)
+        self._scale.fill_(lr / X.shape[0])
+        self._replay()
+        return self._flags
+
+    def take_loss(self) -> float:
+        """As :class:`Step` has it."""
+        return self._eager.take_loss()
+
+    def _run(self) -> None:
+        self._flags = self._eager.run(self._X, self._y, self._update)
+
+    def _update(self, params: Sequence[Tensor]) -> None:
+        sgd_scaled(params, self._scale)

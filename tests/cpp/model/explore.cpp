@@ -1,0 +1,366 @@
+// explore: see explore.h.
+
+#include "explore.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace pyringar::model {
+
+namespace {
+
+struct Hash {
+  std::uint64_t low = 0;
+  std::uint64_t high = 0;
+  bool operator==(const Hash&) const = default;
+  void flip(const Hash& other) {
+    low ^= other.low;
+    high ^= other.high;
+  }
+};
+
+// SplitMix64 (Steele, Lea, Flood 2014).
+std::uint64_t next_random(std::uint64_t& state) {
+  std::uint64_t z = state += 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
+
+class HashSet {
+ public:
+  HashSet() : slots_(1 << 12) {}
+  std::size_t size() const { return size_; }
+  // False where it was there already.
+  bool insert(const Hash& hash) {
+    if (2 * size_ >= slots_.size()) grow();
+    Hash& slot = find(slots_, hash);
+    if (slot == hash) return false;
+    slot = hash;
+    ++size_;
+    return true;
+  }
+
+ private:
+  // Linear probing; zero is an empty slot.
+  static Hash& find(std::vector<Hash>& slots, const Hash& hash) {
+    std::size_t at = hash.low & (slots.size() - 1);
+    while (!(slots[at] == Hash{}) && !(slots[at] == hash)) at = (at + 1) & (slots.size() - 1);
+    return slots[at];
+  }
+  void grow() {
+    std::vector<Hash> more(2 * slots_.size());
+    for (const Hash& hash : slots_) {
+      if (!(hash == Hash{})) find(more, hash) = hash;
+    }
+    slots_.swap(more);
+  }
+
+  std::vector<Hash> slots_;
+  std::size_t size_ = 0;
+};
+
+bool is_store(const Event& event) {
+  return event.action == Action::kWrite || event.action == Action::kPublish;
+}
+
+// Which events have happened, and what is in memory.
+class Memory {
+ public:
+  explicit Memory(const Recording& recording)
+      : recording_(recording),
+        events_(recording.events()),
+        done_(events_.size(), 0),
+        missing_(events_.size(), 0),
+        first_(static_cast<std::size_t>(recording.num_ranks()) + 1, events_.size()),
+        versions_(recording.words().size(), 0) {
+    for (std::size_t at = events_.size(); at-- > 0;) {
+      missing_[at] = events_[at].after.size();
+      for (int rank = 0; rank <= events_[at].rank; ++rank) {
+        first_[static_cast<std::size_t>(rank)] = at;
+      }
+    }
+    for (std::size_t rank = 0; rank + 1 < first_.size(); ++rank) {
+      if (first_[rank] < events_.size() && events_[first_[rank]].rank != static_cast<int>(rank)) {
+        first_[rank] = first_[rank + 1];
+      }
+    }
+    begin_ = first_;
+  }
+
+  bool is_done(std::size_t at) const { return done_[at] != 0; }
+  std::size_t num_done() const { return num_done_; }
+  std::size_t version(std::size_t word) const { return versions_[word]; }
+  bool is_ready(std::size_t at) const { return !is_done(at) && missing_[at] == 0; }
+  bool can_happen(std::size_t at) const {
+    const Event& event = events_[at];
+    return is_ready(at) && (event.action != Action::kWait || event.passes[versions_[event.word]]);
+  }
+  // A wrong value.
+  bool is_violation(std::size_t at) const {
+    const Event& event = events_[at];
+    return event.action == Action::kRead && versions_[event.word] != event.version;
+  }
+
+  void happen(std::size_t at) {
+    const Event& event = events_[at];
+    done_[at] = 1;
+    ++num_done_;
+    if (is_store(event)) ++versions_[event.word];
+    for (const std::size_t later : event.before) --missing_[later];
+    std::size_t& first = first_[static_cast<std::size_t>(event.rank)];
+    while (first < end(event.rank) && is_done(first)) ++first;
+  }
+  void undo(std::size_t at) {
+    const Event& event = events_[at];
+    done_[at] = 0;
+    --num_done_;
+    if (is_store(event)) --versions_[event.word];
+    for (const std::size_t later : event.before) ++missing_[later];
+    std::size_t& first = first_[static_cast<std::size_t>(event.rank)];
+    first = std::min(first, at);
+  }
+
+  std::size_t first(int rank) const { return first_[static_cast<std::size_t>(rank)]; }
+  std::size_t end(int rank) const { return begin_[static_cast<std::size_t>(rank) + 1]; }
+  // Behind a wait that acquires, nothing can happen.
+  bool ends_here(std::size_t at) const {
+    return !is_done(at) && events_[at].action == Action::kWait && events_[at].ordered;
+  }
+  void list_possible(std::vector<std::size_t>& possible) const {
+    possible.clear();
+    for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
+      for (std::size_t at = first(rank); at < end(rank); ++at) {
+        if (can_happen(at)) possible.push_back(at);
+        if (ends_here(at)) break;
+      }
+    }
+  }
+
+ private:
+  const Recording& recording_;
+  const std::vector<Event>& events_;
+  std::vector<char> done_;
+  std::vector<std::size_t> missing_;
+  std::vector<std::size_t> first_;  // by rank, the first event that has not happened
+  std::vector<std::size_t> begin_;
+  std::vector<std::size_t> versions_;
+  std::size_t num_done_ = 0;
+};
+
+class Search {
+ public:
+  Search(const Recording& recording, Reduction reduction, std::size_t most_states)
+      : recording_(recording),
+        events_(recording.events()),
+        reduction_(reduction),
+        most_states_(most_states),
+        memory_(recording) {
+    std::uint64_t seed = 1;
+    for (std::size_t at = 0; at < events_.size(); ++at) {
+      keys_.push_back({next_random(seed), next_random(seed)});
+    }
+    for (const Word& word : recording.words()) always_passes_.push_back(only_lets_pass(word));
+  }
+
+  Verdict run() {
+    Verdict verdict;
+    if (!recording_.complaints().empty()) {
+      report_ = "before any step, by the programs alone:\n";
+      for (const std::string& complaint : recording_.complaints()) report_ += complaint + "\n";
+    } else {
+      verdict.is_proved = visit();
+    }
+    verdict.num_states = states_.size();
+    verdict.report = report_;
+    return verdict;
+  }
+
+ private:
+  bool visit() {
+    Hash marked = hash_;
+    marked.low |= 1;  // never the empty slot's zero
+    if (!states_.insert(marked)) return true;
+    if (states_.size() > most_states_) {
+      report_ = join("more than ", most_states_, " states\n");
+      return false;
+    }
+    std::vector<std::size_t> possible;
+    memory_.list_possible(possible);
+    if (possible.empty()) return memory_.num_done() == events_.size() || report_deadlock();
+    for (const std::size_t at : possible) {
+      if (memory_.is_violation(at)) return report_violation(at);
+    }
+    choose(possible);
+    for (const std::size_t at : possible) {
+      step(at);
+      if (!visit()) return false;
+      step_back();
+    }
+    return true;
+  }
+
+  void step(std::size_t at) {
+    memory_.happen(at);
+    hash_.flip(keys_[at]);
+    path_.push_back(at);
+  }
+  void step_back() {
+    hash_.flip(keys_[path_.back()]);
+    memory_.undo(path_.back());
+    path_.pop_back();
+  }
+
+  // Keeps one event alone, if there is one that no other minds.
+  void choose(std::vector<std::size_t>& possible) {
+    if (reduction_ == Reduction::kNone || possible.size() == 1) return;
+    for (const std::size_t at : possible) {
+      const Event& event = events_[at];
+      const bool is_payload = event.action == Action::kWrite || event.action == Action::kRead;
+      const bool is_alone = is_payload
+                                ? no_other_minds(at)
+                                : reduction_ == Reduction::kAll && always_passes_[event.word];
+      if (!is_alone) continue;
+      possible = {at};
+      return;
+    }
+  }
+
+  // Waits for this counter, once they may end, may end at every later version.
+  bool only_lets_pass(const Word& word) const {
+    const std::size_t at = static_cast<std::size_t>(&word - recording_.words().data());
+    for (const Event& event : events_) {
+      if (event.action != Action::kWait || event.word != at) continue;
+      if (!std::is_sorted(event.passes.begin(), event.passes.end())) return false;
+    }
+    return true;
+  }
+
+  // Events on the same word from the other side: one per rank is enough, the next.
+  std::vector<std::size_t> opposites(std::size_t at) const {
+    const Event& event = events_[at];
+    const Word& word = recording_.words()[event.word];
+    std::vector<std::size_t> found;
+    const auto add_next = [&](const std::vector<std::size_t>& events) {
+      for (const std::size_t other : events) {
+        if (memory_.is_done(other)) continue;
+        found.push_back(other);
+        return;
+      }
+    };
+    if (event.action == Action::kRead) {
+      add_next(word.writes);
+    } else {
+      for (const std::vector<std::size_t>& reads : word.reads) add_next(reads);
+    }
+    return found;
+  }
+
+  // Lets everything happen that can without this event, and looks whether an opposite is among it.
+  // A counter may stand still or go on: a wait passes if it may at any version on the way.
+  bool no_other_minds(std::size_t at) {
+    const std::vector<std::size_t> others = opposites(at);
+    if (others.empty()) return true;
+    Memory future = memory_;
+    const auto passes_later = [&](const Event& event) {
+      for (std::size_t v = memory_.version(event.word); v <= future.version(event.word); ++v) {
+        if (event.passes[v]) return true;
+      }
+      return false;
+    };
+    for (bool goes_on = true; goes_on;) {
+      goes_on = false;
+      for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
+        for (std::size_t next = future.first(rank); next < future.end(rank); ++next) {
+          const Event& event = events_[next];
+          const bool can = event.action == Action::kWait
+                               ? future.is_ready(next) && passes_later(event)
+                               : future.can_happen(next);
+          if (next != at && can) {
+            if (std::find(others.begin(), others.end(), next) != others.end()) return false;
+            future.happen(next);
+            goes_on = true;
+          }
+          if (future.ends_here(next)) break;
+        }
+      }
+    }
+    return true;
+  }
+
+  // Whether these events can happen in this order, the last one being a violation.
+  bool is_trace(const std::vector<std::size_t>& trace) const {
+    Memory memory(recording_);
+    for (const std::size_t at : trace) {
+      if (!memory.can_happen(at)) return false;
+      if (at == trace.back()) return memory.is_violation(at);
+      memory.happen(at);
+    }
+    return false;
+  }
+
+  bool report_violation(std::size_t at) {
+    std::vector<std::size_t> trace = path_;
+    trace.push_back(at);
+    const Event& event = events_[at];
+    const Word& word = recording_.words()[event.word];
+    // What need not have happened is left out, the latest first.
+    for (std::size_t i = trace.size() - 1; i-- > 0;) {
+      std::vector<std::size_t> shorter = trace;
+      shorter.erase(shorter.begin() + static_cast<std::ptrdiff_t>(i));
+      if (is_trace(shorter)) trace.swap(shorter);
+    }
+    Memory memory(recording_);
+    for (std::size_t i = 0; i < trace.size(); ++i) {
+      report_ += join(i + 1, ". ", recording_.show(trace[i]));
+      if (i + 1 < trace.size()) {
+        report_ += state_of_wait(memory, trace[i]) + "\n";
+        memory.happen(trace[i]);
+      }
+    }
+    report_ += join(": expected ", Recording::show(event.meant), ", found ",
+                    Recording::show(word.values[memory.version(event.word)]), "\n");
+    return false;
+  }
+
+  std::string state_of_wait(const Memory& memory, std::size_t at) const {
+    const Event& event = events_[at];
+    if (event.action != Action::kWait) return "";
+    return join(", and it is ", recording_.words()[event.word].counts[memory.version(event.word)]);
+  }
+
+  bool report_deadlock() {
+    report_ =
+        join("deadlock: after ", path_.size(), " of ", events_.size(), " steps nobody can go on\n");
+    for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
+      const std::size_t next = memory_.first(rank);
+      if (next == memory_.end(rank)) {
+        report_ += join("rank ", rank, ": has ended\n");
+        continue;
+      }
+      report_ += join(recording_.show(next), state_of_wait(memory_, next), " for ever\n");
+    }
+    return false;
+  }
+
+  const Recording& recording_;
+  const std::vector<Event>& events_;
+  const Reduction reduction_;
+  const std::size_t most_states_;
+  Memory memory_;
+  HashSet states_;
+  Hash hash_{};
+  std::vector<Hash> keys_;
+  std::vector<bool> always_passes_;  // by word
+  std::vector<std::size_t> path_;
+  std::string report_;
+};
+
+}  // namespace
+
+Verdict explore(const Recording& recording, Reduction reduction, std::size_t most_states) {
+  return Search(recording, reduction, most_states).run();
+}
+
+}  // namespace pyringar::model

@@ -1,0 +1,159 @@
+// model: proves, or refutes with a trace, that the programs of csrc/core share slots rightly: every
+// interleaving of the real templates, on a memory with store buffers.
+//
+//   model --ranks 3 --calls direct:3,exchange:3 --base -4 [--slots 4] [--ring-slots 8]
+//         [--reduced-behind 0] [--bug two-ahead] [--reduction none|payload|all] [--most-states n]
+//
+// Decides    No piece is lost, added twice or torn; nobody reads a slot that its owner may be
+//            writing, or what was there before; nobody overwrites what somebody has still to read
+//            (who reads it later finds the wrong message); nobody waits for ever; every rank ends,
+//            and its counters stand where the next call expects them; all this while counters pass
+//            2^32.
+// Explored   calls after each other, as the command line says; tests/test_model.py holds the lists,
+//            of 2 and 3 ranks, some of 4 and 5. Sizes are of messages: a message is 2k parts, or 2
+//            in the ring. A ring of processes is `exchange:1,ring:n`: the announcement, the ring.
+// Not        deadlines, aborts, and what is read to explain them; how a rank sleeps and is woken
+// modelled   (a wait here may end as soon as it may); that ranks which ask for different calls all
+//            notice it (`refused:n`: they all do); writes that do not reach all ranks at once;
+//            reads that make values out of thin air; slots in which the ring leaves data
+//            (zero-copy); several runners of one rank; an engine's own memory: that it copies, adds
+//            and counts as the recorder says is its tests' matter.
+// Exit       0 proved, 1 refuted, 2 neither: bad arguments, too many states.
+
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <string_view>
+
+#include "core/error.h"
+#include "explore.h"
+#include "recorders.h"
+
+namespace pyringar::model {
+
+namespace {
+
+[[noreturn]] void bad(std::string_view what, std::string_view value) {
+  fail(ErrorKind::kArgument, what, ": '", value, "'");
+}
+
+std::int64_t number(std::string_view text) {
+  std::int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) bad("not a number", text);
+  return value;
+}
+
+template <typename Map>
+auto named(const Map& names, std::string_view name) {
+  for (const auto& [known, value] : names) {
+    if (known == name) return value;
+  }
+  bad("no such name", name);
+}
+
+Call parse_call(std::string_view text) {
+  static const std::map<std::string_view, Call> kCalls = {
+      {"direct", {CallKind::kDirect, 1}},
+      {"registered", {CallKind::kRegistered, 1}},
+      {"exchange", {CallKind::kExchange, 1}},
+      {"digest", {CallKind::kDigest, 1}},
+      {"ring", {CallKind::kRing, 1}},
+      {"scatter", {CallKind::kScatter, 1}},
+      {"gather", {CallKind::kGather, 1}},
+      {"refused", {CallKind::kDirect, 1, true}},
+      {"refused-exchange", {CallKind::kExchange, 1, true}},
+  };
+  const std::size_t colon = text.find(':');
+  if (colon == text.npos) bad("a call is name:pieces, not", text);
+  Call call = named(kCalls, text.substr(0, colon));
+  call.pieces = static_cast<std::size_t>(number(text.substr(colon + 1)));
+  const bool is_whole = call.kind == CallKind::kDigest || call.kind == CallKind::kRegistered;
+  if (call.pieces < 1 || (is_whole && call.pieces > 1)) bad("not so many pieces", text);
+  return call;
+}
+
+std::vector<Call> parse_calls(std::string_view text) {
+  std::vector<Call> calls;
+  while (!text.empty()) {
+    const std::size_t comma = std::min(text.find(','), text.size());
+    calls.push_back(parse_call(text.substr(0, comma)));
+    text.remove_prefix(std::min(comma + 1, text.size()));
+  }
+  return calls;
+}
+
+struct Arguments {
+  Setup setup;
+  Reduction reduction = Reduction::kPayload;
+  std::size_t most_states = 50'000'000;
+};
+
+Arguments parse(const std::vector<std::string_view>& words) {
+  static const std::map<std::string_view, Reduction> kReductions = {
+      {"none", Reduction::kNone}, {"payload", Reduction::kPayload}, {"all", Reduction::kAll}};
+  static const std::map<std::string_view, Bug> kBugNames = [] {
+    std::map<std::string_view, Bug> names;
+    for (const BugName& bug : kBugs) names[bug.name] = bug.bug;
+    return names;
+  }();
+  Arguments arguments;
+  Setup& setup = arguments.setup;
+  if (words.size() % 2 != 0) bad("no value for", words.back());
+  for (std::size_t i = 0; i + 1 < words.size(); i += 2) {
+    const std::string_view name = words[i], value = words[i + 1];
+    const auto as_counter = [&] { return static_cast<std::uint32_t>(number(value)); };
+    if (name == "--ranks") {
+      setup.num_ranks = static_cast<int>(number(value));
+    } else if (name == "--calls") {
+      setup.calls = parse_calls(value);
+    } else if (name == "--slots") {
+      setup.slots = as_counter();
+    } else if (name == "--ring-slots") {
+      setup.ring_slots = as_counter();
+    } else if (name == "--base") {
+      setup.base = as_counter();
+    } else if (name == "--reduced-behind") {
+      setup.reduced_behind = as_counter();
+    } else if (name == "--bug") {
+      setup.bug = named(kBugNames, value);
+    } else if (name == "--reduction") {
+      arguments.reduction = named(kReductions, value);
+    } else if (name == "--most-states") {
+      arguments.most_states = static_cast<std::size_t>(number(value));
+    } else {
+      bad("no such option", name);
+    }
+  }
+  if (setup.num_ranks < 2 || setup.slots < 1 || setup.calls.empty()) {
+    fail(ErrorKind::kArgument, "two ranks, a slot and a call, at least");
+  }
+  return arguments;
+}
+
+int run(const std::vector<std::string_view>& words) {
+  const Arguments arguments = parse(words);
+  const auto start = std::chrono::steady_clock::now();
+  const Recording recording = record(arguments.setup);
+  const Verdict verdict = explore(recording, arguments.reduction, arguments.most_states);
+  const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
+  const bool is_undecided = verdict.num_states > arguments.most_states;
+  const char* word = verdict.is_proved ? "proved" : is_undecided ? "undecided" : "refuted";
+  std::printf("%s%s: %zu states, %zu events, %.2f s\n", verdict.report.c_str(), word,
+              verdict.num_states, recording.events().size(), passed.count());
+  return verdict.is_proved ? 0 : is_undecided ? 2 : 1;
+}
+
+}  // namespace
+
+}  // namespace pyringar::model
+
+int main(int argc, char** argv) {
+  try {
+    return pyringar::model::run({argv + 1, argv + argc});
+  } catch (const pyringar::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
+  }
+}

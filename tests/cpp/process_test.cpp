@@ -1,0 +1,428 @@
+// process_test: ranks of processes, run as threads: each has a group of its own on one segment, so
+// that ThreadSanitizer sees what they share.
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <deque>
+#include <limits>
+
+#include "cpu/packed_line.h"
+#include "cpu/process_group.h"
+#include "oracle.h"
+#include "parts.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// Of groups with a late rank: long enough for the others to be in time on a busy machine.
+constexpr auto kTimeout = milliseconds(250);
+constexpr SegmentToken kToken = {7, 1, 2};
+
+struct Free {
+  void operator()(std::byte* memory) const { std::free(memory); }
+};
+
+// What processes would map: here one block at one address, or mapped once more for every rank.
+class SharedSegment {
+ public:
+  SharedSegment(int world_size, bool is_mapped) : world_size_(world_size) {
+    const std::size_t bytes = Segment::bytes_for(world_size);
+    if (is_mapped) {
+      mapped_.push_back(SharedMemory::create(bytes, "a test"));
+      for (int rank = 1; rank < world_size; ++rank) {
+        mapped_.push_back(SharedMemory::open(static_cast<std::int32_t>(getpid()), mapped_[0].fd(),
+                                             bytes, "a test"));
+      }
+    } else {
+      plain_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, bytes)));
+    }
+    Segment::lay_out(memory(0), world_size, kToken);
+  }
+
+  Segment attach(int rank) const {
+    return Segment::attach(memory(rank), Segment::bytes_for(world_size_), world_size_, kToken);
+  }
+  int world_size() const { return world_size_; }
+
+ private:
+  std::byte* memory(int rank) const {
+    return plain_ ? plain_.get() : mapped_[static_cast<std::size_t>(rank)].data();
+  }
+
+  const int world_size_;
+  std::unique_ptr<std::byte, Free> plain_;
+  std::deque<SharedMemory> mapped_;
+};
+
+SharedSegment random_segment(Random& random, int most_ranks) {
+  return {random.between(2, most_ranks), random.one_in(4)};
+}
+
+// A rank: the group holds no memory of its own but a page, the segment is the test's.
+std::unique_ptr<ProcessGroup> make_group(const SharedSegment& shared, int rank,
+                                         std::chrono::nanoseconds timeout, bool checks = false) {
+  return std::make_unique<ProcessGroup>(SharedMemory::create(1, "a test"), shared.attach(rank),
+                                        rank, ProcessGroupOptions{timeout, checks});
+}
+
+// One call of all ranks, and what must come of it.
+class Call {
+ public:
+  Call(Random& random, int world_size, std::size_t most_elems = 60'000)
+      : world_size_(world_size),
+        kind_(static_cast<CallKind>(random.below(random.one_in(2) ? 1 : kNumCallKinds))),
+        op_(random_op(random)),
+        root_(random.between(0, world_size - 1)),
+        wants_ring_(random.one_in(3)) {
+    const int count = kind_ != CallKind::kAllReduce ? 1
+                      : random.one_in(8)            ? 60
+                                                    : random.between(0, 4);
+    const auto ranks = static_cast<std::size_t>(world_size);
+    for (int i = 0; i < count; ++i) {
+      const DType dtype = random_dtype(random);
+      const std::size_t numel = random_numel(random, count > 4 ? 200 : most_elems);
+      const bool scatters = kind_ == CallKind::kReduceScatter;
+      const bool gathers = kind_ == CallKind::kAllGather;
+      inputs_.emplace_back(random, world_size, dtype, scatters ? numel * ranks : numel);
+      if (scatters || gathers) {
+        outputs_.emplace_back(random, world_size, dtype, gathers ? numel * ranks : numel);
+      }
+    }
+  }
+
+  ProcessCall of_rank(int rank) const {
+    ProcessCall call;
+    call.kind = kind_;
+    call.op = op_;
+    call.divisor = op_ == ReduceOp::kMean ? world_size() : 1;
+    call.root = kind_ == CallKind::kBroadcast ? root_ : 0;
+    call.wants_ring = wants_ring_;
+    if (kind_ == CallKind::kBarrier) return call;
+    for (const RankTensors& t : inputs_) call.inputs.push_back(span(t, rank));
+    for (const RankTensors& t : outputs_) call.outputs.push_back(span(t, rank));
+    if (outputs_.empty()) call.outputs = call.inputs;
+    return call;
+  }
+  void check_done() const {
+    if (kind_ == CallKind::kBarrier) return check_untouched();
+    if (kind_ == CallKind::kAllReduce) return check_all_reduced();
+    if (kind_ == CallKind::kBroadcast) return check_broadcast();
+    const RankTensors& in = inputs_[0];
+    const RankTensors& out = outputs_[0];
+    in.check_unchanged();
+    const auto k = static_cast<std::size_t>(world_size());
+    for (std::size_t rank = 0; rank < k; ++rank) {
+      if (kind_ == CallKind::kReduceScatter) {
+        const std::vector<const void*> sources(in.inputs(), in.inputs() + k);
+        const int divisor = op_ == ReduceOp::kMean ? world_size() : 1;
+        const auto all = expected_reduction(in.dtype(), op_, divisor, sources, in.numel(), false);
+        check_same(in.dtype(), out.inputs()[rank], all.data() + rank * out.bytes(), out.numel(),
+                   "reduce_scatter");
+      } else {
+        for (std::size_t from = 0; from < k; ++from) {
+          const auto* got = static_cast<const std::byte*>(out.inputs()[rank]) + from * in.bytes();
+          check_same(in.dtype(), got, in.inputs()[from], in.numel(), "all_gather");
+        }
+      }
+    }
+  }
+  void check_untouched() const {
+    for (const RankTensors& t : inputs_) t.check_unchanged();
+    for (const RankTensors& t : outputs_) t.check_unchanged();
+  }
+
+ private:
+  static TensorSpan span(const RankTensors& t, int rank) {
+    return {static_cast<std::byte*>(t.pointers()[rank]), t.numel(), t.dtype()};
+  }
+  int world_size() const { return world_size_; }
+  void check_all_reduced() const {
+    for (const RankTensors& t : inputs_) {
+      t.check_all_reduced(op_, op_ == ReduceOp::kMean ? t.world_size() : 1, wants_ring_,
+                          "among processes");
+    }
+  }
+  void check_broadcast() const {
+    const RankTensors& t = inputs_[0];
+    for (int rank = 0; rank < t.world_size(); ++rank) {
+      const bool same =
+          t.bytes() == 0 || std::memcmp(t.inputs()[rank], t.before(root_), t.bytes()) == 0;
+      CHECK(same, "rank ", rank, " has not what root ", root_, " had");
+    }
+  }
+
+  int world_size_;
+  CallKind kind_;
+  ReduceOp op_;
+  int root_;
+  bool wants_ring_;
+  std::deque<RankTensors> inputs_;
+  std::deque<RankTensors> outputs_;
+};
+
+std::deque<Call> random_calls(Random& random, int world_size, int count) {
+  std::deque<Call> calls;
+  for (int i = 0; i < count; ++i) calls.emplace_back(random, world_size);
+  return calls;
+}
+
+void delay_somewhere(Random& random, ProcessGroup& group) {
+  if (!random.one_in(6)) return;
+  group.delay(static_cast<Phase>(random.below(kNumPhases)),
+              std::chrono::microseconds(random.below(2000)));
+}
+
+// What a rank's program does: all calls in order, some of them in the background.
+void run_all(Random random, ProcessGroup& group, const std::deque<Call>& calls) {
+  std::deque<std::shared_ptr<Work>> works;
+  for (const Call& call : calls) {
+    delay_somewhere(random, group);
+    dawdle(random);
+    if (random.one_in(3)) {
+      works.push_back(group.submit(call.of_rank(group.rank())));
+    } else {
+      group.run(call.of_rank(group.rank()));
+    }
+  }
+  for (const auto& work : works) CHECK(work->wait(kLong), "not done after minutes");
+}
+
+std::vector<Random> forks(Random& random, int count) {
+  std::vector<Random> made;
+  for (int i = 0; i < count; ++i) made.push_back(random.fork());
+  return made;
+}
+
+}  // namespace
+
+// Random calls of random ranks, each compared with the oracle.
+void processes_round(Random& random) {
+  const SharedSegment shared = random_segment(random, 5);
+  const int k = shared.world_size();
+  const std::deque<Call> calls = random_calls(random, k, random.between(1, 8));
+  const std::vector<Random> randoms = forks(random, k);
+  const bool checks = random.one_in(3);
+  std::atomic<int> num_gone{0};
+  on_all_ranks(k, [&](int rank) {
+    const auto group = make_group(shared, rank, kLong, checks);
+    while (!group->absent_ranks().empty()) std::this_thread::yield();
+    run_all(randoms[static_cast<std::size_t>(rank)], *group, calls);
+    const ProcessStats stats = group->stats();
+    std::uint64_t counted = 0;
+    for (const std::uint64_t n : stats.calls) counted += n;
+    CHECK(counted == calls.size(), counted, " calls counted instead of ", calls.size());
+    group->close();
+    group->close();
+    check_throws(ErrorKind::kState, "closed", [&] { group->run(calls[0].of_rank(rank)); });
+    num_gone.fetch_add(1);
+  });
+  CHECK(num_gone.load() == k, "somebody is missing");
+  for (const Call& call : calls) call.check_done();
+}
+
+// Counters of messages at the end of their 32 bits, and `reduced` far behind `announced`.
+void process_counters_round(Random& random) {
+  const SharedSegment shared = random_segment(random, 4);
+  const int k = shared.world_size();
+  const std::uint32_t start =
+      std::numeric_limits<std::uint32_t>::max() - static_cast<std::uint32_t>(random.below(40));
+  const std::uint32_t lag =
+      random.one_in(2) ? 0 : 0x7fff'fff0u + static_cast<std::uint32_t>(random.below(32));
+  for (int rank = 0; rank < k; ++rank) {
+    RankLine& line = shared.attach(rank).line(rank);
+    line.process = this_process();
+    line.announced.value = start;
+    line.reduced.value = start - lag;
+    line.link.flag.value = start;
+    line.link.taken.value = start;
+  }
+  const std::deque<Call> calls = random_calls(random, k, 6);
+  const std::vector<Random> randoms = forks(random, k);
+  on_all_ranks(k, [&](int rank) {
+    const Segment segment = shared.attach(rank);
+    PeerWatch watch(segment, rank, kLong);
+    ProcessRank self{segment, rank, watch};
+    self.messages = start;
+    self.ring_messages = start;
+    Random own = randoms[static_cast<std::size_t>(rank)];
+    for (const Call& call : calls) {
+      dawdle(own);
+      const ProcessCall of_rank = call.of_rank(rank);
+      CHECK(run_process_call(of_rank, self, false), watch.failure());
+      if (of_rank.kind == CallKind::kAllReduce) {
+        CHECK(compare_digests(digest_of(of_rank.outputs), self), watch.failure());
+      }
+    }
+  });
+  for (const Call& call : calls) call.check_done();
+}
+
+// A rank calls something else: an error on all, nothing written, and nothing more from this group.
+void process_mismatch_round(Random& random) {
+  const SharedSegment shared = random_segment(random, 4);
+  const int k = shared.world_size();
+  const int odd = random.between(0, k - 1);
+  const std::deque<Call> usual = random_calls(random, k, 1);
+  RankTensors others(random, k, DType::kInt32, 70'001);  // longer than any other
+  on_all_ranks(k, [&](int rank) {
+    const auto group = make_group(shared, rank, kLong);
+    while (!group->absent_ranks().empty()) std::this_thread::yield();
+    ProcessCall call = usual[0].of_rank(rank);
+    if (rank == odd) {
+      call = {};
+      call.kind = CallKind::kAllReduce;
+      call.outputs = {
+          {static_cast<std::byte*>(others.pointers()[rank]), others.numel(), DType::kInt32}};
+    }
+    const std::string message = message_of(ErrorKind::kArgument, [&] { group->run(call); });
+    CHECK(message.find(join("rank ", odd, " (process ", getpid())) != std::string::npos, message);
+    check_throws(ErrorKind::kState, message, [&] { group->run(call); });
+    // Nobody leaves while others still compare.
+    while (!group->segment().failure().state.load()) std::this_thread::yield();
+  });
+  usual[0].check_untouched();
+  others.check_unchanged();
+}
+
+namespace {
+
+// A rank stays away from a call: a timeout that names it, on all who came.
+std::string complaint_about_missing_rank(Random& random) {
+  const SharedSegment shared = random_segment(random, 4);
+  const int k = shared.world_size();
+  const int late = random.between(0, k - 1);
+  const std::deque<Call> calls = random_calls(random, k, 1);
+  const std::deque<Call> missed = random_calls(random, k, 1);
+  std::vector<std::string> complaints(static_cast<std::size_t>(k));
+  std::atomic<int> num_done{0};
+  on_all_ranks(k, [&](int rank) {
+    std::string& complaint = complaints[static_cast<std::size_t>(rank)];
+    const auto group = make_group(shared, rank, kTimeout);
+    while (!group->absent_ranks().empty()) std::this_thread::yield();
+    try {
+      group->run(calls[0].of_rank(rank));
+      if (rank != late) {
+        const Stopwatch stopwatch;
+        const std::string message =
+            message_of(ErrorKind::kTimeout, [&] { group->run(missed[0].of_rank(rank)); });
+        if (message.find(join("for rank ", late, " (")) == std::string::npos) complaint = message;
+        if (stopwatch.seconds() > kGraceSeconds) complaint = "much too late";
+        check_throws(ErrorKind::kState, "failed before",
+                     [&] { group->run(missed[0].of_rank(rank)); });
+      }
+    } catch (const Error& error) {
+      complaint = error.what();
+    }
+    num_done.fetch_add(1);
+    while (num_done.load() < k) std::this_thread::sleep_for(milliseconds(1));
+    if (rank == late && complaint.empty()) {
+      // It hears of it when it comes.
+      check_throws(ErrorKind::kTimeout, join("for rank ", late),
+                   [&] { group->run(missed[0].of_rank(rank)); });
+    }
+  });
+  std::string all;
+  for (const std::string& complaint : complaints) all += complaint;
+  if (all.empty()) missed[0].check_untouched();
+  return all;
+}
+
+// A rank leaves: the others that go on hear of it at once.
+void check_one_that_leaves(Random& random) {
+  const SharedSegment shared = random_segment(random, 4);
+  const int k = shared.world_size();
+  const int leaves = random.between(0, k - 1);
+  const std::deque<Call> calls = random_calls(random, k, 2);
+  on_all_ranks(k, [&](int rank) {
+    const auto group = make_group(shared, rank, kLong);
+    while (!group->absent_ranks().empty()) std::this_thread::yield();
+    group->run(calls[0].of_rank(rank));
+    if (rank == leaves) return;
+    const std::string message =
+        message_of(ErrorKind::kPeerLost, [&] { group->run(calls[1].of_rank(rank)); });
+    CHECK(message.find(join("rank ", leaves, " (process")) != std::string::npos, message);
+    CHECK(message.find("has left the group") != std::string::npos, message);
+    // Not before all have: who leaves would be another one to name.
+    while (!group->segment().failure().state.load()) std::this_thread::yield();
+  });
+  calls[0].check_done();
+  calls[1].check_untouched();
+}
+
+}  // namespace
+
+void process_failures_round(Random& random) {
+  check_one_of_three([&] { return complaint_about_missing_rank(random); });
+  check_one_that_leaves(random);
+  // What attach() refuses.
+  const SharedSegment shared(2, false);
+  const Segment segment = shared.attach(0);
+  auto* memory = reinterpret_cast<std::byte*>(&segment.line(0));
+  const std::size_t bytes = Segment::bytes_for(2);
+  check_throws(ErrorKind::kState, "none of ours",
+               [&] { Segment::attach(memory, bytes, 2, kToken); });
+  check_throws(ErrorKind::kState, "expected",
+               [&] { Segment::attach(memory, bytes - 1, 2, kToken); });
+  make_group(shared, 0, kLong);
+  check_throws(ErrorKind::kState, "has joined this group before",
+               [&] { make_group(shared, 0, kLong); });
+}
+
+// The line of tensors, against the plainest account of where each byte lies.
+void packed_line_round(Random& random) {
+  const int count = random.one_in(4) ? 0 : random.between(1, 12);
+  std::vector<TensorSpan> tensors;
+  std::deque<std::vector<std::byte>> memory;
+  // By position in the line: which byte of which tensor, null in the gaps; and the run's dtype.
+  std::vector<std::byte*> bytes;
+  std::vector<DType> dtypes;
+  for (int i = 0; i < count; ++i) {
+    const DType dtype = random.one_in(2) && i > 0 ? tensors.back().dtype : random_dtype(random);
+    const std::size_t numel = random.one_in(4) ? 0 : random.below(200);
+    memory.emplace_back(numel * item_bytes(dtype) + 1);
+    tensors.push_back({memory.back().data(), numel, dtype});
+    if (numel == 0) continue;
+    while (!bytes.empty() && dtypes.back() != dtype && bytes.size() % 64 != 0) {
+      bytes.push_back(nullptr);
+      dtypes.push_back(dtypes.back());
+    }
+    for (std::size_t b = 0; b < tensors.back().bytes(); ++b) {
+      bytes.push_back(tensors.back().data + b);
+      dtypes.push_back(dtype);
+    }
+  }
+  const PackedLine line(tensors);
+  CHECK(line.bytes() == bytes.size(), line.bytes(), " bytes instead of ", bytes.size());
+
+  const std::size_t piece = 64 * (1 + random.below(8));
+  std::vector<std::byte*> visited(bytes.size(), nullptr);
+  std::vector<int> in_runs(bytes.size(), 0);
+  for (std::size_t begin = 0; begin < line.bytes(); begin += piece) {
+    const std::size_t end = std::min(begin + piece, line.bytes());
+    line.for_each_tensor(begin, end, [&](std::byte* data, std::size_t at, std::size_t n) {
+      CHECK(n > 0 && begin + at + n <= end, "outside of its piece");
+      for (std::size_t b = 0; b < n; ++b) visited[begin + at + b] = data + b;
+    });
+    line.for_each_run(begin, end, [&](DType dtype, std::size_t at, std::size_t numel) {
+      const std::size_t n = numel * item_bytes(dtype);
+      CHECK(numel > 0 && begin + at + n <= end, "outside of its piece");
+      for (std::size_t b = 0; b < n; ++b) {
+        CHECK(dtypes[begin + at + b] == dtype, "of another dtype");
+        in_runs[begin + at + b] += 1;
+      }
+    });
+  }
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    CHECK(visited[i] == bytes[i], "another byte at ", i);
+    CHECK(in_runs[i] == (bytes[i] != nullptr ? 1 : 0), "in ", in_runs[i], " runs at ", i);
+  }
+}
+
+}  // namespace pyringar::stress

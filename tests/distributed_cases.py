@@ -1,0 +1,547 @@
+"""What ranks do in ``test_distributed.py``: each case runs on every rank of a ``ringar`` group.
+
+Every rank works out all ranks' inputs, so that each can tell the right result by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pyringar as pr
+
+REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OTHER_DTYPES = (torch.bool, torch.int16, torch.complex64, torch.complex128, *FLOAT8)
+ALL_DTYPES = (*oracle.DTYPES, *OTHER_DTYPES)
+SIZES = (1, 17, 4099)
+
+Case = Callable[[int, int], None]
+
+
+def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
+    """Positional or random values of any dtype, another for each rank."""
+    if dtype is torch.bool:
+        return oracle.positional(numel, torch.int32, rank) % 3 == 0
+    if dtype.is_complex:
+        real = dtype.to_real()
+        return torch.complex(
+            oracle.random(numel, real, 2 * rank, specials=False),
+            oracle.random(numel, real, 2 * rank + 1, specials=False),
+        )
+    if dtype in FLOAT8:
+        return (oracle.positional(numel, torch.float32, rank) / 8).to(dtype)
+    if dtype not in oracle.DTYPES:
+        return oracle.positional(numel, dtype, rank)
+    return oracle.random(numel, dtype, rank)
+
+
+def all_values(numel: int, dtype: torch.dtype, size: int) -> list[Tensor]:
+    return [values(numel, dtype, rank) for rank in range(size)]
+
+
+def wanted(parts: Sequence[Tensor], op: str) -> Tensor:
+    """The promised result, also of dtypes that the oracle does not know."""
+    dtype = parts[0].dtype
+    if dtype is torch.bool:
+        found = torch.stack(list(parts))
+        return found.all(0) if op in ("min", "prod") else found.any(0)
+    if dtype.is_complex:
+        flat = [torch.view_as_real(p).reshape(-1) for p in parts]
+        return torch.view_as_complex(oracle.reduced(flat, op).view(-1, 2)).view(parts[0].shape)
+    if dtype in oracle.DTYPES:
+        return oracle.reduced(parts, op)
+    wide = torch.float32 if dtype.is_floating_point else torch.int32
+    return oracle.reduced([p.to(wide) for p in parts], op).to(dtype)
+
+
+def ops_of(dtype: torch.dtype) -> Sequence[str]:
+    if dtype is torch.bool:
+        return ("sum", "max", "min", "prod")
+    return ("sum", "mean") if dtype.is_complex else oracle.OPS
+
+
+def assert_equal(actual: Tensor, expected: Tensor, context: object = "") -> None:
+    if actual.is_complex():
+        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
+    if actual.dtype in (torch.bool, torch.uint8, *FLOAT8):
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+    oracle.assert_bits(actual, expected, context)
+
+
+def is_process_group_ours() -> bool:
+    """Up to torch 2.13; later ones put our backend into a group of theirs."""
+    return type(dist.group.WORLD) is not dist.ProcessGroup
+
+
+def raises(kind: type[BaseException], text: str) -> Any:
+    return pytest.raises(kind, match=re.escape(text))
+
+
+def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> None:
+    """Call it synchronously, or wait for its work, its future, or by polling."""
+    if how == "sync":
+        assert call(*args, **kwargs) is None
+        return
+    work = call(*args, async_op=True, **kwargs)
+    if how == "future":
+        work.get_future().wait()
+    elif how == "poll":
+        future = work.get_future()
+        while not future.done():
+            pass
+    else:
+        work.wait()
+
+
+# -- all_reduce ------------------------------------------------------------------------------------
+
+
+def all_reduce_every_dtype_and_op(rank: int, size: int) -> None:
+    for dtype in ALL_DTYPES:
+        for op in ops_of(dtype):
+            for numel, how in zip(SIZES, ("sync", "async", "future"), strict=True):
+                parts = all_values(numel, dtype, size)
+                mine = parts[rank].clone()
+                finish(dist.all_reduce, how, mine, REDUCE[op])
+                assert_equal(mine, wanted(parts, op), (dtype, op, numel, how))
+
+
+def all_reduce_as_gloo(rank: int, size: int) -> None:
+    gloo = dist.new_group(backend="gloo")
+    for dtype in oracle.INTEGERS:
+        for op in ("sum", "max", "min", "prod"):
+            mine = values(333, dtype, rank)
+            theirs = mine.clone()
+            dist.all_reduce(mine, REDUCE[op])
+            dist.all_reduce(theirs, REDUCE[op], group=gloo)
+            assert torch.equal(mine, theirs), (dtype, op)
+    dist.destroy_process_group(gloo)
+
+
+def all_reduce_bitwise(rank: int, size: int) -> None:
+    folds = {
+        dist.ReduceOp.BAND: torch.bitwise_and,
+        dist.ReduceOp.BOR: torch.bitwise_or,
+        dist.ReduceOp.BXOR: torch.bitwise_xor,
+    }
+    for dtype in (torch.int32, torch.int16, torch.uint8, torch.bool):
+        for op, fold in folds.items():
+            parts = all_values(31, dtype, size)
+            expected = parts[0]
+            for part in parts[1:]:
+                expected = fold(expected, part)
+            mine = parts[rank].clone()
+            dist.all_reduce(mine, op)
+            assert torch.equal(mine, expected), (dtype, op)
+            column = torch.stack([parts[rank]] * 2, 1)[:, 0]  # not contiguous
+            finish(dist.all_reduce, "async", column, op)
+            assert torch.equal(column, expected), (dtype, op)
+
+
+def all_reduce_odd_tensors(rank: int, size: int) -> None:
+    parts = all_values(60, torch.float32, size)
+    expected = wanted(parts, "sum")
+    for how in ("sync", "async", "future"):
+        for dtype in (torch.float32, torch.int16):
+            there = all_values(60, dtype, size)
+            total = wanted(there, "sum")
+            around = torch.full((60, 3), 7).to(dtype)
+            around[:, 1] = there[rank]
+            finish(dist.all_reduce, how, around[:, 1])
+            assert_equal(around[:, 1].contiguous(), total, how)
+            assert (around[:, 0].float() == 7).all(), "between the elements"
+        transposed = parts[rank].view(5, 12).t()
+        finish(dist.all_reduce, how, mine := transposed.clone())
+        assert_equal(mine.t().reshape(-1), expected, how)
+        image = parts[rank].view(1, 3, 4, 5).to(memory_format=torch.channels_last)
+        finish(dist.all_reduce, how, image)
+        assert_equal(image.contiguous().view(-1), expected, how)
+        leaf = parts[rank].clone().requires_grad_()
+        finish(dist.all_reduce, how, leaf)
+        assert_equal(leaf.detach(), expected, how)
+        scalar = parts[rank][3].clone()
+        finish(dist.all_reduce, how, scalar)
+        assert_equal(scalar, expected[3], how)
+        finish(dist.all_reduce, how, torch.empty(0))
+        finish(dist.all_reduce, how, torch.empty(0, dtype=torch.bool))
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0 + rank], (size,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0 + r for r in range(size)]
+
+
+def calls_on_the_group_itself(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    for call in (
+        lambda t: group.allreduce(t),
+        lambda t: group.allreduce([t]),
+        lambda t: group.allreduce([t], dist.ReduceOp.SUM),
+    ):
+        mine = torch.tensor([1.0 + rank])
+        call(mine).wait()
+        assert mine.item() == size * (size + 1) / 2
+    mine = torch.tensor([1.0 + rank])
+    group.broadcast(mine, 0).wait()
+    assert mine.item() == 1.0
+    group.barrier().wait()
+
+
+def work_and_future(rank: int, size: int) -> None:
+    mine = torch.tensor([1.0 + rank])
+    work = dist.all_reduce(mine, async_op=True)
+    future = work.get_future()
+    doubled = future.then(lambda f: f.value()[0] * 2)
+    total = size * (size + 1) / 2
+    assert doubled.wait().item() == 2 * total
+    assert work.wait() is True
+    assert future.value()[0].item() == total
+
+
+def asynchronous_calls_return_at_once(rank: int, size: int) -> None:
+    """Rank 0 makes no call before all others have made theirs."""
+    store = dist.distributed_c10d._get_default_store()
+    tensors = [torch.ones(4), torch.ones(4, dtype=torch.int16)]
+    outs = [torch.empty(4 * size), torch.empty(4 * size, dtype=torch.bool)]
+    if rank == 0:
+        store.wait([f"issued{r}" for r in range(1, size)])
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    works += [dist.all_gather_into_tensor(o, o[:4].clone(), async_op=True) for o in outs]
+    works += [dist.broadcast(tensors[0], 0, async_op=True), dist.barrier(async_op=True)]
+    futures = [work.get_future() for work in works]
+    store.set(f"issued{rank}", "yes")
+    for work in works:
+        work.wait()
+    for future in futures:
+        future.wait()
+    assert all((t == size).all() for t in tensors)
+
+
+def many_at_once(rank: int, size: int) -> None:
+    other = dist.new_group(list(range(size)))
+    tensors = [torch.full((1 + 100 * i,), float(i + rank)) for i in range(50)]
+    works = [
+        dist.all_reduce(t, group=other if i % 3 else None, async_op=True)
+        for i, t in enumerate(tensors)
+    ]
+    for work in reversed(works):
+        work.wait()
+    for i, tensor in enumerate(tensors):
+        assert (tensor == size * i + size * (size - 1) / 2).all()
+    for _ in range(20):  # nobody waits for these
+        dist.all_reduce(torch.ones(1000), async_op=True)
+        dist.all_reduce(torch.ones(1000), async_op=True).get_future()
+    dist.barrier()
+    dist.destroy_process_group(other)
+
+
+# -- broadcast, all_gather, reduce_scatter ---------------------------------------------------------
+
+
+def broadcast(rank: int, size: int) -> None:
+    for dtype in ALL_DTYPES:
+        for root in range(size):
+            parts = all_values(37, dtype, size)
+            for how in ("sync", "async", "future", "poll"):
+                mine = parts[rank].clone()
+                finish(dist.broadcast, how, mine, root)
+                assert_equal(mine, parts[root], (dtype, root, how))
+            spread = torch.stack([parts[rank]] * 3, 1)
+            dist.broadcast(spread[:, 1], root)
+            assert_equal(spread[:, 1].contiguous(), parts[root], (dtype, root, "strided"))
+            assert_equal(spread[:, 0].contiguous(), parts[rank], "between")
+            scalar = parts[rank][5].clone()
+            dist.broadcast(scalar, root)
+            assert_equal(scalar, parts[root][5], (dtype, root, "scalar"))
+    leaf = torch.nn.Parameter(torch.full((3,), float(rank)))
+    dist.broadcast(leaf, 0)
+    assert leaf.tolist() == [0.0] * 3
+
+
+def all_gather(rank: int, size: int) -> None:
+    for dtype in ALL_DTYPES:
+        parts = [p.view(3, 4) for p in all_values(12, dtype, size)]
+        for how in ("sync", "async", "future"):
+            into = torch.empty(size * 3, 4, dtype=dtype)
+            finish(dist.all_gather_into_tensor, how, into, parts[rank])
+            assert_equal(into, torch.cat(parts), (dtype, how))
+            rows = [torch.empty(3, 4, dtype=dtype) for _ in range(size)]
+            finish(dist.all_gather, how, rows, parts[rank])
+            assert_equal(torch.cat(rows), torch.cat(parts), (dtype, how))
+            turned = parts[rank].t().contiguous().t()
+            finish(dist.all_gather, how, rows, turned)
+            assert_equal(torch.cat(rows), torch.cat(parts), (dtype, how))
+        for how in ("sync", "async"):  # from the place where it goes anyway
+            into = torch.cat([parts[rank]] * size)
+            finish(dist.all_gather_into_tensor, how, into, into[3 * rank : 3 * rank + 3])
+            assert_equal(into, torch.cat(parts), (dtype, how, "in place"))
+        uneven = all_values(12, dtype, size)
+        uneven = [p[: 2 * r + 1] for r, p in enumerate(uneven)]
+        outs = [torch.empty_like(p) for p in uneven]
+        dist.all_gather(outs, uneven[rank])
+        assert_equal(torch.cat(outs), torch.cat(uneven), (dtype, "uneven"))
+    dist.all_gather([torch.empty(0) for _ in range(size)], torch.empty(0))
+    scalars = [torch.empty(()) for _ in range(size)]
+    dist.all_gather(scalars, torch.tensor(float(rank)))
+    assert [s.item() for s in scalars] == list(range(size))
+    with raises(pr.ArgumentError, "one per rank"):
+        dist.all_gather([torch.empty(1)] * (size + 1), torch.empty(1))
+
+
+def reduce_scatter(rank: int, size: int) -> None:
+    for dtype in ALL_DTYPES:
+        for op in ops_of(dtype):
+            parts = all_values(6 * size, dtype, size)
+            expected = wanted(parts, op)
+            for how in ("sync", "async", "future"):
+                out = torch.empty(6, dtype=dtype)
+                finish(dist.reduce_scatter_tensor, how, out, parts[rank].clone(), REDUCE[op])
+                assert_equal(out, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
+                whole = parts[rank].clone()
+                part = whole[6 * rank : 6 * rank + 6]
+                finish(dist.reduce_scatter_tensor, how, part, whole, REDUCE[op])
+                assert_equal(part, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
+                rows = list(parts[rank].clone().chunk(size))
+                finish(dist.reduce_scatter, how, out, rows, REDUCE[op])
+                assert_equal(out, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
+            lengths = [r + 1 for r in range(size)]
+            rows = list(parts[rank][: sum(lengths)].clone().split(lengths))
+            out = torch.empty(rank + 1, dtype=dtype)
+            dist.reduce_scatter(out, rows, REDUCE[op])
+            assert_equal(out, expected[: sum(lengths)].split(lengths)[rank], (dtype, op))
+
+
+def coalesced(rank: int, size: int) -> None:
+    total = size * (size + 1) / 2
+    tensors = [torch.full((n,), 1.0 + rank) for n in (1, 5, 70000)]
+    dist.all_reduce_coalesced(tensors)
+    assert all((t == total).all() for t in tensors)
+    manager = dist.distributed_c10d._coalescing_manager
+    for async_ops in (False, True):
+        tensors = [torch.full((n,), 1.0 + rank) for n in (3, 4)]
+        with manager(async_ops=async_ops) as works:
+            for t in tensors:
+                dist.all_reduce(t)
+        if async_ops:
+            works.wait()
+        assert all((t == total).all() for t in tensors)
+        outs = [torch.empty(size * n) for n in (3, 4)]
+        with manager(async_ops=async_ops) as works:
+            for out, n in zip(outs, (3, 4), strict=True):
+                dist.all_gather_into_tensor(out, torch.full((n,), float(rank)))
+        if async_ops:
+            works.wait()
+        for out, n in zip(outs, (3, 4), strict=True):
+            assert out.view(size, n)[:, 0].tolist() == list(range(size))
+        outs = [torch.empty(n) for n in (3, 4)]
+        with manager(async_ops=async_ops) as works:
+            for out, n in zip(outs, (3, 4), strict=True):
+                dist.reduce_scatter_tensor(out, torch.full((size * n,), 1.0 + rank))
+        if async_ops:
+            works.wait()
+        assert all((out == total).all() for out in outs)
+
+
+# -- handed to gloo --------------------------------------------------------------------------------
+
+
+def delegated(rank: int, size: int) -> None:
+    total = size * (size + 1) / 2
+    mine = torch.full((5,), 1.0 + rank)
+    dist.reduce(mine, 0)
+    assert rank or (mine == total).all()
+    for dtype in ALL_DTYPES:
+        parts = all_values(4 * size, dtype, size)
+        rows = [torch.empty_like(parts[0]) for _ in range(size)] if rank == 0 else None
+        dist.gather(parts[rank], rows)
+        if rows is not None:
+            assert_equal(torch.stack(rows), torch.stack(parts), dtype)
+        out = torch.empty(4, dtype=dtype)
+        dist.scatter(out, list(parts[0].chunk(size)) if rank == 0 else None)
+        assert_equal(out, parts[0].chunk(size)[rank], dtype)
+        exchanged = torch.empty_like(parts[0])
+        dist.all_to_all_single(exchanged, parts[rank])
+        expected = torch.cat([p.chunk(size)[rank] for p in parts])
+        assert_equal(exchanged, expected, dtype)
+        if rank == 0:
+            dist.send(parts[0], 1)
+        elif rank == 1:
+            received = torch.empty_like(parts[0])
+            if is_process_group_ours():
+                assert dist.recv(received) == 0
+            else:  # torch forgets from whom
+                dist.irecv(received).wait()
+            assert_equal(received, parts[0], dtype)
+
+
+def messages(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    mine, theirs = torch.tensor([float(rank)]), torch.empty(1)
+    work = dist.isend(mine, after)
+    dist.recv(theirs, before)
+    work.wait()
+    assert theirs.item() == before
+    requests = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, theirs, before)]
+    )
+    for request in requests:
+        request.wait()
+    assert theirs.item() == before
+    # A message to a rank that is in a collective does not wait for it.
+    if rank == 0:
+        work = dist.isend(mine, 1, tag=7)
+    dist.barrier()
+    if rank == 0:
+        work.wait()
+    if rank == 1:
+        dist.recv(theirs, 0, tag=7)
+
+
+def objects(rank: int, size: int) -> None:
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (100 * rank)})
+    assert [g["rank"] for g in gathered] == list(range(size))
+    shared = [{"a": 1}, "b"] if rank == 1 else [None, None]
+    dist.broadcast_object_list(shared, 1)
+    assert shared == [{"a": 1}, "b"]
+    rows: Any = [None] * size if rank == 0 else None
+    dist.gather_object((rank,), rows)
+    assert rank or rows == [(r,) for r in range(size)]
+    out: list[Any] = [None]
+    dist.scatter_object_list(out, list(range(size)) if rank == 0 else None)
+    assert out == [rank]
+
+
+# -- groups and meshes -----------------------------------------------------------------------------
+
+
+def groups(rank: int, size: int) -> None:
+    pair = dist.new_group([0, 1])
+    last = dist.new_group([size - 1], backend="ringar")
+    if rank < 2:
+        mine = torch.tensor([1.0 + rank])
+        dist.all_reduce(mine, group=pair)
+        assert mine.item() == 3.0
+        assert dist.get_backend(pair) == "ringar"
+        dist.destroy_process_group(pair)
+    if rank == size - 1:
+        mine = torch.tensor([5.0])
+        dist.all_reduce(mine, group=last)
+        dist.all_gather([mine], mine.clone(), group=last)
+        assert mine.item() == 5.0
+    again = dist.new_group(list(range(size)), timeout=None)
+    mine = torch.tensor([1])
+    dist.all_reduce(mine, group=again)
+    assert mine.item() == size
+
+
+def meshes(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size,))
+    mine = torch.tensor([1.0 + rank])
+    dist.all_reduce(mine, group=mesh.get_group())
+    assert mine.item() == size * (size + 1) / 2
+    shape = (2, size // 2) if size % 2 == 0 else (1, size)
+    grid = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
+    mine = torch.tensor([float(rank)])
+    dist.all_reduce(mine, group=grid.get_group("local"))
+    first = rank // shape[1] * shape[1]
+    assert mine.item() == sum(range(first, first + shape[1]))
+
+
+def tensor_parallel_numbers(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(8.0 * size).view(2 * size, 4)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(sharded.full_tensor(), whole)
+    assert torch.equal(sharded.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
+    replicated = sharded.redistribute(mesh, [Replicate()]).to_local()
+    assert torch.equal(replicated, whole)
+    assert torch.equal(sharded.sum().full_tensor(), whole.sum())
+
+
+def functional(rank: int, size: int) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+    mine = torch.full((4,), 1.0 + rank)
+    total = size * (size + 1) / 2
+    assert (funcol.all_reduce(mine, "sum", group) == total).all()
+    assert (funcol.all_reduce(mine, "avg", group) == total / size).all()
+    assert (mine == 1.0 + rank).all()
+    gathered = funcol.all_gather_tensor(mine, 0, group)
+    assert gathered.view(size, 4)[:, 0].tolist() == [1.0 + r for r in range(size)]
+    scattered = funcol.reduce_scatter_tensor(torch.ones(size * 3), "sum", 0, group)
+    assert scattered.tolist() == [float(size)] * 3
+    assert funcol.broadcast(mine, 0, group).tolist() == [1.0] * 4
+    both = funcol.all_reduce_coalesced([mine, mine + 1], "sum", group)
+    assert both[1][0].item() == total + size
+    many = funcol.all_gather_into_tensor_coalesced([mine, mine[:1]], group)
+    assert many[1].tolist() == [1.0 + r for r in range(size)]
+    many = funcol.reduce_scatter_tensor_coalesced([torch.ones(size)], "sum", [0], group)
+    assert many[0].tolist() == [float(size)]
+    swapped = funcol.all_to_all_single(torch.full((size,), float(rank)), None, None, group)
+    assert swapped.tolist() == list(range(size))
+
+
+# -- mistakes that leave the group alone -----------------------------------------------------------
+
+
+def mistakes(rank: int, size: int) -> None:
+    if is_process_group_ours():  # else torch looks for a backend itself
+        with raises(pr.UnsupportedError, "cpu:ringar"):
+            dist.all_reduce(torch.empty(3, device="meta"))
+    with raises(pr.UnsupportedError, "mean"):
+        dist.all_reduce(torch.tensor([True]), dist.ReduceOp.AVG)
+    with raises(pr.UnsupportedError, "PREMUL"):
+        dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
+    with raises(pr.RingarError, "overlap"):
+        dist.all_reduce(torch.ones(1).expand(4))
+    with raises(pr.ArgumentError, "reduce_scatter"):
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * size + 1))
+    mine = torch.ones(2)
+    dist.all_reduce(mine)
+    assert mine.tolist() == [float(size)] * 2
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        all_reduce_every_dtype_and_op,
+        all_reduce_as_gloo,
+        all_reduce_bitwise,
+        all_reduce_odd_tensors,
+        calls_on_the_group_itself,
+        work_and_future,
+        asynchronous_calls_return_at_once,
+        many_at_once,
+        broadcast,
+        all_gather,
+        reduce_scatter,
+        coalesced,
+        delegated,
+        messages,
+        objects,
+        groups,
+        meshes,
+        tensor_parallel_numbers,
+        functional,
+        mistakes,
+    )
+}

@@ -1,0 +1,474 @@
+"""One rank per process with tensors on GPUs, which the ranks share here.
+
+What needs no GPU stands first: arguments. The rest carries the marker `cuda`; functions named
+``on_rank_...`` run in the ranks (see ranks.py). `tests/test_cuda_processes_emulated.py` runs all
+that is below Python on devices of host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import DTYPES, OPS, assert_bits, expected, inputs, random, same_bits
+from ranks import new_name
+
+import pyringar as pr
+from pyringar import _native, errors, process_communicator
+
+WORLD_SIZES = (2, 3)
+SLOT_BYTES = 16 << 20
+EXCHANGE_BYTES = 256 * 1024
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count()
+
+
+# -- arguments: no GPU needed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("tpu", "device is 'tpu', expected one of cpu"),
+        ("meta", "device is 'meta', which is not on this machine; there are: cpu"),
+        ("cuda:99", "device is 'cuda:99', which is not on this machine; there are: cpu"),
+        (["cuda:0"], r"device is \['cuda:0'\], expected one of cpu"),
+        (1.5, "device is 1.5, expected one of cpu"),
+    ],
+)
+def test_devices_that_are_none(device, words):
+    with pytest.raises(pr.ArgumentError, match=words):
+        pr.ProcessCommunicator(device=device)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """As far as `device` is concerned there is one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def test_no_ring_on_gpus(fake_gpu):
+    with pytest.raises(pr.UnsupportedError, match="'ring' and this rank's device cuda:0"):
+        pr.ProcessCommunicator(device="cuda:0", algorithm="ring")
+
+
+def on_rank_wrong_kind(state: SimpleNamespace, name: str) -> list[str]:
+    """Rank 1 says it is on a GPU; nobody gets as far as CUDA."""
+    torch.cuda.device_count = lambda: 1
+    process_communicator._native = SimpleNamespace(
+        engine=_native.engine, cuda_engine=_native.engine
+    )
+    device = "cuda:0" if state.rank == 1 else None
+    try:
+        pr.ProcessCommunicator(
+            state.store, state.rank, state.world_size, name=name, device=device, timeout=20
+        )
+    except errors.ArgumentError as error:
+        return [str(error)]
+    return ["nobody noticed"]
+
+
+def test_gpus_for_all_ranks_or_for_none(new_crew):
+    crew = new_crew(2)
+    crew.join()
+    for [text] in crew.run(on_rank_wrong_kind, name=new_name()):
+        assert "device is a cpu device for rank 0 (process " in text, text
+        assert "a cuda device for rank 1 (process " in text, text
+
+
+def on_rank_device(state: SimpleNamespace) -> list[str]:
+    meta = torch.empty(3, device="meta")
+    texts = []
+    for call in (state.comm.all_reduce, state.comm.broadcast):
+        with pytest.raises(errors.RingarError) as caught:
+            call(meta)
+        texts.append(str(caught.value))
+    return [str(state.comm.device), repr(state.comm), *texts]
+
+
+def test_the_device_is_told(crew_of):
+    device, text, *refusals = crew_of(2).run(on_rank_device)[0]
+    assert device == "cpu"
+    assert "device='cpu'" in text
+    assert all("meta" in refusal for refusal in refusals)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+on_gpu = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(num_gpus() == 0, reason="no CUDA device here"),
+    pytest.mark.timeout(120),
+]
+
+
+def gpu(test):
+    for mark in reversed(on_gpu):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def gpu_crew_of(nursery, store_port):
+    """``gpu_crew_of(k)``: k processes with a communicator on cuda:0."""
+    from ranks import Crew
+
+    _native.cuda_engine()  # compiled once, here
+    made = {}
+
+    def get(world_size: int) -> Crew:
+        if world_size in made and not made[world_size].is_whole:
+            made.pop(world_size).end()
+        if world_size not in made:
+            made[world_size] = Crew(nursery, world_size, store_port)
+            made[world_size].join(device="cuda:0", timeout=60)
+        return made[world_size]
+
+    yield get
+    for crew in made.values():
+        crew.end()
+
+
+@pytest.fixture
+def new_gpu_crew(new_crew):
+    _native.cuda_engine()
+
+    def make(world_size: int, **options):
+        crew = new_crew(world_size)
+        crew.join(device="cuda:0", **options)
+        return crew
+
+    return make
+
+
+def on_rank_everything(state, dtype: str, sizes: list[int], ops: list[str]) -> None:
+    for numel in sizes:
+        parts = inputs(numel, getattr(torch, dtype), state.world_size, seed=numel)
+        for op in ops:
+            mine = parts[state.rank].cuda()
+            assert state.comm.all_reduce(mine, op) is None
+            wanted = expected(parts, op, "direct")
+            assert_bits(mine.cpu(), wanted, f"{op} {dtype} k={len(parts)} numel={numel}")
+
+
+@gpu
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_ops_sizes(gpu_crew_of, dtype, world_size):
+    border = EXCHANGE_BYTES // dtype.itemsize
+    sizes = [0, 1, 3, 257, 4099, border - 1, border, border + 1]
+    name = str(dtype).removeprefix("torch.")
+    gpu_crew_of(world_size).run(on_rank_everything, dtype=name, sizes=sizes, ops=OPS)
+
+
+@gpu
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_several_slots(gpu_crew_of, world_size):
+    sizes = [SLOT_BYTES // 4 + d for d in (-1, 0, 1)] + [5 * SLOT_BYTES // 4 + 17]
+    run = functools.partial(gpu_crew_of(world_size).run, on_rank_everything, ops=["mean"])
+    run(dtype="float32", sizes=sizes)
+    run(dtype="bfloat16", sizes=[2 * sizes[1] + 1])
+
+
+def on_rank_lists(state) -> None:
+    for count in (1, 2, 30, 500):
+        shapes = [(i * 7919) % 3001 for i in range(count)]
+        dtypes = [DTYPES[i % len(DTYPES)] for i in range(count)]
+        parts = [
+            [
+                random(n, d, seed=100 * rank + i)
+                for i, (n, d) in enumerate(zip(shapes, dtypes, strict=True))
+            ]
+            for rank in range(state.world_size)
+        ]
+        mine = [tensor.cuda() for tensor in parts[state.rank]]
+        state.comm.all_reduce_coalesced(mine)
+        for i, tensor in enumerate(mine):
+            assert_bits(tensor.cpu(), expected([p[i] for p in parts], "sum", "direct"), (count, i))
+
+
+def on_rank_layouts(state) -> None:
+    """Views without a common alignment, tensors with gaps, memory order that is not index order."""
+    parts = [random(1200, torch.float32, seed=rank) for rank in range(state.world_size)]
+    wanted = expected(parts, "sum", "direct")
+    for make in (
+        lambda t: torch.empty(1300, device="cuda")[state.rank : state.rank + 1200].copy_(t),
+        lambda t: torch.empty(2400, device="cuda")[::2].copy_(t),
+        lambda t: t.cuda().view(2, 3, 10, 20).to(memory_format=torch.channels_last),
+    ):
+        mine = make(parts[state.rank])
+        state.comm.all_reduce(mine)
+        assert_bits(mine.cpu().reshape(-1), wanted)
+
+
+def on_rank_others(state) -> None:
+    k, rank = state.world_size, state.rank
+    for numel in (0, 1, 1000, SLOT_BYTES // 8 + 5):
+        parts = [random(numel * k, torch.float32, seed=numel + r) for r in range(k)]
+        wanted = expected(parts, "sum", "direct")
+        output = torch.empty(numel, device="cuda")
+        state.comm.reduce_scatter(output, parts[rank].cuda())
+        assert_bits(output.cpu(), wanted[rank * numel : (rank + 1) * numel])
+        gathered = torch.empty(numel * k * k, device="cuda")
+        state.comm.all_gather(gathered, parts[rank].cuda())
+        assert_bits(gathered.cpu(), torch.cat(parts))
+        for root in range(k):
+            mine = parts[rank].cuda()
+            state.comm.broadcast(mine, root=root)
+            assert_bits(mine.cpu(), parts[root])
+    state.comm.barrier()
+
+
+def on_rank_streams(state) -> None:
+    """Work before and after a call, on streams that run late, and calls in the background."""
+    parts = [torch.full((200_000,), float(rank + 1)) for rank in range(state.world_size)]
+    total = sum(range(1, state.world_size + 1))
+    side = torch.cuda.Stream()
+    for round_ in range(20):
+        stream = side if round_ % 3 == 0 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            mine = torch.zeros(200_000, device="cuda")
+            torch.cuda._sleep(2_000_000 * ((state.rank + round_) % 3))
+            mine.add_(parts[state.rank].to("cuda", non_blocking=True))
+            if round_ % 2:
+                work = state.comm.all_reduce(mine, async_op=True)
+                assert work.wait()
+                assert work.exception() is None
+            else:
+                state.comm.all_reduce(mine)
+            result = mine * 2
+            assert result.unique().tolist() == [2 * total], round_
+
+
+def on_rank_capture(state) -> None:
+    mine = torch.ones(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        with pytest.raises(errors.UnsupportedError, match="CUDA graph"):
+            state.comm.all_reduce(mine)
+        graph.capture_end()
+    state.comm.all_reduce(mine)  # nobody was told, all goes on
+    assert mine.unique().tolist() == [state.world_size]
+
+
+def on_rank_arguments(state) -> None:
+    host = torch.ones(3)
+    with pytest.raises(errors.ArgumentError, match="tensor is on cpu, expected cuda:0"):
+        state.comm.all_reduce(host)
+    with pytest.raises(errors.ArgumentError, match=r"tensors\[1\] is on cpu, expected cuda:0"):
+        state.comm.all_reduce([host.cuda(), host])
+    with pytest.raises(errors.UnsupportedError, match="complex64"):
+        state.comm.all_reduce(torch.ones(3, dtype=torch.complex64, device="cuda"))
+    with pytest.raises(errors.UnsupportedError, match="no ring on GPUs"):
+        state.comm.all_reduce(host.cuda(), algorithm="ring")
+    with pytest.raises(errors.UnsupportedError, match="shared_empty"):
+        state.comm.register(pr.shared_empty(3))
+    with (
+        pr.ProcessCommunicator(
+            state.store, state.rank, state.world_size, name=state.name + "/cpu"
+        ) as comm,
+        pytest.raises(errors.ArgumentError, match="is on cuda:0, expected cpu"),
+    ):
+        comm.all_reduce(host.cuda())
+
+
+def on_rank_bind_and_stats(state) -> None:
+    before = state.comm.stats()
+    mine = torch.ones(10, device="cuda")
+    call = state.comm.bind(mine)
+    for _ in range(3):
+        call()
+    assert mine.unique().tolist() == [state.world_size**3]
+    after = state.comm.stats()
+    assert after["exchange"]["calls"] == before.get("exchange", {"calls": 0})["calls"] + 3
+
+
+def on_rank_sub_group(state) -> None:
+    ranks = list(reversed(range(state.world_size)))
+    with state.comm.new_group(ranks) as comm:
+        assert str(comm.device) == "cuda:0"
+        mine = torch.full((5,), float(state.rank), device="cuda")
+        comm.broadcast(mine, root=0)
+        assert mine.tolist() == [state.world_size - 1.0] * 5
+
+
+CASES = [
+    on_rank_lists,
+    on_rank_layouts,
+    on_rank_others,
+    on_rank_streams,
+    on_rank_capture,
+    on_rank_arguments,
+    on_rank_bind_and_stats,
+    on_rank_sub_group,
+]
+
+
+@gpu
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("on_rank_"))
+def test_on_one_gpu(gpu_crew_of, case, world_size):
+    gpu_crew_of(world_size).run(case)
+
+
+@gpu
+def test_digests(new_gpu_crew):
+    crew = new_gpu_crew(2, env={"PYRINGAR_CHECK": "digest"})
+    sizes = [0, 1000, SLOT_BYTES]
+    crew.run(on_rank_everything, dtype="float16", sizes=sizes, ops=["sum"])
+    crew.run(on_rank_streams)
+
+
+@gpu
+@pytest.mark.skipif(num_gpus() < 2, reason=f"needs two CUDA devices, here: {num_gpus()}")
+def test_two_gpus(new_crew):
+    crew = new_crew(2)
+    name = new_name()
+    for rank in range(2):
+        crew[rank].start(on_rank_join_own_gpu, port=crew.port, rank=rank, name=name)
+    for outcome in crew.outcomes():
+        assert outcome.error is None, outcome.trace
+    crew.run(on_rank_everything, dtype="float32", sizes=[1000, SLOT_BYTES], ops=["sum"])
+    crew.run(on_rank_others)
+
+
+def on_rank_join_own_gpu(state, port: int, rank: int, name: str) -> None:
+    from ranks import join
+
+    torch.cuda.set_device(rank)
+    join(state, port, rank, 2, name, device="cuda")
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def on_rank_reduce(state, numel: int = 1000) -> bool:
+    """Whether the tensor is as it was, should the call fail."""
+    state.mine = torch.full((numel,), float(state.rank), device="cuda")
+    state.comm.all_reduce(state.mine)
+    torch.cuda.synchronize()
+    return same_bits(state.mine.cpu(), torch.full((numel,), float(sum(range(state.world_size)))))
+
+
+def on_rank_is_unchanged(state) -> bool:
+    torch.cuda.synchronize()
+    return bool((state.mine == state.rank).all())
+
+
+@gpu
+def test_calls_that_differ(new_gpu_crew):
+    crew = new_gpu_crew(2)
+    for rank in range(2):
+        crew[rank].start(on_rank_reduce, numel=1000 + rank)
+    for outcome in crew.outcomes():
+        assert outcome.error == "ArgumentError", outcome
+        assert "1000 float32" in outcome.text, outcome.text
+        assert "1001 float32" in outcome.text, outcome.text
+    assert crew.run(on_rank_is_unchanged) == [True, True]
+
+
+@gpu
+def test_a_rank_that_stays_away(new_gpu_crew):
+    crew = new_gpu_crew(3, timeout=2.0)
+    crew.start(on_rank_reduce, [0, 2])
+    for outcome in crew.outcomes([0, 2]):
+        assert outcome.error == "CollectiveTimeout", outcome
+        assert f"rank 1 (process {crew[1].pid}" in outcome.text
+        assert outcome.seconds < 6
+    assert crew.run(on_rank_is_unchanged, [0, 2]) == [True, True]
+
+
+@gpu
+@pytest.mark.parametrize("numel", [1000, 3 * SLOT_BYTES])
+def test_a_rank_that_is_killed(new_gpu_crew, numel):
+    crew = new_gpu_crew(3, timeout=30.0)
+    assert crew.run(on_rank_reduce, numel=numel) == [True] * 3
+    crew[1].kill()
+    crew.start(on_rank_reduce, [0, 2], numel=numel)
+    for outcome in crew.outcomes([0, 2]):
+        assert outcome.error == "PeerLostError", outcome
+        assert f"rank 1 (process {crew[1].pid}" in outcome.text
+        assert outcome.seconds < 5
+    # The processes are as good as new ones.
+    crew.join([0, 2], device="cuda:0")
+    assert crew.run(on_rank_reduce, [0, 2]) == [True, True]
+
+
+def on_rank_enqueue(state, busy_s: float) -> None:
+    """A call that is enqueued behind work that takes long, and not waited for."""
+    state.mine = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(busy_s * 1.5e9))
+    state.comm.all_reduce(state.mine)
+
+
+def on_rank_synchronize(state) -> None:
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_a_rank_that_is_killed_while_its_device_is_busy(new_gpu_crew):
+    """The others' streams wait for an event that its device never comes to."""
+    crew = new_gpu_crew(3, timeout=20.0)
+    crew.run(on_rank_reduce)
+    crew[0].start(on_rank_enqueue, busy_s=0)
+    crew[1].start(on_rank_enqueue, busy_s=20)
+    crew[2].start(on_rank_enqueue, busy_s=0)
+    for outcome in crew.outcomes():
+        assert outcome.error is None, outcome.trace
+        assert outcome.seconds < 5, "the host waited for a device"
+    crew[1].kill()
+    crew.start(on_rank_synchronize, [0, 2])
+    for outcome in crew.outcomes([0, 2], within_s=40):
+        assert outcome.error is None, outcome.trace
+
+
+def on_rank_memory(state, rounds: int) -> list[int]:
+    """Free memory of the device before and after making and closing communicators."""
+    torch.cuda.init()
+    free = []
+    for round_ in range(rounds):
+        name = f"{state.name}/memory-{round_}"
+        with pr.ProcessCommunicator(
+            state.store, state.rank, state.world_size, name=name, device="cuda:0"
+        ) as comm:
+            comm.all_reduce(torch.ones(5, device="cuda"))
+        state.comm.barrier()
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    return free
+
+
+@gpu
+def test_close_gives_the_memory_back(new_gpu_crew):
+    crew = new_gpu_crew(2)
+    for free in crew.run(on_rank_memory, rounds=6):
+        assert free[-1] >= free[1] - 2 * 4 * SLOT_BYTES, free
+
+
+def on_rank_expandable(state) -> str:
+    mine = torch.ones(3_000_000, device="cuda")
+    state.comm.all_reduce(mine)
+    assert mine.unique().tolist() == [state.world_size]
+    return os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+
+
+@gpu
+def test_expandable_segments(new_crew):
+    """Memory that cudaIpcGetMemHandle refuses: it is never asked for it."""
+    crew = new_crew(2)
+    _native.cuda_engine()
+    crew.run(on_rank_set_allocator)
+    crew.join(device="cuda:0")
+    assert crew.run(on_rank_expandable) == ["expandable_segments:True"] * 2
+
+
+def on_rank_set_allocator(state) -> None:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,0 +1,228 @@
+"""Is torch.distributed right on the backend `ringar`, and DistributedDataParallel on top of it?"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import distributed_cases
+import distributed_faults
+import distributed_training
+import process_ranks
+import pytest
+import torch
+from process_ranks import Died, Failed
+
+ROOT = Path(__file__).resolve().parents[1]
+IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
+
+
+@functools.cache
+def verdicts(cases: str, size: int, backend: str = "ringar", debug: str = "") -> list[Any]:
+    module: Any = {"cases": distributed_cases, "training": distributed_training}[cases]
+    env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
+    work = list(module.CASES.items())
+    return process_ranks.run(process_ranks.run_cases, size, work, backend=backend, env=env)
+
+
+def check(results: list[Any], case: str) -> None:
+    assert all(isinstance(verdict, dict) for verdict in results), results
+    failures = [verdict[case] for verdict in results if verdict[case] is not None]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", distributed_cases.CASES)
+def test_collectives(case, size):
+    check(verdicts("cases", size), case)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", distributed_training.CASES)
+def test_training(case, size):
+    check(verdicts("training", size), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", distributed_cases.CASES)
+def test_collectives_of_four(case):
+    check(verdicts("cases", 4), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", distributed_cases.CASES)
+def test_collectives_of_one(case):
+    if case not in ("broadcast", "objects", "delegated", "groups", "messages"):  # want a rank 1
+        check(run_one(case), case)
+
+
+def run_one(case: str) -> list[Any]:
+    work = [(case, distributed_cases.CASES[case])]
+    return process_ranks.run(process_ranks.run_cases, 1, work)
+
+
+@pytest.mark.parametrize("case", distributed_training.CASES)
+def test_training_in_detail_debug(case):
+    check(verdicts("training", 2, debug="DETAIL"), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", distributed_training.CASES)
+def test_training_beside_another_backend(case):
+    check(verdicts("training", 2, backend="cpu:ringar"), case)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_hook_beside_gloo(size):
+    case = distributed_training.data_parallel_hook
+    results = process_ranks.run(process_ranks.run_cases, size, [("hook", case)], backend="gloo")
+    check(results, "hook")
+
+
+def test_checkpoint(tmp_path):
+    case = functools.partial(distributed_training.checkpoint, folder=str(tmp_path))
+    check(process_ranks.run(process_ranks.run_cases, 2, [("checkpoint", case)]), "checkpoint")
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+HOWS = ("sync", "async", "future")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_peer_lost(how):
+    survivor, dead = process_ranks.run(distributed_faults.peer_lost, 2, how)
+    kind, bases, text, seconds = survivor
+    assert dead == Died(-9)
+    assert "PeerLostError" in (text if how == "future" else kind)
+    assert "RuntimeError" in bases
+    assert "rank 1" in text
+    assert seconds < 5, "long before the deadline"
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_peer_late(how):
+    waiter, _ = process_ranks.run(distributed_faults.peer_late, 2, how, timeout_s=2.0)
+    kind, _, text, seconds = waiter
+    assert "CollectiveTimeout" in (text if how == "future" else kind)
+    assert "rank 1" in text
+    assert 1.5 < seconds < 5
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("case", ["sizes_differ", "calls_differ"])
+def test_mismatch(case, how):
+    results = process_ranks.run(getattr(distributed_faults, case), 2, how)
+    for result in results:
+        assert not isinstance(result, (Failed, Died)), result
+        first, *again = result if case == "sizes_differ" else (result,)
+        assert "ArgumentError" in first[0] + first[2], first
+        assert all(f"rank {rank}" in first[2] for rank in range(2))
+        assert all(error[0] != "none" for error in again), "a group that failed goes on"
+
+
+@pytest.mark.parametrize("backend", ["ringar", "gloo"])
+@pytest.mark.parametrize("what", ["killed", "sleeping"])
+def test_data_parallel_fails(what, backend):
+    survivor, other = process_ranks.run(
+        distributed_faults.data_parallel_peer, 2, what, backend=backend, timeout_s=2.0
+    )
+    assert not isinstance(survivor, (Failed, Died, str)), survivor
+    kind, bases, text, seconds = survivor
+    assert "RuntimeError" in bases
+    assert ("PeerLostError" if what == "killed" else "CollectiveTimeout") in kind + text
+    assert "rank 1" in text
+    assert seconds < 5
+    assert what == "sleeping" or other == Died(-9)
+
+
+# -- exits -----------------------------------------------------------------------------------------
+
+EXITS: dict[str, str] = {
+    "not_destroyed": "",
+    "much_left": """
+dist.reduce(torch.ones(3), 0)  # gloo's
+group = dist.new_group()
+dist.all_reduce(torch.ones(3), group=group)
+futures = [dist.all_reduce(torch.ones(9), async_op=True).get_future() for _ in range(9)]
+""",
+    "destroyed_twice": """
+dist.destroy_process_group()
+dist.init_process_group("ringar", store=dist.FileStore(path + "2", size), rank=rank,
+                        world_size=size)
+dist.all_reduce(x)
+dist.destroy_process_group()
+try:
+    dist.destroy_process_group()
+except (ValueError, AssertionError, RuntimeError):
+    pass
+else:
+    raise SystemExit("destroyed twice")
+""",
+}
+START = """
+import sys
+import torch
+import torch.distributed as dist
+import pyringar.distributed
+rank, size, path = int(sys.argv[1]), 2, sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("ringar", store=dist.FileStore(path, size), rank=rank, world_size=size)
+x = torch.tensor([1.0 + rank])
+dist.all_reduce(x)
+assert x.item() == 3.0
+dist.all_reduce(x, async_op=True).wait()
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))(x.expand(2)).sum().backward()
+"""
+
+
+def run_scripts(make: Callable[[int], list[str]], cwd: Path) -> list[tuple[int, str]]:
+    """Exit code and standard error of two processes."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(make(r), cwd=cwd, env=env, **pipes) for r in range(2)]
+    try:
+        outputs = [p.communicate(timeout=60)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_exit(how, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(START + EXITS[how])
+    found = run_scripts(
+        lambda rank: [sys.executable, str(script), str(rank), str(tmp_path / "store")], tmp_path
+    )
+    for code, text in found:
+        assert code == 0, text
+        assert "Traceback" not in text, text
+        assert "terminate called" not in text, text
+
+
+@pytest.mark.skipif(not IS_BACKEND_IN_PYTHON, reason="torch looks for entry points from 2.14 on")
+def test_installed_package_needs_no_import(tmp_path):
+    """Metadata as `pip install` writes it, beside the checkout on the path."""
+    folder = tmp_path / "site" / "pyringar-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pyringar\nVersion: 0\n")
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split('entry-points."torch.distributed.backends"]\n')[1].split("\n\n")[0]
+    entry = section.replace('"', "").strip()
+    (folder / "entry_points.txt").write_text(f"[torch.distributed.backends]\n{entry}\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})" + START.replace(
+        "import pyringar.distributed\n", ""
+    )
+    (tmp_path / "script.py").write_text(script)
+    found = run_scripts(
+        lambda rank: [sys.executable, "script.py", str(rank), str(tmp_path / "store")], tmp_path
+    )
+    assert [code for code, _ in found] == [0, 0], found

@@ -1,0 +1,483 @@
+"""Are the staged and ring programs right in every interleaving, and are planted bugs refuted?
+
+tests/cpp/model runs the templates of csrc/core on engines that record, and tries every order in
+which what they do can reach memory. One build, many small runs; longer lists of calls are slow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_stress import BASE_FLAGS, COMPILE_TIMEOUT_S, JOBS, compile_all, require, run
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "tests/cpp/model"
+PROGRAM = (ROOT / "csrc/core/staged_program.h").read_text()
+STAGING_SLOTS = int(re.findall(r"kStagingSlots = (\d+);", PROGRAM)[0])
+RUN_TIMEOUT_S = 300
+
+# Exchanges leave `reduced` behind; at this distance a comparison of counters turns around.
+TURNS = 2**31
+WRAPS = -4  # counters pass 2^32 within three calls
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the model check says of one configuration."""
+
+    command: str
+    is_proved: bool
+    text: str
+
+    @property
+    def num_states(self) -> int:
+        return int(re.findall(r": (\d+) states", self.text)[-1])
+
+    @property
+    def reason(self) -> str:
+        """What is wrong: the line before the last; of a deadlock, all lines."""
+        lines = self.text.splitlines()[:-1]
+        return "\n".join(lines) if lines[0].startswith("deadlock") else lines[-1]
+
+
+Check = Callable[..., Verdict]
+
+
+def strict(compiler: str) -> list[str]:
+    return [compiler, *BASE_FLAGS, "-O2", "-Wall", "-Wextra", "-Werror"]
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    """``check(calls, ranks=2, slots=4)``: the verdict on a list of calls; see model.cpp."""
+    require("g++")
+    folder = tmp_path_factory.mktemp("model")
+    objects = {source: folder / f"{source.stem}.o" for source in sorted(MODEL.glob("*.cpp"))}
+    compile_all([[*strict("g++"), "-c", source, "-o", o] for source, o in objects.items()])
+    program = folder / "model"
+    compile_all([["g++", *objects.values(), "-o", program]])
+
+    def run_model(calls: str, **options: object) -> Verdict:
+        words = ["--calls", calls]
+        for name, value in options.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        done = run([program, *words], RUN_TIMEOUT_S)
+        assert done.returncode in (0, 1), f"{words}: {done.returncode}\n{done.stdout}"
+        return Verdict("model " + " ".join(words), done.returncode == 0, done.stdout)
+
+    run_model.program = program  # type: ignore[attr-defined]
+    return run_model
+
+
+def prove(check: Check, lists: Iterable[str], **options: object) -> None:
+    """All of these lists of calls are proved; a few run at a time."""
+    with ThreadPoolExecutor(JOBS) as pool:
+        for verdict in pool.map(lambda calls: check(calls, **options), lists):
+            assert verdict.is_proved, f"{verdict.command}\n{verdict.text}"
+
+
+def refute(check: Check, calls: str, pattern: str, **options: object) -> Verdict:
+    """These calls are refuted, for the reason given, with steps that one can follow."""
+    verdict = check(calls, **options)
+    assert not verdict.is_proved, verdict.command
+    assert re.search(pattern, verdict.reason), f"{verdict.command}\n{verdict.text}"
+    first, *_, last = verdict.text.splitlines()
+    assert re.match(r"(1\. rank \d: |deadlock: after |before any step)", first), verdict.text
+    assert re.match(r"refuted: \d+ states, \d+ events, ", last), verdict.text
+    return verdict
+
+
+def pieces(*kinds: str, most: int = 3) -> list[str]:
+    return [f"{kind}:{n}" for kind in kinds for n in range(1, most + 1)]
+
+
+def mixes(calls: Iterable[str], length: int) -> Iterator[str]:
+    """All lists of so many calls: repetitions, so that what one call used the next uses again."""
+    return (",".join(mix) for mix in itertools.product(list(calls), repeat=length))
+
+
+STAGED = pieces("direct", "exchange")
+SINGLE = ["direct:1", "exchange:1", "registered:1"]
+
+
+# -- Calls that share staging slots ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_staged_calls(check: Check, ranks: int) -> None:
+    prove(check, mixes(STAGED, 1), ranks=ranks)
+    prove(check, mixes(STAGED, 2), ranks=ranks, base=WRAPS)
+
+
+def test_three_staged_calls(check: Check) -> None:
+    prove(check, mixes(STAGED, 3), base=WRAPS)
+
+
+def test_three_staged_calls_of_three_ranks_on_one_path(check: Check) -> None:
+    """Every step minds no other: one order of steps stands for all."""
+    prove(check, mixes(STAGED, 3), ranks=3, base=WRAPS, reduction="all")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S)
+def test_three_staged_calls_of_three_ranks(check: Check) -> None:
+    prove(check, mixes(STAGED, 3), ranks=3, base=WRAPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S)
+def test_four_staged_calls(check: Check) -> None:
+    prove(check, mixes(pieces("direct", "exchange", most=4), 3), base=WRAPS)
+    prove(check, mixes(STAGED, 4), base=WRAPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S)
+def test_four_ranks(check: Check) -> None:
+    prove(check, [*pieces("direct", "exchange", most=2), *mixes(SINGLE, 2)], ranks=4, base=WRAPS)
+    prove(check, mixes(STAGED, 2), ranks=4, base=WRAPS, reduction="all")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_of_one_piece(check: Check, ranks: int) -> None:
+    """Slots and records go round; registered tensors are filled again."""
+    prove(check, mixes(SINGLE, 3), ranks=ranks, base=WRAPS)
+    prove(check, ["direct:1,exchange:1,exchange:1,direct:1,registered:1,exchange:1"], ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_single_pieces_between_others(check: Check, ranks: int) -> None:
+    lists = [
+        f"{a}:3,{b},{c}:3"
+        for a, b, c in itertools.product(["direct", "exchange"], SINGLE, ["direct", "exchange"])
+    ]
+    prove(check, lists, ranks=ranks, base=WRAPS)
+
+
+@pytest.mark.parametrize("base", range(-9, 1))
+def test_wherever_counters_wrap(check: Check, base: int) -> None:
+    prove(check, ["direct:3,exchange:3,registered:1,direct:2", "exchange:4,direct:4"], base=base)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("behind", [TURNS - 1, TURNS, TURNS + 1, 2**32 - 1])
+def test_reduced_far_behind(check: Check, ranks: int, behind: int) -> None:
+    """After this many messages of exchanges: the first direct call brings it up."""
+    lists = [
+        "direct:1",
+        "registered:1",
+        "direct:3",
+        "exchange:2,direct:2",
+        "exchange:1,direct:1,exchange:3,direct:3",
+    ]
+    for base in (0, WRAPS):
+        prove(check, lists, ranks=ranks, base=base, reduced_behind=behind)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_results_compared_by_digest(check: Check, ranks: int) -> None:
+    lists = [f"{a},digest:1,{b},digest:1,exchange:1" for a, b in itertools.product(SINGLE, SINGLE)]
+    prove(check, [*lists, "direct:3,digest:1,exchange:3,digest:1"], ranks=ranks, base=WRAPS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_refused_calls_end_on_every_rank(check: Check, ranks: int) -> None:
+    refused = pieces("refused", "refused-exchange")
+    lists = [f"{before},{call}" for before, call in itertools.product(STAGED, refused)]
+    prove(check, [*refused, *lists], ranks=ranks, base=WRAPS)
+
+
+# -- Rings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phases", ["ring", "scatter", "gather"])
+def test_rings(check: Check, phases: str) -> None:
+    prove(check, [f"{phases}:{n}" for n in range(1, 7)], base=WRAPS)
+    prove(check, [f"{phases}:1", f"{phases}:2"], ranks=3, base=WRAPS)
+
+
+def test_ring_phases_after_each_other(check: Check) -> None:
+    prove(check, mixes(pieces("ring", "scatter", "gather", most=2), 2), base=WRAPS)
+    prove(check, ["scatter:1,gather:1,ring:1"], ranks=3, base=WRAPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S)
+def test_long_rings(check: Check) -> None:
+    prove(check, mixes(pieces("ring", "scatter", "gather"), 2), base=WRAPS)
+    prove(
+        check,
+        ["ring:3", "ring:4", "scatter:4", "gather:4", "scatter:2,gather:2"],
+        ranks=3,
+        base=WRAPS,
+    )
+    prove(check, ["ring:3", "ring:4"], ranks=3, ring_slots=6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_long_rings_on_one_path(check: Check, ranks: int) -> None:
+    lists = ["ring:12", "scatter:12,gather:12", "exchange:1,ring:12,direct:3,exchange:1,ring:3"]
+    prove(check, lists, ranks=ranks, base=-9, reduction="all")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rings_of_processes(check: Check, ranks: int) -> None:
+    """Each is announced first, and may stand between staged calls."""
+    lists = ["exchange:1,ring:1,exchange:1,ring:1", "exchange:1,ring:1,direct:2,exchange:2"]
+    lists += ["direct:3,exchange:1,ring:1,direct:3", "exchange:1,ring:1,digest:1,registered:1"]
+    prove(check, lists, ranks=ranks, base=WRAPS)
+    if ranks == 2:
+        prove(check, ["exchange:1,ring:3,exchange:3,exchange:1,ring:3"], base=WRAPS)
+
+
+# -- How many slots are enough ---------------------------------------------------------------------
+
+LONG = pieces("direct", "exchange", most=4)
+# The smallest number of slots with which each is proved.
+SMALLEST = {
+    "direct:4": 3,
+    "direct:4,direct:4": 3,
+    "exchange:4": 4,
+    "exchange:4,exchange:4": 4,
+    "direct:4,exchange:4": 4,
+    "exchange:4,direct:4": 4,
+    "exchange:2,direct:2": 4,
+    "direct:1,direct:1,direct:1": 2,
+    "exchange:1,exchange:1,exchange:1": 2,
+    "registered:1,direct:1,exchange:1,direct:1": 2,
+}
+# A slot is written again while a rank still reads what was there. With one slot, a rank may even
+# have overwritten its own.
+TOO_FEW = r"expected message (\d+): ranks? [\d+]+, found message (?!\1\b)\d+: rank"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("calls", SMALLEST)
+def test_smallest_number_of_staging_slots(check: Check, calls: str, ranks: int) -> None:
+    for slots in range(1, SMALLEST[calls]):
+        refute(check, calls, TOO_FEW, ranks=ranks, slots=slots)
+    for slots in range(SMALLEST[calls], STAGING_SLOTS + 1):
+        prove(check, [calls], ranks=ranks, slots=slots)
+
+
+def test_staging_slots_are_as_many_as_needed(check: Check) -> None:
+    def is_proved(slots: int) -> bool:
+        return all(check(mix, slots=slots).is_proved for mix in mixes(LONG, 2))
+
+    assert next(slots for slots in range(1, 9) if is_proved(slots)) == STAGING_SLOTS
+    assert max(SMALLEST.values()) == STAGING_SLOTS
+
+
+def test_staging_slots_are_a_power_of_two(check: Check) -> None:
+    """Or n % slots would not go on evenly when n wraps."""
+    prove(check, ["direct:4"], slots=3)
+    refute(check, "direct:4", "which it wrote there itself", slots=3, base=-2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_smallest_number_of_ring_slots(check: Check, ranks: int) -> None:
+    """With fewer than 2k, all ranks wait for a slot and none for a message."""
+    for slots in range(1, 2 * ranks):
+        refute(
+            check,
+            "ring:12",
+            r"deadlock: after \d+ of \d+ steps nobody can go on\n"
+            r"rank 0: waits for taken of link 0 >= \d+, and it is \d+ for ever",
+            ranks=ranks,
+            ring_slots=slots,
+            reduction="all",
+        )
+    prove(check, ["ring:12"], ranks=ranks, ring_slots=2 * ranks, reduction="all")
+    if ranks <= 3:
+        prove(check, ["ring:2", "scatter:2", "gather:2"], ranks=ranks, ring_slots=2 * ranks)
+
+
+@pytest.mark.parametrize("phases", ["scatter", "gather"])
+def test_half_a_ring_needs_fewer_slots(check: Check, phases: str) -> None:
+    for ranks, enough in ((2, 2), (3, 4)):
+        options = {"ranks": ranks, "reduction": "all"}
+        refute(check, f"{phases}:8", "waits for taken", ring_slots=enough - 1, **options)
+        prove(check, [f"{phases}:8"], ring_slots=enough, **options)
+
+
+# -- Planted bugs ----------------------------------------------------------------------------------
+
+# What is found in place of a message: nothing yet, or the ranks' parts before they are added up.
+UNWRITTEN = r"message (\d), .*half \d: expected message \1: ranks? [\d+]+, found nothing$"
+UNREDUCED = r"expected message 1: ranks 0\+1[+2]*, found message 1: rank \d$"
+UNANNOUNCED = r"reads calls.1. of rank 1, call 1: expected call 1, found nothing$"
+SAME_NUMBER = r"expected (message \d: ranks? [\d+]+), found \1(, which it wrote there itself)?$"
+PLANTED = [
+    ("waits-without-acquire", "direct:2", UNANNOUNCED),
+    ("waits-without-acquire", "exchange:2", UNANNOUNCED),
+    ("waits-without-acquire", "ring:1", UNWRITTEN),
+    (
+        "compares-without-wrap",
+        "direct:3",
+        r"announced of rank 0 >= 4294967295, and it is 0 for ever",
+    ),
+    ("compares-without-wrap", "exchange:3", UNWRITTEN),
+    ("compares-without-wrap", "ring:2", UNWRITTEN),
+    ("base-stays", "direct:1,direct:1", SAME_NUMBER),
+    ("base-stays", "exchange:1,exchange:1", SAME_NUMBER),
+    ("base-stays", "ring:1,ring:1", SAME_NUMBER),
+    ("announces-without-release", "direct:1", UNWRITTEN),
+    ("announces-without-release", "exchange:1", UNWRITTEN),
+    ("reduced-without-release", "direct:1", UNREDUCED),
+    ("reduced-without-release", "registered:1,registered:1", r", result: .*, found message 1: "),
+    ("announces-first", "direct:1", UNWRITTEN),
+    ("announces-first", "exchange:1", UNWRITTEN),
+    ("announced-not-awaited", "direct:1", UNANNOUNCED),
+    ("announced-not-awaited", "exchange:1", UNANNOUNCED),
+    ("reduced-not-awaited", "direct:1", UNREDUCED),
+    ("reduced-not-awaited", "registered:1", r", result: expected .*, found nothing$"),
+    ("one-rank-not-awaited", "direct:1", UNREDUCED),
+    ("two-ahead", "exchange:5", TOO_FEW),
+    (
+        "adds-one-twice",
+        "direct:1",
+        r"the sum of ranks 0\+1[+2]*, found the sum of ranks 0\+0[+2]*$",
+    ),
+    ("one-call-record", "exchange:1,exchange:1", r"calls.0. of .*: expected call 1, found call 2$"),
+    ("publishes-without-release", "ring:1", UNWRITTEN),
+    ("frees-without-release", "ring:3", TOO_FEW),
+    ("publishes-first", "ring:1", UNWRITTEN),
+    ("frees-before-reading", "ring:3", TOO_FEW),
+    ("slot-not-awaited", "ring:3", TOO_FEW),
+    ("message-not-awaited", "ring:1", UNWRITTEN),
+    ("message-not-awaited", "gather:1", UNWRITTEN),
+]
+PLANTED_IDS = [f"{bug}-{calls}" for bug, calls, _ in PLANTED]
+LEFT_BEHIND = "reduced-left-behind"  # two tests of its own
+RECORDERS = (MODEL / "recorders.h").read_text()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("bug", "calls", "pattern"), PLANTED, ids=PLANTED_IDS)
+def test_planted_bug_is_refuted(
+    check: Check, bug: str, calls: str, pattern: str, ranks: int
+) -> None:
+    refute(check, calls, pattern, ranks=ranks, base=-2, bug=bug)
+    prove(check, [calls], ranks=ranks, base=-2, bug="none", reduction="all")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_direct_call_must_bring_reduced_up(check: Check, ranks: int) -> None:
+    options = {"ranks": ranks, "bug": LEFT_BEHIND}
+    prove(check, ["direct:1", "registered:1"], reduced_behind=TURNS - 1, **options)
+    refute(check, "direct:1", UNREDUCED, reduced_behind=TURNS, **options)
+    refute(check, "registered:1", ", result: .*, found nothing$", reduced_behind=TURNS, **options)
+    # The exchange is what goes too far.
+    refute(
+        check,
+        "exchange:1,direct:1",
+        "found message 2: rank .$",
+        reduced_behind=TURNS - 1,
+        **options,
+    )
+
+
+def test_all_bugs_are_planted() -> None:
+    names = re.findall(r'\{Bug::k\w+, "([\w-]+)"\}', RECORDERS)
+    assert len(names) == 20
+    assert {*names} == {"none", LEFT_BEHIND, *(bug for bug, _, _ in PLANTED)}
+
+
+def test_a_trace_holds_what_is_needed_and_no_more(check: Check) -> None:
+    options = {"bug": LEFT_BEHIND, "reduced_behind": TURNS}
+    trace = refute(check, "direct:1", UNREDUCED, **options).text.splitlines()[:-1]
+    assert trace == [
+        "1. rank 1: writes calls[1] of rank 1, call 1",
+        "2. rank 1: writes slot 1 of rank 1, message 1, slice 0, half 0",
+        "3. rank 1: writes slot 1 of rank 1, message 1, slice 0, half 1",
+        "4. rank 1: writes slot 1 of rank 1, message 1, slice 1, half 0",
+        "5. rank 1: writes slot 1 of rank 1, message 1, slice 1, half 1",
+        "6. rank 1: publishes announced of rank 1 = 1",
+        "7. rank 0: waits for announced of rank 1 >= 1, and it is 1",
+        "8. rank 0: waits for reduced of rank 1 >= 1, and it is 2147483648",
+        "9. rank 0: reads slot 1 of rank 1, message 1, slice 1, half 0: "
+        "expected message 1: ranks 0+1, found message 1: rank 1",
+    ]
+
+
+# -- The search itself -----------------------------------------------------------------------------
+
+
+# Lists short enough for a search that tries every event in every state.
+SHORT = [
+    ("direct:1", {}),
+    ("direct:1,direct:1", {"base": -1}),
+    ("direct:1", {"reduced_behind": TURNS}),
+    ("exchange:1", {"base": -1}),
+    ("registered:1,registered:1", {}),
+    ("refused:2", {"base": -2}),
+    ("ring:1", {}),
+    ("scatter:1,gather:1", {"base": -1}),
+    ("exchange:1,scatter:1", {"base": -1}),
+    ("scatter:1", {"ranks": 3}),
+    ("gather:2", {}),
+    ("direct:1,direct:1", {"slots": 1}),
+    ("exchange:1,exchange:1", {"slots": 1}),
+    ("exchange:4", {"slots": 3}),
+    ("direct:3", {"slots": 2}),
+    ("ring:2", {"ring_slots": 2}),
+    ("scatter:3", {"ring_slots": 1}),
+]
+
+REDUCTIONS = ["none", "payload", "all"]
+
+
+def verdicts(check: Check, calls: str, **options: object) -> list[Verdict]:
+    return [check(calls, reduction=reduction, **options) for reduction in REDUCTIONS]
+
+
+@pytest.mark.parametrize(("calls", "options"), SHORT)
+def test_reductions_agree(check: Check, calls: str, options: dict[str, int]) -> None:
+    none, payload, every = verdicts(check, calls, **options)
+    assert none.is_proved == payload.is_proved == every.is_proved, [none, payload, every]
+    if none.is_proved:
+        assert none.num_states >= payload.num_states >= every.num_states
+
+
+@pytest.mark.parametrize(("bug", "calls"), [(bug, calls) for bug, calls, _ in PLANTED])
+def test_reductions_agree_on_planted_bugs(check: Check, bug: str, calls: str) -> None:
+    assert [v.is_proved for v in verdicts(check, calls, base=-2, bug=bug)] == [False] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S)
+@pytest.mark.parametrize("calls", ["exchange:2", "direct:2", "exchange:1,exchange:1", "ring:2"])
+def test_reductions_agree_on_longer_calls(check: Check, calls: str) -> None:
+    assert all(verdict.is_proved for verdict in verdicts(check, calls, base=-2))
+
+
+def test_neither_proved_nor_refuted(check: Check) -> None:
+    """Too many states, or no such configuration: neither exit status of a verdict."""
+    for words, text in [
+        (["--calls", "direct:2", "--most-states", 50], "more than 50 states\nundecided: 51 states"),
+        (["--calls", "direct:0"], "not so many pieces: 'direct:0'"),
+        (["--calls", "registered:2"], "not so many pieces: 'registered:2'"),
+        (["--calls", "circle:1"], "no such name: 'circle'"),
+        (["--calls", "ring:1", "--bug", "none", "--slots"], "no value for: '--slots'"),
+        (["--ranks", 2], "a call, at least"),
+    ]:
+        done = run([check.program, *words], RUN_TIMEOUT_S)  # type: ignore[attr-defined]
+        assert done.returncode == 2, done.stdout
+        assert text in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_no_warnings(compiler: str) -> None:
+    require(compiler)
+    only_read = [*strict(compiler), "-fsyntax-only", "-x", "c++"]
+    commands = [[*only_read, source] for source in sorted(MODEL.glob("*.cpp"))]
+    alone = [*only_read, "/dev/null", "-include"]
+    compile_all([*commands, *([*alone, header] for header in sorted(MODEL.glob("*.h")))])

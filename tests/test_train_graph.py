@@ -1,0 +1,373 @@
+"""A captured step is the eager one: the same losses and parameters, bit for bit, and its refusals.
+
+Where there is no GPU a step is captured and replayed on the CPU, one operator after the other, on
+the very tensors that it had in the capture: like a CUDA graph, a replay runs no Python of the
+step's, and what the host has read or baked in once stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyringar import Communicator, data_parallel
+from pyringar.cli import main
+from pyringar.data_parallel import check_replicas_equal
+from pyringar.errors import ArgumentError, CudaError, RingarError
+from pyringar.trace import Trace
+from pyringar.train import ImageData, TrainConfig, Trainer, graph, train
+from pyringar.train import step as step_module
+from pyringar.train import trainer as trainer_module
+from pyringar.train.step import EagerStep, sgd, sgd_scaled
+from pyringar.train.synthetic import synthetic_images
+
+Function = Callable[[], None]
+NUM_GPUS = torch.cuda.device_count()
+needs_gpu = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device here"),
+]
+
+
+# -- graphs without a GPU --------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator and every reduction; a replay does them again, on the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_warm_ups = self.num_replays = 0
+        self.is_recording = False
+        self._calls: list[Function] = []
+        self._own: set[int] = set()  # memory that was allocated in the capture
+        self._before: dict[int, tuple[Any, Any]] = {}  # other memory, and what it held before
+
+    def warm_up(self, function: Function) -> None:
+        for _ in range(3):
+            function()
+            self.num_warm_ups += 1
+
+    def record(self, function: Function) -> Function:
+        self.is_recording = True
+        with self:
+            function()
+        self.is_recording = False
+        for storage, then in self._before.values():  # a capture does no work
+            storage.copy_(then)
+        return self.replay
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        with torch.no_grad():
+            for call in self._calls:
+                call()
+
+    def note(self, call: Function) -> None:
+        self._calls.append(call)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:
+            raise RuntimeError("a tensor made of the host's numbers")
+        for storage in self._storages((args, kwargs)):
+            if storage.data_ptr() not in self._own and storage.data_ptr() not in self._before:
+                self._before[storage.data_ptr()] = storage, storage.clone()
+        result = func(*args, **kwargs)
+        outputs, _ = pytree.tree_flatten(result)
+        if not all(output is None or isinstance(output, torch.Tensor) for output in outputs):
+            raise RuntimeError(f"the host waits for {func}")
+        self._own |= {s.data_ptr() for s in self._storages(result)} - self._before.keys()
+
+        def again() -> None:
+            for old, new in zip(outputs, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
+                if old is not None and old.data_ptr() != new.data_ptr():  # else a view, or in place
+                    old.copy_(new)
+
+        self.note(again)
+        return result
+
+    @staticmethod
+    def _storages(value):
+        leaves = pytree.tree_leaves(value)
+        return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class Caller:
+    """The least that can be called a capture: a replay calls the function again."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def warm_up(self, function: Function) -> None:
+        function()
+
+    def record(self, function: Function) -> Function:
+        def replay() -> None:
+            self.num_replays += 1
+            function()
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    """Captures the steps of all trainers that are made from now on, on CPU ranks."""
+    made = Recorder()
+    real = Communicator.all_reduce_coalesced
+
+    def all_reduce_coalesced(self, lists, op="sum", **options):
+        if made.is_recording:
+            made.note(lambda: real(self, lists, op))
+        return real(self, lists, op, **options)
+
+    monkeypatch.setattr(Communicator, "all_reduce_coalesced", all_reduce_coalesced)
+    # Replicas are compared as on a GPU, where nobody waits.
+    monkeypatch.setattr(data_parallel, "_stops_early", lambda _: False)
+    monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
+    return made
+
+
+@pytest.fixture
+def caller(monkeypatch) -> Caller:
+    """The same with replays that call the step again."""
+    made = Caller()
+    monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def data():
+    return ImageData("garments", *synthetic_images(100, 1), *synthetic_images(40, 2))
+
+
+def run(data, **options):
+    with Trainer(TrainConfig(**options), data) as trainer:
+        return trainer.run()
+
+
+def assert_same(ours, theirs):
+    """Two results, bit for bit."""
+    assert ours.losses == theirs.losses
+    assert ours.curve == theirs.curve
+    check_replicas_equal([ours.params, theirs.params])
+    assert ours.state.keys() == theirs.state.keys()
+    check_replicas_equal([list(ours.state.values()), list(theirs.state.values())])
+
+
+# 100 images: three batches of 32 leave 4 over, which run eagerly.
+RUNS = [
+    {"ranks": 1},
+    {"ranks": 2},
+    {"ranks": 2, "lr_schedule": "constant", "overlap": False},
+    {"ranks": 3, "weights": (3, 0, 1), "bucket_cap_mb": 0.05},
+    {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
+    {"ranks": 2, "dtype": "bfloat16"},
+    {"ranks": 2, "dtype": "float16", "lr": 0.03},
+    {"ranks": 2, "amp": True},
+    {"ranks": 2, "batch_size": 25, "max_inflight": 0},  # no batch is smaller
+    {"ranks": 2, "batch_size": 128},  # all images are one batch
+    {"ranks": 2, "model": "resnet18", "width": 4, "epochs": 2},
+    {"ranks": 5, "model": "resnet18", "width": 4, "epochs": 2, "batch_size": 3, "init": "book"},
+]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
+    options = {"batch_size": 32, "epochs": 3, **options}
+    replayed = run(data, cuda_graph=True, **options)
+    assert recorder.num_warm_ups == 3
+    steps = len(replayed.epochs) * max(1, 100 // options["batch_size"])
+    assert recorder.num_replays == steps
+    assert_same(replayed, run(data, **options))
+
+
+@pytest.mark.parametrize("options", [{"batchnorm": "sync"}, {"amp": True, "batchnorm": "sync"}])
+def test_synchronised_batch_norm_goes_with_it(data, caller, options):
+    options = {"model": "resnet18", "width": 4, "batch_size": 32, "epochs": 2, **options}
+    replayed = run(data, cuda_graph=True, **options)
+    assert caller.num_replays == 6
+    assert_same(replayed, run(data, **options))
+
+
+def test_replicas_that_diverge_between_replays_stop_the_training(data, recorder):
+    steps = []
+
+    def slip():
+        steps.append(1)
+        if len(steps) == 2:
+            with torch.no_grad():
+                trainer.replicas[1][4][5, 6] += 1e-3
+
+    config = TrainConfig(ranks=2, batch_size=32, cuda_graph=True)
+    with (
+        Trainer(config, data) as trainer,
+        pytest.raises(RingarError, match=r"after step 2: .*parameter 4, .* on rank 1"),
+    ):
+        trainer.run(on_step=slip)
+    assert len(steps) == 2
+
+
+def test_what_was_captured_is_undone(data, recorder):
+    with Trainer(TrainConfig(ranks=2), data) as trainer:
+        before = [tensor.clone() for tensor in trainer.model.tensors()]
+        eager = EagerStep(trainer.replicas, reduce=trainer.model.bucketer.wait)
+        X, y = data.train_images[:32], data.train_labels[:32]  # noqa: N806
+        captured = graph.GraphStep(eager, X, y, trainer.model.tensors())
+        assert captured.take_loss() == 0
+        check_replicas_equal([before, trainer.model.tensors()])
+        captured(X, y, 0.1)
+        assert captured.take_loss() > 0
+        assert recorder.num_replays == 1
+
+
+def test_an_epoch_that_was_broken_off_leaves_no_loss(data, recorder):
+    def stop():
+        raise KeyboardInterrupt
+
+    with Trainer(TrainConfig(ranks=2, epochs=1, lr=1e-30, cuda_graph=True), data) as trainer:
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.run(on_step=stop)
+        broken_off, again = trainer.run(), trainer.run()
+    assert broken_off.losses == pytest.approx(again.losses, rel=1e-6)
+
+
+# -- the stand-in can tell -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", ["float", "loss"])
+def test_the_recorder_notices_what_the_host_knows(data, recorder, monkeypatch, mistake):
+    """A learning rate that is a number of the capture's, and a loss that is looked at."""
+
+    def with_a_number(params, scale):
+        sgd(params, 0.1, 32)
+
+    if mistake == "float":
+        monkeypatch.setattr(graph, "sgd_scaled", with_a_number)
+        replayed = run(data, batch_size=32, epochs=1, cuda_graph=True)
+        assert replayed.losses != run(data, batch_size=32, epochs=1).losses
+        return
+    monkeypatch.setattr(step_module, "mismatch_flags", lambda params: [params[0][0].sum().item()])
+    with pytest.raises(RuntimeError, match=r"the host waits for aten\._local_scalar_dense"):
+        run(data, cuda_graph=True)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_sgd_by_a_tensor_has_the_bits_of_sgd(dtype):
+    generator = torch.Generator().manual_seed(3)
+    ours = [torch.randn(n, generator=generator).to(dtype).requires_grad_() for n in (1, 33, 1000)]
+    theirs = [param.detach().clone().requires_grad_() for param in ours]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for lr in (0.1, 1 / 3, 7e-4):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator).to(dtype)
+            other.grad = mine.grad.clone()
+        sgd(theirs, lr, 48)
+        sgd_scaled(ours, torch.full((), lr / 48, dtype=wide))
+        check_replicas_equal([ours, theirs])
+    ours[0].grad = ours[1].grad = ours[2].grad = None
+    sgd_scaled(ours, torch.ones((), dtype=wide))  # nothing to do
+    check_replicas_equal([ours, theirs])
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+class TestRefusals:
+    def test_ranks_on_the_cpu(self, monkeypatch):
+        monkeypatch.setattr(trainer_module, "load_data", None)  # it is not come to that
+        message = r"cuda_graph is on and the ranks run on \[cpu x 2 ranks\], expected .* one GPU"
+        with pytest.raises(ArgumentError, match=message):
+            train(2, 64, 0.1, devices=["cpu", "cpu"], cuda_graph=True)
+
+    @pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cpu",)])
+    def test_ranks_that_do_not_share_a_gpu(self, devices):
+        with pytest.raises(ArgumentError, match=rf"the ranks run on \[{devices[0]}"):
+            graph.check_ranks([torch.device(device) for device in devices], None)
+
+    def test_ranks_that_share_one_pass(self):
+        graph.check_ranks([torch.device("cuda:1")] * 3, None)
+
+    def test_a_trace(self):
+        with pytest.raises(ArgumentError, match="a trace is wanted, but the host sees one replay"):
+            graph.check_ranks([torch.device("cuda:0")], Trace())
+
+    def test_on_the_command_line(self, capsys):
+        assert main(["train", "lenet", "--devices", "cpu", "--cuda-graph"]) == 1
+        assert "the ranks run on [cpu], expected all of them on one GPU" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("error", "expected", "message"),
+        [
+            (RuntimeError("not permitted"), CudaError, r"on cuda:0: not permitted; without"),
+            (ArgumentError("as it was"), ArgumentError, "^as it was$"),
+        ],
+    )
+    def test_a_capture_that_fails(self, monkeypatch, error, expected, message):
+        @contextlib.contextmanager
+        def nothing(*_: object, **__: object) -> Iterator[None]:
+            yield
+
+        def fail() -> None:
+            raise error
+
+        for name in ("CUDAGraph", "Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        for name in ("stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, nothing)
+        with pytest.raises(expected, match=message):
+            graph.CudaCapture(torch.device("cuda:0")).record(fail)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+class TestOnAGpu:
+    pytestmark = needs_gpu
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"devices": ["cuda:0"]},
+            {"devices": ["cuda:0"] * 2},
+            {"devices": ["cuda:0"] * 2, "allreduce": "ring", "overlap": False},
+            {"devices": ["cuda:0"] * 3, "weights": (3, 0, 1), "dtype": "bfloat16"},
+            {"devices": ["cuda:0"] * 2, "amp": True},
+            {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "epochs": 1},
+            {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "batchnorm": "sync"},
+        ],
+        ids=str,
+    )
+    def test_the_bits_of_the_eager_run(self, data, monkeypatch, options):
+        # Or two eager runs, too, could differ: convolutions add in any order.
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+        options = {"batch_size": 32, "epochs": 2, **options}
+        assert_same(run(data, cuda_graph=True, **options), run(data, **options))
+
+    def test_one_of_several_gpus(self, data):
+        if NUM_GPUS < 2:
+            pytest.skip(f"needs two CUDA devices, here: {NUM_GPUS}")
+        result = run(data, devices=["cuda:1"] * 2, cuda_graph=True, epochs=1)
+        assert result.losses[0] > 0
+
+    def test_a_wait_for_the_device_in_the_step_is_named(self, data, monkeypatch):
+        real = EagerStep.run
+
+        def look(self, *arguments):
+            flags = real(self, *arguments)
+            self.sums[0].item()
+            return flags
+
+        monkeypatch.setattr(EagerStep, "run", look)
+        with pytest.raises(CudaError, match="cannot be captured in a CUDA graph on cuda:0"):
+            run(data, devices=["cuda:0"], cuda_graph=True)
