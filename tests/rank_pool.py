@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -68,6 +69,7 @@ class RankPool:
             process.join(5)
             if process.is_alive():
                 process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(pipe: Any, rank: int, world_size: int, environment: dict) -> None:
@@ -84,8 +86,7 @@ def _serve(pipe: Any, rank: int, world_size: int, environment: dict) -> None:
         try:
             answer = function(rank, world_size, dist.FileStore(path, -1), *args)
         except BaseException as error:
-            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}") if hasattr(
-                error, "add_note"
-            ) else None
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             answer = error
         pipe.send(answer)

@@ -20,7 +20,7 @@ _EPILOG = """Without options: two ranks, five epochs, on Fashion-MNIST if it is 
 downloaded, else on a built-in synthetic set. Example:
 pyringar train lenet --ranks 4 --allreduce ring --plot curve.png.
 Under torchrun every process is one rank, on the CPU:
-torchrun --no-python --nproc-per-node 2 pyringar train lenet"""
+torchrun --nproc-per-node 2 -m pyringar train lenet"""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -174,12 +174,12 @@ def run(args: argparse.Namespace) -> int:
     from pyringar.trace import Trace
     from pyringar.train import TrainConfig, Trainer
     from pyringar.train.plot import check_output_path, save_plot
-    from pyringar.train.processes import TrainGroup, num_processes
+    from pyringar.train.processes import TrainGroup, num_processes, writes_files
 
     options = {name: value for name, value in vars(args).items() if name != "run"}
     plot, file, timeline = (options.pop(name, None) for name in ("plot", "trace", "timeline"))
     for name, path in (("plot", plot), ("trace", file), ("timeline", timeline)):
-        if path is not None:
+        if path is not None and writes_files():
             check_output_path(name, path, ".json" if name == "trace" else ".png")
     trace = Trace() if file is not None or timeline is not None else None
     group = None

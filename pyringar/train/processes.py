@@ -26,7 +26,7 @@ from pyringar.rendezvous import default_store
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 
-__all__ = ["TrainGroup", "num_processes"]
+__all__ = ["TrainGroup", "num_processes", "writes_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,15 @@ def num_processes() -> int:
             f"WORLD_SIZE is {text!r} in the environment, expected a number of processes"
         )
     return int(text)
+
+
+def writes_files() -> bool:
+    """Whether this process is the one that writes a run's files; others may not have the folders.
+
+    Raises:
+        ArgumentError: As :func:`num_processes`.
+    """
+    return num_processes() == 1 or os.environ.get("RANK") == "0"
 
 
 class TrainGroup:
