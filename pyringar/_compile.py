@@ -112,7 +112,7 @@ CUDA = EngineKind(
     title="the CUDA engine",
     compiled=(
         *("cuda/**/*.cu", "cuda/**/*.cpp", "core/**/*.cpp"),
-        *("bindings/cuda_*.cpp", "bindings/prepare.cpp", "bindings/tensor.cpp"),
+        *("bindings/cuda_*.cpp", "bindings/*prepare.cpp", "bindings/tensor.cpp"),
         # Ranks in processes meet on the host, GPU or not.
         *("cpu/process_*.cpp", "cpu/peer_watch.cpp", "cpu/work_queue.cpp", "cpu/packed_line.cpp"),
         *("cpu/os_*.cpp", "cpu/fused.cpp", "cpu/kernels*.cpp", "cpu/thread_pool.cpp"),

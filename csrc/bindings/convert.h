@@ -9,6 +9,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -21,6 +22,10 @@ namespace pyringar {
 
 // How long a wait without the GIL may last before it looks for signals, such as Ctrl-C.
 inline constexpr std::chrono::milliseconds kSignalInterval{50};
+
+inline std::chrono::nanoseconds to_nanoseconds(double seconds) {
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
+}
 
 // The value whose name Python passed; names[i] belongs to value i.
 template <typename Enum>

@@ -30,10 +30,6 @@ Algorithm parse_algorithm(py::handle algorithm) {
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
-std::chrono::nanoseconds to_nanoseconds(double seconds) {
-  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
-}
-
 // A group made before fork() is leaked in the child: its locks and threads are not usable there.
 struct GroupDeleter {
   void operator()(Group* group) const {

@@ -1,0 +1,257 @@
+// process_prepare: reads the tensors, checks them, and finds their memory or copies it.
+//
+// Floor     bindings
+// Tests     tests/test_processes.py, tests/test_cuda_processes.py
+
+#include "bindings/process_prepare.h"
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "core/error.h"
+
+namespace pyringar {
+
+namespace {
+
+class CallBuilder {
+ public:
+  CallBuilder(LocalRank self, CallKind kind, const char* operation)
+      : self_(self), operation_(operation), grad_(operation) {
+    call_.kind = kind;
+  }
+
+  ProcessCall& call() { return call_; }
+  void set_op(ReduceOp op) {
+    call_.op = op == ReduceOp::kMean ? ReduceOp::kSum : op;
+    call_.divisor = op == ReduceOp::kMean ? self_.world_size : 1;
+  }
+
+  // in place: an output that is its own input.
+  void add_in_place(py::handle given, Place place, bool is_read_only = false) {
+    add(given, place, {.is_input = true, .is_output = !is_read_only, .is_flat = false});
+  }
+  void add_input(py::handle given, Place place) {
+    add(given, place, {.is_input = true, .is_output = false, .is_flat = true});
+  }
+  void add_output(py::handle given, Place place) {
+    add(given, place, {.is_input = false, .is_output = true, .is_flat = true});
+  }
+
+  // whole holds a part per rank.
+  void check_parts(std::size_t whole, std::size_t part) const {
+    const TensorView& w = views_[whole];
+    const TensorView& p = views_[part];
+    if (w.dtype != p.dtype || w.numel != p.numel * static_cast<std::size_t>(self_.world_size)) {
+      fail(ErrorKind::kArgument, operation_, ": ", places_[whole].text(), " has ", w.numel, " ",
+           dtype_name(w.dtype), " elements and ", places_[part].text(), " has ", p.numel, " ",
+           dtype_name(p.dtype), "; expected one dtype and ", self_.world_size,
+           " times as many, one part per rank");
+    }
+  }
+
+  PreparedCall finish() {
+    check_disjoint(views_, places_, operation_);
+    PreparedCall prepared;
+    for (std::size_t i = 0; i < views_.size(); ++i) {
+      const Use& use = uses_[i];
+      const TensorSpan span = dense(i, prepared);
+      (use.is_output ? prepared.written : prepared.read).append(py::handle(views_[i].object));
+      const bool is_result = use.is_output || !use.is_flat;
+      (is_result ? call_.outputs : call_.inputs).push_back(span);
+    }
+    if (call_.kind == CallKind::kBroadcast) call_.inputs = call_.outputs;
+    prepared.call = std::move(call_);
+    return prepared;
+  }
+
+ private:
+  struct Use {
+    bool is_input;
+    bool is_output;
+    bool is_flat;  // only the order of elements counts, not the shape
+  };
+
+  void add(py::handle given, Place place, Use use) {
+    py::object tensor = is_plain_tensor(given.ptr()) ? py::reinterpret_borrow<py::object>(given)
+                                                     : as_tensor(given.ptr());
+    const TensorView view = read_tensor(tensor.ptr(), operation_, place);
+    if (view.device != self_.device) {
+      fail(ErrorKind::kArgument, operation_, ": ", place.text(), " is on ",
+           device_name(view.device), ", expected ", device_name(self_.device),
+           ", this rank's device");
+    }
+    if (use.is_output) grad_.check(tensor.ptr(), place);
+    views_.push_back(view);
+    places_.push_back(place);
+    uses_.push_back(use);
+    tensors_.push_back(std::move(tensor));
+  }
+
+  // Elements side by side: the tensor's own, or a packed copy. Those in another order than that of
+  // their index must be so on all ranks.
+  TensorSpan dense(std::size_t i, PreparedCall& prepared) {
+    const TensorView& view = views_[i];
+    const Use& use = uses_[i];
+    const bool is_contiguous = has_index_order(view);
+    if (!use.is_flat) mix_sizes(view);
+    if (view.is_dense && (!use.is_flat || is_contiguous)) {
+      if (!is_contiguous) mix_strides(view, i);
+      return {view.data, view.numel, view.dtype};
+    }
+    if (self_.device != kHostDevice) return torch_copy(i, prepared);
+    auto memory = std::make_unique_for_overwrite<std::byte[]>(view.bytes());
+    std::byte* data = memory.get();
+    call_.staged.push_back({view.strided(), std::move(memory), use.is_input, use.is_output});
+    return {data, view.numel, view.dtype};
+  }
+
+  // Made by torch, on its current stream.
+  TensorSpan torch_copy(std::size_t i, PreparedCall& prepared) const {
+    const py::handle tensor = views_[i].object;
+    py::object copy = contiguous(tensor.attr("detach")().ptr());
+    const TensorView copied = read_tensor(copy.ptr(), operation_, places_[i]);
+    if (uses_[i].is_output) {
+      prepared.copies.append(py::make_tuple(tensor, copy));
+    } else {
+      prepared.read.append(copy);
+    }
+    return {copied.data, copied.numel, copied.dtype};
+  }
+
+  static bool has_index_order(const TensorView& view) {
+    std::int64_t expected = 1;
+    for (int dim = view.ndim - 1; dim >= 0; --dim) {
+      if (view.shape[dim] == 1) continue;
+      if (view.strides[dim] != expected) return view.numel <= 1;
+      expected *= view.shape[dim];
+    }
+    return true;
+  }
+
+  // What ranks compare; not where only the order of elements counts.
+  void mix_sizes(const TensorView& view) {
+    std::uint64_t& digest = call_.layouts;
+    digest = mix(digest, static_cast<std::uint64_t>(view.ndim));
+    for (int dim = 0; dim < view.ndim; ++dim) {
+      digest = mix(digest, static_cast<std::uint64_t>(view.shape[dim]));
+    }
+  }
+  void mix_strides(const TensorView& view, std::size_t index) {
+    std::uint64_t& digest = call_.layouts;
+    digest = mix(digest, index + 1);
+    for (int dim = 0; dim < view.ndim; ++dim) {
+      if (view.shape[dim] == 1) continue;  // its stride means nothing
+      digest = mix(digest, static_cast<std::uint64_t>(view.strides[dim]));
+    }
+  }
+
+  const LocalRank self_;
+  const char* operation_;
+  GradGuard grad_;
+  ProcessCall call_;
+  std::vector<TensorView> views_;
+  std::vector<Place> places_;
+  std::vector<Use> uses_;
+  std::vector<py::object> tensors_;  // keeps what the views point into
+};
+
+}  // namespace
+
+PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, ReduceOp op,
+                                        const char* operation) {
+  CallBuilder builder(self, CallKind::kAllReduce, operation);
+  builder.set_op(op);
+  if (PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr())) {
+    // A tuple of its own: a list could change while we look.
+    const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tensors.ptr()));
+    if (!items) throw_python_error();
+    for (int i = 0; i < static_cast<int>(items.size()); ++i) {
+      builder.add_in_place(PyTuple_GET_ITEM(items.ptr(), i), {"tensors", i});
+    }
+  } else {
+    builder.add_in_place(tensors, {"tensor"});
+  }
+  return builder.finish();
+}
+
+PreparedCall prepare_process_reduce_scatter(LocalRank self, py::handle output, py::handle input,
+                                            ReduceOp op) {
+  CallBuilder builder(self, CallKind::kReduceScatter, "reduce_scatter");
+  builder.set_op(op);
+  builder.add_input(input, {"input"});
+  builder.add_output(output, {"output"});
+  builder.check_parts(0, 1);
+  return builder.finish();
+}
+
+PreparedCall prepare_process_all_gather(LocalRank self, py::handle output, py::handle input) {
+  CallBuilder builder(self, CallKind::kAllGather, "all_gather");
+  builder.add_input(input, {"input"});
+  builder.add_output(output, {"output"});
+  builder.check_parts(1, 0);
+  return builder.finish();
+}
+
+PreparedCall prepare_process_broadcast(LocalRank self, py::handle tensor, int root) {
+  if (root < 0 || root >= self.world_size) {
+    fail(ErrorKind::kArgument, "broadcast: root is ", root, ", expected a rank from 0 to ",
+         self.world_size - 1);
+  }
+  CallBuilder builder(self, CallKind::kBroadcast, "broadcast");
+  builder.call().root = root;
+  builder.add_in_place(tensor, {"tensor"}, self.rank == root);
+  return builder.finish();
+}
+
+PreparedCall prepare_process_barrier() {
+  PreparedCall prepared;
+  prepared.call.kind = CallKind::kBarrier;
+  return prepared;
+}
+
+SegmentToken parse_token(const py::bytes& token) {
+  const std::string_view text = token;
+  if (text.size() != kTokenBytes) {
+    fail(ErrorKind::kArgument, "token has ", text.size(), " bytes, expected ", kTokenBytes);
+  }
+  SegmentToken parsed;
+  std::memcpy(parsed.data(), text.data(), kTokenBytes);
+  return parsed;
+}
+
+SharedMemory create_segment(int world_size, const py::bytes& token) {
+  const SegmentToken parsed = parse_token(token);
+  SharedMemory memory =
+      SharedMemory::create(Segment::bytes_for(world_size), "a group of processes");
+  Segment::lay_out(memory.data(), world_size, parsed);
+  return memory;
+}
+
+SharedMemory open_segment(std::int32_t pid, int fd, int world_size) {
+  return SharedMemory::open(pid, fd, Segment::bytes_for(world_size), "a group of processes");
+}
+
+py::list absent_ranks_list(const std::vector<int>& ranks) {
+  py::list absent;
+  for (const int rank : ranks) absent.append(rank);
+  return absent;
+}
+
+namespace {
+
+thread_local bool is_python_call = false;
+
+}  // namespace
+
+PythonCall::PythonCall() { is_python_call = true; }
+PythonCall::~PythonCall() { is_python_call = false; }
+
+void look_at_signals() {
+  if (!is_python_call) return;
+  const py::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw PythonErrorPending{};
+}
+
+}  // namespace pyringar

@@ -1,0 +1,81 @@
+// process_prepare: from the tensors of one rank among processes to a ProcessCall, every check on
+// the way; on the host and on GPUs alike.
+//
+// Floor     bindings
+// Contract  Either a ProcessCall that can run as it is, or an Error: nothing was changed, and no
+//           other rank was told. What the ranks must have alike (sizes; strides where elements do
+//           not lie in the order of their index) goes into the call's digest.
+// Threads   with the GIL held.
+// Tests     tests/test_processes.py, tests/test_cuda_processes.py
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "bindings/tensor.h"
+#include "cpu/os_shared_memory.h"
+#include "cpu/process_call.h"
+
+namespace pyringar {
+
+struct PreparedCall {
+  ProcessCall call;
+  py::list written;  // tensors that it writes
+  py::list read;     // those it only reads, and copies of such; to be kept
+  py::list copies;   // on a GPU: (tensor, its dense copy) of those that are written
+};
+
+// This process's part in a group.
+struct LocalRank {
+  int rank;
+  int world_size;
+  int device = kHostDevice;
+};
+
+// tensors: one, or a list or tuple.
+PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, ReduceOp op,
+                                        const char* operation);
+PreparedCall prepare_process_reduce_scatter(LocalRank self, py::handle output, py::handle input,
+                                            ReduceOp op);
+PreparedCall prepare_process_all_gather(LocalRank self, py::handle output, py::handle input);
+PreparedCall prepare_process_broadcast(LocalRank self, py::handle tensor, int root);
+PreparedCall prepare_process_barrier();
+
+SegmentToken parse_token(const py::bytes& token);
+// Laid out, and not opened by anybody yet.
+SharedMemory create_segment(int world_size, const py::bytes& token);
+SharedMemory open_segment(std::int32_t pid, int fd, int world_size);
+
+py::list absent_ranks_list(const std::vector<int>& ranks);
+
+// {algorithm: {"calls", "bytes", "busy_s"}}; Stats has those as arrays by algorithm.
+template <typename Stats>
+py::dict process_stats_dict(const Stats& stats) {
+  py::dict by_algorithm;
+  for (int i = 0; i < kNumProcessAlgorithms; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    if (stats.calls[at] == 0) continue;
+    py::dict row;
+    row["calls"] = stats.calls[at];
+    row["bytes"] = stats.bytes[at];
+    row["busy_s"] = static_cast<double>(stats.busy_ns[at]) * 1e-9;
+    by_algorithm[process_algorithm_name(static_cast<ProcessAlgorithm>(i))] = row;
+  }
+  return by_algorithm;
+}
+
+// While one lives, the GIL is released, and waits of this thread may look at Python's signals.
+class PythonCall {
+ public:
+  PythonCall();
+  ~PythonCall();
+  PythonCall(const PythonCall&) = delete;
+  PythonCall& operator=(const PythonCall&) = delete;
+
+ private:
+  const py::gil_scoped_release release_;
+};
+
+// Throws what a signal's handler raised, such as KeyboardInterrupt; nothing outside a PythonCall.
+void look_at_signals();
+
+}  // namespace pyringar
