@@ -283,7 +283,10 @@ std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
 
 std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
   const std::size_t even = (bytes / kPiecesPerCall + 63) / 64 * 64;
-  return std::clamp(even, kMinPieceBytes, segment.slot_bytes());
+  // Two ranks copy and add at the same time, best in small steps; more of them pay for every wait.
+  const std::size_t most =
+      segment.world_size() == 2 ? segment.slot_bytes() / 2 : segment.slot_bytes();
+  return std::clamp(even, kMinPieceBytes, most);
 }
 
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {

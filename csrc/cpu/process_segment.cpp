@@ -18,7 +18,7 @@ constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
 constexpr std::uint32_t kVersion = 1;
 constexpr std::size_t kPage = 4096;
 // Small enough that what is under way stays in a core's L2: own tensor, own slot, the others'.
-constexpr std::size_t kSlotBytes = 128 * 1024;
+constexpr std::size_t kSlotBytes = 256 * 1024;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
                   std::atomic<std::int64_t>::is_always_lock_free,
