@@ -287,6 +287,8 @@ def _die_with_parent() -> None:
 def _work(channel: socket.socket) -> None:
     """Run what comes through the channel until it is closed."""
     _die_with_parent()
+    # Where the tests run in the background of a script, SIGINT came to them as ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     state = SimpleNamespace()
     with channel.makefile("r") as lines:
         for line in lines:

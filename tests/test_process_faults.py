@@ -131,12 +131,12 @@ def open_memories(state=None) -> list[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [link for link in found if "pyringar" in link]
+    return [link for link in found if "memfd:pyringar" in link]
 
 
 def mapped_memories(state=None) -> list[str]:
     with open("/proc/self/maps") as maps:
-        return [line.strip() for line in maps if "pyringar" in line]
+        return [line.strip() for line in maps if "memfd:pyringar" in line]
 
 
 def named_shared_memory() -> set[str]:

@@ -140,17 +140,17 @@ def test_build_command(
 ) -> None:
     monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
     caplog.set_level(logging.INFO)
-    assert main(["build", "--verbose"]) == 0
+    assert main(["build", "--no-cuda", "--verbose"]) == 0
     told = capsys.readouterr().out
     assert str(cache) in told
     assert "compiler" in told
     assert "module.cpp" in caplog.text
-    assert main(["build"]) == 0
+    assert main(["build", "--no-cuda"]) == 0
     assert "it was there (cache)" in capsys.readouterr().out
-    assert main(["build", "--force"]) == 0
+    assert main(["build", "--no-cuda", "--force"]) == 0
     assert "it was there" not in capsys.readouterr().out
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert main(["build", "--force"]) == 1
+    assert main(["build", "--no-cuda", "--force"]) == 1
     assert "CompilerNotFoundError" in capsys.readouterr().err
 
 
