@@ -250,9 +250,11 @@ class Rendezvous:
         try:
             memory = self._engine.open_segment(owner.pid, fd, self.world_size)
         except RingarError:
-            # One that is being killed loses its descriptors a moment before it is gone.
-            for _ in range(20):
-                self._check_alive(owner, [0], "to share its memory")
+            # Rank 0 is being killed, and loses its descriptors a moment before it is gone; or it
+            # lives, and has given up because another rank died.
+            for _ in range(50):
+                for member in self._members.values():
+                    self._check_alive(member, [0], "to share its memory")
                 time.sleep(_FIRST_POLL_S * 10)
             raise
         return memory, token
