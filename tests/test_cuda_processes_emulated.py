@@ -171,6 +171,7 @@ def test_ranks_in_processes_on_devices_of_memory(builder: Builder, tmp_path: Pat
         assert f"ok: {ROUNDS} rounds" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_noticed(builder: Builder, tmp_path: Path, name: str) -> None:

@@ -474,7 +474,8 @@ def test_nvcc_from_pip_alone_builds_it(
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     wanted = re.search(r'^cuda = .*"(cuda-toolkit\[.+?)"', project, re.MULTILINE)
     assert wanted is not None
-    run(python, "-m", "pip", "install", wanted[1], cwd=tmp_path)
+    # Into this environment, whatever the one whose packages it borrows has of it.
+    run(python, "-m", "pip", "install", "--ignore-installed", wanted[1], cwd=tmp_path)
 
     def told_by(root: Path | None, function: str) -> str:
         return run(

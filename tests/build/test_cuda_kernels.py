@@ -25,6 +25,7 @@ VARIANTS = {"fused_kernel": TABLES, "direct_kernel": TABLES, "ring_kernel": 1}
 @needs_compiler
 @needs_nvcc
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1500)
 def test_builds_for_all_architectures_and_spills_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
