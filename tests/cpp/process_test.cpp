@@ -10,6 +10,7 @@
 #include <deque>
 #include <limits>
 
+#include "cpu/os_process.h"
 #include "cpu/packed_line.h"
 #include "cpu/process_group.h"
 #include "oracle.h"
