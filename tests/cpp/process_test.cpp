@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <deque>
 #include <limits>
+#include <thread>
 
 #include "cpu/os_process.h"
 #include "cpu/packed_line.h"
