@@ -128,7 +128,9 @@ class _FanOut(torch.autograd.Function):
 
 
 def _fan_out(tensor: Tensor, num_copies: int) -> tuple[Tensor, ...]:
-    copies: tuple[Tensor, ...] = _FanOut.apply(tensor, num_copies)  # type: ignore[no-untyped-call]
+    # Through Any: torch 2.13 does not type `apply`, torch 2.15 does.
+    apply: Any = _FanOut.apply
+    copies: tuple[Tensor, ...] = apply(tensor, num_copies)
     return copies
 
 
