@@ -287,6 +287,9 @@ class HierarchicalCommunicator:
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
 
+        Args:
+            async_op: Return a :class:`Work` at once and meet in the background.
+
         Raises:
             ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
         """
@@ -304,6 +307,9 @@ class HierarchicalCommunicator:
         Args:
             nbytes: Bytes of one rank's tensors.
             dtype: Their dtype.
+
+        Raises:
+            ArgumentError: ``nbytes`` is no number of bytes.
         """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
