@@ -9,6 +9,12 @@
 
 The engine is C++, built by the first call for this very processor and kept in a cache; importing
 builds and loads nothing.
+
+Beside what is here: :mod:`pyringar.distributed`, the backend ``ringar`` of torch.distributed and
+several machines; :mod:`pyringar.train`, trainers for LeNet and ResNet-18;
+:mod:`pyringar.predict`, times on machines that one does not have. What calls return:
+:mod:`pyringar.bucketing` (statistics of a step), :mod:`pyringar.grader` (a verdict per property),
+:mod:`pyringar.replica_optimizer`, :mod:`pyringar.trace`.
 """
 
 from __future__ import annotations

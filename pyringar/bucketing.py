@@ -90,7 +90,7 @@ class GradientBucketer:
     steps under :meth:`no_sync` they hold what was accumulated. A parameter that some ranks did not
     use counts as zeros there; one that no rank used is left alone.
 
-    ::
+    For example:
 
         bucketer = pr.GradientBucketer(replicas)
         for loss in losses:

@@ -32,7 +32,7 @@ class DataParallel(nn.Module):
     Every rank keeps a full copy of the module. A call cuts its tensors along their first dimension,
     runs the copies, and puts their outputs together; backward reaches all copies, whose gradients
     are summed by a :class:`GradientBucketer` while it goes on. An optimizer made by
-    :meth:`optimizer` waits for them and updates each copy. ::
+    :meth:`optimizer` waits for them and updates each copy:
 
         net = pr.DataParallel(module, ["cuda:0", "cuda:1"])
         optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
@@ -199,6 +199,9 @@ class DataParallel(nn.Module):
             kind: Its class, such as ``torch.optim.SGD``.
             params: Given a replica, its parameters or parameter groups; all if not given.
             **options: Of the optimizer, such as ``lr``.
+
+        Returns:
+            An optimizer for loops, schedulers and ``GradScaler``.
         """
         return ReplicaOptimizer(
             self.replicas, kind, params, self.wait, self._check_gradients, **options
@@ -243,7 +246,11 @@ class DataParallel(nn.Module):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients on all ranks, also those that a failed backward pass left."""
+        """Clear the gradients on all ranks, also those that a failed backward pass left.
+
+        Args:
+            set_to_none: As in ``nn.Module.zero_grad``.
+        """
         with suppress(RingarError):  # what failed is cleared now, and stays failed if it must
             self.wait()
         for replica in self.replicas:
@@ -281,6 +288,12 @@ class DataParallel(nn.Module):
 
         Turning to eval mode gives all ranks rank 0's buffers, so that running statistics, and with
         them answers, are those of the module that :meth:`state_dict` would save.
+
+        Args:
+            mode: True to train, False to evaluate.
+
+        Returns:
+            This module.
         """
         self.training = mode
         for replica in self.replicas:
@@ -290,15 +303,30 @@ class DataParallel(nn.Module):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Rank 0's, with the plain module's names."""
+        """Rank 0's, with the plain module's names.
+
+        Args:
+            *args: As in ``nn.Module.named_parameters``.
+            **kwargs: Likewise.
+        """
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's, with the plain module's names."""
+        """Rank 0's, with the plain module's names.
+
+        Args:
+            *args: As in ``nn.Module.named_buffers``.
+            **kwargs: Likewise.
+        """
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Rank 0's, exactly as the plain module's."""
+        """Rank 0's, exactly as the plain module's.
+
+        Args:
+            *args: As in ``nn.Module.state_dict``.
+            **kwargs: Likewise.
+        """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -310,6 +338,9 @@ class DataParallel(nn.Module):
             state_dict: Tensors on any device.
             strict: As in ``nn.Module.load_state_dict``.
             assign: Likewise; every rank then takes a copy of its own on its own device.
+
+        Returns:
+            The keys that were missing or unexpected, as ``nn.Module.load_state_dict`` has them.
         """
         result: Any = None
         for replica, device in zip(self.replicas, self.devices, strict=True):
@@ -321,7 +352,14 @@ class DataParallel(nn.Module):
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
-        """Apply ``fn`` to rank 0's modules, as to initialise them, and copy the result to all."""
+        """Apply ``fn`` to rank 0's modules, as to initialise them, and copy the result to all.
+
+        Args:
+            fn: Called with every submodule of rank 0's, children first, then itself.
+
+        Returns:
+            This module.
+        """
         self.module.apply(fn)
         copy_parameters(self.replicas)
         self._parameter_changes.forget()
@@ -330,6 +368,9 @@ class DataParallel(nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> DataParallel:
         """Not once the replicas are made.
+
+        Args:
+            requires_grad: Whatever it is.
 
         Raises:
             UnsupportedError: Always; freeze parameters of the module before.

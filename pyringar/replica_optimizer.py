@@ -73,6 +73,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not once the optimizer is made.
 
+        Args:
+            param_group: Whatever it is.
+
         Raises:
             UnsupportedError: Always; name the groups with ``params`` when it is made.
         """
@@ -87,7 +90,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Wait for the gradients, then step on every rank.
 
         Args:
-            closure: Called once, before the step, with gradients recorded; its result is returned.
+            closure: Called once, before the step, with gradients recorded.
+
+        Returns:
+            What ``closure`` returned; None without one.
 
         Raises:
             RingarError: As :meth:`GradientBucketer.wait`, or gradients were changed on some ranks
@@ -105,7 +111,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients on all ranks, also those that a failed backward pass left."""
+        """Clear the gradients on all ranks, also those that a failed backward pass left.
+
+        Args:
+            set_to_none: As in ``torch.optim.Optimizer.zero_grad``.
+        """
         with suppress(RingarError):  # what failed is cleared now, and stays failed if it must
             self._wait()
         super().zero_grad(set_to_none)
@@ -116,7 +126,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return self.optimizers[0].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into all ranks what :meth:`state_dict` gave, here or from a plain optimizer."""
+        """Load into all ranks what :meth:`state_dict` gave, here or from a plain optimizer.
+
+        Args:
+            state_dict: Each rank takes a copy of its own.
+        """
         for optimizer in self.optimizers:
             # A copy for each: torch keeps the tensors it is given, and ranks must share none.
             optimizer.load_state_dict(copy.deepcopy(state_dict))

@@ -20,6 +20,7 @@ from pyringar.errors import ArgumentError, UnsupportedError
 __all__ = ["CATEGORIES", "Span", "Trace"]
 
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
+"""What a span may be: a phase of a step, or a bucket on its way."""
 _ROWS = {"bucket": 1}  # computation is row 0
 _COLORS = {
     "forward": "#8fb8de",
@@ -67,7 +68,12 @@ class Trace:
 
     @contextmanager
     def span(self, category: str, rank: int) -> Iterator[None]:
-        """Record what happens in here."""
+        """Record what happens in here.
+
+        Args:
+            category: One of :data:`CATEGORIES`; the span's name, too.
+            rank: In whose row.
+        """
         begin_ns = time.perf_counter_ns()
         try:
             yield
@@ -83,7 +89,19 @@ class Trace:
         end_ns: int,
         nbytes: int = 0,
     ) -> None:
-        """Record a span; times as ``time.perf_counter_ns`` counts."""
+        """Record a span.
+
+        Args:
+            name: What is shown.
+            category: One of :data:`CATEGORIES`.
+            rank: In whose row.
+            begin_ns: As ``time.perf_counter_ns`` counts.
+            end_ns: Likewise.
+            nbytes: What was moved, if anything was.
+
+        Raises:
+            ArgumentError: Unknown ``category``.
+        """
         if category not in CATEGORIES:
             raise ArgumentError(
                 f"category is {category!r}, expected one of {', '.join(CATEGORIES)}"
@@ -92,7 +110,12 @@ class Trace:
         self.spans.append(Span(name, category, rank, self.step, begin_s, end_s, nbytes))
 
     def add_buckets(self, stats: StepStats, world_size: int) -> None:
-        """Record the buckets of a step, from launch to done, in the row of every rank."""
+        """Record the buckets of a step, from launch to done, in the row of every rank.
+
+        Args:
+            stats: Of a :class:`GradientBucketer`.
+            world_size: Number of ranks.
+        """
         for index, bucket in enumerate(stats.buckets):
             if bucket.launched_s is None or bucket.done_s is None:
                 continue
@@ -105,7 +128,11 @@ class Trace:
     # -- files -------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the Chrome format."""
+        """Write the Chrome format.
+
+        Args:
+            path: A file, replaced if it is there.
+        """
         events: list[dict[str, Any]] = []
         for rank in sorted({span.rank for span in self.spans}):
             events.append(_named("process_name", rank, 0, f"rank {rank}"))
@@ -130,6 +157,9 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read what :meth:`save` wrote.
+
+        Args:
+            path: The file.
 
         Raises:
             ArgumentError: The file is not there, or not such a file.
@@ -161,7 +191,11 @@ class Trace:
         return sorted({span.step for span in self.spans})
 
     def of_step(self, step: int) -> list[Span]:
-        """The spans of one step."""
+        """The spans of one step.
+
+        Args:
+            step: Its number.
+        """
         return [span for span in self.spans if span.step == step]
 
     def __str__(self) -> str:
@@ -184,6 +218,10 @@ class Trace:
 
     def plot(self, path: str | Path, step: int | None = None) -> None:
         """Draw one step, the last one if not named, as a PNG: what overlapped, what stuck out.
+
+        Args:
+            path: The picture.
+            step: Which step.
 
         Raises:
             ArgumentError: There is no such step.

@@ -51,7 +51,11 @@ class HookState:
         return self._comm
 
     def reduce(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
-        """A future of ``gradients``, reduced in place in the background."""
+        """A future of ``gradients``, reduced in place in the background.
+
+        Args:
+            gradients: A flat tensor on the CPU.
+        """
         work = self.comm.all_reduce(gradients, self.op, async_op=True)
         return PendingWork(self._completer, (work,), gradients).get_future()
 

@@ -294,6 +294,9 @@ class HierarchicalCommunicator(Closing):
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
 
+        Args:
+            async_op: Return a :class:`Work` at once and meet in the background.
+
         Raises:
             ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
         """
@@ -311,6 +314,9 @@ class HierarchicalCommunicator(Closing):
         Args:
             nbytes: Bytes of one rank's tensors.
             dtype: Their dtype.
+
+        Raises:
+            ArgumentError: ``nbytes`` is no number of bytes.
         """
         check_plan(nbytes, dtype)
         pieces = len(self._pieces(nbytes // dtype.itemsize, dtype))

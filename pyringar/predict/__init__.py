@@ -1,9 +1,12 @@
 """What an all-reduce, and a training step around it, would take on a machine that is described.
 
 The engine's own schedules run message by message over links with a bandwidth and a latency
-(:mod:`~pyringar.predict.algorithms`, :mod:`~pyringar.predict.events`); a step launches the buckets
+(:mod:`pyringar.predict.algorithms`, :mod:`pyringar.predict.events`); a step launches the buckets
 that :class:`pyringar.GradientBucketer` would make, as their gradients come
-(:mod:`~pyringar.predict.step`). Only :mod:`~pyringar.predict.cpu` measures anything.
+(:mod:`pyringar.predict.step`). Only :mod:`pyringar.predict.cpu` measures anything.
+
+:data:`ALGORITHMS` and :data:`LINKS` hold by name what can be predicted: the algorithms,
+and links with the sources of their figures.
 """
 
 from __future__ import annotations

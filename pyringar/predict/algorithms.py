@@ -59,6 +59,14 @@ def run_all_reduce(algorithm: Algorithm, network: Network, tensors: Sequence[int
 
     Tensors follow each other without overlap where the algorithm takes one at a time, as the
     engine's ring and the two algorithms in Python do.
+
+    Args:
+        algorithm: One of :data:`ALGORITHMS`.
+        network: Where it runs.
+        tensors: Numbers of elements of float32 tensors.
+
+    Returns:
+        What it takes.
     """
     if network.world_size == 1 or not any(tensors):
         return Outcome()

@@ -43,12 +43,30 @@ class Program:
         self.is_folded = is_folded
 
     def send(self, src: int, dst: int, nbytes: int, needs: Iterable[int] = ()) -> int:
-        """Add a message; returns its place."""
+        """Add a message.
+
+        Args:
+            src: The rank that sends.
+            dst: The rank that receives.
+            nbytes: Its size.
+            needs: Places of what must have arrived before it leaves.
+
+        Returns:
+            Its place.
+        """
         self.messages.append(Message(src, dst, nbytes, tuple(needs)))
         return len(self.messages) - 1
 
     def join(self, rank: int, needs: Iterable[int]) -> int:
-        """Add an event that takes no time: all of ``needs`` have arrived. Returns its place."""
+        """Add an event that takes no time.
+
+        Args:
+            rank: Where it happens.
+            needs: Places of what must have arrived.
+
+        Returns:
+            Its place.
+        """
         return self.send(rank, rank, 0, needs)
 
 
@@ -68,7 +86,11 @@ class Outcome:
     arrived_s: tuple[float, ...] = ()
 
     def then(self, other: Outcome) -> Outcome:
-        """Both, one after the other."""
+        """Both, one after the other.
+
+        Args:
+            other: What comes after this.
+        """
         nbytes = dict(self.nbytes)
         for port, count in other.nbytes.items():
             nbytes[port] = nbytes.get(port, 0) + count
@@ -76,7 +98,11 @@ class Outcome:
         return Outcome(self.time_s + other.time_s, nbytes, self.arrived_s + later)
 
     def busiest_bytes(self, *kinds: str) -> int:
-        """Most bytes through one port of these kinds; a kind counts by its first word."""
+        """Most bytes through one port of these kinds.
+
+        Args:
+            *kinds: First words of kinds, such as ``"rank"`` for ``"rank out"`` and ``"rank in"``.
+        """
         return max(
             (n for port, n in self.nbytes.items() if port.kind.split()[0] in kinds), default=0
         )

@@ -54,7 +54,16 @@ class Workload:
         )
 
     def reduce(self, algorithm: Algorithm, network: Network, tensors: Sequence[int]) -> Outcome:
-        """Simulate one call for some of the tensors."""
+        """Simulate one call for some of the tensors.
+
+        Args:
+            algorithm: One of :data:`ALGORITHMS`.
+            network: Where it runs.
+            tensors: Their numbers of elements.
+
+        Returns:
+            What it takes.
+        """
         is_one = self.is_packed and algorithm.name != "sharded"  # whole parameters are its point
         return run_all_reduce(algorithm, network, [sum(tensors)] if is_one else tensors)
 
@@ -113,7 +122,11 @@ class Forecast:
     choices: tuple[Choice, ...]
 
     def of(self, world_size: int) -> list[Row]:
-        """The rows of one number of ranks."""
+        """The rows of one number of ranks.
+
+        Args:
+            world_size: Number of ranks.
+        """
         return [row for row in self.rows if row.world_size == world_size]
 
 
@@ -123,6 +136,9 @@ def predict(workload: Workload, networks: Sequence[Network]) -> Forecast:
     Args:
         workload: What is reduced.
         networks: One for every number of ranks.
+
+    Returns:
+        A row for every network and algorithm, and what ``auto`` takes.
     """
     rows = tuple(
         _row(workload, network, algorithm)

@@ -163,7 +163,12 @@ class Network:
         return 1 if self.nodes == 1 else self.ranks_per_node
 
     def route(self, src: int, dst: int) -> tuple[Hop, ...]:
-        """The ports that a message from rank ``src`` to rank ``dst`` passes, in order."""
+        """The ports that a message from rank ``src`` to rank ``dst`` passes, in order.
+
+        Args:
+            src: The rank that sends.
+            dst: The rank that receives; a message to oneself passes none.
+        """
         if src == dst:
             return ()
         if src // self.ranks_per_node != dst // self.ranks_per_node:
@@ -193,7 +198,11 @@ class Network:
         return hops
 
     def representative(self, port: Port) -> Port:
-        """The port that stands for this one where :attr:`unit` ranks stand for all."""
+        """The port that stands for this one where :attr:`unit` ranks stand for all.
+
+        Args:
+            port: Any port of this network.
+        """
         period = self.nics_per_node if port.kind.startswith("node") else self.unit
         return Port(port.kind, port.place % period)
 

@@ -35,7 +35,12 @@ class Backward:
 
     @classmethod
     def at_the_end(cls, num_tensors: int, compute_s: float) -> Backward:
-        """All gradients at once: nothing is known about the model."""
+        """All gradients at once: nothing is known about the model.
+
+        Args:
+            num_tensors: Number of parameters.
+            compute_s: What forward and backward take together.
+        """
         source = "given; all gradients come at its end, so that nothing overlaps"
         return cls(compute_s, (compute_s,) * num_tensors, tuple(range(num_tensors)), source)
 
@@ -61,7 +66,13 @@ class Backward:
     def measured(
         cls, params: Sequence[Tensor], loss: Callable[[], Tensor], rounds: int = 3
     ) -> Backward:
-        """Measured on this machine: the median of some steps, after one that does not count."""
+        """Measured on this machine: the median of some steps, after one that does not count.
+
+        Args:
+            params: The model's, on the CPU.
+            loss: Runs forward and returns what to differentiate.
+            rounds: How many steps count.
+        """
         steps = []
         for _ in range(1 + rounds):
             for param in params:
@@ -168,7 +179,9 @@ def predict_step(
         buckets: Which parameters travel together.
         reduction_s: What reducing tensors of these numbers of elements takes.
 
-    Computation is taken to lose nothing to the reductions that run beside it.
+    Returns:
+        When buckets leave and arrive. Computation is taken to lose nothing to the reductions that
+        run beside it.
     """
     done: list[BucketForecast] = []
     free_s = 0.0

@@ -56,9 +56,10 @@ class TrainConfig:
     Attributes:
         ranks: Number of ranks; spread over the GPUs of the machine, or all on the CPU where there
             are none. Two if neither this nor ``devices`` is given.
-        devices: One device per rank instead, such as ``("cpu", "cpu")`` or ``("cuda:0",)``.
         batch_size: Samples a step, over all ranks together.
         lr: Learning rate.
+        devices: One device per rank instead of ``ranks``, such as ``("cpu", "cpu")`` or
+            ``("cuda:0",)``.
         epochs: Passes over the training images.
         allreduce: How gradients are reduced. ``fused``, ``direct``, ``sharded`` and ``naive`` add
             in rank order and give equal bits; ``ring`` adds in its own.
@@ -196,7 +197,12 @@ class TrainConfig:
         return self.lr * factor[self.lr_scale]
 
     def lr_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of one step out of ``num_steps``, counted from 0."""
+        """Learning rate of one step.
+
+        Args:
+            step: Counted from 0.
+            num_steps: Of the whole run.
+        """
         left = 1.0 if self.lr_schedule == "constant" else 1 - step / num_steps
         return self.initial_lr * left
 

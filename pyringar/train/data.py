@@ -56,7 +56,12 @@ class ImageData:
     test_labels: Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ImageData:
-        """The same on another device, with images of another dtype."""
+        """The same on another device, with images of another dtype.
+
+        Args:
+            device: Where images and labels go.
+            dtype: Of the images; labels stay int64.
+        """
         return replace(
             self,
             train_images=self.train_images.to(device, dtype),

@@ -69,6 +69,9 @@ def lenet(X: Tensor, params: Sequence[Tensor]) -> Tensor:  # noqa: N803
         X: Images; ``n`` may be 0.
         params: The eight tensors of :func:`lenet_params`, of the images' dtype and device.
 
+    Returns:
+        The scores, of the images' dtype and on their device.
+
     Raises:
         ArgumentError: Images of another size or dtype, or not eight parameters.
     """

@@ -240,6 +240,9 @@ class Trainer:
         Args:
             on_step: Called after every step, within the time that is measured.
             on_epoch: Called after every epoch.
+
+        Returns:
+            The curve and the parameters.
         """
         epochs = []
         for epoch in range(1, self.config.epochs + 1):

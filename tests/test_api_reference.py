@@ -1,0 +1,270 @@
+"""Does the API reference build without a warning, and does it say of every public name what it is?
+
+Of functions and methods: what every argument is and which errors they raise themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import html
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+_spec = importlib.util.spec_from_file_location("build_api", ROOT / "docs/build_api.py")
+assert _spec is not None
+assert _spec.loader is not None
+build_api = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(build_api)
+
+# Made by the library alone; its arguments are nobody's business.
+NOT_MADE_BY_CALLERS = {"Work"}
+# Known to lack something; nothing may be added here.
+INCOMPLETE = {
+    "pyringar.Communicator.plan",
+    "pyringar.Plan.of",
+    "pyringar.ProcessCommunicator.barrier",
+    "pyringar.ProcessCommunicator.plan",
+    "pyringar.ProcessCommunicator.register",
+    "pyringar.Topology.of",
+}
+SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
+
+
+class Documented(NamedTuple):
+    """A function, method or class with arguments."""
+
+    name: str
+    obj: Any
+    is_class: bool = False
+
+
+def public_objects(modules: tuple[str, ...] = build_api.MODULES) -> dict[str, Any]:
+    """Everything on the pages of the reference, by full name; what is on two, once."""
+    by_id = {}
+    for module_name in modules:
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            obj = getattr(module, name)
+            by_id.setdefault(id(obj), (f"{module_name}.{name}", obj))
+    return dict(by_id.values())
+
+
+def documented() -> Iterator[Documented]:
+    for name, obj in public_objects().items():
+        if inspect.isfunction(obj):
+            yield Documented(name, obj)
+        elif inspect.isclass(obj):
+            if not (issubclass(obj, BaseException) or obj.__name__ in NOT_MADE_BY_CALLERS):
+                yield Documented(name, obj, is_class=True)
+            yield from methods_of(name, obj)
+
+
+def methods_of(name: str, cls: type) -> Iterator[Documented]:
+    for method_name, member in vars(cls).items():
+        function = getattr(member, "__func__", member)  # of class and static methods
+        if isinstance(function, types.FunctionType) and not method_name.startswith("_"):
+            yield Documented(f"{name}.{method_name}", function)
+
+
+def sections_of(doc: str) -> dict[str, list[str]]:
+    """The entries of each section of a docstring: ``name: text`` gives the name."""
+    found: dict[str, list[str]] = {}
+    section = ""
+    for line in doc.splitlines():
+        if line.rstrip(":") in SECTIONS and line.endswith(":"):
+            section = line[:-1]
+            found[section] = []
+        elif line and not line.startswith(" "):
+            section = ""
+        elif section and (entry := re.match(r"    (\S[^:]*):(\s|$)", line)):
+            found[section] += [name.strip() for name in entry[1].split(",")]
+    return found
+
+
+def arguments_of(item: Documented) -> list[str]:
+    kinds = inspect.Parameter
+    stars = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
+    return [
+        stars.get(parameter.kind, "") + parameter.name
+        for parameter in inspect.signature(item.obj).parameters.values()
+        if parameter.name not in ("self", "cls")
+    ]
+
+
+def raised_by(item: Documented) -> set[str]:
+    """The errors that its own lines raise by name."""
+    function = item.obj
+    if item.is_class:
+        function = vars(item.obj).get("__post_init__" if is_record(item) else "__init__")
+    if not isinstance(function, types.FunctionType):
+        return set()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except OSError:  # made by dataclass
+        return set()
+    raised = (node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise))
+    return {
+        call.func.id
+        for call in raised
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    }
+
+
+def is_record(item: Documented) -> bool:
+    return item.is_class and (dataclasses.is_dataclass(item.obj) or hasattr(item.obj, "_fields"))
+
+
+def gaps_of(item: Documented) -> list[str]:
+    """What the docstring of an object lacks, or says too much."""
+    sections = sections_of(inspect.getdoc(item.obj) or "")
+    listed = sections.get("Attributes" if is_record(item) else "Args", [])
+    gaps = []
+    if listed != arguments_of(item):
+        gaps.append(f"arguments {arguments_of(item)}, listed {listed}")
+    if missing := raised_by(item) - set(sections.get("Raises", [])):
+        gaps.append(f"raises {', '.join(sorted(missing))}, which is not listed")
+    return gaps
+
+
+# -- docstrings ------------------------------------------------------------------------------------
+
+
+def test_every_argument_and_error_is_documented() -> None:
+    items = list(documented())
+    assert len(items) > 100
+    gaps = {item.name: found for item in items if (found := gaps_of(item))}
+    assert not {name: found for name, found in gaps.items() if name not in INCOMPLETE}
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    bare = []
+    for name, obj in public_objects().items():
+        members = vars(obj).items() if inspect.isclass(obj) else ()
+        parts = [(name, obj)]
+        parts += [(f"{name}.{m}", p) for m, p in members if isinstance(p, property) and m[0] != "_"]
+        bare += [n for n, part in parts if not isinstance(part, (dict, tuple)) and not part.__doc__]
+        bare += [m.name for m in methods_of(name, obj) if not m.obj.__doc__] if members else []
+    assert not bare
+
+
+def _complete(first: int, *rest: int, **options: int) -> None:
+    """Do.
+
+    Args:
+        first: One.
+        *rest: More.
+        **options: Named.
+
+    Raises:
+        ValueError, KeyError: Always.
+    """
+    if first:
+        raise ValueError("one")
+    raise KeyError("other")
+
+
+def _without_error(first: int) -> None:
+    """Do.
+
+    Args:
+        first: One.
+    """
+    raise ValueError("one")
+
+
+def _with_other_names(first: int, second: int) -> None:
+    """Do.
+
+    Args:
+        second: Two.
+        third: Three: there is none.
+    """
+
+
+def _without_arguments(first: int) -> None:
+    """Do."""
+
+
+@pytest.mark.parametrize(
+    ("function", "gap"),
+    [
+        (_complete, ""),
+        (_without_error, "raises ValueError"),
+        (_with_other_names, "listed ['second', 'third']"),
+        (_without_arguments, "listed []"),
+    ],
+)
+def test_gaps_are_noticed(function: Callable[..., None], gap: str) -> None:
+    gaps = gaps_of(Documented("planted", function))
+    assert len(gaps) == bool(gap)
+    assert all(gap in found for found in gaps)
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, as the command that docs/README.md names writes them."""
+    out = tmp_path_factory.mktemp("reference")
+    command = [sys.executable, str(ROOT / "docs/build_api.py"), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "pdoc and what it imports have nothing to complain of"
+    return out
+
+
+def text_of(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page))
+
+
+@pytest.mark.parametrize("module", build_api.MODULES)
+def test_every_public_name_is_on_its_page(reference: Path, module: str) -> None:
+    page = (reference / f"{module.replace('.', '/')}.html").read_text()
+    imported = importlib.import_module(module)
+    for name in imported.__all__:
+        _, found, rest = page.partition(f'<section id="{name}">')
+        assert found, f"{name} has no section"
+        section = rest.split("</section>")[0]
+        _, found, doc = section.partition('<div class="docstring">')
+        if isinstance(getattr(imported, name), dict):  # described with the package
+            assert name in (imported.__doc__ or "")
+            continue
+        assert found, f"{name} has no docstring"
+        assert len(text_of(doc.split("</div>")[0]).split()) > 2, f"{name} has an empty docstring"
+
+
+def test_every_page_can_be_reached(reference: Path) -> None:
+    pages = {str(page.relative_to(reference)) for page in reference.rglob("*.html")}
+    expected = {f"{module.replace('.', '/')}.html" for module in build_api.MODULES}
+    assert pages == expected | {"index.html"}
+    assert "pyringar.html" in (reference / "index.html").read_text()
+    first = (reference / "pyringar.html").read_text()
+    assert all(f'href="{page}"' in first for page in expected - {"pyringar.html"})
+
+
+def test_markup_is_rendered(reference: Path) -> None:
+    """No role, literal block or back quote that a reader would see as it is written."""
+    for path in reference.rglob("*.html"):
+        page = re.sub(r"<(script|style|pre)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
+        seen = re.findall(r".*(?::\w+:`|`|~pyringar|::\s*$|\bArgs:).*", text_of(page), re.MULTILINE)
+        assert not seen, path.name
+
+
+def test_a_warning_of_pdocs_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text("def f(x: 'NoSuchName') -> None:\n    '''Do.'''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"pdoc: .*NoSuchName"):
+        build_api.build(tmp_path / "out", ["planted"])
