@@ -8,17 +8,18 @@ Columns: size of one rank's data; k ranks; median and minimum time of a call; al
 busbw = algbw * 2 (k - 1) / k; limit = time that reading and writing the same k buffers once takes
 (an in-place multiplication of each, torch's own threads), as a share of the call's time; ratio =
 naive's median over ours. naive adds every rank's tensor to rank 0's and copies the result back,
-with torch's own threads and nothing else between.
+with torch's own threads and nothing else between. stack is torch.stack(tensors).sum(0), copied back
+to every rank. auto is what all_reduce takes when nobody names an algorithm.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ from pyringar import reference
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe_machine
-from benchmarks.timing import interleaved
+from benchmarks.report.document import results_of, write_results
+from benchmarks.timing import SETTLE_S, interleaved
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DTYPES = {
@@ -38,6 +40,7 @@ DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+PEERS = ("naive", "stack")  # not ours: plain torch
 LENET = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]
 
 
@@ -69,6 +72,10 @@ class Row:
     algorithm: str
     median_us: float
     min_us: float
+    q1_us: float
+    q3_us: float
+    max_us: float
+    limit_us: float
     algbw_gbps: float
     busbw_gbps: float
     limit_share: float
@@ -103,6 +110,14 @@ def naive(lists: Sequence[Sequence[Tensor]]) -> None:
             other.copy_(first)
 
 
+def stack_and_sum(lists: Sequence[Sequence[Tensor]]) -> None:
+    """What one line of torch does instead of a loop; the sum is copied back to every rank."""
+    for data in zip(*lists, strict=True):
+        total = torch.stack(data).sum(0)
+        for tensor in data:
+            tensor.copy_(total)
+
+
 def touch_once(lists: Sequence[Sequence[Tensor]]) -> None:
     """The least traffic an all_reduce can have: every buffer read and written once."""
     for tensors in lists:
@@ -115,12 +130,16 @@ def reducer(name: str, comm: pr.Communicator, lists: list[list[Tensor]]) -> Call
     column = [tensors[0] for tensors in lists]
     if name == "naive":
         return lambda: naive(lists)
+    if name == "stack":
+        return lambda: stack_and_sum(lists)
     if name == "allreduce":
         return lambda: pr.allreduce(column)
     if name == "bound":
         return comm.bind(column)
     if name == "coalesced":
         return lambda: comm.all_reduce_coalesced(lists)
+    if len(lists[0]) > 1:
+        return lambda: comm.all_reduce_coalesced(lists, algorithm=name)
     return lambda: comm.all_reduce(column, algorithm=name)
 
 
@@ -157,21 +176,25 @@ def is_correct(name: str, comm: pr.Communicator, case: Case) -> bool:
     want = expected(lists, in_ring_order=name == "ring")
     reducer(name, comm, lists)()
     pairs = ((got, w) for tensors in lists for got, w in zip(tensors, want, strict=True))
-    if name == "naive" and case.dtype in ("fp16", "bf16"):  # torch rounds after every addition
+    if name in PEERS:  # torch's order is its own, and it rounds 16 bits after every addition
+        far = 0.1 if case.dtype in ("fp16", "bf16") else 1e-5
         return all(
-            torch.allclose(g.view(-1).float(), w.float(), rtol=0.1, atol=0.1) for g, w in pairs
+            torch.allclose(g.view(-1).float(), w.float(), rtol=far, atol=far) for g, w in pairs
         )
     return all(torch.equal(got.view(-1), w) for got, w in pairs)
 
 
-def run_case(case: Case, rounds: int, budget_s: float) -> list[Row]:
+def run_case(case: Case, rounds: int, budget_s: float, settle_s: float = SETTLE_S) -> list[Row]:
     """Check every candidate, then time all of them and the limit in turns."""
     with pr.Communicator(["cpu"] * case.world_size) as comm:
         correct = {name: is_correct(name, comm, case) for name in case.candidates}
         lists = [[torch.zeros_like(t) for t in tensors] for tensors in random_lists(case)]
         functions = {name: reducer(name, comm, lists) for name in case.candidates}
         timings = interleaved(
-            {**functions, "limit": lambda: touch_once(lists)}, rounds=rounds, budget_s=budget_s
+            {**functions, "limit": lambda: touch_once(lists)},
+            rounds=rounds,
+            budget_s=budget_s,
+            settle_s=settle_s,
         )
     rows = []
     for name in case.candidates:
@@ -185,8 +208,8 @@ def run_case(case: Case, rounds: int, budget_s: float) -> list[Row]:
                 world_size=k,
                 dtype=case.dtype,
                 algorithm=name,
-                median_us=timing.median_s * 1e6,
-                min_us=timing.min_s * 1e6,
+                **timing.spread("us"),
+                limit_us=timings["limit"].median_s * 1e6,
                 algbw_gbps=algbw,
                 busbw_gbps=algbw * 2 * (k - 1) / k,
                 limit_share=timings["limit"].median_s / timing.median_s,
@@ -223,6 +246,37 @@ def readme_cases() -> list[Case]:
     cases += [Case("LeNet", lenet, k, "fp32", ("naive", "coalesced")) for k in (2, 4, 8)]
     cases += [Case("ResNet-18", resnet, k, "fp32", ("naive", "coalesced")) for k in (2, 4)]
     return cases
+
+
+def grid_cases(sizes: Sequence[int], ranks: Sequence[int]) -> list[Case]:
+    """Every algorithm and every peer, at all these sizes and numbers of ranks."""
+    everyone = ("stack", "fused", "direct", "ring", "sharded", "auto")
+    return [flat_case(size, k, "fp32", everyone) for size in sizes for k in ranks]
+
+
+def list_cases(ranks: Sequence[int]) -> list[Case]:
+    """All parameters of a model: where it matters who owns which."""
+    everyone = ("naive", "stack", "coalesced", "fused", "direct", "ring", "sharded")
+    models = {"LeNet": tuple(LENET), "ResNet-18": tuple(resnet18_shapes())}
+    return [
+        Case(name, shapes, k, "fp32", everyone) for name, shapes in models.items() for k in ranks
+    ]
+
+
+def merged(cases: Sequence[Case]) -> list[Case]:
+    """Each case once, with all candidates that it has anywhere; flat ones by dtype, size, ranks."""
+    found: dict[tuple[str, int], Case] = {}
+    for case in cases:
+        key = case.name, case.world_size
+        others = found[key].candidates if key in found else ()
+        found[key] = replace(case, candidates=tuple(dict.fromkeys((*others, *case.candidates))))
+    dtypes = list(DTYPES)
+
+    def place(case: Case) -> tuple[bool, int, int, int]:
+        is_list = len(case.shapes) > 1
+        return is_list, dtypes.index(case.dtype), case.size_bytes, case.world_size
+
+    return sorted(found.values(), key=place)
 
 
 def format_size(size_bytes: int) -> str:
@@ -293,7 +347,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--algorithms",
         default="fused",
-        help="with --sizes: fused, direct, ring, sharded, allreduce, bound",
+        help="with --sizes: auto, fused, direct, ring, sharded, allreduce, bound, stack",
     )
     parser.add_argument(
         "--dtype",
@@ -313,6 +367,30 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def measure(
+    cases: Sequence[Case],
+    progress: Callable[[str, Sequence[Row]], None],
+    *,
+    rounds: int,
+    budget_s: float,
+    settle_s: float = SETTLE_S,
+) -> dict[str, Any]:
+    """Run the cases; ``progress`` is told of each when it is over. What a results file holds."""
+    machine = describe_machine()
+    rows: list[Row] = []
+    for case in cases:
+        found = run_case(case, rounds, budget_s, settle_s)
+        rows += found
+        progress(f"{case.name}, {case.world_size} ranks", found)
+    return results_of("allreduce", machine, rows)
+
+
+def print_rows(label: str, rows: Sequence[Row]) -> None:
+    """One case's lines of the table."""
+    for row in rows:
+        print(format_row(row), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; exit status 1 when a result was wrong."""
     args = parse_arguments(argv)
@@ -330,17 +408,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{machine['torch_threads']} torch threads, {machine['date']}"
     )
     print(HEADER)
-    rows = []
-    for case in cases:
-        for row in run_case(case, args.rounds, args.budget_s):
-            rows.append(row)
-            print(format_row(row), flush=True)
+    results = measure(cases, print_rows, rounds=args.rounds, budget_s=args.budget_s)
     if args.json:
-        report = {"machine": machine, "rows": [asdict(row) for row in rows]}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        write_results(args.json, results)
     if args.plot:
-        plot(rows, machine, args.plot)
-    return 0 if all(row.correct for row in rows) else 1
+        plot([Row(**row) for row in results["rows"]], machine, args.plot)
+    return 0 if all(row["correct"] for row in results["rows"]) else 1
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ shows on a CPU is that buckets cost nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.allreduce import naive
 from benchmarks.machine import describe_machine
+from benchmarks.report.document import results_of, write_results
+from benchmarks.timing import Timing, torch_threads
 
 Params = list[list[Tensor]]
 
@@ -56,6 +58,9 @@ class Row:
     bucket_cap_mb: float | None
     median_ms: float
     min_ms: float
+    q1_ms: float
+    q3_ms: float
+    max_ms: float
     comm_ms: float
     exposed_ms: float
     ratio: float
@@ -184,8 +189,7 @@ def run_case(name: str, k: int, caps: Sequence[float], rounds: int, budget_s: fl
             world_size=k,
             candidate=candidate,
             bucket_cap_mb=cap,
-            median_ms=statistics.median(c.steps_s) * 1e3,
-            min_ms=min(c.steps_s) * 1e3,
+            **Timing.of(c.steps_s).spread("ms"),
             comm_ms=statistics.median(c.comm_s) * 1e3,
             exposed_ms=statistics.median(c.exposed_s) * 1e3,
             ratio=base / statistics.median(c.steps_s),
@@ -285,29 +289,60 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and how long."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    ranks: tuple[int, ...] = (2, 4)
+    caps: tuple[float, ...] = (0.1, 1.0, 10.0)
+    rounds: int = 61
+    budget_s: float = 12.0
+    hook_rounds: int = 31
+    threads: int = 1
+
+
+def measure(options: Options, progress: Callable[[str, Sequence[Row]], None]) -> dict[str, Any]:
+    """Run the cases; ``progress`` is told of each when it is over. What a results file holds."""
+    rows: list[Row] = []
+    with torch_threads(options.threads):
+        machine, cost_us = describe_machine(), hook_cost_us(rounds=options.hook_rounds)
+        for name in options.models:
+            for k in options.ranks:
+                found = run_case(name, k, options.caps, options.rounds, options.budget_s)
+                rows += found
+                progress(f"{name}, {k} ranks", found)
+    return results_of("bucketing", machine, rows, hook_us=cost_us)
+
+
+def print_rows(label: str, rows: Sequence[Row]) -> None:
+    """One case's lines of the table."""
+    for row in rows:
+        print(format_row(row), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; exit status 1 when a gradient was wrong."""
     args = parse_arguments(argv)
-    torch.set_num_threads(args.threads)
+    options = Options(
+        models=tuple(args.models.split(",")),
+        ranks=tuple(int(k) for k in args.ranks.split(",")),
+        caps=tuple(float(cap) for cap in args.caps.split(",")),
+        rounds=args.rounds,
+        budget_s=args.budget_s,
+        threads=args.threads,
+    )
     machine = describe_machine()
-    cost_us = hook_cost_us()
     print(
         f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
-        f"{args.threads} torch threads, {machine['date']}"
+        f"{options.threads} torch threads, {machine['date']}"
     )
-    print(f"a hook costs {cost_us:.2f} us per parameter")
     print(HEADER)
-    rows = []
-    for name in args.models.split(","):
-        for k in args.ranks.split(","):
-            caps = [float(cap) for cap in args.caps.split(",")]
-            for row in run_case(name, int(k), caps, args.rounds, args.budget_s):
-                rows.append(row)
-                print(format_row(row), flush=True)
+    results = measure(options, print_rows)
+    print(f"a hook costs {results['hook_us']:.2f} us per parameter")
     if args.json:
-        report = {"machine": machine, "hook_us": cost_us, "rows": [asdict(row) for row in rows]}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(row.correct for row in rows) else 1
+        write_results(args.json, results)
+    return 0 if all(row["correct"] for row in results["rows"]) else 1
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ many cores as ranks nothing can overlap: what communication costs is what it com
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,10 @@ from pyringar.train.model_resnet18 import resnet18
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe_machine
-from benchmarks.tables import format_us
+from benchmarks.report.document import results_of, write_results
+from benchmarks.report.text import format_us
+from benchmarks.timing import Timing, torch_threads
+from benchmarks.workers import receive
 
 CANDIDATES = ("bare", "gloo", "ringar")
 
@@ -46,6 +47,9 @@ class Row:
     candidate: str
     step_ms: float
     min_step_ms: float
+    q1_ms: float
+    q3_ms: float
+    max_ms: float
     communication_ms: float | None
     ratio_to_gloo: float | None
     correct: bool
@@ -78,13 +82,16 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
 
 
-def work(rank: int, world_size: int, folder: str, rounds: int, out: Any) -> None:
+def work(
+    rank: int, world_size: int, folder: str, rounds: int, models: Sequence[str], out: Any
+) -> None:
     """One rank: all models, all candidates."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     ours = dist.new_group(backend="ringar")
-    for name, (make, shape) in MODELS.items():
+    for name in models:
+        make, shape = MODELS[name]
         x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
         models: dict[str, nn.Module] = {}
         for candidate in CANDIDATES:
@@ -130,7 +137,8 @@ def slowest_rank(seconds: list[float], group: Any) -> list[float]:
 
 def rows(name: str, world_size: int, samples: dict[str, list[float]], correct: bool) -> list[Row]:
     """Seconds become rows."""
-    medians = {candidate: statistics.median(s) for candidate, s in samples.items()}
+    timings = {candidate: Timing.of(s) for candidate, s in samples.items()}
+    medians = {candidate: timing.median_s for candidate, timing in timings.items()}
     spent = {c: medians[c] - medians["bare"] for c in CANDIDATES if c != "bare"}
     return [
         Row(
@@ -138,11 +146,14 @@ def rows(name: str, world_size: int, samples: dict[str, list[float]], correct: b
             world_size=world_size,
             candidate=candidate,
             step_ms=medians[candidate] * 1e3,
-            min_step_ms=min(samples[candidate]) * 1e3,
+            min_step_ms=timings[candidate].min_s * 1e3,
+            q1_ms=timings[candidate].q1_s * 1e3,
+            q3_ms=timings[candidate].q3_s * 1e3,
+            max_ms=timings[candidate].max_s * 1e3,
             communication_ms=spent[candidate] * 1e3 if candidate in spent else None,
-            ratio_to_gloo=spent["gloo"] / max(spent[candidate], 1e-9)
-            if candidate in spent
-            else None,
+            ratio_to_gloo=spent["gloo"] / spent[candidate]
+            if candidate in spent and min(spent["gloo"], spent[candidate]) > 0
+            else None,  # in the noise: a ratio would say nothing
             correct=correct,
             rounds=len(samples[candidate]),
         )
@@ -160,6 +171,59 @@ def format_row(row: Row) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and how long."""
+
+    world_size: int = 2
+    rounds: int = 25
+    models: tuple[str, ...] = tuple(MODELS)
+
+
+def run_models(options: Options) -> Iterator[list[Row]]:
+    """The rows of one model after the other, from processes of their own."""
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(
+                target=work,
+                args=(rank, options.world_size, folder, options.rounds, options.models, out),
+            )
+            for rank in range(options.world_size)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            for name in options.models:
+                yield receive(out, workers, 600.0, name)
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
+        finally:
+            for worker in workers:
+                worker.join(timeout=60)
+                worker.kill()
+
+
+def measure(options: Options, progress: Callable[[str, Sequence[Row]], None]) -> dict[str, Any]:
+    """Run the models; ``progress`` is told of each when it is over. What a results file holds."""
+    with torch_threads(1):
+        machine = describe_machine()
+    found: list[Row] = []
+    for new in run_models(options):
+        found += new
+        progress(f"{new[0].case}, {new[0].world_size} ranks", new)
+    return results_of("ddp", machine, found)
+
+
+def print_rows(label: str, rows: Sequence[Row]) -> None:
+    """One model's lines of the table."""
+    for row in rows:
+        print(format_row(row), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all models; exit status 1 when gradients were wrong."""
     parser = argparse.ArgumentParser(description="Time DDP's step on gloo and on ringar.")
@@ -169,33 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", metavar="PATH", help="write rows and machine there")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
     machine = describe_machine()
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}")
     print(f"{'model':<22} {'k':>2} {'backend':<8} {'step':>9} {'communication':>13} {'x gloo':>7}")
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
-    found: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=work, args=(rank, args.ranks, folder, args.rounds, out))
-            for rank in range(args.ranks)
-        ]
-        for worker in workers:
-            worker.start()
-        try:
-            for _ in MODELS:
-                for row in out.get(timeout=600):
-                    found.append(row)
-                    print(format_row(row), flush=True)
-        finally:
-            for worker in workers:
-                worker.join(timeout=60)
-                worker.kill()
+    results = measure(Options(args.ranks, args.rounds), print_rows)
     if args.json:
-        report = {"machine": machine, "rows": [asdict(row) for row in found]}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(row.correct for row in found) else 1
+        write_results(args.json, results)
+    return 0 if all(row["correct"] for row in results["rows"]) else 1
 
 
 if __name__ == "__main__":

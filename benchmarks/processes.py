@@ -15,16 +15,14 @@ backend: dist.all_reduce on a group of backend "ringar".
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +35,17 @@ import pyringar.distributed  # registers the backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.allreduce import UNITS, format_size
+from benchmarks.allreduce import UNITS, expected, format_size
 from benchmarks.machine import describe_machine
-from benchmarks.tables import format_us
+from benchmarks.report.document import results_of, write_results
+from benchmarks.report.text import format_us
+from benchmarks.timing import Timing, torch_threads
+from benchmarks.workers import receive
 
 KIB, MIB = UNITS["KiB"], UNITS["MiB"]
-OURS = ("bound", "checked", "registered", "coalesced", "backend")
+MOST_S = 60.0  # of a case on a machine so busy that not even five rounds fit
+ALGORITHMS = ("direct", "ring")  # asked for by name; "checked" is what auto takes
+OURS = ("bound", "checked", "registered", "coalesced", "backend", *ALGORITHMS)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ class Row:
     candidate: str
     median_us: float
     min_us: float
+    q1_us: float
+    q3_us: float
+    max_us: float
     ratio_to_gloo: float | None
     limit_share: float | None
     correct: bool
@@ -101,6 +107,31 @@ def readme_cases() -> list[Case]:
     cases.append(Case("256 KiB, hot", (64 * KIB,), 2, ("checked",)))
     cases.append(Case("256 KiB, after 100 ms", (64 * KIB,), 2, ("checked",), idle_s=0.1))
     return cases
+
+
+def report_cases(sizes: Sequence[int], ranks: Sequence[int]) -> list[Case]:
+    """A grid of sizes and ranks, with every algorithm beside gloo and the limit."""
+    everyone = ("gloo", "checked", "direct", "ring", "limit")
+    cases = []
+    for k in ranks:
+        for size in sizes:
+            also = ("bound",) if size <= MIB else ("registered",)
+            cases.append(flat(size, k, *everyone, *also, awake=size <= MIB))
+    return cases
+
+
+def merged(cases: Sequence[Case]) -> list[Case]:
+    """Each case once, with all candidates that it has anywhere, awake if it is so anywhere."""
+    found: dict[tuple[str, int], Case] = {}
+    for case in cases:
+        key = case.name, case.world_size
+        if key in found:
+            candidates = dict.fromkeys((*found[key].candidates, *case.candidates))
+            awake = case.awake or found[key].awake
+            found[key] = replace(found[key], candidates=tuple(candidates), awake=awake)
+        else:
+            found[key] = case
+    return list(found.values())
 
 
 # -- in the workers --------------------------------------------------------------------------------
@@ -149,12 +180,14 @@ class Worker:
             return lambda: flatten_and_reduce(tensors)
         if candidate == "bound":
             return self.comm.bind(tensors)
+        if candidate in ALGORITHMS:
+            return lambda: self.comm.all_reduce(tensors, algorithm=candidate)
         if len(tensors) == 1:
             return lambda: self.comm.all_reduce(tensors[0])
         return lambda: self.comm.all_reduce_coalesced(tensors)
 
     def is_correct(self, case: Case, candidate: str) -> bool:
-        """Rank order bit for bit from ours; gloo's own order within a rounding."""
+        """The promised order bit for bit from ours; gloo's own order within a rounding."""
         tensors = self.tensors(case, candidate)
         inputs = [
             [torch.randn(n, generator=torch.Generator().manual_seed(9 + r)) for n in case.numels]
@@ -163,10 +196,8 @@ class Worker:
         for tensor, mine in zip(tensors, inputs[self.rank], strict=True):
             tensor.copy_(mine)
         self.function(candidate, tensors)()
-        for i, tensor in enumerate(tensors):
-            want = inputs[0][i].clone()
-            for other in inputs[1:]:
-                want += other[i]
+        wanted = expected(inputs, in_ring_order=candidate == "ring")
+        for tensor, want in zip(tensors, wanted, strict=True):
             if candidate in OURS and not torch.equal(tensor, want):
                 return False
             if candidate.startswith("gloo") and not torch.allclose(
@@ -202,7 +233,7 @@ class Worker:
         start = time.perf_counter()
         for round_number in range(rounds):
             spent = self.over_ranks([time.perf_counter() - start], "max")[0]
-            if round_number >= 5 and spent > budget_s:
+            if spent > budget_s and (round_number >= 5 or spent > MOST_S):
                 break
             for turn in range(len(functions)):
                 i = (round_number + turn) % len(functions)
@@ -216,12 +247,14 @@ class Worker:
         if case.idle_s:
             return 20
         self.time_calls(function, 2, 0.0)
-        once_s = self.over_ranks([self.time_calls(function, 2, 0.0)], "max")[0]
+        # Twice: one that is lucky on a busy machine would ask for far too many.
+        once_s = max(self.over_ranks([self.time_calls(function, 4, 0.0) for _ in range(2)], "max"))
         return max(1, min(2000, round(5e-3 / once_s)))
 
     def rows(self, case: Case, samples: list[list[float]], correct: list[float]) -> list[Row]:
         """Seconds become rows."""
-        medians = {n: statistics.median(s) for n, s in zip(case.candidates, samples, strict=True)}
+        timings = {n: Timing.of(s) for n, s in zip(case.candidates, samples, strict=True)}
+        medians = {name: timing.median_s for name, timing in timings.items()}
         # The yardstick of lists is gloo's better way.
         gloo_s = min((s for n, s in medians.items() if n.startswith("gloo")), default=None)
         limit_s = medians.get("limit")
@@ -231,14 +264,13 @@ class Worker:
                 size_bytes=case.size_bytes,
                 world_size=case.world_size,
                 candidate=name,
-                median_us=medians[name] * 1e6,
-                min_us=min(sample) * 1e6,
+                **timings[name].spread("us"),
                 ratio_to_gloo=gloo_s / medians[name] if gloo_s else None,
                 limit_share=limit_s / medians[name] if limit_s else None,
                 correct=bool(right),
-                rounds=len(sample),
+                rounds=timings[name].rounds,
             )
-            for name, sample, right in zip(case.candidates, samples, correct, strict=True)
+            for name, right in zip(case.candidates, correct, strict=True)
         ]
 
 
@@ -281,8 +313,8 @@ def awake_processors(wanted: bool) -> Iterator[None]:
             spinner.join()
 
 
-def run_group(cases: list[Case], rounds: int, budget_s: float) -> Iterator[Row]:
-    """Rows of cases of one world size, as they come."""
+def run_group(cases: list[Case], rounds: int, budget_s: float) -> Iterator[list[Row]]:
+    """Rows of cases of one world size, case by case."""
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder, awake_processors(cases[0].awake):
@@ -293,8 +325,13 @@ def run_group(cases: list[Case], rounds: int, budget_s: float) -> Iterator[Row]:
         for worker in workers:
             worker.start()
         try:
-            for _ in cases:
-                yield from out.get(timeout=300)
+            for case in cases:
+                what = f"{case.name}, {case.world_size} ranks"
+                yield receive(out, workers, 300.0, what)
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
         finally:
             for worker in workers:
                 worker.join(timeout=60)
@@ -340,10 +377,33 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def measure(
+    cases: Sequence[Case],
+    progress: Callable[[str, Sequence[Row]], None],
+    *,
+    rounds: int,
+    budget_s: float,
+) -> dict[str, Any]:
+    """Run the cases; ``progress`` is told of each when it is over. What a results file holds."""
+    with torch_threads(1):
+        machine = describe_machine()
+    rows: list[Row] = []
+    for group in groups_of(list(cases)):
+        for found in run_group(group, rounds, budget_s):
+            rows += found
+            progress(f"{found[0].case}, {found[0].world_size} processes", found)
+    return results_of("processes", machine, rows)
+
+
+def print_rows(label: str, rows: Sequence[Row]) -> None:
+    """One case's lines of the table."""
+    for row in rows:
+        print(format_row(row), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; exit status 1 when a result was wrong."""
     args = parse_arguments(argv)
-    torch.set_num_threads(1)
     machine = describe_machine()
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}")
     print(HEADER)
@@ -352,15 +412,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in readme_cases()
         if args.only in case.name and args.ranks in (None, case.world_size)
     ]
-    rows = []
-    for group in groups_of(cases):
-        for row in run_group(group, args.rounds, args.budget_s):
-            rows.append(row)
-            print(format_row(row), flush=True)
+    results = measure(cases, print_rows, rounds=args.rounds, budget_s=args.budget_s)
     if args.json:
-        report = {"machine": machine, "rows": [asdict(row) for row in rows]}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(row.correct for row in rows) else 1
+        write_results(args.json, results)
+    return 0 if all(row["correct"] for row in results["rows"]) else 1
 
 
 if __name__ == "__main__":

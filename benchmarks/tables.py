@@ -1,7 +1,12 @@
-"""Writes README's tables from the results files, so that no figure there is typed by hand.
+"""Writes README's tables, docs/report.md and its pictures from the results files: no typed figure.
 
-python benchmarks/tables.py            # rewrite what stands between the markers
-python benchmarks/tables.py --check    # exit status 1 if that would change anything
+    python benchmarks/tables.py              # rewrite what is out of date
+    python benchmarks/tables.py --check      # exit status 1 if that would change anything
+    python benchmarks/tables.py --from DIR   # first take over the results of a report
+
+DIR is what `python benchmarks/run_all.py --out DIR` wrote. Its sections become the files of
+benchmarks/results, `allreduce-cpu.json` and so on, where what was measured with a GPU ends with
+`-gpu` instead.
 """
 
 from __future__ import annotations
@@ -13,148 +18,159 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(
+    str(Path(__file__).resolve().parent.parent)
+)  # last: an installed pyringar comes first
+
+from benchmarks import allreduce
+from benchmarks.report import page, plots
+from benchmarks.report.document import (
+    InputError,
+    digest,
+    load,
+    write_results,
+    wrong_rows,
+)
+from benchmarks.report.tables import TABLES, allreduce_table
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "report.md"
+FIGURES = ROOT / "docs" / "figures"
+BEGIN, END = "<!-- benchmark:{} -->", "<!-- /benchmark:{} -->"
+IN_README = ("allreduce", "bucketing", "processes", "ddp")
+PAGE_NOTE = (
+    "<!-- Written by `python benchmarks/tables.py` from benchmarks/results; do not edit. -->\n\n"
+)
 
 
-def format_us(microseconds: float) -> str:
-    """Three digits, in the unit that suits them."""
-    for limit, unit in ((1e3, "us"), (1e6, "ms")):
-        if microseconds < limit:
-            return f"{microseconds / (limit / 1e3):.3g} {unit}"
-    return f"{microseconds / 1e6:.3g} s"
-
-
-def allreduce_table(report: dict[str, Any]) -> str:
-    """A line per case and algorithm: naive's time beside ours, all from one interleaved run."""
-    machine, rows = report["machine"], report["rows"]
-    naive = {(r["case"], r["world_size"]): r for r in rows if r["algorithm"] == "naive"}
-    lines = [
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
-        f"{machine['date']}: medians of one interleaved run, each result checked in it. `bound` is "
-        "a call whose arguments were checked before; `of limit` compares with reading and "
-        "writing every buffer once, the least an allreduce can do (above 1 for small sizes, "
-        "where torch's own call overhead is in the limit).",
-        "",
-        "| per rank | ranks | algorithm | naive | ours | times as fast | of limit |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row["algorithm"] == "naive":
-            continue
-        base = naive[row["case"], row["world_size"]]
-        lines.append(
-            f"| {row['case']} | {row['world_size']} | `{row['algorithm']}` "
-            f"| {format_us(base['median_us'])} | {format_us(row['median_us'])} "
-            f"| {row['ratio_to_naive']:.2f} | {row['limit_share']:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def bucketing_table(report: dict[str, Any]) -> str:
-    """A line per way to reduce the gradients of a training step."""
-    machine = report["machine"]
-    lines = [
-        f"A training step without the optimiser, {machine['cpu']}, {machine['cores']} cores, one "
-        f"torch thread, {machine['date']}: medians of interleaved rounds, gradients checked bit "
-        f"for bit. `exposed` is what came after backward. A hook costs {report['hook_us']:.2f} us.",
-        "",
-        "| model | ranks | gradients reduced | step | reductions | exposed |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in report["rows"]:
-        cap = row["bucket_cap_mb"]
-        how = row["candidate"] if cap is None else f"bucketed, {cap:g} MB"
-        times = (format_us(row[name] * 1e3) for name in ("median_ms", "comm_ms", "exposed_ms"))
-        lines.append(f"| {row['case']} | {row['world_size']} | {how} | {' | '.join(times)} |")
-    return "\n".join(lines)
-
-
-def processes_table(report: dict[str, Any]) -> str:
-    """A line per case and way to call, gloo's time beside ours."""
-    machine, rows = report["machine"], report["rows"]
-    gloo: dict[tuple[str, int], tuple[float, float]] = {}
-    for row in rows:
-        if row["candidate"].startswith("gloo"):
-            key, times = (row["case"], row["world_size"]), (row["median_us"], row["min_us"])
-            gloo[key] = min(times, gloo.get(key, times))
-    lines = [
-        f"One process per rank, {machine['cpu']}, {machine['cores']} cores, torch "
-        f"{machine['torch']}, {machine['date']}: medians of the slowest rank, interleaved, each "
-        "result checked; in brackets the minima: gloo sleeps between messages, and is far from its "
-        "minimum most of the time. `of limit` compares with every rank's writing its own tensor.",
-        "",
-        "| per rank | ranks | call | gloo | ours | times as fast | of limit |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row["candidate"].startswith("gloo") or row["candidate"] == "limit":
-            continue
-        theirs, least = gloo.get((row["case"], row["world_size"]), (0.0, 0.0))
-        ratio = f"{theirs / row['median_us']:.1f} ({least / row['min_us']:.1f})" if theirs else ""
-        share = f"{row['limit_share']:.2f}" if row["limit_share"] else ""
-        lines.append(
-            f"| {row['case']} | {row['world_size']} | {row['candidate']} "
-            f"| {f'{format_us(theirs)} ({format_us(least)})' if theirs else ''} "
-            f"| {format_us(row['median_us'])} ({format_us(row['min_us'])}) | {ratio} | {share} |"
-        )
-    return "\n".join(lines)
-
-
-def ddp_table(report: dict[str, Any]) -> str:
-    """A line per model and backend."""
-    machine = report["machine"]
-    lines = [
-        f"DDP's step without the optimiser, {machine['cpu']}, {machine['cores']} cores, torch "
-        f"{machine['torch']}, {machine['date']}: medians of the slowest rank, interleaved. "
-        "`communication` is the step less the same step without DDP.",
-        "",
-        "| model | ranks | backend | step | communication | times as cheap as gloo's |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in report["rows"]:
-        spent, ratio = row["communication_ms"], row["ratio_to_gloo"]
-        lines.append(
-            f"| {row['case']} | {row['world_size']} | {row['candidate']} "
-            f"| {format_us(row['step_ms'] * 1e3)} "
-            f"| {'' if spent is None else format_us(spent * 1e3)} "
-            f"| {'' if ratio is None else f'{ratio:.1f}'} |"
-        )
-    return "\n".join(lines)
-
-
-TABLES = {
-    "allreduce": ("allreduce-cpu.json", allreduce_table),
-    "bucketing": ("bucketing-cpu.json", bucketing_table),
-    "processes": ("processes-cpu.json", processes_table),
-    "ddp": ("ddp-cpu.json", ddp_table),
-}
+def results(kind: str = "cpu") -> dict[str, dict[str, Any]]:
+    """What benchmarks/results holds, by section: measured without a GPU, or with one."""
+    paths = {name: RESULTS / f"{name}-{kind}.json" for name in page.TITLES}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
 def filled(text: str) -> str:
     """The same text with every table between its markers made anew."""
-    for name, (file, table) in TABLES.items():
-        begin, end = f"<!-- benchmark:{name} -->", f"<!-- /benchmark:{name} -->"
+    sections = results()
+    for name in IN_README:
+        begin, end = BEGIN.format(name), END.format(name)
         head, rest = text.split(begin)
         tail = rest.split(end)[1]
-        report = json.loads((RESULTS / file).read_text())
-        text = f"{head}{begin}\n{table(report)}\n{end}{tail}"
+        text = f"{head}{begin}\n{readme_table(name, sections[name])}\n{end}{tail}"
     return text
 
 
+def readme_table(name: str, section: dict[str, Any]) -> str:
+    """README's table; of lists of one process the cases that its benchmark runs by itself."""
+    if name != "allreduce":
+        return TABLES[name](section)
+    shown = {
+        (case.name, case.world_size, candidate)
+        for case in allreduce.readme_cases()
+        for candidate in case.candidates
+    }
+    return allreduce_table(section, shown)
+
+
+def report_page() -> str:
+    """docs/report.md: the report that `run_all.py` would write about these results."""
+    sections = results() | results("gpu")
+    first = next(iter(sections.values()))
+    report = {"machine": first["machine"], "sections": sections, "not_run": missing(sections)}
+    text = page.render(report, plots.figures_of(sections), FIGURES.name)
+    return PAGE_NOTE + text
+
+
+def missing(sections: dict[str, Any]) -> list[dict[str, str]]:
+    """Sections without results."""
+    return [
+        {"what": name, "why": "there are no results of it in benchmarks/results"}
+        for name in page.TITLES
+        if name not in sections
+    ]
+
+
+def stale() -> list[str]:
+    """What would change, by name: README, the page, and pictures drawn from other results."""
+    found = []
+    if filled(README.read_text()) != README.read_text():
+        found.append(README.name)
+    if not PAGE.exists() or PAGE.read_text() != report_page():
+        found.append(f"docs/{PAGE.name}")
+    sections = results() | results("gpu")
+    figures = plots.figures_of(sections)
+    for figure in figures:
+        source = digest(sections, [figure.section])
+        if plots.source_in(FIGURES / f"{figure.name}.png") != source:
+            found.append(f"docs/figures/{figure.name}.png")
+    found += [f"docs/figures/{path.name} (no results for it)" for path in extra(figures)]
+    return found
+
+
+def extra(figures: Sequence[plots.Figure]) -> list[Path]:
+    """Pictures that nothing here would draw."""
+    wanted = {f"{figure.name}.png" for figure in figures}
+    return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
+
+
+def take_over(folder: str) -> list[str]:
+    """Make a report's sections the results files; what was taken.
+
+    Raises:
+        InputError: There is no report, or one that is broken off, failed, wrong or not full.
+    """
+    path = Path(folder) / "report.json"
+    report = load(path)
+    if wrong_rows(report["sections"]):
+        raise InputError(f"{path}: holds wrong results: {wrong_rows(report['sections'])[0]}")
+    if report.get("failed"):
+        raise InputError(f"{path}: the section {report['failed'][0]['section']} failed")
+    if report.get("effort") != "full":
+        raise InputError(f"{path}: is a {report.get('effort')} run, expected a full one")
+    taken = []
+    for name, section in report["sections"].items():
+        if name not in page.TITLES:
+            raise InputError(f"{path}: section {name!r} is none of {', '.join(page.TITLES)}")
+        kind = "gpu" if section["machine"].get("gpu") else "cpu"
+        target = RESULTS / f"{name}-{kind}.json"
+        write_results(target, section)
+        taken.append(f"{target.name}: {len(section['rows'])} rows")
+    return taken
+
+
+def rewrite() -> None:
+    """Bring everything up to date."""
+    README.write_text(filled(README.read_text()))
+    figures = plots.draw(results() | results("gpu"), FIGURES)
+    for path in extra(figures):
+        path.unlink()
+    PAGE.write_text(report_page())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite README's tables, or say that they are out of date."""
-    parser = argparse.ArgumentParser(description="Write README's tables from benchmarks/results.")
+    """Rewrite what is out of date, or say what is."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if it would")
+    parser.add_argument("--from", dest="folder", metavar="DIR", help="take over a full report")
     args = parser.parse_args(argv)
-    old = README.read_text()
-    new = filled(old)
     if args.check:
-        if new != old:
-            print("README.md is out of date: run python benchmarks/tables.py", file=sys.stderr)
-        return int(new != old)
-    README.write_text(new)
+        names = stale()
+        if names:
+            print(
+                f"{', '.join(names)}: out of date: run python benchmarks/tables.py", file=sys.stderr
+            )
+        return int(bool(names))
+    if args.folder:
+        try:
+            print("\n".join(take_over(args.folder)))
+        except InputError as error:
+            print(error, file=sys.stderr)
+            return 2
+    rewrite()
     return 0
 
 

@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Timing", "interleaved"]
+import torch
+
+__all__ = ["SETTLE_S", "Timing", "interleaved", "torch_threads"]
+
+SETTLE_S = 0.02
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, over all rounds."""
+    """Seconds per call, over all rounds: the median, the quartiles and the ends."""
 
     median_s: float
     min_s: float
-    p95_s: float
+    q1_s: float
+    q3_s: float
+    max_s: float
     rounds: int
     calls_per_round: int
+
+    @classmethod
+    def of(cls, samples: Iterable[float], calls_per_round: int = 1) -> Timing:
+        """What samples of seconds per call say."""
+        ordered = sorted(samples)
+        q1_s, median_s, q3_s = (
+            statistics.quantiles(ordered, n=4, method="inclusive")
+            if len(ordered) > 1
+            else ordered * 3
+        )
+        return cls(median_s, ordered[0], q1_s, q3_s, ordered[-1], len(ordered), calls_per_round)
+
+    def of_each(self, calls: int) -> Timing:
+        """The timing of one of the calls that were timed together."""
+        seconds = (self.median_s, self.min_s, self.q1_s, self.q3_s, self.max_s)
+        return Timing(*(s / calls for s in seconds), self.rounds, self.calls_per_round * calls)
+
+    def spread(self, unit: str) -> dict[str, float]:
+        """Median, quartiles and ends as the fields of a row; ``unit`` is ``us`` or ``ms``."""
+        scale = {"us": 1e6, "ms": 1e3}[unit]
+        names = ("median", "min", "q1", "q3", "max")
+        return {f"{name}_{unit}": getattr(self, f"{name}_s") * scale for name in names}
+
+
+@contextlib.contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """So many threads of torch's own while the block runs; as many as there are for None."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def interleaved(
@@ -26,7 +66,7 @@ def interleaved(
     *,
     rounds: int = 31,
     round_s: float = 2e-3,
-    settle_s: float = 0.02,
+    settle_s: float = SETTLE_S,
     budget_s: float = 4.0,
 ) -> dict[str, Timing]:
     """Time functions against each other in one run.
@@ -55,7 +95,7 @@ def interleaved(
             time.sleep(settle_s)
             _time(candidates[name], 1 + repeats[name] // 4)
             samples[name].append(_time(candidates[name], repeats[name]))
-    return {name: _summary(samples[name], repeats[name]) for name in names}
+    return {name: Timing.of(samples[name], repeats[name]) for name in names}
 
 
 def _time(function: Callable[[], object], repeats: int) -> float:
@@ -68,14 +108,3 @@ def _time(function: Callable[[], object], repeats: int) -> float:
 def _repeats(function: Callable[[], object], round_s: float) -> int:
     _time(function, 2)
     return max(1, round(round_s / max(_time(function, 2), 1e-8)))
-
-
-def _summary(samples: list[float], repeats: int) -> Timing:
-    ordered = sorted(samples)
-    return Timing(
-        median_s=statistics.median(ordered),
-        min_s=ordered[0],
-        p95_s=ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-        rounds=len(ordered),
-        calls_per_round=repeats,
-    )

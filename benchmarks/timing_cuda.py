@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -94,11 +94,4 @@ def interleaved(
         for name in names[shift:] + names[:shift]:
             measure(candidates[name], 1 + repeats[name] // 4)
             samples[name].append(measure(candidates[name], repeats[name]))
-    return {name: summary(samples[name], repeats[name]) for name in names}
-
-
-def summary(samples: Iterable[float], repeats: int) -> Timing:
-    """Median, minimum and 95th percentile of seconds per call."""
-    ordered = sorted(samples)
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return Timing(statistics.median(ordered), ordered[0], p95, len(ordered), repeats)
+    return {name: Timing.of(samples[name], repeats[name]) for name in names}

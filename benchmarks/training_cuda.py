@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import statistics
 import sys
@@ -34,6 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 import pyringar as pr
 from benchmarks.allreduce_cuda import Goal, describe_gpu, format_goal
 from benchmarks.machine import describe_machine
+from benchmarks.report.document import results_of, write_results
 from benchmarks.timing_cuda import Place, interleaved
 from pyringar.train import EpochResult, ImageData, TrainConfig, Trainer, train_batch
 from pyringar.train.models import build_model
@@ -303,6 +303,40 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def num_units(args: argparse.Namespace) -> int:
+    """How often `measure` calls ``progress``."""
+    return 2
+
+
+def measure(
+    args: argparse.Namespace, progress: Callable[[str, Sequence[Any]], None]
+) -> dict[str, Any]:
+    """Time epochs, then a step's communication. What a results file holds."""
+    machine = describe_machine() | ({} if args.dry_run else describe_gpu())
+    place, rounds = Place("cpu" if args.dry_run else "cuda:0"), 2 if args.quick else args.rounds
+    chosen = [case for case in cases(args.dry_run) if args.only in case.name]
+    data = images(300 if args.dry_run else NUM_IMAGES)
+    rows = run_epochs(chosen, place.device, data, rounds, args.budget_s)
+    progress("epochs", rows)
+    overlap = None
+    if any(case.name == "ResNet-18" for case in chosen):
+        size, width = (8, 4) if args.dry_run else (BATCH_SIZE, 64)
+        overlap = run_overlap(place, width, size, 5 + 5 * rounds, 4.0)
+        progress("a step's communication", [overlap])
+    goals = [] if args.dry_run else goals_of(rows, overlap)
+    found = [{**asdict(goal), "is_reached": goal.is_reached} for goal in goals]
+    every = [*rows, *([overlap] if overlap else [])]
+    return results_of("training_cuda", machine, every, goals=found)
+
+
+def print_rows(label: str, rows: Sequence[Any]) -> None:
+    """The table of epochs, or the lines about one step."""
+    if rows and isinstance(rows[0], OverlapRow):
+        print(format_overlap(rows[0]), flush=True)
+    else:
+        print("\n".join([HEADER, *map(format_row, rows)]), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; exit status 1 when a result was wrong, 2 without a GPU."""
     args = parse_arguments(argv)
@@ -311,27 +345,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     machine = describe_machine() | ({} if args.dry_run else describe_gpu())
     print(f"{machine.get('gpu', machine['cpu'])}, torch {machine['torch']}, {machine['date']}")
-    place, rounds = Place("cpu" if args.dry_run else "cuda:0"), 2 if args.quick else args.rounds
-    chosen = [case for case in cases(args.dry_run) if args.only in case.name]
-    data = images(300 if args.dry_run else NUM_IMAGES)
-    rows = run_epochs(chosen, place.device, data, rounds, args.budget_s)
-    print("\n".join([HEADER, *map(format_row, rows)]), flush=True)
-    overlap = None
-    if any(case.name == "ResNet-18" for case in chosen):
-        size, width = (8, 4) if args.dry_run else (BATCH_SIZE, 64)
-        overlap = run_overlap(place, width, size, 5 + 5 * rounds, 4.0)
-        print(format_overlap(overlap), flush=True)
-    goals = [] if args.dry_run else goals_of(rows, overlap)
-    print("\n".join(["", *map(format_goal, goals)]))
+    report = measure(args, print_rows)
+    print()
+    for goal in report["goals"]:
+        print(format_goal(Goal(**{key: goal[key] for key in goal if key != "is_reached"})))
     if args.json:
-        report = {
-            "machine": machine,
-            "rows": [asdict(row) for row in (*rows, *([overlap] if overlap else []))],
-            "goals": [{**asdict(goal), "is_reached": goal.is_reached} for goal in goals],
-        }
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    wrong = [row for row in (*rows, *([overlap] if overlap else [])) if not row.correct]
-    return 1 if wrong else 0
+        write_results(args.json, report)
+    return 0 if all(row["correct"] for row in report["rows"]) else 1
 
 
 if __name__ == "__main__":
