@@ -68,6 +68,9 @@ setup(
     cmdclass={"build_py": BuildWithEngine},
     packages=[*find_packages(include=["pyringar", "pyringar.*"]), "pyringar._csrc"],
     package_dir={"pyringar._csrc": "csrc"},
-    package_data={"pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.cuh", "**/*.cu", "**/*.md"]},
+    package_data={
+        "pyringar": ["tuning.json"],
+        "pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.cuh", "**/*.cu", "**/*.md"],
+    },
     include_package_data=False,
 )

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "OPS",
     "ORDERS",
+    "Closing",
+    "EngineCommunicator",
     "InFlight",
     "RankCommunicator",
     "Work",
     "check_choice",
+    "check_plan",
+    "check_ring_order",
     "check_timeout",
+    "count_bytes",
     "op_name",
 ]
 
@@ -140,6 +149,46 @@ class InFlight:
             self._works.clear()
 
 
+class Closing:
+    """A communicator in a ``with`` block, whose end closes it."""
+
+    def close(self) -> None:
+        """End it. May be called again."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class EngineCommunicator(Closing):
+    """What communicators over an engine's group share: its end."""
+
+    _group: Any
+    _in_flight: InFlight
+
+    def close(self) -> None:
+        """Wait for what runs in the background, then end all threads. May be called again.
+
+        Everything else raises :class:`RingarError` from then on, and other processes of the group
+        that go on calling get a :class:`PeerLostError`.
+        """
+        self._group.close()
+        self._in_flight.clear()
+
+    def __del__(self) -> None:
+        # Background work must end before the tensors that it writes are let go.
+        if hasattr(self, "_in_flight"):
+            self.close()
+
+
 def op_name(op: Any) -> str:
     """The name of a reduction given as a string or as torch.distributed.ReduceOp."""
     if isinstance(op, str):
@@ -168,3 +217,26 @@ def check_timeout(timeout: Any) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ArgumentError(f"timeout is {timeout!r}, expected a positive number of seconds")
     return float(timeout)
+
+
+def check_plan(nbytes: Any, dtype: Any) -> None:
+    """The arguments of every ``plan()``: a number of bytes and a dtype."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
+
+
+def check_ring_order(algorithm: str, order: str, others: str) -> None:
+    """A ring adds in its own order; ``others`` keep that of the ranks."""
+    if algorithm == "ring" and order == "rank":
+        raise ArgumentError(
+            "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "
+            f"take order='any', or {others} for rank order"
+        )
+
+
+def count_bytes(data: Any) -> int:
+    """Bytes of one tensor or a list of them; what is neither counts nothing."""
+    tensors = data if isinstance(data, (list, tuple)) else (data,)
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -10,16 +10,26 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar import _native, interop, reference
-from pyringar.call import ORDERS, InFlight, Work, check_choice, check_timeout, op_name
+from pyringar import _native, interop, reference, tuning
+from pyringar.call import (
+    ORDERS,
+    EngineCommunicator,
+    InFlight,
+    Work,
+    check_choice,
+    check_plan,
+    check_ring_order,
+    check_timeout,
+    count_bytes,
+    op_name,
+)
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.topology import Plan, Topology, check_devices, choose_algorithm
+from pyringar.topology import Plan, Topology, check_devices
 
 __all__ = ["ALGORITHMS", "Communicator", "Work", "allreduce"]
 
@@ -46,14 +56,11 @@ def _make_group(devices: tuple[torch.device, ...], timeout_s: float) -> Any:
     return group
 
 
-def _count_bytes(data: Any) -> int:
-    """Bytes of one rank's data, a list of tensors or of lists; what is neither counts nothing."""
-    first = data[0] if isinstance(data, (list, tuple)) and data else ()
-    tensors = first if isinstance(first, (list, tuple)) else (first,)
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+def _first(data: Any) -> Any:
+    return data[0] if isinstance(data, (list, tuple)) and data else ()
 
 
-class Communicator:
+class Communicator(EngineCommunicator):
     """A group of ranks that reduce together.
 
     Args:
@@ -74,6 +81,9 @@ class Communicator:
     ``Work.wait()`` orders the current streams after it. A rank that was late is found by the next
     call. Ranks in the host's memory beside GPUs are staged: the host then waits.
 
+    ``auto`` follows the table of ``pyringar tune``, if that was run on this machine, which
+    :meth:`plan` says.
+
     One communicator may be used from several threads; its collectives run one at a time. Its
     threads start when first needed and end with :meth:`close`.
     """
@@ -91,6 +101,7 @@ class Communicator:
         self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
+        self._auto = {name: self._choices(name) for name in ORDERS}
         self._resolve(None, None)
         self._group = _make_group(self._devices, self._timeout_s)
         self._in_flight = InFlight(self._timeout_s)
@@ -292,15 +303,12 @@ class Communicator:
             nbytes: Bytes of one rank's tensor.
             dtype: Its dtype.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-            raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
-        if not isinstance(dtype, torch.dtype):
-            raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
+        check_plan(nbytes, dtype)
         if self._algorithm == "auto":
-            algorithm, reason = choose_algorithm(self._topology, nbytes, self._order)
+            algorithm, reason = self._auto[self._order].at(nbytes)
         else:
             algorithm, reason = self._algorithm, "asked for"
-        return Plan.of(algorithm, reason, self.world_size, nbytes)
+        return Plan.of(algorithm, reason, self._topology, nbytes)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """What ran so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
@@ -314,32 +322,6 @@ class Communicator:
                 stats[name] = {"calls": calls}
         return stats
 
-    # -- life --------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Wait for what runs in the background, then end all threads. May be called again.
-
-        Everything else raises :class:`RingarError` from then on.
-        """
-        self._group.close()
-        self._in_flight.clear()
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # Background work must end before the tensors that it writes are let go.
-        if hasattr(self, "_in_flight"):
-            self.close()
-
     def __repr__(self) -> str:
         return (
             f"Communicator({self.topology}, algorithm={self._algorithm!r}, order={self._order!r}, "
@@ -347,6 +329,11 @@ class Communicator:
         )
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _choices(self, order: str) -> tuning.Choices:
+        gpu = next((device for device in self._devices if device.type == "cuda"), None)
+        name = None if gpu is None else torch.cuda.get_device_name(gpu)
+        return tuning.choices(self._topology.place, self.world_size, order, name)
 
     def _resolve(self, algorithm: str | None, order: str | None, data: Any = ()) -> str:
         """The algorithm that a call on ``data`` runs, or the reason why it cannot."""
@@ -356,14 +343,9 @@ class Communicator:
             check_choice("algorithm", algorithm, ALGORITHMS)
         order = self._order if order is None else check_choice("order", order, ORDERS)
         if algorithm == "auto":
-            if self._topology.is_one_memory:
-                return "fused"
-            return choose_algorithm(self._topology, _count_bytes(data), order)[0]
-        if algorithm == "ring" and order == "rank":
-            raise ArgumentError(
-                "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "
-                "take order='any', or 'fused' or 'direct' for rank order"
-            )
+            choices = self._auto[order]
+            return choices.only or choices.at(count_bytes(_first(data)))[0]
+        check_ring_order(algorithm, order, "'fused' or 'direct'")
         if algorithm == "fused" and not self._topology.is_one_memory:
             raise ArgumentError(
                 f"algorithm is 'fused', which needs all ranks in one memory; here are "
@@ -395,44 +377,62 @@ class Communicator:
 
 
 class _Default:
-    """The groups behind :func:`allreduce`, which names no ranks: made at first use."""
+    """What is behind :func:`allreduce`, which names no ranks: made at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._group: Any = None
-        self._on_gpus: dict[tuple[torch.device, ...], Communicator] = {}
+        self._communicators: dict[tuple[torch.device, ...], Communicator] = {}
+        self._choices: dict[int, tuning.Choices] = {}  # of CPU ranks, by their number
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._close)
 
     def group(self) -> Any:
+        """What fuses the tensors of any number of CPU ranks, and refuses what is none."""
         if self._group is None:
             with self._lock:
                 if self._group is None:
                     self._group = _native.engine().Group(0, 30.0)
         return self._group
 
-    def on_gpus(self, data: TensorList) -> Communicator | None:
-        """What reduces these tensors, if one is on a GPU; None for what the CPU's group judges."""
-        tensors = [interop.as_tensor(t) if interop.is_array(t) else t for t in data]
-        if not all(isinstance(t, Tensor) for t in tensors) or not any(t.is_cuda for t in tensors):
+    def communicator(self, data: TensorList) -> Communicator | None:
+        """What reduces these tensors; None for the group."""
+        if not isinstance(data, (list, tuple)) or not data:
             return None
-        devices = tuple(t.device for t in tensors)
+        # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if has_cuda or not isinstance(data[0], Tensor):
+            tensors = [interop.as_tensor(t) if interop.is_array(t) else t for t in data]
+            if not all(isinstance(t, Tensor) for t in tensors):
+                return None
+            if any(t.is_cuda for t in tensors):
+                return self._on(tuple(t.device for t in tensors))
+        world_size = len(data)
+        choices = self._choices.get(world_size)
+        if choices is None:
+            choices = tuning.choices("host", world_size, "rank")
+            self._choices[world_size] = choices
+        if (choices.only or choices.at(count_bytes(data[0]))[0]) == "fused":
+            return None
+        return self._on((torch.device("cpu"),) * world_size)
+
+    def _on(self, devices: tuple[torch.device, ...]) -> Communicator:
         with self._lock:
-            if devices not in self._on_gpus:
-                self._on_gpus[devices] = Communicator(devices, order="rank")
-            return self._on_gpus[devices]
+            if devices not in self._communicators:
+                self._communicators[devices] = Communicator(devices, order="rank")
+            return self._communicators[devices]
 
     def _forget(self) -> None:
         # The parent's threads are not in this process, and its lock may be held for ever.
         self._lock = threading.Lock()
         self._group = None
-        self._on_gpus = {}
+        self._communicators = {}
 
     def _close(self) -> None:
         if self._group is not None:
             self._group.close()
-        for communicator in self._on_gpus.values():
+        for communicator in self._communicators.values():
             communicator.close()
 
 
@@ -450,17 +450,13 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
     Raises:
         ArgumentError, UnsupportedError: As :meth:`Communicator.all_reduce`; nothing was changed.
 
-    Cost: in one memory ``fused``, one pass, ``2 k N`` bytes of memory traffic; between GPUs
-    ``direct``. Rank order.
+    Cost: what ``auto`` takes for rank order: in one memory ``fused``, one pass, ``2 k N`` bytes of
+    memory traffic, if ``pyringar tune`` has found nothing better; between GPUs ``direct``.
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """
-    if isinstance(data, (list, tuple)) and data:
-        # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
-        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if has_cuda or not isinstance(data[0], Tensor):
-            communicator = _default.on_gpus(data)
-            if communicator is not None:
-                communicator.all_reduce(data, op)
-                return
-    _default.group().all_reduce(data, op_name(op), "fused", False)
+    communicator = _default.communicator(data)
+    if communicator is not None:
+        communicator.all_reduce(data, op)
+    else:
+        _default.group().all_reduce(data, op_name(op), "fused", False)

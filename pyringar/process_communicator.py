@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar import _native
-from pyringar.call import ORDERS, InFlight, Work, check_choice, check_timeout, op_name
+from pyringar import _native, tuning
+from pyringar.call import (
+    ORDERS,
+    EngineCommunicator,
+    InFlight,
+    Work,
+    check_choice,
+    check_plan,
+    check_ring_order,
+    check_timeout,
+    count_bytes,
+    op_name,
+)
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.rendezvous import Member, Rendezvous, default_store
 from pyringar.shared_tensors import memory_of
@@ -38,7 +49,7 @@ def _close_all() -> None:
 atexit.register(_close_all)
 
 
-class ProcessCommunicator:
+class ProcessCommunicator(EngineCommunicator):
     """This process's rank in a group of processes on one machine, which reduce together.
 
     All ranks make the same calls in the same order. Calls that differ are found before data moves
@@ -97,6 +108,7 @@ class ProcessCommunicator:
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
         self._device = check_device("cpu" if device is None else device, "device")
+        self._auto = dict.fromkeys(ORDERS, tuning.shipped("processes", "any"))
         self._resolve(None, None)
         if not isinstance(name, str):
             raise ArgumentError(f"name is {name!r}, expected a string")
@@ -120,7 +132,8 @@ class ProcessCommunicator:
         _check_one_node(self._members)
         _check_one_check(self._members)
         _check_one_kind(self._members)
-        memory, token = meeting.share_memory()
+        memory, token, note = meeting.share_memory(self._own_choices())
+        self._auto["any"] = _parse_choices(note, self._members[0])
         self._group = engine.ProcessGroup(
             memory=memory,
             rank=self._rank,
@@ -190,11 +203,13 @@ class ProcessCommunicator:
             PeerLostError, CollectiveTimeout: A rank is gone, or late: names it, its process, host
                 and last call. Tensors may be half reduced; the communicator refuses further calls.
 
-        Cost: ``direct`` reads and writes each byte of the tensors once; what goes between ranks
-        stays in the caches: ``(k + 1) N`` bytes read and ``2 N`` written per rank. Up to 32 KiB
-        one wait, else two for every piece of up to 256 KiB. Registered tensors: ``2 k N`` in all.
+        Cost: data goes through slots that fit the caches, in pieces of up to 256 KiB (of two ranks:
+        128 KiB). Two ranks, and up to 32 KiB any number, reduce everything each: a wait per piece,
+        ``(k + 1) N`` bytes read and ``2 N`` written by every rank. Else each reduces a slice: two
+        waits per piece, ``(3 - 2 / k) N`` read and ``2 N`` written. GPUs have slots of 16 MiB and
+        change over at 256 KiB. Registered tensors: two waits, ``2 k N`` in all.
         """
-        chosen = self._resolve(algorithm, order)
+        chosen = self._resolve(algorithm, order, tensors)
         submitted = self._group.all_reduce(tensors, op_name(op), chosen, async_op)
         return self._in_flight.add(submitted) if async_op else None
 
@@ -312,7 +327,7 @@ class ProcessCommunicator:
             A callable without arguments that reduces ``tensors``; all ranks must call theirs.
         """
         bound: Callable[[], None] = self._group.bind(
-            tensors, op_name(op), self._resolve(algorithm, order)
+            tensors, op_name(op), self._resolve(algorithm, order, tensors)
         )
         return bound
 
@@ -410,20 +425,20 @@ class ProcessCommunicator:
         """What an all_reduce of ``nbytes`` per rank would do, and why.
 
         Args:
-            nbytes: Bytes of one rank's tensors.
+            nbytes: Bytes of one rank's tensors, which are not registered.
             dtype: Their dtype.
+
+        Returns:
+            The plan; ``algorithm`` is as in :meth:`stats`.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-            raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
-        if not isinstance(dtype, torch.dtype):
-            raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
-        chosen = self._resolve(None, None)
-        reason = (
-            "processes that share slots of memory: each rank reduces a slice, in rank order"
-            if self._algorithm == "auto"
-            else "asked for"
+        check_plan(nbytes, dtype)
+        chosen, reason = self._algorithm, "asked for"
+        if self._algorithm == "auto":
+            chosen, reason = self._auto[self._order].at(nbytes)
+        plan = self._group.plan(nbytes, str(dtype).removeprefix("torch."), chosen)
+        return Plan.in_processes(
+            plan["algorithm"], plan["num_pieces"], reason, self._world_size, nbytes
         )
-        return Plan.of(chosen, reason, self._world_size, nbytes)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """What ran so far: ``{"exchange" | "direct" | "ring" | "registered": {"calls", ...}}``.
@@ -433,31 +448,6 @@ class ProcessCommunicator:
         stats: dict[str, dict[str, float]] = self._group.stats()
         return stats
 
-    # -- life --------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Wait for what runs in the background, then leave the group. May be called again.
-
-        Other ranks that go on calling get a :class:`PeerLostError`.
-        """
-        self._group.close()
-        self._in_flight.clear()
-
-    def __enter__(self) -> ProcessCommunicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_in_flight"):
-            self.close()
-
     def __repr__(self) -> str:
         return (
             f"ProcessCommunicator(rank {self._rank} of {self._world_size}, name={self._name!r}, "
@@ -465,7 +455,13 @@ class ProcessCommunicator:
             f"device={str(self._device)!r})"
         )
 
-    def _resolve(self, algorithm: str | None, order: str | None) -> str:
+    def _own_choices(self) -> str:
+        """What this machine's table says; rank 0's counts, since all must choose alike."""
+        if self._device.type != "cpu":
+            return ""
+        return json.dumps(tuning.choices("processes", self._world_size, "any").rows())
+
+    def _resolve(self, algorithm: str | None, order: str | None, tensors: Any = ()) -> str:
         """``"direct"`` or ``"ring"``."""
         if algorithm is None:
             algorithm = self._algorithm
@@ -477,12 +473,20 @@ class ProcessCommunicator:
                 f"algorithm is 'ring' and this rank's device {self._device}: ranks in processes of "
                 "their own have no ring on GPUs; take 'auto' or 'direct'"
             )
-        if algorithm == "ring" and order == "rank":
-            raise ArgumentError(
-                "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "
-                "take order='any', or 'direct' for rank order"
-            )
-        return "direct" if algorithm == "auto" else algorithm
+        check_ring_order(algorithm, order, "'direct'")
+        if algorithm == "auto":
+            choices = self._auto[order]
+            return choices.only or choices.at(count_bytes(tensors))[0]
+        return algorithm
+
+
+def _parse_choices(note: str, author: Member) -> tuning.Choices:
+    if not note:
+        return tuning.shipped("processes", "any")
+    try:
+        return tuning.Choices.parse(json.loads(note), "processes", "any")
+    except ValueError as error:
+        raise RingarError(f"{author.name} wrote a table that cannot be used: {error}") from None
 
 
 def _remove_region(group: weakref.ref[Any], region: int) -> None:

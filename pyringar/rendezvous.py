@@ -231,10 +231,14 @@ class Rendezvous:
             self._members[rank] = Member.parse(self._get(f"member/{rank}", [rank]), rank)
         return [self._members[rank] for rank in range(self.world_size)]
 
-    def share_memory(self) -> tuple[Any, bytes]:
-        """Rank 0's segment, mapped, and its token."""
+    def share_memory(self, note: str = "") -> tuple[Any, bytes, str]:
+        """Rank 0's segment, mapped, its token, and its note.
+
+        Args:
+            note: What rank 0 wants all to know; the others' are not looked at.
+        """
         if self.rank == 0:
-            return self._offer_memory()
+            return *self._offer_memory(note), note
         text = self._get("segment", [0])
         try:
             fields = _parse_object(text)
@@ -242,6 +246,9 @@ class Rendezvous:
             fd, token = (0, b"") if error else (fields["fd"], bytes.fromhex(fields["token"]))
             if not (error or (_is_count(fd, 0, _INT32_MAX) and len(token) == _TOKEN_BYTES)):
                 raise ValueError("no descriptor or token")
+            note = fields.get("note", "")
+            if type(note) is not str:
+                raise ValueError("no note")
         except (ValueError, TypeError, KeyError):
             raise RingarError(f"rank 0 wrote {text[:80]!r} into the store, no segment") from None
         owner = self._members[0]
@@ -257,16 +264,16 @@ class Rendezvous:
                     self._check_alive(member, [0], "to share its memory")
                 time.sleep(_FIRST_POLL_S * 10)
             raise
-        return memory, token
+        return memory, token, note
 
-    def _offer_memory(self) -> tuple[Any, bytes]:
+    def _offer_memory(self, note: str) -> tuple[Any, bytes]:
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
             memory = self._engine.create_segment(self.world_size, token)
         except RingarError as error:
             self._set("segment", json.dumps({"error": str(error)[:1000]}))
             raise
-        self._set("segment", json.dumps({"fd": memory.fd, "token": token.hex()}))
+        self._set("segment", json.dumps({"fd": memory.fd, "token": token.hex(), "note": note}))
         return memory, token
 
     def wait_until(self, absent_ranks: Any, what: str) -> None:

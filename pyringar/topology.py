@@ -10,10 +10,7 @@ import torch
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["Plan", "Topology", "check_device", "check_devices", "choose_algorithm"]
-
-# Between memories, below this many bytes a rank: two barriers beat 2 (k - 1) steps.
-_DIRECT_BELOW_BYTES = 512 * 1024
+__all__ = ["Plan", "Topology", "check_device", "check_devices"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,13 @@ class Topology:
         """Whether all ranks share one."""
         return len(self.memories) == 1
 
+    @property
+    def place(self) -> str:
+        """``"host"``, ``"gpu"`` (one for all ranks), ``"gpus"``, or ``"mixed"``: on both."""
+        if "host" in self.memories:
+            return "host" if self.is_one_memory else "mixed"
+        return "gpu" if self.is_one_memory else "gpus"
+
     def __str__(self) -> str:
         return ", ".join(f"{name}: ranks {list(ranks)}" for name, ranks in self.memories.items())
 
@@ -54,7 +58,8 @@ class Plan:
         algorithm: The algorithm that runs.
         order: ``"rank"`` or ``"ring"``: the order in which ranks are added.
         steps: Rounds in which ranks wait for each other; 0 for one pass without any.
-        traffic_bytes: Memory traffic of the whole call, reads and writes of all ranks.
+        traffic_bytes: Reads and writes of all ranks in the whole call: of memory, or of the caches
+            for what fits there.
         reason: Why this algorithm.
     """
 
@@ -65,45 +70,48 @@ class Plan:
     reason: str
 
     @classmethod
-    def of(cls, algorithm: str, reason: str, world_size: int, nbytes: int) -> Plan:
-        """What ``algorithm`` does with ``nbytes`` per rank."""
-        k = world_size
+    def of(cls, algorithm: str, reason: str, topology: Topology, nbytes: int) -> Plan:
+        """What ``algorithm`` does with ``nbytes`` per rank, all of them in one process."""
+        k = len(topology.devices)
         steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
-        passes = 2 * k if algorithm in ("fused", "direct", "ring") else 6 * (k - 1)
-        return cls(
-            algorithm=algorithm,
-            order="ring" if algorithm == "ring" and k > 1 else "rank",
-            steps=steps if k > 1 else 0,
-            traffic_bytes=passes * nbytes if k > 1 else 0,
-            reason=reason,
-        )
+        if algorithm in ("fused", "direct"):
+            passes = 2 * k
+        elif algorithm == "ring":
+            # CPU ranks read each other's tensors, only partial sums go through slots; GPUs send
+            # everything through slots.
+            passes = 5 * (k - 1) if topology.place == "host" else 6 * k - 4
+        else:
+            passes = 6 * (k - 1)
+        return cls._made(algorithm, steps, passes * nbytes, reason, k)
+
+    @classmethod
+    def in_processes(
+        cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int
+    ) -> Plan:
+        """The same for ranks in processes of their own, which move ``num_pieces`` pieces."""
+        k = world_size
+        # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
+        # what is not a rank's own. ring: announced once; every byte goes through slots.
+        rounds, passes = {
+            "exchange": (num_pieces, k * (k + 3)),
+            "direct": (2 * num_pieces, 5 * k - 2),
+            "ring": (1 + 2 * (k - 1) * num_pieces, 6 * k - 4),
+        }[algorithm]
+        return cls._made(algorithm, rounds, passes * nbytes, reason, k)
+
+    @classmethod
+    def _made(cls, algorithm: str, steps: int, traffic_bytes: int, reason: str, k: int) -> Plan:
+        order = "ring" if algorithm == "ring" and k > 1 else "rank"
+        if k == 1:
+            return cls(algorithm, order, 0, 0, reason)
+        return cls(algorithm, order, steps, traffic_bytes, reason)
 
     def __str__(self) -> str:
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         return (
-            f"{self.algorithm}: {self.steps} steps, {self.traffic_bytes:,} bytes of memory traffic,"
+            f"{self.algorithm}: {steps}, {self.traffic_bytes:,} bytes of memory traffic,"
             f" {self.order} order ({self.reason})"
         )
-
-
-def choose_algorithm(topology: Topology, nbytes: int, order: str) -> tuple[str, str]:
-    """What ``auto`` takes for ``nbytes`` per rank, and why.
-
-    Args:
-        topology: Which ranks share a memory.
-        nbytes: Bytes of one rank's data.
-        order: ``"any"`` or ``"rank"``.
-    """
-    if topology.is_one_memory:
-        (memory,) = topology.memories
-        where = "the host's memory" if memory == "host" else f"the memory of {memory}"
-        return "fused", f"all ranks share {where}, where one pass is the least traffic"
-    if "host" in topology.memories:
-        return "direct", "ranks in the host's memory and on GPUs meet in staging buffers"
-    if order == "rank":
-        return "direct", "rank order between memories"
-    if nbytes < _DIRECT_BELOW_BYTES:
-        return "direct", f"below {_DIRECT_BELOW_BYTES} bytes, two barriers beat a ring's steps"
-    return "ring", "between memories a ring moves the least over every link"
 
 
 def check_device(given: Any, name: str) -> torch.device:

@@ -300,3 +300,4 @@ def test_plan_takes_bytes_and_a_dtype(comm):
     with pr.Communicator(["cpu"] * 4, algorithm="ring") as ring:
         assert ring.plan(100).steps == 6
         assert ring.plan(100).order == "ring"
+        assert ring.plan(100).traffic_bytes == 5 * 3 * 100

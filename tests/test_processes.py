@@ -647,13 +647,65 @@ def on_rank_describe(state) -> list:
     assert [m.rank for m in comm.members] == list(range(state.world_size))
     assert comm.members[state.rank].pid == os.getpid()
     assert f"rank {state.rank} of {state.world_size}" in repr(comm)
-    assert comm.plan(1000).algorithm == "direct"
     return [m.pid for m in comm.members]
 
 
 def test_members_plan_and_repr(crew_of):
     crew = crew_of(3)
     assert crew.run(on_rank_describe) == [[rank.pid for rank in crew.ranks]] * 3
+
+
+def on_rank_plans(state, name: str, sizes: list[int], algorithm: str) -> list:
+    """What each size's plan says, which must be what runs."""
+    options = {"name": name, "algorithm": algorithm}
+    found = []
+    with pr.ProcessCommunicator(state.store, state.rank, state.world_size, **options) as comm:
+        for nbytes in sizes:
+            plan = comm.plan(nbytes)
+            before = {name: row["calls"] for name, row in comm.stats().items()}
+            comm.all_reduce(torch.ones(nbytes // 4))
+            ran = [n for n, row in comm.stats().items() if row["calls"] > before.get(n, 0)]
+            assert ran == [plan.algorithm], (nbytes, plan, ran)
+            found.append((plan.algorithm, plan.steps, plan.traffic_bytes, plan.order))
+    return found
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nbytes", "algorithm", "plan"),
+    [
+        # A piece of a call is a quarter of it, of 32 to 256 KiB, or 128 KiB for two ranks.
+        (1, MIB, "auto", ("exchange", 0, 0, "rank")),
+        (2, 4, "auto", ("exchange", 1, 10 * 4, "rank")),
+        (2, MIB, "auto", ("exchange", 8, 10 * MIB, "rank")),
+        (3, EXCHANGE_BYTES, "auto", ("exchange", 1, 18 * EXCHANGE_BYTES, "rank")),
+        (3, EXCHANGE_BYTES + 4, "auto", ("direct", 4, 13 * (EXCHANGE_BYTES + 4), "rank")),
+        (3, 2 * MIB, "direct", ("direct", 16, 26 * MIB, "rank")),
+        (3, 12, "ring", ("ring", 5, 14 * 12, "ring")),
+    ],
+)
+def test_a_plan_says_what_runs(crew_of, world_size, nbytes, algorithm, plan):
+    found = crew_of(world_size).run(
+        on_rank_plans, name=new_name(), sizes=[nbytes], algorithm=algorithm
+    )
+    assert found == [[list(plan)]] * world_size
+
+
+def on_rank_refuse_plans(state) -> None:
+    for arguments, words in (
+        ((-1,), "nbytes is -1"),
+        ((True,), "nbytes is True"),
+        ((8, "float32"), "dtype is 'float32'"),
+        ((8, torch.bool), "dtype is 'bool', expected one of float64"),
+    ):
+        with pytest.raises(pr.ArgumentError, match=words):
+            state.comm.plan(*arguments)
+
+
+def test_plans_refuse_what_is_no_call(crew_of):
+    crew_of(2).run(on_rank_refuse_plans)
 
 
 def on_rank_stats(state, name: str) -> dict:

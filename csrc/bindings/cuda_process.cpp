@@ -32,10 +32,6 @@ struct GroupDeleter {
 };
 using GroupPtr = std::shared_ptr<CudaProcessGroup>;
 
-LocalRank local_rank(CudaProcessGroup& group) {
-  return {group.host().rank(), group.host().world_size(), group.device()};
-}
-
 void check_no_ring(py::handle algorithm, const char* operation) {
   const bool is_ring = PyUnicode_Check(algorithm.ptr()) && algorithm.cast<std::string>() == "ring";
   if (is_ring) {
@@ -43,12 +39,6 @@ void check_no_ring(py::handle algorithm, const char* operation) {
          ": algorithm is 'ring', expected 'auto' or 'direct': "
          "ranks in processes of their own have no ring on GPUs");
   }
-}
-
-PreparedCall prepare_all_reduce(CudaProcessGroup& group, py::handle tensors, py::handle op,
-                                py::handle algorithm, const char* operation) {
-  check_no_ring(algorithm, operation);
-  return prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
 }
 
 // -- running --------------------------------------------------------------------------------------
@@ -116,26 +106,6 @@ void copy_back(const PreparedCall& prepared) {
   }
 }
 
-py::object run_or_submit(const GroupPtr& group, PreparedCall prepared, bool async_op) {
-  group->host().check_usable();
-  mark_written(prepared.written.ptr());
-  if (async_op && py::len(prepared.copies) == 0) {
-    const cudaStream_t stream = stream_of(*group);
-    auto submitted = group->submit(std::move(prepared.call), stream);
-    auto work = std::make_shared<CudaProcessWork>(group, std::move(submitted));
-    return py::make_tuple(py::cast(work), prepared.written, prepared.read);
-  }
-  run(*group, prepared.call);
-  copy_back(prepared);
-  if (!async_op) return py::none();
-  // The copies back are torch's, on the current stream: there the work ends.
-  auto done = std::make_shared<cuda::Event>(group->device());
-  done->record(stream_of(*group));
-  auto work = std::make_shared<CudaProcessWork>(
-      group, CudaProcessGroup::Submitted{nullptr, std::move(done)});
-  return py::make_tuple(py::cast(work), prepared.written, prepared.copies);
-}
-
 // A call that was checked once; its tensors and their storages stay alive with it.
 py::object make_bound(const GroupPtr& group, PreparedCall prepared) {
   if (py::len(prepared.copies) > 0) {
@@ -152,6 +122,42 @@ py::object make_bound(const GroupPtr& group, PreparedCall prepared) {
     run(*group, *call);
   });
 }
+
+// What def_process_calls() asks for.
+struct Calls {
+  using GroupPtr = pyringar::GroupPtr;
+  static ProcessGroup& host(CudaProcessGroup& group) { return group.host(); }
+  static LocalRank local_rank(CudaProcessGroup& group) {
+    return {group.host().rank(), group.host().world_size(), group.device()};
+  }
+  static PreparedCall prepare_all_reduce(CudaProcessGroup& group, py::handle tensors, py::handle op,
+                                         py::handle algorithm, const char* operation) {
+    check_no_ring(algorithm, operation);
+    return prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
+  }
+  static py::object run_or_submit(const GroupPtr& group, PreparedCall prepared, bool async_op) {
+    group->host().check_usable();
+    mark_written(prepared.written.ptr());
+    if (async_op && py::len(prepared.copies) == 0) {
+      const cudaStream_t stream = stream_of(*group);
+      auto submitted = group->submit(std::move(prepared.call), stream);
+      auto work = std::make_shared<CudaProcessWork>(group, std::move(submitted));
+      return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+    }
+    run(*group, prepared.call);
+    copy_back(prepared);
+    if (!async_op) return py::none();
+    // The copies back are torch's, on the current stream: there the work ends.
+    auto done = std::make_shared<cuda::Event>(group->device());
+    done->record(stream_of(*group));
+    auto work = std::make_shared<CudaProcessWork>(
+        group, CudaProcessGroup::Submitted{nullptr, std::move(done)});
+    return py::make_tuple(py::cast(work), prepared.written, prepared.copies);
+  }
+  static py::object bind(const GroupPtr& group, PreparedCall prepared) {
+    return make_bound(group, std::move(prepared));
+  }
+};
 
 GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
                     double timeout_s, bool checks_digests, int device) {
@@ -181,57 +187,22 @@ void bind_cuda_process_group(py::module_& m) {
       .def("exception", &CudaProcessWork::exception)
       .def("finished_ns", [](CudaProcessWork&) { return 0; })  // nobody waits for it on the host
       .def("wait", &CudaProcessWork::wait);
-  py::class_<CudaProcessGroup, GroupPtr>(m, "ProcessGroup")
+  py::class_<CudaProcessGroup, GroupPtr> group(m, "ProcessGroup");
+  def_process_calls<Calls>(group);
+  group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
            py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"), py::arg("device"))
-      .def("absent_ranks",
-           [](CudaProcessGroup& group) { return absent_ranks_list(group.host().absent_ranks()); })
-      .def("seal", [](CudaProcessGroup& group) { group.host().seal(); })
       .def("connect",
            [](CudaProcessGroup& group) {
              const PythonCall python_call;
              group.connect();
            })
-      .def("all_reduce",
-           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm,
-              bool async_op) {
-             return run_or_submit(
-                 group, prepare_all_reduce(*group, tensors, op, algorithm, "all_reduce"), async_op);
+      .def("plan",
+           [](const CudaProcessGroup& group, std::size_t nbytes, py::handle, py::handle algorithm) {
+             check_no_ring(algorithm, "plan");
+             return process_plan_dict(group.plan(nbytes));
            })
-      .def("reduce_scatter",
-           [](const GroupPtr& group, py::handle output, py::handle input, py::handle op,
-              bool async_op) {
-             return run_or_submit(
-                 group,
-                 prepare_process_reduce_scatter(local_rank(*group), output, input, parse_op(op)),
-                 async_op);
-           })
-      .def("all_gather",
-           [](const GroupPtr& group, py::handle output, py::handle input, bool async_op) {
-             return run_or_submit(
-                 group, prepare_process_all_gather(local_rank(*group), output, input), async_op);
-           })
-      .def("broadcast",
-           [](const GroupPtr& group, py::handle tensor, int root, bool async_op) {
-             return run_or_submit(
-                 group, prepare_process_broadcast(local_rank(*group), tensor, root), async_op);
-           })
-      .def("barrier",
-           [](const GroupPtr& group, bool async_op) {
-             return run_or_submit(group, prepare_process_barrier(), async_op);
-           })
-      .def("bind",
-           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm) {
-             group->host().check_usable();
-             return make_bound(group, prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
-           })
-      .def("close", &CudaProcessGroup::close, py::call_guard<py::gil_scoped_release>())
-      .def("stats", [](CudaProcessGroup& group) { return process_stats_dict(group.stats()); })
-      .def("delay", [](CudaProcessGroup& group, py::handle phase, double seconds) {
-        const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
-        const py::gil_scoped_release release;
-        group.host().delay(parsed, to_nanoseconds(seconds));
-      });
+      .def("stats", [](CudaProcessGroup& group) { return process_stats_dict(group.stats()); });
 }
 
 }  // namespace pyringar

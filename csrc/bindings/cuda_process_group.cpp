@@ -190,13 +190,20 @@ void CudaProcessGroup::check_not_captured(const ProcessCall& call, cudaStream_t 
 
 // -- one call -------------------------------------------------------------------------------------
 
+ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
+  // Two ranks would read as much from each other either way.
+  const bool is_exchange = host_->world_size() <= 2 || bytes <= options_.exchange_bytes;
+  const std::size_t slots = (bytes + options_.slot_bytes - 1) / options_.slot_bytes;
+  return {is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect,
+          std::max<std::size_t>(1, slots)};
+}
+
 bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaStream_t stream) {
   const auto start = Clock::now();
-  // Two ranks would read as much from each other either way.
-  const bool is_direct = call.kind == CallKind::kAllReduce && host_->world_size() > 2 &&
-                         call.bytes() > options_.exchange_bytes;
-  const ProcessAlgorithm algorithm =
-      is_direct ? ProcessAlgorithm::kDirect : ProcessAlgorithm::kExchange;
+  const ProcessAlgorithm algorithm = call.kind == CallKind::kAllReduce
+                                         ? plan(call.bytes()).algorithm
+                                         : ProcessAlgorithm::kExchange;
+  const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
   begin_call(call, algorithm, self, false);
   HostBoard board(self);
   const std::lock_guard<std::mutex> staging_lock(staging_mutex_);

@@ -55,7 +55,8 @@ class CudaProcessGroup {
   };
   Submitted submit(ProcessCall call, cudaStream_t after);
 
-  ProcessStats stats();  // busy_ns: of the host
+  ProcessStats stats();                       // busy_ns: of the host
+  ProcessPlan plan(std::size_t bytes) const;  // of an all_reduce
   void close();
 
  private:

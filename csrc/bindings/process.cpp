@@ -30,38 +30,15 @@ struct GroupDeleter {
 };
 using GroupPtr = std::shared_ptr<ProcessGroup>;
 
-LocalRank local_rank(const ProcessGroup& group) { return {group.rank(), group.world_size()}; }
-
 bool parse_ring(py::handle algorithm) {
   if (algorithm.is_none()) return false;
   return parse<int>(algorithm, "algorithm", &wish_name, 2) == 1;
-}
-
-PreparedCall prepare_all_reduce(ProcessGroup& group, py::handle tensors, py::handle op,
-                                py::handle algorithm, const char* operation) {
-  const bool wants_ring = parse_ring(algorithm);
-  PreparedCall prepared =
-      prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
-  prepared.call.wants_ring = wants_ring;
-  group.find_registered(prepared.call);
-  return prepared;
 }
 
 void run(ProcessGroup& group, const ProcessCall& call) {
   const PythonCall python_call;
   while (!group.wait_for_turn(kSignalInterval)) look_at_signals();
   group.run(call);
-}
-
-py::object run_or_submit(const GroupPtr& group, PreparedCall prepared, bool async_op) {
-  group->check_usable();
-  mark_written(prepared.written.ptr());
-  if (async_op) {
-    auto work = group->submit(std::move(prepared.call));
-    return py::make_tuple(py::cast(work), prepared.written, prepared.read);
-  }
-  run(*group, prepared.call);
-  return py::none();
 }
 
 // A call that was checked once; see the one of bindings/module.cpp.
@@ -108,6 +85,37 @@ py::dict stats_dict(ProcessGroup& group) {
   }();
   return process_stats_dict(stats);
 }
+
+// What def_process_calls() asks for.
+struct Calls {
+  using GroupPtr = pyringar::GroupPtr;
+  static ProcessGroup& host(ProcessGroup& group) { return group; }
+  static LocalRank local_rank(const ProcessGroup& group) {
+    return {group.rank(), group.world_size()};
+  }
+  static PreparedCall prepare_all_reduce(ProcessGroup& group, py::handle tensors, py::handle op,
+                                         py::handle algorithm, const char* operation) {
+    const bool wants_ring = parse_ring(algorithm);
+    PreparedCall prepared =
+        prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
+    prepared.call.wants_ring = wants_ring;
+    group.find_registered(prepared.call);
+    return prepared;
+  }
+  static py::object run_or_submit(const GroupPtr& group, PreparedCall prepared, bool async_op) {
+    group->check_usable();
+    mark_written(prepared.written.ptr());
+    if (async_op) {
+      auto work = group->submit(std::move(prepared.call));
+      return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+    }
+    run(*group, prepared.call);
+    return py::none();
+  }
+  static py::object bind(const GroupPtr& group, PreparedCall prepared) {
+    return make_bound(group, std::move(prepared));
+  }
+};
 
 GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
                     double timeout_s, bool checks_digests) {
@@ -165,55 +173,20 @@ void bind_shared_memory(py::module_& m) {
 
 void bind_process_group(py::module_& m) {
   bind_shared_memory(m);
-  py::class_<ProcessGroup, GroupPtr>(m, "ProcessGroup")
+  py::class_<ProcessGroup, GroupPtr> group(m, "ProcessGroup");
+  def_process_calls<Calls>(group);
+  group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
            py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"))
-      .def("absent_ranks",
-           [](const ProcessGroup& group) { return absent_ranks_list(group.absent_ranks()); })
-      .def("seal", &ProcessGroup::seal)
-      .def("all_reduce",
-           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm,
-              bool async_op) {
-             return run_or_submit(
-                 group, prepare_all_reduce(*group, tensors, op, algorithm, "all_reduce"), async_op);
-           })
-      .def("reduce_scatter",
-           [](const GroupPtr& group, py::handle output, py::handle input, py::handle op,
-              bool async_op) {
-             return run_or_submit(
-                 group,
-                 prepare_process_reduce_scatter(local_rank(*group), output, input, parse_op(op)),
-                 async_op);
-           })
-      .def("all_gather",
-           [](const GroupPtr& group, py::handle output, py::handle input, bool async_op) {
-             return run_or_submit(
-                 group, prepare_process_all_gather(local_rank(*group), output, input), async_op);
-           })
-      .def("broadcast",
-           [](const GroupPtr& group, py::handle tensor, int root, bool async_op) {
-             return run_or_submit(
-                 group, prepare_process_broadcast(local_rank(*group), tensor, root), async_op);
-           })
-      .def("barrier",
-           [](const GroupPtr& group, bool async_op) {
-             return run_or_submit(group, prepare_process_barrier(), async_op);
-           })
-      .def("bind",
-           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm) {
-             group->check_usable();
-             return make_bound(group, prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
-           })
       .def("add_region", &add_region)
       .def("remove_region", &ProcessGroup::remove_region, py::call_guard<py::gil_scoped_release>())
-      .def("close", &ProcessGroup::close, py::call_guard<py::gil_scoped_release>())
-      .def("stats", &stats_dict)
-      .def("delay",
-           [](ProcessGroup& group, py::handle phase, double seconds) {
-             const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
-             const py::gil_scoped_release release;
-             group.delay(parsed, to_nanoseconds(seconds));
+      .def("plan",
+           [](const ProcessGroup& group, std::size_t nbytes, py::handle dtype,
+              py::handle algorithm) {
+             const auto parsed = parse<DType>(dtype, "dtype", &dtype_name, kNumDTypes);
+             return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm)));
            })
+      .def("stats", &stats_dict)
       .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next,
            py::call_guard<py::gil_scoped_release>());
 }

@@ -11,6 +11,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/convert.h"
 #include "bindings/tensor.h"
 #include "cpu/os_shared_memory.h"
 #include "cpu/process_call.h"
@@ -61,6 +62,68 @@ py::dict process_stats_dict(const Stats& stats) {
     by_algorithm[process_algorithm_name(static_cast<ProcessAlgorithm>(i))] = row;
   }
   return by_algorithm;
+}
+
+// {"algorithm", "num_pieces"}
+py::dict process_plan_dict(const ProcessPlan& plan);
+
+// The calls that both engines' ProcessGroups have. Calls brings what differs:
+//   host(group)                             the ProcessGroup on the host
+//   local_rank(group)                       prepare_all_reduce(group, tensors, op, algorithm, what)
+//   run_or_submit(group, prepared, async)   bind(group, prepared)
+template <typename Calls, typename Class>
+void def_process_calls(Class& cls) {
+  using Ptr = const typename Calls::GroupPtr&;
+  cls.def("absent_ranks",
+          [](Ptr group) { return absent_ranks_list(Calls::host(*group).absent_ranks()); })
+      .def("seal", [](Ptr group) { Calls::host(*group).seal(); })
+      .def("all_reduce",
+           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, bool async_op) {
+             return Calls::run_or_submit(
+                 group, Calls::prepare_all_reduce(*group, tensors, op, algorithm, "all_reduce"),
+                 async_op);
+           })
+      .def("reduce_scatter",
+           [](Ptr group, py::handle output, py::handle input, py::handle op, bool async_op) {
+             return Calls::run_or_submit(
+                 group,
+                 prepare_process_reduce_scatter(Calls::local_rank(*group), output, input,
+                                                parse_op(op)),
+                 async_op);
+           })
+      .def("all_gather",
+           [](Ptr group, py::handle output, py::handle input, bool async_op) {
+             return Calls::run_or_submit(
+                 group, prepare_process_all_gather(Calls::local_rank(*group), output, input),
+                 async_op);
+           })
+      .def("broadcast",
+           [](Ptr group, py::handle tensor, int root, bool async_op) {
+             return Calls::run_or_submit(
+                 group, prepare_process_broadcast(Calls::local_rank(*group), tensor, root),
+                 async_op);
+           })
+      .def("barrier",
+           [](Ptr group, bool async_op) {
+             return Calls::run_or_submit(group, prepare_process_barrier(), async_op);
+           })
+      .def("bind",
+           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {
+             Calls::host(*group).check_usable();
+             return Calls::bind(group,
+                                Calls::prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
+           })
+      .def("close",
+           [](Ptr group) {
+             const py::gil_scoped_release release;
+             group->close();
+           })
+      // For tests; see ProcessGroup.
+      .def("delay", [](Ptr group, py::handle phase, double seconds) {
+        const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
+        const py::gil_scoped_release release;
+        Calls::host(*group).delay(parsed, to_nanoseconds(seconds));
+      });
 }
 
 // While one lives, the GIL is released, and waits of this thread may look at Python's signals.

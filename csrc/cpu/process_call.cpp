@@ -289,6 +289,11 @@ std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
   return std::clamp(even, kMinPieceBytes, most);
 }
 
+ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
+  const bool is_exchange = segment.world_size() == 2 || bytes <= kExchangeBytes;
+  return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
+}
+
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
   const PackedLine packed(call.outputs);
   const std::size_t piece_bytes = piece_bytes_for(packed.bytes(), self.segment);
@@ -350,8 +355,19 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   }
   if (call.places != 0) return ProcessAlgorithm::kRegistered;
   if (call.wants_ring) return ProcessAlgorithm::kRing;
-  const bool is_exchange = segment.world_size() == 2 || call.bytes() <= kExchangeBytes;
-  return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
+  return staged_algorithm(call.bytes(), segment);
+}
+
+ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
+                            const Segment& segment) {
+  const int world_size = segment.world_size();
+  if (wants_ring && world_size > 1) {
+    const std::size_t numel = bytes / item_bytes(dtype);
+    const std::size_t piece_elems = segment.ring_slot_bytes() / partial_bytes(dtype);
+    return {ProcessAlgorithm::kRing, num_pieces(numel, world_size, piece_elems)};
+  }
+  const std::size_t pieces = pieces_of(bytes, piece_bytes_for(bytes, segment));
+  return {world_size == 1 ? ProcessAlgorithm::kExchange : staged_algorithm(bytes, segment), pieces};
 }
 
 void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,

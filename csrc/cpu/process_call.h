@@ -81,6 +81,14 @@ struct ProcessRank {
 // Which algorithm a call takes, alike on all ranks that agree on the call.
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
 
+// What an all_reduce of so many bytes would do, if its tensors are not registered.
+struct ProcessPlan {
+  ProcessAlgorithm algorithm;
+  std::size_t num_pieces;  // each of them takes the algorithm's rounds
+};
+ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
+                            const Segment& segment);
+
 // What every call begins with: its record, for the others to compare, and a new deadline.
 void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
                 bool is_background);

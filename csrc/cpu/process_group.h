@@ -65,6 +65,9 @@ class ProcessGroup {
   std::shared_ptr<Work> submit_program(Program program);
   void close();
   ProcessStats stats();
+  ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
+    return plan_all_reduce(bytes, dtype, wants_ring, segment_);
+  }
   void check_usable() const;
   bool forked() const;
   // Called while a wait sleeps; what it throws ends the call and the group.

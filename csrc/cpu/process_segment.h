@@ -39,12 +39,11 @@ inline constexpr int kNumCallKinds = 5;
 const char* call_name(CallKind kind);
 
 // What a rank has called, for the others to compare with their own. 64 bytes, no padding.
-struct CallRecord {
+struct alignas(64) CallRecord {
   std::uint64_t sequence = 0;  // calls of this rank, this one included
   std::uint64_t numel = 0;     // of all its tensors
   std::uint64_t shapes = 0;    // digest of sizes, dtypes and layouts of all its tensors
   std::uint64_t places = 0;    // digest of where registered tensors lie; 0: not all are registered
-  std::uint64_t reserved = 0;
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
@@ -52,7 +51,6 @@ struct CallRecord {
   ReduceOp op = ReduceOp::kSum;
   std::uint8_t algorithm = 0;
   std::uint32_t divisor = 1;
-  std::uint64_t padding = 0;
 
   bool agrees(const CallRecord& other) const;
   std::string text() const;

@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "PYRINGAR_PREBUILD": "1: `pip install` compiles the engine into the wheel",
     "PYRINGAR_CHECK": "how much the engine checks itself",
     "PYRINGAR_NODE_ID": "which ranks share this machine",
+    "PYRINGAR_TUNING": "the table that `auto` follows; 'shipped': not that of `pyringar tune`",
 }
 
 
@@ -113,6 +114,7 @@ def _build_facts() -> dict[str, Any]:
         "headers": _told(tools.python_include_dirs),
         "sources": _told(lambda: str(_build.Recipe().root())),
         "cache": _told(_cache),
+        "tuning": _told(_tuning),
     }
 
 
@@ -128,6 +130,12 @@ def _cache() -> str:
     except OSError as error:
         return f"{cache} (cannot be read: {error})"
     return f"{cache} ({engines} built, {sum(sizes) / 1e6:.1f} MB)"
+
+
+def _tuning() -> str:
+    from pyringar import tuning
+
+    return tuning.describe()
 
 
 def _engine_facts() -> dict[str, Any]:

@@ -15,13 +15,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar.call import RankCommunicator, Work, check_choice, check_timeout, op_name
+from pyringar.call import (
+    Closing,
+    RankCommunicator,
+    Work,
+    check_choice,
+    check_plan,
+    check_timeout,
+    op_name,
+)
 from pyringar.distributed.inter import Inter, TorchInter, Wait
 from pyringar.distributed.packing import Job, check_tensor, describe, divide, views_of, wide
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
@@ -94,7 +101,7 @@ def communicator_for(
     )
 
 
-class HierarchicalCommunicator:
+class HierarchicalCommunicator(Closing):
     """This process's rank in a group of processes on several machines, which reduce together.
 
     As :class:`pyringar.ProcessCommunicator`, which it uses inside each machine; between machines,
@@ -311,8 +318,7 @@ class HierarchicalCommunicator:
         Raises:
             ArgumentError: ``nbytes`` is no number of bytes.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-            raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
+        check_plan(nbytes, dtype)
         pieces = len(self._pieces(nbytes // dtype.itemsize, dtype))
         return Plan(
             algorithm="hierarchical",
@@ -344,17 +350,6 @@ class HierarchicalCommunicator:
         self._intra.close()
         if self._inter is not None:
             self._inter.close()
-
-    def __enter__(self) -> HierarchicalCommunicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return (

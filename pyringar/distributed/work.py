@@ -196,7 +196,8 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
 def _ended_by_itself(part: Part, timeout_s: float) -> None:
     try:
         part.wait(timeout_s)
-    except Exception:
+    except RuntimeError:  # all of pyringar.errors, and what torch's own works raise
+        # One that ended so keeps its error, which settle() collects; others are late.
         if not part.is_completed():
             raise
 

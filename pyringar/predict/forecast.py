@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pyringar import tuning
 from pyringar.predict.algorithms import ALGORITHMS, ITEM_BYTES, Algorithm, run_all_reduce
 from pyringar.predict.events import Outcome
 from pyringar.predict.network import Network
 from pyringar.predict.step import Backward, StepForecast, plan_buckets, predict_step
-from pyringar.topology import Topology, choose_algorithm
+from pyringar.topology import Topology
 
 __all__ = ["Forecast", "Row", "Workload", "predict"]
 
@@ -187,5 +188,5 @@ def _choice(workload: Workload, network: Network) -> Choice:
         f"cuda:{rank}": (rank,) for rank in range(network.world_size)
     }
     topology = Topology(tuple(gpus), gpus)
-    name, reason = choose_algorithm(topology, workload.nbytes, workload.order)
+    name, reason = tuning.shipped(topology.place, workload.order).at(workload.nbytes)
     return Choice(network.world_size, name, reason)
