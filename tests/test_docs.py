@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ TEXTS += [ROOT / "csrc/README.md", ROOT / "tests/README.md"]
 # -- running ---------------------------------------------------------------------------------------
 
 
+def end(process: subprocess.Popen[str]) -> None:
+    """Ask first: torchrun's processes are in groups of their own, and it alone ends them."""
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            process.poll()  # or it would stay in the group, dead
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run(command: list[str], folder: Path, timeout_s: float = 100) -> str:
     """What a command prints; it and all that it has started are gone afterwards."""
     path = f"{folder}/bin:{os.environ['PATH']}"
@@ -39,14 +53,13 @@ def run(command: list[str], folder: Path, timeout_s: float = 100) -> str:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": path},
             stdout=printed,
             stderr=errors,
+            text=True,
             start_new_session=True,
         )
         try:
             status = process.wait(timeout_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
         printed.seek(0)
         errors.seek(0)
         text = printed.read()
@@ -70,7 +83,7 @@ def run_command(command: Command, folder: Path) -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         code = command.code.replace("29500", str(free.getsockname()[1]))
-    return run(["bash", "-euo", "pipefail", "-c", code], folder)
+    return run(["bash", "-euo", "pipefail", "-c", code], folder, timeout_s=300)
 
 
 def check_commands(page: Path, commands: list[Command], folder: Path) -> None:
@@ -93,7 +106,7 @@ def test_the_pages_for_users_are_among_those_that_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     check_commands(page, list(commands_of(page)), tmp_path)
