@@ -232,10 +232,9 @@ class Trace:
         if chosen is None or chosen not in steps:
             raise ArgumentError(f"step is {step!r}, expected one of {steps}")
         try:
-            import matplotlib
+            import matplotlib  # noqa: F401
         except ImportError as error:
             raise UnsupportedError(f"a picture needs matplotlib ({error})") from error
-        matplotlib.use("Agg", force=False)
         _draw(self.of_step(chosen), chosen, path)
 
 
@@ -259,12 +258,16 @@ def _hidden(spans: Sequence[Span]) -> float | None:
 
 
 def _draw(spans: Sequence[Span], step: int, path: str | Path) -> None:
-    import matplotlib.pyplot as plt
+    # Agg directly, not through pyplot: a notebook's pyplot goes on drawing where it did before.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
     start = min(span.begin_s for span in spans)
-    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.9 * len(ranks)), layout="constrained")
+    figure = Figure(figsize=(11, 1.6 + 0.9 * len(ranks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
     for span in spans:
         row = 2 * ranks.index(span.rank) + _ROWS.get(span.category, 0)
         begin_ms, width_ms = (span.begin_s - start) * 1e3, (span.end_s - span.begin_s) * 1e3
@@ -295,4 +298,3 @@ def _draw(spans: Sequence[Span], step: int, path: str | Path) -> None:
         fontsize=8,
     )
     figure.savefig(path, dpi=130)
-    plt.close(figure)

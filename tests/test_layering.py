@@ -31,6 +31,7 @@ FLOORS = [
     "_build",
     "_native",
     "tuning",
+    "schedule",
     "topology",
     "interop",
     "reference",
@@ -61,7 +62,7 @@ FLOORS = [
 # What `pip install .` runs before torch is there.
 WITHOUT_TORCH = ["errors", "_toolchain", "_compile", "_build", "_native"]
 # Slow to import or not always there: only inside the functions that need them.
-ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy"}
+ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy", "IPython"}
 
 # What a file may include of ours, by its folder in csrc.
 INCLUDES = {

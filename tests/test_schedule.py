@@ -10,10 +10,14 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pyringar as pr
 from pyringar._native import engine
+from pyringar.errors import ArgumentError
+from pyringar.schedule import chunk_slices, ring_schedule
 
 # (send chunk, receive chunk, whether to reduce) of a rank at a step.
 RingStep = Callable[[int, int, int], tuple[int, int, bool]]
@@ -223,3 +227,35 @@ def test_planted_ranges_are_caught(bug: str) -> None:
             except AssertionError:
                 caught += 1
     assert caught > 0
+
+
+# -- the same for people ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_the_schedule_for_people_is_what_the_engine_adds(
+    comm_of: Callable[[int], pr.Communicator], world_size: int
+) -> None:
+    """Whoever does by hand what it says gets the ring's bits."""
+    parts = [
+        torch.randn(1003, generator=torch.Generator().manual_seed(r)) for r in range(world_size)
+    ]
+    expected = [part.clone() for part in parts]
+    comm_of(world_size).all_reduce(expected, algorithm="ring")
+    where = chunk_slices(1003, world_size)
+    for moves in ring_schedule(world_size):
+        sent = [parts[move.src][where[move.chunk]].clone() for move in moves]
+        for move, arrived in zip(moves, sent, strict=True):
+            own = parts[move.dst][where[move.chunk]]
+            own.copy_(arrived + own if move.is_reduction else arrived)
+    for ours, theirs in zip(parts, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_schedule_for_people_refuses_no_ranks() -> None:
+    with pytest.raises(ArgumentError, match="world_size is 0"):
+        ring_schedule(0)
+    with pytest.raises(ArgumentError, match="world_size is 0"):
+        chunk_slices(3, 0)
+    with pytest.raises(ArgumentError, match="numel is -1"):
+        chunk_slices(-1, 2)

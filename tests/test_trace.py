@@ -79,6 +79,20 @@ def test_the_command_prints_and_draws(trace, tmp_path, capsys):
     assert "step is 9, expected one of [0, 1, 2]" in capsys.readouterr().err
 
 
+def test_a_picture_leaves_pyplot_alone(trace, tmp_path):
+    """In a notebook the pictures after it must still appear there."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("svg")
+    try:
+        trace.plot(tmp_path / "t.png")
+        assert matplotlib.get_backend() == "svg"
+        assert plt.get_fignums() == []
+    finally:
+        plt.switch_backend("Agg")
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": [{}]}', "[]"])
 def test_other_files_are_refused(tmp_path, text, capsys):
     file = tmp_path / "other.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -147,6 +148,11 @@ def _add_data_options(group: Any) -> None:
     )
     group.add_argument("--plot", metavar="FILE.png", help="write the curve as a picture")
     group.add_argument(
+        "--live",
+        action="store_true",
+        help="draw the curve as text: in place as it grows in a terminal, else once at the end",
+    )
+    group.add_argument(
         "--trace",
         metavar="FILE.json",
         help="write what the first 100 steps did and when, for ui.perfetto.dev and pyringar trace",
@@ -178,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = {name: value for name, value in vars(args).items() if name != "run"}
     plot, file, timeline = (options.pop(name, None) for name in ("plot", "trace", "timeline"))
+    is_live = options.pop("live", False)
     for name, path in (("plot", plot), ("trace", file), ("timeline", timeline)):
         if path is not None and writes_files():
             check_output_path(name, path, ".json" if name == "trace" else ".png")
@@ -195,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
             trainer.run()
             return 0
         _print_header(trainer)
-        result = _train_with_bar(trainer)
+        result = _train_with_bar(trainer, is_live)
         if group is not None:
             print(f"ranks      {config.world_size} processes, equal parameters {group.digest}")
     if plot is not None:
@@ -236,21 +243,32 @@ def _print_header(trainer: Trainer) -> None:
     print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
 
 
-def _train_with_bar(trainer: Trainer) -> TrainResult:
-    """Train; a line per epoch on stdout, and a progress bar on stderr if that is a terminal."""
+def _train_with_bar(trainer: Trainer, is_live: bool) -> TrainResult:
+    """Train; a line per epoch on stdout, and a progress bar on stderr if that is a terminal.
+
+    A live plot stands below the bar, and both on stdout, for it stays there in the end.
+    """
     from tqdm import tqdm
 
+    from pyringar.train.live import LivePlot
+
+    config = trainer.config
+    screen = sys.stdout if is_live else sys.stderr
     bar = tqdm(
-        total=trainer.config.epochs * trainer.steps_per_epoch,
+        total=config.epochs * trainer.steps_per_epoch,
         unit="step",
         leave=False,
-        disable=not sys.stderr.isatty(),
+        file=screen,
+        disable=not screen.isatty(),
     )
+    plot = LivePlot(config.epochs, where="text") if is_live else None
 
     def print_epoch(epoch: EpochResult) -> None:
         line = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
         bar.write(line, file=sys.stdout)  # clears the bar first, where there is one
         sys.stdout.flush()
+        if plot is not None:
+            plot(epoch)
 
-    with bar:
+    with plot or nullcontext(), bar:  # the plot goes last, and stays
         return trainer.run(on_step=bar.update, on_epoch=print_epoch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, load_data
+from pyringar.train.live import LivePlot
 from pyringar.train.model_lenet import lenet, lenet_params
 from pyringar.train.model_resnet18 import initialise, resnet18
 from pyringar.train.step import train_batch
@@ -18,6 +19,7 @@ from pyringar.train.trainer import EpochResult, Trainer, TrainResult, train, tra
 __all__ = [
     "EpochResult",
     "ImageData",
+    "LivePlot",
     "TrainConfig",
     "TrainResult",
     "Trainer",

@@ -106,7 +106,14 @@ class TrainResult:
         return self.line
 
 
-def train(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
+def train(
+    num_gpus: int,
+    batch_size: int,
+    lr: float,
+    *,
+    on_epoch: Callable[[EpochResult], None] | None = None,
+    **options: Any,
+) -> TrainResult:
     """Train LeNet (or another ``model``) from scratch on ``num_gpus`` ranks.
 
     Runs that differ only in the number of ranks start from the same parameters and see the same
@@ -118,6 +125,7 @@ def train(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainRes
             or on the CPU where there are none.
         batch_size: Samples a step, over all ranks together.
         lr: Learning rate.
+        on_epoch: As in :meth:`Trainer.run`.
         **options: Any other field of :class:`TrainConfig`, by name.
 
     Returns:
@@ -133,7 +141,7 @@ def train(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainRes
         raise ArgumentError(f"train has no option {unknown[0]!r}, only {', '.join(sorted(known))}")
     config = TrainConfig(ranks=num_gpus, batch_size=batch_size, lr=lr, **options)
     with Trainer(config) as trainer:
-        return trainer.run()
+        return trainer.run(on_epoch=on_epoch)
 
 
 def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
@@ -147,7 +155,7 @@ def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) ->
         num_gpus: As in :func:`train`.
         batch_size: Likewise.
         lr: Likewise.
-        **options: Likewise; ``width``, ``batchnorm`` and ``amp`` among them.
+        **options: Likewise; ``on_epoch``, ``width``, ``batchnorm`` and ``amp`` among them.
 
     Returns:
         As :func:`train`.
@@ -239,7 +247,7 @@ class Trainer:
 
         Args:
             on_step: Called after every step, within the time that is measured.
-            on_epoch: Called after every epoch.
+            on_epoch: Called after every epoch, such as a :class:`pyringar.train.LivePlot`.
 
         Returns:
             The curve and the parameters.

@@ -1,0 +1,78 @@
+"""The ring's schedule for people: who sends which chunk to whom at every step.
+
+Read from the engine, so that what is drawn or counted is what runs. The time of its messages on a
+machine is :mod:`pyringar.predict`'s business.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pyringar import _native
+from pyringar.errors import ArgumentError
+
+__all__ = ["RingMove", "chunk_slices", "ring_schedule"]
+
+
+class RingMove(NamedTuple):
+    """One message of the ring.
+
+    Attributes:
+        src: The rank that sends.
+        dst: The rank that receives, its next one.
+        chunk: What is sent: an index into :func:`chunk_slices`.
+        is_reduction: Whether ``dst`` adds its own part to what arrives. Else it keeps what arrives,
+            which is a result.
+    """
+
+    src: int
+    dst: int
+    chunk: int
+    is_reduction: bool
+
+
+def ring_schedule(world_size: int) -> list[list[RingMove]]:
+    """The messages of an all-reduce over a ring.
+
+    Args:
+        world_size: Number of ranks k, 1 or more.
+
+    Returns:
+        For each of the ``2 (k - 1)`` steps, one message per rank, in the order of the senders. All
+        of a step may travel at once; each carries one k-th of a rank's elements.
+
+    Raises:
+        ArgumentError: There is no rank.
+    """
+    _check_world_size(world_size)
+    engine = _native.engine()
+    steps = []
+    for step in range(engine.ring_num_steps(world_size)):
+        moves = []
+        for rank in range(world_size):
+            chunk, _, is_reduction = engine.ring_step(rank, world_size, step)
+            moves.append(RingMove(rank, (rank + 1) % world_size, chunk, is_reduction))
+        steps.append(moves)
+    return steps
+
+
+def chunk_slices(numel: int, world_size: int) -> list[slice]:
+    """Where the chunks of a flat tensor lie: one after the other, the longer ones first.
+
+    Args:
+        numel: Number of elements, 0 or more.
+        world_size: Number of ranks, and of chunks.
+
+    Raises:
+        ArgumentError: A negative number of elements, or no rank.
+    """
+    _check_world_size(world_size)
+    if numel < 0:
+        raise ArgumentError(f"numel is {numel}, expected 0 or more elements")
+    chunk_range = _native.engine().chunk_range
+    return [slice(*chunk_range(numel, world_size, chunk)) for chunk in range(world_size)]
+
+
+def _check_world_size(world_size: int) -> None:
+    if world_size < 1:
+        raise ArgumentError(f"world_size is {world_size}, expected 1 or more ranks")

@@ -1,0 +1,239 @@
+"""Is a live plot one picture that changes, in notebooks and terminals, and is it the curve?"""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from pyringar.cli import main
+from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.train import EpochResult, ImageData, LivePlot, train
+from pyringar.train import trainer as trainer_module
+from pyringar.train.live import text_plot
+from pyringar.train.synthetic import synthetic_images
+
+PNG = b"\x89PNG\r\n"
+CURSOR_UP = "\x1b[A"
+
+
+def epochs(*accuracies):
+    return [EpochResult(i, 1.0, accuracy, 0.1) for i, accuracy in enumerate(accuracies, 1)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def few_images(monkeypatch):
+    data = ImageData("few garments", *synthetic_images(60, 1), *synthetic_images(20, 2))
+    monkeypatch.setattr(trainer_module, "load_data", lambda dataset, data_dir: data)
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def test_a_known_curve_as_text():
+    assert text_plot({"accuracy": [0.1, 0.8, 0.4]}, 3).splitlines() == [
+        " 0.8 │       ●",
+        "     │",
+        "     │",
+        "     │",
+        "     │             ●",
+        "     │",
+        "     │",
+        " 0.1 │ ●",
+        "     └──────────────",
+        "       1           3 epoch",
+        "       ● accuracy 0.400",
+    ]
+
+
+def test_curves_have_markers_of_their_own():
+    lines = text_plot({"a": [0.2, 0.3], "b": [0.9]}, 2).splitlines()
+    assert lines[0] == " 0.9 │ ○"
+    assert lines[-4] == " 0.2 │ ●"
+    assert lines[-1] == "       ● a 0.300  ○ b 0.900"
+    many = text_plot({str(i): [i / 20] for i in range(20)}, 1).splitlines()[-1]
+    assert many.count("●") == 3, "markers are used again when there are more curves than markers"
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2, 9, 10, 11, 59, 60, 61, 121, 1000])
+def test_any_number_of_epochs_fits(num_epochs):
+    values = [epoch / num_epochs for epoch in range(num_epochs)]
+    lines = text_plot({"accuracy": values}, num_epochs).splitlines()
+    assert max(map(len, lines)) <= 76
+    plot = lines[:8]
+    assert plot[-1].count("●") >= 1, "the first epoch is at the bottom"
+    assert sum("●" in line for line in plot) >= min(num_epochs, 7), "it climbs"
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.5, 1.0])
+def test_a_level_curve_stays_between_0_and_1(value):
+    lines = text_plot({"accuracy": [value, value]}, 2).splitlines()
+    low, high = float(lines[7][:4]), float(lines[0][:4])
+    assert 0 <= low <= value <= high <= 1
+    assert sum(line.count("●") for line in lines[:8]) == 2
+
+
+def test_no_curve_is_an_empty_plot():
+    assert text_plot({}, 3).splitlines()[0] == " 1.0 │"
+
+
+def test_a_terminal_is_written_over():
+    terminal = Terminal()
+    with LivePlot(2, where="text", file=terminal) as plot:
+        first, second = epochs(0.25, 0.75)
+        plot(first)
+        assert terminal.getvalue().count("● accuracy 0.250") == 1
+        drawn = len(terminal.getvalue())
+        plot(second)
+        update = terminal.getvalue()[drawn:]
+        assert "● accuracy 0.750" in update
+        assert update.count("\n") == update.count(CURSOR_UP), "the cursor is where it was before"
+    assert terminal.getvalue().endswith("\r" + text_plot({"accuracy": [0.25, 0.75]}, 2) + "\n")
+
+
+def test_a_file_gets_the_finished_plot_only():
+    file = io.StringIO()
+    with LivePlot(2, where="text", file=file) as plot:
+        for result in epochs(0.25, 0.75):
+            plot(result)
+            assert file.getvalue() == ""
+    assert file.getvalue() == str(plot) + "\n"
+    assert "● accuracy 0.750" in str(plot)
+
+
+def test_a_run_that_fails_before_its_first_epoch_draws_nothing():
+    file = io.StringIO()
+    with pytest.raises(ZeroDivisionError), LivePlot(where="text", file=file):
+        raise ZeroDivisionError
+    assert file.getvalue() == ""
+
+
+def test_the_axis_grows_with_more_epochs_than_were_said():
+    plot = LivePlot(where="text", file=io.StringIO())
+    for result in epochs(0.1, 0.2, 0.3):
+        plot(result)
+    assert "3 epoch" in str(plot)
+
+
+# -- notebooks -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def displays(monkeypatch):
+    """What a notebook would show: the list of its outputs, each with all that stood there."""
+    shown = []
+
+    class Handle:
+        def __init__(self, image):
+            self.images = [image]
+
+        def update(self, image):
+            self.images.append(image)
+
+    def display(image, display_id):
+        assert display_id is True
+        shown.append(Handle(image))
+        return shown[-1]
+
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")  # before it would ask the stand-in
+    ipython = ModuleType("IPython")
+    ipython.version_info = (9, 0)  # matplotlib looks
+    ipython.display = SimpleNamespace(
+        display=display, Image=lambda data, format: SimpleNamespace(data=data)
+    )
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    return shown
+
+
+def test_a_notebook_shows_one_picture_that_is_updated(displays):
+    with LivePlot(3) as plot:
+        for result in epochs(0.1, 0.5, 0.6):
+            plot(result)
+    assert len(displays) == 1
+    images = [image.data for image in displays[0].images]
+    assert len(images) == 3
+    assert all(image.startswith(PNG) for image in images)
+    assert len(set(images)) == 3, "every epoch changes the picture"
+
+
+def test_runs_share_a_picture_and_may_be_repeated(displays):
+    plot = LivePlot(2)
+    for label in ("k = 1", "k = 2", "k = 1"):
+        on_epoch = plot.curve(label)
+        for result in epochs(0.3, 0.4):
+            on_epoch(result)
+    assert len(displays) == 1
+    assert plot.curves == {"k = 1": [0.3, 0.4], "k = 2": [0.3, 0.4]}
+
+
+def test_no_figure_is_left_and_the_backend_is_as_before(displays):
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    before = matplotlib.get_backend()
+    plot = LivePlot(1)
+    plot(*epochs(0.5))
+    plot.close()
+    assert plt.get_fignums() == []
+    assert matplotlib.get_backend() == before
+
+
+def test_without_ipython_it_is_text(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "IPython", None)  # importing it fails
+    with LivePlot(1) as plot:
+        plot(*epochs(0.5))
+    assert "● accuracy 0.500" in capsys.readouterr().out
+    with pytest.raises(UnsupportedError, match=r"IPython and matplotlib .*pip install ipython"):
+        LivePlot(where="notebook")
+
+
+def test_ipython_in_a_terminal_is_no_notebook(monkeypatch, displays):
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: SimpleNamespace())
+    LivePlot(1, file=io.StringIO())(*epochs(0.5))
+    assert displays == []
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ArgumentError, match="where is 'browser', expected one of auto, notebook"):
+        LivePlot(where="browser")
+    with pytest.raises(ArgumentError, match="num_epochs is 0"):
+        LivePlot(0)
+
+
+# -- with the trainer ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("few_images")
+def test_the_curve_is_the_results():
+    with LivePlot(where="text", file=io.StringIO()) as plot:
+        result = train(2, 20, 0.1, epochs=2, devices=["cpu", "cpu"], on_epoch=plot)
+    assert plot.curves == {"accuracy": result.curve}
+
+
+@pytest.mark.usefixtures("few_images")
+def test_the_command_prints_lines_and_then_the_plot(capsys):
+    assert main(["train", "lenet", "--epochs", "2", "--live"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("● accuracy") == 1
+    assert out.index("    2  ") < out.index("● accuracy") < out.index("test acc: ")
+
+
+@pytest.mark.usefixtures("few_images")
+def test_the_command_draws_below_its_bar_in_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["train", "lenet", "--epochs", "2", "--live"]) == 0
+    out = terminal.getvalue()
+    assert "step/s" in out
+    assert out.count("● accuracy") >= 3, "after each epoch, and in the end"
+    assert out.index("● accuracy") < out.index("    2  ")
