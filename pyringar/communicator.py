@@ -302,6 +302,9 @@ class Communicator(EngineCommunicator):
         Args:
             nbytes: Bytes of one rank's tensor.
             dtype: Its dtype.
+
+        Raises:
+            ArgumentError: ``nbytes`` is no number of bytes, or ``dtype`` no dtype.
         """
         check_plan(nbytes, dtype)
         if self._algorithm == "auto":

@@ -300,6 +300,9 @@ class ProcessCommunicator(EngineCommunicator):
         On GPUs all ranks' current streams go on after all of them have come here; the host does not
         wait for them.
 
+        Args:
+            async_op: Return a :class:`Work` at once and meet in the background.
+
         Raises:
             ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
         """
@@ -345,6 +348,7 @@ class ProcessCommunicator(EngineCommunicator):
         Raises:
             ArgumentError: It does not, or sizes differ; on every rank if on one.
             RingarError: A rank could not map it; on every rank.
+            UnsupportedError: This rank's tensors are on a GPU.
             PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
         """
         if self._device.type != "cpu":

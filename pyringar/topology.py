@@ -27,7 +27,11 @@ class Topology:
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Topology:
-        """The topology of a list with one device per rank."""
+        """The topology of a list with one device per rank.
+
+        Args:
+            devices: That list.
+        """
         memories: dict[str, tuple[int, ...]] = {}
         for rank, device in enumerate(devices):
             name = "host" if device.type == "cpu" else str(device)
@@ -71,7 +75,14 @@ class Plan:
 
     @classmethod
     def of(cls, algorithm: str, reason: str, topology: Topology, nbytes: int) -> Plan:
-        """What ``algorithm`` does with ``nbytes`` per rank, all of them in one process."""
+        """What an algorithm does for ranks in one process.
+
+        Args:
+            algorithm: Its name.
+            reason: Why it was chosen, in words.
+            topology: Where the ranks are.
+            nbytes: Bytes of one rank's data.
+        """
         k = len(topology.devices)
         steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
         if algorithm in ("fused", "direct"):
@@ -88,7 +99,15 @@ class Plan:
     def in_processes(
         cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int
     ) -> Plan:
-        """The same for ranks in processes of their own, which move ``num_pieces`` pieces."""
+        """The same for ranks in processes of their own.
+
+        Args:
+            algorithm: ``"exchange"``, ``"direct"`` or ``"ring"``.
+            num_pieces: Pieces in which the data moves.
+            reason: Why it was chosen, in words.
+            world_size: Number of ranks.
+            nbytes: Bytes of one rank's data.
+        """
         k = world_size
         # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
         # what is not a rank's own. ring: announced once; every byte goes through slots.
