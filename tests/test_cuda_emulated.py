@@ -1,14 +1,14 @@
 """Builds and runs tests/cpp/cuda, the CUDA kernels' own source on CPU threads, without a GPU.
 
 Sanitizers, both compilers, and kernels with a mistake planted, which must be noticed. One build per
-test; all but the first are slow.
+test; all but the first are slow, most mistakes thorough.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,6 +162,14 @@ def build(variant: Variant, folder: Path, csrc: Path = CSRC) -> Path:
     return program
 
 
+def some(names: Iterable[str], *each_time: str) -> list[object]:
+    """All mistakes, those that are not tried each time marked thorough: a build takes long."""
+    return [
+        pytest.param(name, marks=[] if name in each_time else pytest.mark.thorough)
+        for name in names
+    ]
+
+
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Path]:
     """Build the program of a variant, once."""
@@ -200,7 +208,7 @@ def test_variant(emulated: Callable[[Variant], Path], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", some(MISTAKES, "no-release", "slot-freed-early", "no-tail"))
 def test_planted_mistake_is_noticed(name: str, tmp_path: Path) -> None:
     mistake = MISTAKES[name]
     variant = PLAIN if mistake.part in WITHOUT_THREADS else THREAD
@@ -276,7 +284,7 @@ def test_the_group_on_devices_of_threads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", HOST_MISTAKES)
+@pytest.mark.parametrize("name", some(HOST_MISTAKES, "results-stay-in-staging"))
 def test_a_planted_mistake_of_the_group_is_noticed(name: str, tmp_path: Path) -> None:
     line, instead = HOST_MISTAKES[name]
     text = (CSRC / "cuda/group.cpp").read_text(encoding="utf-8")

@@ -47,14 +47,25 @@ Stat read_stat(std::int32_t pid) {
   return fields ? stat : Stat{};
 }
 
-}  // namespace
-
-ProcessId this_process() {
+ProcessId read_own() {
   const auto pid = static_cast<std::int32_t>(getpid());
   return {pid, read_stat(pid).start_ticks};
 }
 
+// Once for all threads: under qemu each is told another time.
+const ProcessId process_at_load = read_own();
+
+}  // namespace
+
+ProcessId this_process() {
+  return process_at_load.pid == static_cast<std::int32_t>(getpid()) ? process_at_load : read_own();
+}
+
 bool is_alive(const ProcessId& process) {
+  const ProcessId self = this_process();
+  if (process.pid == self.pid) {
+    return process.start_ticks == 0 || process.start_ticks == self.start_ticks;
+  }
   const Stat stat = read_stat(process.pid);
   if (stat.state != 0) {
     const bool is_same = process.start_ticks == 0 || stat.start_ticks == process.start_ticks;

@@ -68,7 +68,11 @@ class LivePlot:
         self._add("accuracy", result)
 
     def curve(self, label: str) -> Callable[[EpochResult], None]:
-        """What adds epochs to the curve of this name; a name used again starts its curve anew."""
+        """What adds epochs to a curve of its own, for ``Trainer.run(on_epoch=...)``.
+
+        Args:
+            label: The curve's name in the legend; one used again starts its curve anew.
+        """
         self.curves.pop(label, None)
         return lambda result: self._add(label, result)
 

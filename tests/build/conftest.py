@@ -58,9 +58,14 @@ def python(tmp_path: Path) -> Path:
     venv.create(home, with_pip=True)
     found = home / "bin" / "python"
     site = run(found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
-    # A .pth inside the borrowed folder is not read: a pyringar installed there stays unseen.
-    borrowed = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
-    (Path(site.strip()) / "borrowed.pth").write_text("\n".join(borrowed))
+    borrowed = tmp_path / "borrowed"
+    borrowed.mkdir()
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(folder).iterdir():
+            # All but a pyringar that is installed there, which this one must not see.
+            if "pyringar" not in entry.name and not (borrowed / entry.name).exists():
+                (borrowed / entry.name).symlink_to(entry)
+    (Path(site.strip()) / "borrowed.pth").write_text(str(borrowed))
     return found
 
 

@@ -10,7 +10,8 @@
 // inside libstdc++, where ThreadSanitizer does not look.
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
-  return "race:std::__exception_ptr::exception_ptr::_M_release";
+  return "race:std::__exception_ptr::exception_ptr::_M_release\n"
+         "race:std::runtime_error::~runtime_error\n";
 }
 
 namespace pyringar::stress {
