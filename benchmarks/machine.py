@@ -12,7 +12,7 @@ import torch
 import pyringar
 from pyringar import _native
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_machine", "num_cores"]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -21,9 +21,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": num_cores(),
         "memory_gib": round(memory_bytes / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -32,6 +30,13 @@ def describe_machine() -> dict[str, Any]:
         "pyringar": pyringar.__version__,
         "engine": _native.engine().build_info(),
     }
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

@@ -327,7 +327,7 @@ def run_group(cases: list[Case], rounds: int, budget_s: float) -> Iterator[list[
         try:
             for case in cases:
                 what = f"{case.name}, {case.world_size} ranks"
-                yield receive(out, workers, 300.0, what)
+                yield receive(out, workers, 600.0, what)
         except BaseException:
             for worker in workers:
                 worker.kill()

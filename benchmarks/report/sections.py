@@ -19,6 +19,8 @@ from benchmarks import (
     training,
     training_cuda,
 )
+from benchmarks.machine import num_cores
+from benchmarks.timing import torch_threads
 
 __all__ = ["EFFORTS", "SECTIONS", "Plan", "Section", "why_not"]
 
@@ -75,9 +77,11 @@ def plan_allreduce(effort: str) -> Plan:
     merged = allreduce.merged(cases)
 
     def measure(progress: Progress) -> dict[str, Any]:
-        return allreduce.measure(
-            merged, progress, rounds=rounds, budget_s=budget_s, settle_s=settle_s
-        )
+        # Peers and the limit get all cores, as ours do, whatever the environment says of OpenMP.
+        with torch_threads(num_cores()):
+            return allreduce.measure(
+                merged, progress, rounds=rounds, budget_s=budget_s, settle_s=settle_s
+            )
 
     return Plan(len(merged), effort_s, measure)
 
