@@ -1,4 +1,4 @@
-"""Writes README's tables, docs/report.md and its pictures from the results files: no typed figure.
+"""Writes README's summary, docs/report.md and its pictures from the results files: no typed figure.
 
     python benchmarks/tables.py              # rewrite what is out of date
     python benchmarks/tables.py --check      # exit status 1 if that would change anything
@@ -18,11 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(
-    str(Path(__file__).resolve().parent.parent)
-)  # last: an installed pyringar comes first
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-from benchmarks import allreduce
 from benchmarks.report import page, plots
 from benchmarks.report.document import (
     InputError,
@@ -31,15 +28,15 @@ from benchmarks.report.document import (
     write_results,
     wrong_rows,
 )
-from benchmarks.report.tables import TABLES, allreduce_table
+from benchmarks.report.summary import summary_lines
+from benchmarks.report.text import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "report.md"
 FIGURES = ROOT / "docs" / "figures"
-BEGIN, END = "<!-- benchmark:{} -->", "<!-- /benchmark:{} -->"
-IN_README = ("allreduce", "bucketing", "processes", "ddp")
+BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
 PAGE_NOTE = (
     "<!-- Written by `python benchmarks/tables.py` from benchmarks/results; do not edit. -->\n\n"
 )
@@ -52,26 +49,13 @@ def results(kind: str = "cpu") -> dict[str, dict[str, Any]]:
 
 
 def filled(text: str) -> str:
-    """The same text with every table between its markers made anew."""
+    """The same text with the summary between its markers made anew."""
     sections = results()
-    for name in IN_README:
-        begin, end = BEGIN.format(name), END.format(name)
-        head, rest = text.split(begin)
-        tail = rest.split(end)[1]
-        text = f"{head}{begin}\n{readme_table(name, sections[name])}\n{end}{tail}"
-    return text
-
-
-def readme_table(name: str, section: dict[str, Any]) -> str:
-    """README's table; of lists of one process the cases that its benchmark runs by itself."""
-    if name != "allreduce":
-        return TABLES[name](section)
-    shown = {
-        (case.name, case.world_size, candidate)
-        for case in allreduce.readme_cases()
-        for candidate in case.candidates
-    }
-    return allreduce_table(section, shown)
+    machine = sections["allreduce"]["machine"]
+    lines = [f"- {line}" for line in summary_lines(sections)]
+    summary = "\n".join([f"On {describe(machine)}:", "", *lines])
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{summary}\n{END}{rest.split(END)[1]}"
 
 
 def report_page() -> str:

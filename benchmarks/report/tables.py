@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.report.text import describe, format_us, markdown_table
@@ -17,13 +17,8 @@ def identity_of(row: dict[str, Any]) -> tuple[str, int, str]:
     return row["case"], row["world_size"], row["algorithm"]
 
 
-def allreduce_table(
-    report: dict[str, Any], only: Collection[tuple[str, int, str]] | None = None
-) -> str:
-    """A line per case and algorithm: naive's time beside ours, all from one interleaved run.
-
-    ``only``: the rows to show, as `identity_of` names them; all of them if not given.
-    """
+def allreduce_table(report: dict[str, Any]) -> str:
+    """A line per case and algorithm: naive's time beside ours, all from one interleaved run."""
     machine, rows = report["machine"], report["rows"]
     naive = {(r["case"], r["world_size"]): r for r in rows if r["algorithm"] == "naive"}
     stack = {(r["case"], r["world_size"]): r for r in rows if r["algorithm"] == "stack"}
@@ -40,7 +35,7 @@ def allreduce_table(
         f"|---|---|---|---|{bar}---|---|---|",
     ]
     for row in rows:
-        if row["algorithm"] in PEERS or (only and identity_of(row) not in only):
+        if row["algorithm"] in PEERS:
             continue
         key = row["case"], row["world_size"]
         base = naive[key]
