@@ -143,7 +143,7 @@ def _draw_bars(axes: Any, rows: Sequence[Row], label: str) -> None:
         [row.all_reduce_s * 1e3 for row in rows],
         color=[_COLORS[row.algorithm] for row in rows],
     )
-    axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8.5)
+    axes.bar_label(bars, fmt="{:,.4g}", padding=3, fontsize=8.5)
     axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set_xlabel(label)
