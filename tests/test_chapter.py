@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ nbformat = pytest.importorskip("nbformat", reason="the chapter needs pip install
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTER = ROOT / "docs" / "chapter.ipynb"
 MAX_CELL_LINES = 35  # of a screen
-MAX_RUN_S = 360
+MAX_RUN_S = 360  # on two cores that have nothing else to do
+MAX_WAIT_S = 1200  # on busy ones
 EXERCISES = 7
 NOTEBOOK = nbformat.read(CHAPTER, as_version=4)
 CODE = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
@@ -109,7 +111,7 @@ def built_engine():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(MAX_RUN_S)
+@pytest.mark.timeout(MAX_WAIT_S)
 @pytest.mark.usefixtures("built_engine")
 def test_it_runs_from_top_to_bottom(images_dir, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
@@ -117,7 +119,11 @@ def test_it_runs_from_top_to_bottom(images_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # nobody's settings
     notebook = nbformat.read(CHAPTER, as_version=4)
     where = {"metadata": {"path": str(CHAPTER.parent)}}
-    nbclient.NotebookClient(notebook, timeout=MAX_RUN_S, resources=where).execute()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    nbclient.NotebookClient(notebook, timeout=MAX_WAIT_S, resources=where).execute()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of the processor, for others may want it, too. One thread computes, and little sleeps.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MAX_RUN_S
     pictures = [
         output
         for cell in notebook.cells
