@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import pyringar
-from pyringar import _native
+from pyringar import _native, tuning
 
 __all__ = ["describe_machine", "num_cores"]
 
@@ -29,6 +29,7 @@ def describe_machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "pyringar": pyringar.__version__,
         "engine": _native.engine().build_info(),
+        "auto_table": tuning.describe(),
     }
 
 

@@ -128,9 +128,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """All tables of a file."""
+    """All tables of a file, and when they were measured; None for the shipped ones."""
 
     entries: tuple[Entry, ...]
+    date: str | None
 
     def find(self, place: str, world_size: int, order: str, device: str | None) -> Choices | None:
         """The choices for the nearest number of ranks there is; None if there are none here."""
@@ -204,9 +205,8 @@ def path() -> Path:
 
 def describe() -> str:
     """Which table ``auto`` follows here."""
-    if _measured() is None:
-        return "the shipped table; `pyringar tune` measures this machine"
-    return f"measured here: {path()}"
+    measured = _measured()
+    return "shipped" if measured is None else f"of `pyringar tune`, {measured.date}"
 
 
 def _measured() -> Table | None:
@@ -264,7 +264,10 @@ def parse_table(content: Any) -> Table:
     tables = content.get("tables")
     if not isinstance(tables, list):
         raise ValueError(f"tables is {tables!r}, expected a list")
-    return Table(tuple(_parse_entry(table) for table in tables))
+    date = content.get("date")
+    if not isinstance(date, (str, type(None))):
+        raise ValueError(f"date is {date!r}, expected text")
+    return Table(tuple(_parse_entry(table) for table in tables), date)
 
 
 def _parse_entry(table: Any) -> Entry:

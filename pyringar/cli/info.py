@@ -135,7 +135,10 @@ def _cache() -> str:
 def _tuning() -> str:
     from pyringar import tuning
 
-    return tuning.describe()
+    table = tuning.describe()
+    if table == "shipped":
+        return "the shipped table; `pyringar tune` measures this machine"
+    return f"the table {table}: {tuning.path()}"
 
 
 def _engine_facts() -> dict[str, Any]:
