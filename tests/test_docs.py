@@ -107,7 +107,16 @@ def test_the_pages_for_users_are_among_those_that_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # thorough: one of its six torchruns aborted at exit once on a busy machine, after printing
+        # what it should ("terminate called without an active exception"); why is not known yet.
+        pytest.param(page, marks=[pytest.mark.thorough] if page.stem == "add-to-ddp" else [])
+        for page in WITH_COMMANDS
+    ],
+    ids=lambda page: page.name,
+)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     check_commands(page, list(commands_of(page)), tmp_path)
 
