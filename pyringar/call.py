@@ -27,7 +27,6 @@ __all__ = [
     "check_plan",
     "check_ring_order",
     "check_timeout",
-    "count_bytes",
     "op_name",
 ]
 
@@ -234,9 +233,3 @@ def check_ring_order(algorithm: str, order: str, others: str) -> None:
             "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "
             f"take order='any', or {others} for rank order"
         )
-
-
-def count_bytes(data: Any) -> int:
-    """Bytes of one tensor or a list of them; what is neither counts nothing."""
-    tensors = data if isinstance(data, (list, tuple)) else (data,)
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -25,7 +25,6 @@ from pyringar.call import (
     check_plan,
     check_ring_order,
     check_timeout,
-    count_bytes,
     op_name,
 )
 from pyringar.errors import ArgumentError, UnsupportedError
@@ -54,10 +53,6 @@ def _make_group(devices: tuple[torch.device, ...], timeout_s: float) -> Any:
             ", ".join(f"cuda:{index}" for index in sorted(set(place) - {-1})),
         )
     return group
-
-
-def _first(data: Any) -> Any:
-    return data[0] if isinstance(data, (list, tuple)) and data else ()
 
 
 class Communicator(EngineCommunicator):
@@ -164,7 +159,7 @@ class Communicator(EngineCommunicator):
         Cost: ``fused`` reads and writes every byte once, ``2 k N`` in all. ``ring`` takes
         ``2 (k - 1)`` steps, each rank sending ``2 (k - 1) / k`` of its bytes.
         """
-        chosen = self._resolve(algorithm, order, tensors)
+        chosen = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
@@ -196,7 +191,7 @@ class Communicator(EngineCommunicator):
 
         Cost: one dispatch for all tensors; nothing is packed or copied.
         """
-        chosen = self._resolve(algorithm, order, lists)
+        chosen = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
@@ -221,7 +216,7 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("reduce_scatter", data=inputs)
+        algorithm = self._resolve_engine("reduce_scatter")
         submitted = self._group.reduce_scatter(outputs, inputs, op_name(op), algorithm, async_op)
         return self._in_flight.add(submitted) if async_op else None
 
@@ -240,7 +235,7 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("all_gather", data=outputs)
+        algorithm = self._resolve_engine("all_gather")
         submitted = self._group.all_gather(outputs, inputs, algorithm, async_op)
         return self._in_flight.add(submitted) if async_op else None
 
@@ -290,7 +285,7 @@ class Communicator(EngineCommunicator):
         Raises:
             ArgumentError, UnsupportedError: As :meth:`all_reduce`.
         """
-        chosen = self._resolve_engine("bind", algorithm, order, tensors)
+        chosen = self._resolve_engine("bind", algorithm, order)
         bound: Callable[[], None] = self._group.bind(tensors, op_name(op), chosen)
         return bound
 
@@ -338,16 +333,15 @@ class Communicator(EngineCommunicator):
         name = None if gpu is None else torch.cuda.get_device_name(gpu)
         return tuning.choices(self._topology.place, self.world_size, order, name)
 
-    def _resolve(self, algorithm: str | None, order: str | None, data: Any = ()) -> str:
-        """The algorithm that a call on ``data`` runs, or the reason why it cannot."""
+    def _resolve(self, algorithm: str | None, order: str | None) -> Any:
+        """The algorithm that a call runs, or the rule by which the engine takes one."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
             check_choice("algorithm", algorithm, ALGORITHMS)
         order = self._order if order is None else check_choice("order", order, ORDERS)
         if algorithm == "auto":
-            choices = self._auto[order]
-            return choices.only or choices.at(count_bytes(_first(data)))[0]
+            return self._auto[order].rule
         check_ring_order(algorithm, order, "'fused' or 'direct'")
         if algorithm == "fused" and not self._topology.is_one_memory:
             raise ArgumentError(
@@ -357,9 +351,9 @@ class Communicator(EngineCommunicator):
         return algorithm
 
     def _resolve_engine(
-        self, what: str, algorithm: str | None = None, order: str | None = None, data: Any = ()
-    ) -> str:
-        chosen = self._resolve(algorithm, order, data)
+        self, what: str, algorithm: str | None = None, order: str | None = None
+    ) -> Any:
+        chosen = self._resolve(algorithm, order)
         if chosen in _PYTHON_ALGORITHMS:
             raise UnsupportedError(
                 f"{what}: algorithm {chosen!r} knows all_reduce and all_reduce_coalesced only; "
@@ -386,7 +380,8 @@ class _Default:
         self._lock = threading.Lock()
         self._group: Any = None
         self._communicators: dict[tuple[torch.device, ...], Communicator] = {}
-        self._choices: dict[int, tuning.Choices] = {}  # of CPU ranks, by their number
+        # What reduces CPU ranks, by their number.
+        self._hosts: dict[int, Communicator | None] = {}
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._close)
@@ -412,13 +407,11 @@ class _Default:
             if any(t.is_cuda for t in tensors):
                 return self._on(tuple(t.device for t in tensors))
         world_size = len(data)
-        choices = self._choices.get(world_size)
-        if choices is None:
-            choices = tuning.choices("host", world_size, "rank")
-            self._choices[world_size] = choices
-        if (choices.only or choices.at(count_bytes(data[0]))[0]) == "fused":
-            return None
-        return self._on((torch.device("cpu"),) * world_size)
+        if world_size not in self._hosts:
+            is_fused = tuning.choices("host", world_size, "rank").rule == "fused"
+            on_host = None if is_fused else self._on((torch.device("cpu"),) * world_size)
+            self._hosts[world_size] = on_host
+        return self._hosts[world_size]
 
     def _on(self, devices: tuple[torch.device, ...]) -> Communicator:
         with self._lock:
@@ -431,6 +424,7 @@ class _Default:
         self._lock = threading.Lock()
         self._group = None
         self._communicators = {}
+        self._hosts = {}
 
     def _close(self) -> None:
         if self._group is not None:

@@ -22,7 +22,6 @@ from pyringar.call import (
     check_plan,
     check_ring_order,
     check_timeout,
-    count_bytes,
     op_name,
 )
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
@@ -209,7 +208,7 @@ class ProcessCommunicator(EngineCommunicator):
         waits per piece, ``(3 - 2 / k) N`` read and ``2 N`` written. GPUs have slots of 16 MiB and
         change over at 256 KiB. Registered tensors: two waits, ``2 k N`` in all.
         """
-        chosen = self._resolve(algorithm, order, tensors)
+        chosen = self._resolve(algorithm, order)
         submitted = self._group.all_reduce(tensors, op_name(op), chosen, async_op)
         return self._in_flight.add(submitted) if async_op else None
 
@@ -330,7 +329,7 @@ class ProcessCommunicator(EngineCommunicator):
             A callable without arguments that reduces ``tensors``; all ranks must call theirs.
         """
         bound: Callable[[], None] = self._group.bind(
-            tensors, op_name(op), self._resolve(algorithm, order, tensors)
+            tensors, op_name(op), self._resolve(algorithm, order)
         )
         return bound
 
@@ -465,8 +464,8 @@ class ProcessCommunicator(EngineCommunicator):
             return ""
         return json.dumps(tuning.choices("processes", self._world_size, "any").rows())
 
-    def _resolve(self, algorithm: str | None, order: str | None, tensors: Any = ()) -> str:
-        """``"direct"`` or ``"ring"``."""
+    def _resolve(self, algorithm: str | None, order: str | None) -> Any:
+        """``"direct"`` or ``"ring"``, or the rule by which the engine takes one."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
@@ -479,8 +478,7 @@ class ProcessCommunicator(EngineCommunicator):
             )
         check_ring_order(algorithm, order, "'direct'")
         if algorithm == "auto":
-            choices = self._auto[order]
-            return choices.only or choices.at(count_bytes(tensors))[0]
+            return self._auto[order].rule
         return algorithm
 
 

@@ -66,20 +66,24 @@ class Choices:
         from_bytes: Ascending, from 0: where the next algorithm begins, in bytes of one rank.
         algorithms: One for each of these.
         whys: Likewise, for people.
-        only: The one algorithm for all sizes; None if there are several.
+        rule: What the engines take for an algorithm: the name of the only one, or
+            ``(name, bytes, name, bytes, name, ...)``, each from so many bytes on.
     """
 
     from_bytes: tuple[int, ...]
     algorithms: tuple[str, ...]
     whys: tuple[str, ...]
-    only: str | None
+    rule: str | tuple[str | int, ...]
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, str, str]]) -> Choices:
         """From ``(from_bytes, algorithm, why)``."""
         from_bytes, algorithms, whys = zip(*rows, strict=True)
-        only = algorithms[0] if len(set(algorithms)) == 1 else None
-        return cls(from_bytes, algorithms, whys, only)
+        rule: tuple[str | int, ...] = (algorithms[0],)
+        for begin, name in zip(from_bytes, algorithms, strict=True):
+            if name != rule[-1]:
+                rule += (begin, name)
+        return cls(from_bytes, algorithms, whys, rule if len(rule) > 1 else algorithms[0])
 
     @classmethod
     def parse(cls, rows: Any, place: str, order: str) -> Choices:

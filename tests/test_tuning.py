@@ -17,7 +17,7 @@ from oracle import assert_bits, expected, inputs
 from ranks import changed_environment, new_name
 
 import pyringar as pr
-from pyringar import communicator, tuner, tuning
+from pyringar import _native, communicator, tuner, tuning
 from pyringar.cli import main
 from pyringar.topology import Topology
 
@@ -58,12 +58,12 @@ def test_the_shipped_table_covers_every_place(place, algorithms, order):
 
 
 def test_the_shipped_table_is_what_documents_say():
-    assert tuning.shipped("host", "any").only == "fused"
-    assert tuning.shipped("gpu", "rank").only == "fused"
-    assert tuning.shipped("gpus", "rank").only == "direct"
-    assert tuning.shipped("mixed", "any").only == "direct"
+    assert tuning.shipped("host", "any").rule == "fused"
+    assert tuning.shipped("gpu", "rank").rule == "fused"
+    assert tuning.shipped("gpus", "rank").rule == "direct"
+    assert tuning.shipped("mixed", "any").rule == "direct"
     between = tuning.shipped("gpus", "any")
-    assert between.only is None
+    assert between.rule == ("direct", 512 * KIB, "ring")
     assert between.at(512 * KIB - 1)[0] == "direct"
     assert between.at(512 * KIB)[0] == "ring"
     with pytest.raises(pr.ArgumentError, match="place is 'moon'"):
@@ -107,6 +107,42 @@ def test_auto_takes_what_the_table_says(install, make_comm):
     assert comm.stats()["fused"]["calls"] == 2
 
 
+@pytest.mark.parametrize("numel", [998, 1000])
+def test_other_collectives_count_one_ranks_whole_buffer(install, make_comm, numel):
+    install(table((0, "fused"), (4000, "direct"), world_size=2))
+    comm = make_comm(2)
+    wholes = inputs(numel, torch.float32, 2)
+    parts = [torch.empty(numel // 2) for _ in range(2)]
+    comm.reduce_scatter(parts, wholes)
+    gathered = [torch.empty(numel) for _ in range(2)]
+    comm.all_gather(gathered, parts)
+    for whole in gathered:
+        assert_bits(whole, expected(wholes, "sum", "fused"), "both")
+    algorithm = "fused" if numel < 1000 else "direct"
+    assert {name: row["calls"] for name, row in comm.stats().items()} == {algorithm: 2}
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("fused", 5), "name, bytes, name"),
+        ((), "name, bytes, name"),
+        (("fused", "5", "ring"), "name, bytes, name"),
+        (("fused", 5, "naive"), "'naive', expected one of fused, direct, ring"),
+        (["fused"], "expected one of fused, direct, ring"),
+    ],
+)
+def test_the_engine_refuses_what_is_no_rule(rule, message):
+    group = _native.engine().Group(2, 5.0)
+    tensors = [torch.ones(3) for _ in range(2)]
+    with pytest.raises(pr.ArgumentError, match=message):
+        group.all_reduce(tensors, "sum", rule, False)
+    with pytest.raises(OverflowError):
+        group.all_reduce(tensors, "sum", ("fused", -1, "ring"), False)
+    assert all((t == 1).all() for t in tensors)
+    group.close()
+
+
 def test_allreduce_follows_the_table(install, monkeypatch):
     install(table((0, "fused"), (4000, "direct"), world_size=None))
     default = communicator._Default()
@@ -117,9 +153,8 @@ def test_allreduce_follows_the_table(install, monkeypatch):
         pr.allreduce(ranks)
         for rank in ranks:
             assert_bits(rank, expected(parts, "sum", "fused"), "allreduce")
-    (large,) = default._communicators.values()
-    assert large.stats()["direct"]["calls"] == 1
-    assert default.group().stats()["fused"]["calls"] == 2
+    (found,) = default._communicators.values()
+    assert {name: row["calls"] for name, row in found.stats().items()} == {"fused": 2, "direct": 1}
     with pytest.raises(pr.ArgumentError, match="empty"):
         pr.allreduce([])
     default._close()
@@ -135,20 +170,20 @@ def test_the_nearest_number_of_ranks_counts(world_size, nearest):
     ]
     content = table((0, "fused")) | {"tables": tables}
     found = tuning.parse_table(content).find("host", world_size, "any", None)
-    assert found.only == "direct"
+    assert found.rule == "direct"
 
 
 def test_other_gpus_count_nothing():
     content = table((0, "ring"), place="gpus", order="any", device="Some GPU")
     parsed = tuning.parse_table(content)
-    assert parsed.find("gpus", 4, "any", "Some GPU").only == "ring"
+    assert parsed.find("gpus", 4, "any", "Some GPU").rule == "ring"
     assert parsed.find("gpus", 4, "any", "Another GPU") is None
     assert parsed.find("gpus", 4, "rank", "Some GPU") is None
 
 
 def test_a_place_without_a_table_has_the_shipped_one(install):
     install(table((0, "direct")))
-    assert tuning.choices("host", 4, "any").only == "direct"
+    assert tuning.choices("host", 4, "any").rule == "direct"
     assert tuning.choices("gpus", 4, "any") == tuning.shipped("gpus", "any")
 
 
@@ -196,10 +231,10 @@ def test_shipped_ignores_what_is_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("PYRINGAR_TUNING")
     tuning.path().write_text(json.dumps(table((0, "direct"))))
-    assert tuning.choices("host", 4, "any").only == "direct"
+    assert tuning.choices("host", 4, "any").rule == "direct"
     assert tuning.describe() == "of `pyringar tune`, 2000-01-01"
     monkeypatch.setenv("PYRINGAR_TUNING", "shipped")
-    assert tuning.choices("host", 4, "any").only == "fused"
+    assert tuning.choices("host", 4, "any").rule == "fused"
     assert tuning.describe() == "shipped"
 
 

@@ -32,9 +32,11 @@ static_assert(static_cast<int>(Algorithm::kFused) == static_cast<int>(cuda::Algo
               static_cast<int>(Algorithm::kDirect) == static_cast<int>(cuda::Algorithm::kDirect) &&
               static_cast<int>(Algorithm::kRing) == static_cast<int>(cuda::Algorithm::kRing));
 
-cuda::Algorithm parse_algorithm(py::handle algorithm) {
-  return parse<cuda::Algorithm>(algorithm, "algorithm", &cuda::algorithm_name,
-                                cuda::kNumAlgorithms);
+AlgorithmChoice parse_algorithm(py::handle algorithm) {
+  constexpr auto name_of = [](Algorithm common) {
+    return cuda::algorithm_name(static_cast<cuda::Algorithm>(common));
+  };
+  return AlgorithmChoice::parse(algorithm, name_of, cuda::kNumAlgorithms);
 }
 
 // The CPU engine's words for a call, as the CUDA engine's.
@@ -222,38 +224,35 @@ py::dict stats_dict(Ranked& ranked) {
   return by_algorithm;
 }
 
-Algorithm to_common(py::handle algorithm) {
-  return static_cast<Algorithm>(parse_algorithm(algorithm));
-}
-
 void bind_group(py::module_& m) {
   py::class_<Ranked>(m, "Group")
       .def(py::init<std::vector<int>, double>(), py::arg("place"), py::arg("timeout_s"))
       .def(
           "all_reduce",
           [](Ranked& self, py::handle tensors, py::handle op, py::handle algorithm, bool async_op) {
-            return self.run(prepare_all_reduce(tensors, parse_op(op), to_common(algorithm),
+            return self.run(prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
                                                self.ranks(), "all_reduce"),
                             async_op);
           })
       .def("all_reduce_coalesced",
            [](Ranked& self, py::handle lists, py::handle op, py::handle algorithm, bool async_op) {
-             return self.run(prepare_all_reduce_coalesced(lists, parse_op(op), to_common(algorithm),
-                                                          self.ranks()),
+             return self.run(prepare_all_reduce_coalesced(lists, parse_op(op),
+                                                          parse_algorithm(algorithm), self.ranks()),
                              async_op);
            })
       .def("reduce_scatter",
            [](Ranked& self, py::handle outputs, py::handle inputs, py::handle op,
               py::handle algorithm, bool async_op) {
              return self.run(prepare_reduce_scatter(outputs, inputs, parse_op(op),
-                                                    to_common(algorithm), self.ranks()),
+                                                    parse_algorithm(algorithm), self.ranks()),
                              async_op);
            })
       .def("all_gather",
            [](Ranked& self, py::handle outputs, py::handle inputs, py::handle algorithm,
               bool async_op) {
              return self.run(
-                 prepare_all_gather(outputs, inputs, to_common(algorithm), self.ranks()), async_op);
+                 prepare_all_gather(outputs, inputs, parse_algorithm(algorithm), self.ranks()),
+                 async_op);
            })
       .def("broadcast",
            [](Ranked& self, py::handle tensors, int root, bool async_op) {
@@ -262,7 +261,7 @@ void bind_group(py::module_& m) {
       .def("bind",
            [](Ranked& self, py::handle tensors, py::handle op, py::handle algorithm) {
              self.group().check_usable();
-             return self.bind(prepare_all_reduce(tensors, parse_op(op), to_common(algorithm),
+             return self.bind(prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
                                                  self.ranks(), "bind"));
            })
       .def("check",

@@ -64,13 +64,10 @@ void append(const py::list& list, PyObject* item) {
 // Collects the tensors of a call, then checks them against each other and lays out pointers.
 class Builder {
  public:
-  Builder(const char* operation, ReduceOp op, Algorithm algorithm, int world_size,
-          const std::vector<int>* devices)
+  Builder(const char* operation, ReduceOp op, int world_size, const std::vector<int>* devices)
       : operation_(operation), world_size_(world_size), devices_(devices), grad_(operation) {
     collective_.operation = operation;
     collective_.op = op;
-    // One rank waits for nobody, and what it has is the result.
-    collective_.algorithm = world_size == 1 ? Algorithm::kFused : algorithm;
     collective_.divisor = op == ReduceOp::kMean ? world_size : 1;
   }
 
@@ -81,6 +78,12 @@ class Builder {
     check_device(views_.back(), place);
     if (is_written) grad_.check(object, place);
     return views_.size() - 1;
+  }
+
+  // Once sizes are known, and before buffers are laid out for one algorithm.
+  void choose(const AlgorithmChoice& choice, std::size_t bytes_per_rank) {
+    // One rank waits for nobody, and what it has is the result.
+    collective_.algorithm = world_size_ == 1 ? Algorithm::kFused : choice.at(bytes_per_rank);
   }
 
   const TensorView& view(std::size_t i) const { return views_[i]; }
@@ -186,18 +189,19 @@ void add_in_place(Builder& builder, void* const* table, const TensorView& view) 
 
 }  // namespace
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, Ranks who,
-                            const char* operation) {
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoice& choice,
+                            Ranks who, const char* operation) {
   Sequence ranks(tensors, operation, "tensors", expected_ranks(who.world_size), "tensor per rank");
   check_some_rank(ranks, operation, "tensors");
   ranks.adopt_arrays();
   const int k = static_cast<int>(ranks.size());
-  Builder builder(operation, op, algorithm, k, who.devices);
+  Builder builder(operation, op, k, who.devices);
   for (int rank = 0; rank < k; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, true);
     builder.check_pair(static_cast<std::size_t>(rank), 0);
   }
   builder.check_all_disjoint();
+  builder.choose(choice, builder.view(0).bytes());
   builder.reserve_pointers(static_cast<std::size_t>(k));
   void* const* table = builder.table_end();
   for (int rank = 0; rank < k; ++rank) {
@@ -207,13 +211,13 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm
   return builder.finish(ranks.items());
 }
 
-Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
+Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, const AlgorithmChoice& choice,
                                       Ranks who) {
   constexpr const char* kOperation = "all_reduce_coalesced";
   const Sequence ranks(lists, kOperation, "lists", expected_ranks(who.world_size), "list per rank");
   check_some_rank(ranks, kOperation, "lists");
   const int k = static_cast<int>(ranks.size());
-  Builder builder(kOperation, op, algorithm, k, who.devices);
+  Builder builder(kOperation, op, k, who.devices);
   py::list written;
   std::vector<Sequence> tensors;
   for (int rank = 0; rank < k; ++rank) {
@@ -230,6 +234,9 @@ Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm a
   }
   builder.check_all_disjoint();
   const auto num_tensors = static_cast<std::size_t>(tensors[0].size());
+  std::size_t bytes_per_rank = 0;
+  for (std::size_t i = 0; i < num_tensors; ++i) bytes_per_rank += builder.view(i).bytes();
+  builder.choose(choice, bytes_per_rank);
   builder.reserve_pointers(num_tensors * static_cast<std::size_t>(k));
   for (std::size_t i = 0; i < num_tensors; ++i) {
     void* const* table = builder.table_end();
@@ -307,19 +314,20 @@ void push_chunks(Builder& builder, const WholeAndChunks& memory, int chunk) {
 }  // namespace
 
 Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                Algorithm algorithm, Ranks who) {
+                                const AlgorithmChoice& choice, Ranks who) {
   constexpr const char* kOperation = "reduce_scatter";
   const int world_size = who.world_size;
   Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
   Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
   out.adopt_arrays();
   in.adopt_arrays();
-  Builder builder(kOperation, op, algorithm, world_size, who.devices);
+  Builder builder(kOperation, op, world_size, who.devices);
   const WholeAndChunks memory = read_whole_and_chunks(builder, in, "inputs", out, "outputs", true);
   const auto k = static_cast<std::size_t>(world_size);
   Collective& collective = builder.collective();
+  builder.choose(choice, memory.numel * item_bytes(memory.dtype));
   if (memory.numel == 0) return builder.finish(out.items(), in.items());
-  if (algorithm == Algorithm::kRing && world_size > 1) {
+  if (collective.algorithm == Algorithm::kRing) {
     builder.reserve_pointers(2 * k);
     void* const* sources = builder.table_end();
     push_all(builder, memory.wholes);
@@ -341,19 +349,21 @@ Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp 
   return builder.finish(out.items(), in.items());
 }
 
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm, Ranks who) {
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, const AlgorithmChoice& choice,
+                            Ranks who) {
   constexpr const char* kOperation = "all_gather";
   const int world_size = who.world_size;
   Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
   Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
   out.adopt_arrays();
   in.adopt_arrays();
-  Builder builder(kOperation, ReduceOp::kSum, algorithm, world_size, who.devices);
+  Builder builder(kOperation, ReduceOp::kSum, world_size, who.devices);
   const WholeAndChunks memory = read_whole_and_chunks(builder, out, "outputs", in, "inputs", false);
   const auto k = static_cast<std::size_t>(world_size);
   Collective& collective = builder.collective();
+  builder.choose(choice, memory.numel * item_bytes(memory.dtype));
   if (memory.numel == 0) return builder.finish(out.items(), in.items());
-  if (algorithm == Algorithm::kRing && world_size > 1) {
+  if (collective.algorithm == Algorithm::kRing) {
     builder.reserve_pointers(2 * k);
     void* const* sources = builder.table_end();
     push_all(builder, memory.chunks);
@@ -384,7 +394,7 @@ Prepared prepare_broadcast(py::handle tensors, int root, Ranks who) {
          world_size - 1);
   }
   ranks.adopt_arrays();
-  Builder builder(kOperation, ReduceOp::kSum, Algorithm::kFused, world_size, who.devices);
+  Builder builder(kOperation, ReduceOp::kSum, world_size, who.devices);
   py::list written;
   for (int rank = 0; rank < world_size; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, rank != root);

@@ -9,6 +9,7 @@
 
 #include <pybind11/pytypes.h>
 
+#include "bindings/choice.h"
 #include "cpu/group.h"
 
 namespace pyringar {
@@ -31,13 +32,15 @@ struct Ranks {
   const std::vector<int>* devices = nullptr;
 };
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, Ranks ranks,
-                            const char* operation);
-Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
+using AlgorithmChoice = Choice<Algorithm>;
+
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoice& choice,
+                            Ranks ranks, const char* operation);
+Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, const AlgorithmChoice& choice,
                                       Ranks ranks);
 Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                Algorithm algorithm, Ranks ranks);
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
+                                const AlgorithmChoice& choice, Ranks ranks);
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, const AlgorithmChoice& choice,
                             Ranks ranks);
 Prepared prepare_broadcast(py::handle tensors, int root, Ranks ranks);
 

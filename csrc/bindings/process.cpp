@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "bindings/choice.h"
 #include "bindings/convert.h"
 #include "bindings/process_prepare.h"
 #include "core/error.h"
@@ -30,9 +31,9 @@ struct GroupDeleter {
 };
 using GroupPtr = std::shared_ptr<ProcessGroup>;
 
-bool parse_ring(py::handle algorithm) {
+bool parse_ring(py::handle algorithm, std::size_t nbytes) {
   if (algorithm.is_none()) return false;
-  return parse<int>(algorithm, "algorithm", &wish_name, 2) == 1;
+  return Choice<int>::parse(algorithm, &wish_name, 2).at(nbytes) == 1;
 }
 
 void run(ProcessGroup& group, const ProcessCall& call) {
@@ -95,10 +96,9 @@ struct Calls {
   }
   static PreparedCall prepare_all_reduce(ProcessGroup& group, py::handle tensors, py::handle op,
                                          py::handle algorithm, const char* operation) {
-    const bool wants_ring = parse_ring(algorithm);
     PreparedCall prepared =
         prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
-    prepared.call.wants_ring = wants_ring;
+    prepared.call.wants_ring = parse_ring(algorithm, prepared.call.bytes());
     group.find_registered(prepared.call);
     return prepared;
   }
@@ -184,7 +184,7 @@ void bind_process_group(py::module_& m) {
            [](const ProcessGroup& group, std::size_t nbytes, py::handle dtype,
               py::handle algorithm) {
              const auto parsed = parse<DType>(dtype, "dtype", &dtype_name, kNumDTypes);
-             return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm)));
+             return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm, nbytes)));
            })
       .def("stats", &stats_dict)
       .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next,
