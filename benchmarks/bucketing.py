@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.allreduce import naive
 from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
-from benchmarks.timing import Timing, torch_threads
+from benchmarks.timing import Timing, torch_threads, turns
 
 Params = list[list[Tensor]]
 
@@ -216,17 +216,16 @@ def check(candidates: dict[tuple[str, float | None], Candidate]) -> dict[object,
 
 
 def run_in_turns(candidates: list[Candidate], rounds: int, budget_s: float) -> None:
-    """Every round runs each candidate once, beginning with another one each time."""
+    """Every round runs each candidate once."""
     for candidate in candidates:
         candidate.step()
         for times in (candidate.steps_s, candidate.comm_s, candidate.exposed_s):
             times.clear()
     start = time.perf_counter()
-    for number in range(rounds):
+    for number, order in enumerate(turns(candidates, rounds)):
         if number >= 5 and time.perf_counter() - start > budget_s:
             return
-        shift = number % len(candidates)
-        for candidate in candidates[shift:] + candidates[:shift]:
+        for candidate in order:
             candidate.step()
 
 

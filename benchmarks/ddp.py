@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
 from benchmarks.report.text import format_us
-from benchmarks.timing import Timing, torch_threads
+from benchmarks.timing import Timing, torch_threads, turns
 from benchmarks.workers import receive
 
 CANDIDATES = ("bare", "gloo", "ringar")
@@ -112,9 +112,8 @@ def work(
             gradients(models["gloo"]), gradients(models["ringar"]), rtol=1e-3, atol=1e-5
         )
         samples: dict[str, list[float]] = {candidate: [] for candidate in CANDIDATES}
-        for round_number in range(rounds):
-            for turn in range(len(CANDIDATES)):
-                candidate = CANDIDATES[(round_number + turn) % len(CANDIDATES)]
+        for order in turns(CANDIDATES, rounds):
+            for candidate in order:
                 step(models[candidate], x)
                 dist.barrier(group=ours)
                 start = time.perf_counter()

@@ -35,7 +35,7 @@ from benchmarks.allreduce import format_size
 from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
 from benchmarks.report.text import format_us
-from benchmarks.timing import Timing
+from benchmarks.timing import Timing, turns
 from benchmarks.timing_cuda import Place
 from benchmarks.workers import receive
 
@@ -160,16 +160,15 @@ class Worker:
         right += [self.is_right(own, lambda: self.comm.all_reduce(own, order="rank"), True), 1.0]
         right = self.slowest(right, dist.ReduceOp.MIN)
         repeats = max(1, min(50, 2**24 // size_bytes))
-        samples: list[list[float]] = [[] for _ in calls]
-        for number in range(rounds):
-            for turn in range(len(calls)):
-                at = (number + turn) % len(calls)
-                one = list(calls.values())[at]
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for order in turns(calls, rounds):
+            for name in order:
+                one = calls[name]
                 self.place.device_s(one, 1 + repeats // 4)
                 self.place.synchronize()
                 dist.barrier() if self.device == "cpu" else self.comm.barrier()
-                samples[at].append(self.place.device_s(one, repeats))
-        timings = [Timing.of(self.slowest(s, dist.ReduceOp.MAX), repeats) for s in samples]
+                samples[name].append(self.place.device_s(one, repeats))
+        timings = [Timing.of(self.slowest(s, dist.ReduceOp.MAX), repeats) for s in samples.values()]
         return [
             Row(
                 case=format_size(size_bytes),

@@ -39,7 +39,7 @@ from benchmarks.allreduce import UNITS, expected, format_size
 from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
 from benchmarks.report.text import format_us
-from benchmarks.timing import Timing, torch_threads
+from benchmarks.timing import Timing, torch_threads, turns
 from benchmarks.workers import receive
 
 KIB, MIB = UNITS["KiB"], UNITS["MiB"]
@@ -226,17 +226,19 @@ class Worker:
         """Check every candidate, then time all of them in turns."""
         correct = [float(self.is_correct(case, name)) for name in case.candidates]
         correct = self.over_ranks(correct, "min")
-        kept = [self.tensors(case, name) for name in case.candidates]
-        functions = [self.function(n, t) for n, t in zip(case.candidates, kept, strict=True)]
+        shared = self.tensors(case, "checked")  # pages of their own would be luck of their own
+        functions = [
+            self.function(name, self.tensors(case, name) if name == "registered" else shared)
+            for name in case.candidates
+        ]
         calls = [self.calls_per_round(case, function) for function in functions]
         samples: list[list[float]] = [[] for _ in functions]
         start = time.perf_counter()
-        for round_number in range(rounds):
+        for round_number, order in enumerate(turns(range(len(functions)), rounds)):
             spent = self.over_ranks([time.perf_counter() - start], "max")[0]
             if spent > budget_s and (round_number >= 5 or spent > MOST_S):
                 break
-            for turn in range(len(functions)):
-                i = (round_number + turn) % len(functions)
+            for i in order:
                 if not case.idle_s:
                     self.time_calls(functions[i], 1 + calls[i] // 4, 0.0)
                 samples[i].append(self.time_calls(functions[i], calls[i], case.idle_s))

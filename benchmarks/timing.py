@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-__all__ = ["SETTLE_S", "Timing", "interleaved", "torch_threads"]
+__all__ = ["SETTLE_S", "Timing", "interleaved", "torch_threads", "turns"]
+
+_Candidate = TypeVar("_Candidate")
 
 SETTLE_S = 0.02
 
@@ -61,6 +65,18 @@ def torch_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def turns(candidates: Iterable[_Candidate], rounds: int) -> Iterator[list[_Candidate]]:
+    """The order of every round: drawn anew, and the same draws in every process.
+
+    Whoever always came after the same one would always find the caches as that one leaves them.
+    """
+    draw = random.Random(0)
+    order = list(candidates)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        yield list(order)
+
+
 def interleaved(
     candidates: Mapping[str, Callable[[], object]],
     *,
@@ -71,10 +87,10 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Time functions against each other in one run.
 
-    Every round calls each candidate once, a call being as many repetitions as fill ``round_s``,
-    and starts with another one each time. Before each, the process sleeps for ``settle_s`` and the
-    candidate warms up: OpenMP's threads spin for milliseconds after the last parallel loop, and
-    would otherwise take a core from whoever comes next.
+    Every round calls each candidate once, a call being as many repetitions as fill ``round_s``.
+    Before each, the process sleeps for ``settle_s`` and the candidate warms up: OpenMP's threads
+    spin for milliseconds after the last parallel loop, and would otherwise take a core from whoever
+    comes next.
 
     Args:
         candidates: Name to function without arguments.
@@ -84,18 +100,16 @@ def interleaved(
         budget_s: Time after which no further round begins.
     """
     repeats = {name: _repeats(function, round_s) for name, function in candidates.items()}
-    names = list(candidates)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     start = time.perf_counter()
-    for round_number in range(rounds):
+    for round_number, names in enumerate(turns(candidates, rounds)):
         if round_number >= 5 and time.perf_counter() - start > budget_s:
             break
-        shift = round_number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in names:
             time.sleep(settle_s)
             _time(candidates[name], 1 + repeats[name] // 4)
             samples[name].append(_time(candidates[name], repeats[name]))
-    return {name: Timing.of(samples[name], repeats[name]) for name in names}
+    return {name: Timing.of(samples[name], repeats[name]) for name in candidates}
 
 
 def _time(function: Callable[[], object], repeats: int) -> float:

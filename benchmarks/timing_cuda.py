@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.timing import Timing
+from benchmarks.timing import Timing, turns
 
 __all__ = ["ROTATED_BYTES", "Measure", "Place", "interleaved"]
 
@@ -84,14 +84,12 @@ def interleaved(
     for name, function in candidates.items():
         measure(function, 3)
         repeats[name] = min(MOST_REPEATS, max(1, round(round_s / max(measure(function, 3), 1e-7))))
-    names = list(candidates)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     begin = time.perf_counter()
-    for number in range(rounds):
+    for number, names in enumerate(turns(candidates, rounds)):
         if number >= 5 and time.perf_counter() - begin > budget_s:
             break
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in names:
             measure(candidates[name], 1 + repeats[name] // 4)
             samples[name].append(measure(candidates[name], repeats[name]))
-    return {name: Timing.of(samples[name], repeats[name]) for name in names}
+    return {name: Timing.of(samples[name], repeats[name]) for name in candidates}

@@ -39,7 +39,7 @@ from benchmarks.allreduce import naive
 from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
 from benchmarks.report.text import format_us
-from benchmarks.timing import Timing, torch_threads
+from benchmarks.timing import Timing, torch_threads, turns
 from pyringar.trace import Trace
 from pyringar.train import ImageData, TrainConfig, Trainer, lenet, lenet_params
 from pyringar.train.data import batches
@@ -271,15 +271,13 @@ def check(candidates: dict[str, Any]) -> dict[str, bool]:
 
 
 def run_in_turns(candidates: dict[str, Any], options: Options) -> dict[str, list[float]]:
-    """Seconds of epochs; every round begins with another candidate."""
-    names = list(candidates)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    """Seconds of epochs, one of each candidate in every round."""
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     start = time.perf_counter()
-    for number in range(options.rounds):
+    for number, names in enumerate(turns(candidates, options.rounds)):
         if number >= 5 and time.perf_counter() - start > options.budget_s:
             break
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in names:
             samples[name].append(candidates[name].epoch_s())
     return samples
 

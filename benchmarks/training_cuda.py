@@ -34,6 +34,7 @@ import pyringar as pr
 from benchmarks.allreduce_cuda import Goal, describe_gpu, format_goal
 from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
+from benchmarks.timing import turns
 from benchmarks.timing_cuda import Place, interleaved
 from pyringar.train import EpochResult, ImageData, TrainConfig, Trainer, train_batch
 from pyringar.train.models import build_model
@@ -133,11 +134,10 @@ def run_epochs(
             )
             trainers.append(stack.enter_context(Trainer(config, data)))
         begin = time.perf_counter()
-        for number in range(1 + rounds):
+        for number, order in enumerate(turns(range(len(chosen)), 1 + rounds)):
             if number > 2 and time.perf_counter() - begin > budget_s:
                 break
-            for turn in range(len(chosen)):
-                at = (turn + number) % len(chosen)
+            for at in order:
                 epochs[at] += trainers[at].run().epochs
     rows: dict[tuple[str, int], EpochRow] = {}
     for case, found in zip(chosen, epochs, strict=True):

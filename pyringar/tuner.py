@@ -7,6 +7,7 @@ import functools
 import json
 import multiprocessing
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,10 +176,11 @@ def _quartiles(calls: Mapping[str, Call], rounds: int, who: _Alone | _Together) 
         _time(calls[name], 1, who)
         (once_s,) = who.slowest([_time(calls[name], 1, who)])
         counts[name] = max(1, min(_MOST_CALLS, round(_LEAST_S / once_s)))
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    draw = random.Random(0)  # on all ranks alike
+    for _ in range(rounds):
+        draw.shuffle(names)  # who always came after the same one would find its caches
+        for name in names:
             _time(calls[name], 1 + counts[name] // 4, who)  # what ran before has the caches
             samples[name].append(_time(calls[name], counts[name], who))
     return {
