@@ -91,7 +91,7 @@ def plan_processes(effort: str) -> Plan:
     if effort == "full":
         sizes = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
         cases = processes.report_cases(sizes, (2, 4)) + processes.readme_cases()
-        effort_s, rounds, budget_s = 300.0, 31, 6.0
+        effort_s, rounds, budget_s = 220.0, 61, 8.0
     elif effort == "quick":
         cases = processes.report_cases((4 * KIB, MIB, 16 * MIB), (2, 4))
         effort_s, rounds, budget_s = 45.0, 7, 1.0

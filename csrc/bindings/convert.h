@@ -27,18 +27,25 @@ inline std::chrono::nanoseconds to_nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
 }
 
-// The value whose name Python passed; names[i] belongs to value i.
 template <typename Enum>
-Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
+[[noreturn]] void fail_unknown(py::handle given, const char* argument, const char* (*name_of)(Enum),
+                               int count) {
   std::string choices;
-  const char* text = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8(given.ptr()) : nullptr;
   for (int i = 0; i < count; ++i) {
-    const char* name = name_of(static_cast<Enum>(i));
-    if (text != nullptr && std::strcmp(text, name) == 0) return static_cast<Enum>(i);
-    choices += join(i == 0 ? "" : ", ", name);
+    choices += join(i == 0 ? "" : ", ", name_of(static_cast<Enum>(i)));
   }
   const std::string value = py::repr(given);
   fail(ErrorKind::kArgument, argument, " is ", value, ", expected one of ", choices);
+}
+
+// The value whose name Python passed; names[i] belongs to value i.
+template <typename Enum>
+Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
+  const char* text = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8(given.ptr()) : nullptr;
+  for (int i = 0; text != nullptr && i < count; ++i) {
+    if (std::strcmp(text, name_of(static_cast<Enum>(i))) == 0) return static_cast<Enum>(i);
+  }
+  fail_unknown(given, argument, name_of, count);
 }
 
 inline ReduceOp parse_op(py::handle op) {
