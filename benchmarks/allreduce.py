@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import pyringar as pr
-from pyringar import reference
+from pyringar import reference, tuning
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,6 +41,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 PEERS = ("naive", "stack")  # not ours: plain torch
+UNNAMED = ("auto", "coalesced", "bound")
 LENET = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]
 
 
@@ -83,6 +84,7 @@ class Row:
     ratio_of_minima: float
     correct: bool
     rounds: int
+    takes: str | None  # the algorithm, where none was named
 
 
 def resnet18_shapes() -> list[tuple[int, ...]]:
@@ -197,6 +199,7 @@ def run_case(case: Case, rounds: int, budget_s: float, settle_s: float = SETTLE_
             settle_s=settle_s,
         )
     rows = []
+    taken, _ = tuning.choices("host", case.world_size, "any").at(case.size_bytes)
     for name in case.candidates:
         timing = timings[name]
         algbw = case.size_bytes / timing.median_s / 1e9
@@ -217,6 +220,7 @@ def run_case(case: Case, rounds: int, budget_s: float, settle_s: float = SETTLE_
                 ratio_of_minima=timings["naive"].min_s / timing.min_s,
                 correct=correct[name],
                 rounds=timing.rounds,
+                takes=taken if name in UNNAMED else None,
             )
         )
     return rows

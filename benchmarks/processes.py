@@ -32,6 +32,7 @@ from torch import Tensor
 
 import pyringar as pr
 import pyringar.distributed  # registers the backend
+from pyringar import tuning
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,6 +46,7 @@ from benchmarks.workers import receive
 KIB, MIB = UNITS["KiB"], UNITS["MiB"]
 MOST_S = 60.0  # of a case on a machine so busy that not even five rounds fit
 ALGORITHMS = ("direct", "ring")  # asked for by name; "checked" is what auto takes
+UNNAMED = ("bound", "checked", "coalesced")
 OURS = ("bound", "checked", "registered", "coalesced", "backend", *ALGORITHMS)
 
 
@@ -82,6 +84,7 @@ class Row:
     limit_share: float | None
     correct: bool
     rounds: int
+    takes: str | None  # the algorithm, where none was named
 
 
 def flat(size_bytes: int, k: int, *candidates: str, awake: bool = False) -> Case:
@@ -260,6 +263,7 @@ class Worker:
         # The yardstick of lists is gloo's better way.
         gloo_s = min((s for n, s in medians.items() if n.startswith("gloo")), default=None)
         limit_s = medians.get("limit")
+        taken, _ = tuning.choices("processes", case.world_size, "any").at(case.size_bytes)
         return [
             Row(
                 case=case.name,
@@ -271,6 +275,7 @@ class Worker:
                 limit_share=limit_s / medians[name] if limit_s else None,
                 correct=bool(right),
                 rounds=timings[name].rounds,
+                takes=taken if name in UNNAMED else None,
             )
             for name, right in zip(case.candidates, correct, strict=True)
         ]

@@ -259,7 +259,8 @@ def _run_rank(
                 if rank == 0:
                     sender.send(seconds)
     except RingarError as error:
-        sender.send(f"rank {rank}: {type(error).__name__}: {error}")
+        with contextlib.suppress(BrokenPipeError):  # who asked is gone, which may be why
+            sender.send(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -210,7 +210,19 @@ def test_auto_is_flagged_above_a_tenth(auto_us: float, is_far: bool) -> None:
     assert row.best == "fused"
     assert row.ratio == pytest.approx(auto_us / 50)
     assert row.is_far is is_far
+    assert not row.took_another
     assert ("**!** |" in summary.auto_table(found)) is is_far
+
+
+@pytest.mark.parametrize(("takes", "others"), [("fused", 0), ("ring", 1), (None, 0)])
+def test_the_report_says_when_auto_took_another_algorithm(takes: str | None, others: int) -> None:
+    found = timed(("naive", "fused", "ring", "auto"), (90.0, 50.0, 70.0, 71.0))
+    found["allreduce"]["rows"][-1]["takes"] = takes
+    (row,) = summary.auto_rows(found)
+    assert (row.takes, row.took_another) == (takes, bool(others))
+    text = summary.auto_table(found)
+    assert f"in {others} of these it had taken another" in text
+    assert (f"| `{takes}` | `fused` |" in text) is (takes is not None)
 
 
 def test_what_lies_in_the_noise_of_both_is_called_so() -> None:

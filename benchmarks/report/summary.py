@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class AutoRow:
     case: str
     world_size: int
     auto: Times
+    takes: str | None  # what auto took; None in results that do not say
     best: str
     best_times: Times
 
@@ -48,6 +49,11 @@ class AutoRow:
         return low is not None and high is not None and low <= high
 
     @property
+    def took_another(self) -> bool:
+        """Whether auto chose wrongly; with the same algorithm a difference is the machine's."""
+        return self.takes not in (None, self.best)
+
+    @property
     def mark(self) -> str:
         """What stands behind the ratio."""
         if not self.is_far:
@@ -60,13 +66,14 @@ def auto_rows(sections: Sections) -> list[AutoRow]:
     found = []
     for section, names in AUTO.items():
         for (case, k), rows in _cases(sections, section):
-            autos = [times_of(rows[name]) for name in names if name in rows]
+            autos = [rows[name] for name in names if name in rows]
             named = {name: times_of(rows[name]) for name in NAMED if name in rows}
             if section == "processes":
                 named.pop("naive", None)
             if autos and set(named) - {"naive"}:
                 best = min(named, key=lambda name: named[name].median_s)
-                found.append(AutoRow(section, case, k, autos[0], best, named[best]))
+                auto, takes = times_of(autos[0]), autos[0].get("takes")
+                found.append(AutoRow(section, case, k, auto, takes, best, named[best]))
     return found
 
 
@@ -92,19 +99,25 @@ def auto_table(sections: Sections) -> str:
     table = f"`auto` followed the table {' and the one '.join(sorted(tables))}. " if tables else ""
     intro = (
         f"{table}`auto` took more than {FAR:.2f} times the best algorithm's time in {len(far)} of "
-        f"{len(rows)} cases, marked with **!**. On ranks that are lists of one process `naive` "
+        f"{len(rows)} cases, marked with **!**; in {_others(far)} of these it had taken another "
+        "algorithm than that. On ranks that are lists of one process `naive` "
         "counts as an algorithm. In the noise: the quartiles of both overlap."
     )
     cells = [
         [
             *(row.section, row.case, row.world_size, format_us(row.auto.median_s * 1e6)),
+            f"`{row.takes}`" if row.takes else "",
             *(f"`{row.best}`", format_us(row.best_times.median_s * 1e6)),
             f"{row.ratio:.2f}{row.mark}",
         ]
         for row in rows
     ]
-    columns = ("benchmark", "per rank", "ranks", "auto", "best", "its time", "auto / best")
+    columns = "benchmark", "per rank", "ranks", "auto", "takes", "best", "its time", "auto / best"
     return f"{intro}\n\n{markdown_table(columns, cells)}"
+
+
+def _others(rows: Sequence[AutoRow]) -> int:
+    return sum(row.took_another for row in rows)
 
 
 def summary_lines(sections: Sections) -> list[str]:
@@ -157,7 +170,8 @@ def _auto(sections: Sections) -> Iterator[str]:
         worst = max(clear or rows, key=lambda row: row.ratio)
         yield (
             f"`auto` is more than {FAR - 1:.0%} behind the best algorithm in {len(far)} of "
-            f"{len(rows)} cases, beyond the noise in {len(clear)}; at worst {worst.ratio:.2f} "
+            f"{len(rows)} cases, beyond the noise in {len(clear)}, by having taken another one in "
+            f"{_others(far)}; at worst {worst.ratio:.2f} "
             f"times ({worst.section}, {worst.case}, "
             f"{worst.world_size} ranks, where `{worst.best}` is best)."
         )
