@@ -170,10 +170,9 @@ def _auto(sections: Sections) -> Iterator[str]:
         worst = max(clear or rows, key=lambda row: row.ratio)
         yield (
             f"`auto` is more than {FAR - 1:.0%} behind the best algorithm in {len(far)} of "
-            f"{len(rows)} cases, beyond the noise in {len(clear)}, by having taken another one in "
-            f"{_others(far)}; at worst {worst.ratio:.2f} "
-            f"times ({worst.section}, {worst.case}, "
-            f"{worst.world_size} ranks, where `{worst.best}` is best)."
+            f"{len(rows)} cases, in {len(clear)} of them beyond the noise, in {_others(far)} "
+            f"because it took another one; at worst {worst.ratio:.2f} times ({worst.section}, "
+            f"{worst.case}, {worst.world_size} ranks, where `{worst.best}` is best)."
         )
 
 
