@@ -12,6 +12,7 @@
 #include "bindings/convert.h"
 #include "bindings/process_prepare.h"
 #include "core/error.h"
+#include "cpu/os_memory.h"
 #include "cpu/process_group.h"
 
 namespace pyringar {
@@ -159,6 +160,7 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("address", [](const SharedMemory& memory) {
         return reinterpret_cast<std::uintptr_t>(memory.data());
       });
+  m.def("memory_left_bytes", &memory_left_bytes, py::arg("root") = "");  // tests have other roots
   m.def("create_segment", &create_segment);
   m.def("open_segment", &open_segment);
   m.def("process_id", [] {

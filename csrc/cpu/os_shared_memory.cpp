@@ -13,10 +13,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 #include "core/error.h"
+#include "cpu/os_memory.h"
 
 namespace pyringar {
 
@@ -50,11 +50,15 @@ class Descriptor {
 };
 
 [[noreturn]] void fail_with(int error, const char* purpose, std::size_t bytes, const char* what) {
-  fail(ErrorKind::kState, "cannot ", what, " ", bytes, " bytes of shared memory for ", purpose,
-       ": ", std::strerror(error),
-       error == ENOMEM || error == ENOSPC || error == EFBIG
-           ? ". The limit is the memory of this machine or container (or `ulimit -f`)"
-           : "");
+  fail(
+      ErrorKind::kState, "cannot ", what, " ", bytes, " bytes of shared memory for ", purpose, ": ",
+      std::strerror(error),
+      error == ENOMEM || error == ENOSPC || error == EFBIG
+          ? join(
+                ". The limit is the memory of this machine or of a cgroup (a container, a job), of "
+                "which ",
+                memory_left_bytes(), " bytes are left (or `ulimit -f`)")
+          : "");
 }
 
 std::byte* map(int fd, std::size_t bytes, const char* purpose) {
@@ -63,25 +67,21 @@ std::byte* map(int fd, std::size_t bytes, const char* purpose) {
   return static_cast<std::byte*>(data);
 }
 
-// Of this machine, or of the container if that is less.
-std::size_t memory_bytes() {
-  auto least = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
-               static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  for (const char* path :
-       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    std::size_t limit = 0;  // the file may say "max", which is no number
-    if (std::ifstream(path) >> limit && limit > 0) least = std::min(least, limit);
-  }
-  return least;
+// Whether so many bytes fit, and what the kernel needs to keep track of them: page tables, and the
+// tree of a file's pages.
+bool fits(std::size_t bytes) {
+  const std::size_t left = memory_left_bytes();
+  return bytes <= left && bytes / 128 <= left - bytes;
 }
 
 // An errno, or 0. The kernel would look for pages until it has to kill somebody, so what cannot fit
-// is not asked for. A signal ends a search and undoes it: little by little, so that there is
-// progress between any two.
+// is not asked for; others take memory meanwhile, so that is looked at again and again. A signal
+// ends a search and undoes it: little by little, so that there is progress between any two.
 int find_pages(int fd, std::size_t bytes) {
   constexpr std::size_t kStep = std::size_t{2} << 20;
-  if (bytes > memory_bytes()) return ENOMEM;
+  constexpr std::size_t kStepsPerLook = 32;
   for (std::size_t at = 0; at < bytes;) {
+    if (at % (kStepsPerLook * kStep) == 0 && !fits(bytes - at)) return ENOMEM;
     const std::size_t step = std::min(kStep, bytes - at);
     const int error = posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(step));
     if (error == EINTR) continue;

@@ -1,0 +1,155 @@
+"""Is memory that a cgroup will not give refused, before the kernel kills somebody for it?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyringar as pr
+from pyringar import _native
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+
+MIB = 2**20
+V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"
+V2_MOUNT = "30 23 0:27 {root} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate"
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """``machine(mounts, cgroup, limits)``: bytes left in a tree with these files.
+
+    ``limits``: by folder below / and in MiB, (limit or None, used, cache of files).
+    """
+
+    def left(mounts: list[str], cgroup: str, limits: dict[str, tuple], is_v2: bool) -> int:
+        own = tmp_path / "proc/self"
+        own.mkdir(parents=True)
+        (tmp_path / "proc/meminfo").write_text(
+            f"MemTotal: {9000 * 1024} kB\nMemAvailable:  {7000 * 1024} kB\n"
+            f"SwapTotal: 0 kB\nSwapFree: {1000 * 1024} kB\n"
+        )
+        (own / "mountinfo").write_text("".join(f"{line}\n" for line in mounts))
+        (own / "cgroup").write_text(cgroup)
+        names = ("memory.max", "memory.current", "") if is_v2 else None
+        names = names or ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        for folder, (limit, used, cache) in limits.items():
+            path = tmp_path / folder.strip("/")
+            path.mkdir(parents=True, exist_ok=True)
+            unlimited = "max" if is_v2 else str(2**63 - 4096)
+            (path / names[0]).write_text(f"{unlimited if limit is None else limit * MIB}\n")
+            (path / names[1]).write_text(f"{used * MIB}\n")
+            files = f"{names[2]}inactive_file {cache * MIB // 2}\n"
+            files += f"{names[2]}active_file {cache * MIB // 2}\n"
+            (path / "memory.stat").write_text(f"anon 12345\ninactive_file 0\n{files}shmem 77\n")
+        return _native.engine().memory_left_bytes(str(tmp_path))
+
+    return left
+
+
+def test_without_cgroups_it_is_the_machines_memory(machine):
+    assert machine([], "", {}, True) == 8000 * MIB
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        ({"": (None, 9, 0), "/job": (None, 9, 0), "/job/step:0": (600, 100, 0)}, 500),
+        ({"/job": (600, 500, 0), "/job/step:0": (None, 1, 0)}, 100),
+        ({"": (300, 10, 0), "/job": (600, 500, 0), "/job/step:0": (400, 1, 0)}, 100),
+        ({"": (300, 290, 0), "/job": (600, 10, 0), "/job/step:0": (400, 1, 0)}, 10),
+        ({"/job/step:0": (600, 500, 300)}, 400),
+        ({"/job/step:0": (600, 700, 0)}, 0),
+        ({"/job/step:0": (0, 0, 0)}, 0),
+        ({"/job/step:0": (600, 20, 300)}, 600),
+        ({"/other": (1, 0, 0)}, 8000),
+    ],
+)
+@pytest.mark.parametrize("version", ["v1", "v2", "hybrid"])
+def test_every_cgroup_above_the_process_counts(machine, version, limits, left):
+    is_v2 = version == "v2"
+    mounts = [(V2_MOUNT if is_v2 else V1_MOUNT).format(root="/")]
+    cgroup = "0::/job/step:0\n"
+    if not is_v2:
+        cgroup = "7:cpu,cpuacct:/other\n4:hugetlb,memory:/job/step:0\n1:name=systemd:/other\n"
+    if version == "hybrid":
+        cgroup += "0::/other\n"
+        mounts.append("41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw")
+    base = "/sys/fs/cgroup" + ("" if is_v2 else "/memory")
+    assert machine(mounts, cgroup, {base + f: v for f, v in limits.items()}, is_v2) == left * MIB
+
+
+@pytest.mark.parametrize(
+    ("root", "cgroup", "left"),
+    [
+        ("/docker/abc", "/docker/abc/step", 200),  # the host's namespace, a part of it mounted
+        ("/docker/abc", "/docker/abc", 300),
+        ("/docker/abc", "/docker/abcdef/step", 300),
+        ("/", "/../../elsewhere", 300),  # moved out of its namespace
+        ("/", "/", 300),
+        ("/", "/gone/step", 300),
+    ],
+)
+def test_a_container_sees_a_part_of_the_hierarchy(machine, root, cgroup, left):
+    limits = {"/sys/fs/cgroup": (300, 0, 0), "/sys/fs/cgroup/step": (200, 0, 0)}
+    assert machine([V2_MOUNT.format(root=root)], f"0::{cgroup}\n", limits, True) == left * MIB
+
+
+def test_what_does_not_fit_is_an_error_that_says_what_is_left():
+    left = _native.engine().memory_left_bytes()
+    with pytest.raises(pr.RingarError, match=r"cannot allocate .* of which [0-9]+ bytes are left"):
+        pr.shared_empty(left, torch.uint8)  # and nothing for page tables
+
+
+IN_A_CGROUP = """
+import os, sys, torch
+import pyringar as pr
+from pyringar import _native
+_native.engine()
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+held = pr.shared_empty(int(sys.argv[2]), torch.uint8)
+try:
+    pr.shared_empty(int(sys.argv[3]), torch.uint8)
+except pr.RingarError as error:
+    print(len(held), error)
+"""
+
+
+@contextlib.contextmanager
+def own_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """A cgroup of this test's, below the one that this process is in."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    name = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"
+    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"pyringar-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        if not (folder / name).exists():
+            pytest.skip("cgroups here do not limit memory")
+        (folder / name).write_text(str(limit_bytes))
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_above_a_limit_of_a_real_cgroup_nobody_is_killed():
+    with own_cgroup(300 * MIB) as folder:
+        sizes = [str(100 * MIB), str(250 * MIB)]  # each fits, both do not
+        done = subprocess.run(
+            [sys.executable, "-c", IN_A_CGROUP, str(folder), *sizes],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{100 * MIB} cannot allocate {250 * MIB} bytes" in done.stdout
