@@ -18,14 +18,16 @@ Layout of the cache, everything in it written under a lock and put in place by a
 
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
 import json
 import logging
 import os
 import platform
 import shutil
-import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +37,14 @@ from typing import Any
 
 from pyringar import _toolchain as tools
 from pyringar._compile import CPU, CUDA, EngineKind, Plan, Recipe, compile_into, plan_build
+from pyringar._files import (
+    NotPrivateError,
+    make_private_dir,
+    open_for_owner,
+    open_private,
+    private_path,
+    read_json,
+)
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 __all__ = [
@@ -47,6 +57,7 @@ __all__ = [
     "cache_dir",
     "ensure_engine",
     "find_engine",
+    "open_engine",
     "prebuild",
 ]
 
@@ -54,7 +65,11 @@ LOCK_NOTICE_S = 3.0
 # Kernels for a dozen architectures, on two slow cores, take minutes.
 LOCK_DEADLINE_S = 1800.0
 
-_MOVE_CACHE = "Set PYRINGAR_CACHE_DIR to a directory of your own that can be written."
+_MOVE_CACHE = (
+    "Set PYRINGAR_CACHE_DIR to a directory of your own, with mode 0700 and below folders that "
+    "nobody but you and root can write."
+)
+_RECORD_MOST_BYTES = 64 << 20
 
 log = logging.getLogger("pyringar")
 
@@ -73,32 +88,61 @@ class Engine:
 
 
 def cache_dir() -> Path:
-    """Return ``PYRINGAR_CACHE_DIR``, else the platform's cache folder; creates nothing."""
+    """Return where engines and tables are kept; creates nothing.
+
+    Raises:
+        BuildError: ``PYRINGAR_CACHE_DIR`` begins with ~ and a user who has no home, there is no
+            folder for temporary files either, or this is Windows.
+    """
+    return _cache_dirs()[0][0]
+
+
+def _cache_dirs() -> tuple[list[Path], str]:
+    """Return the folders to look in, the best first, and why the usual one is not among them.
+
+    ``PYRINGAR_CACHE_DIR`` alone, if it is set. Else the platform's cache folder, if it is, or can
+    be made, this user's alone; and, for where it is not or cannot be written, one in the folder for
+    temporary files.
+    """
+    if sys.platform == "win32":
+        raise BuildError("the engine needs POSIX (Linux, macOS); on Windows use WSL")
     chosen = os.environ.get("PYRINGAR_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
+    try:
+        if chosen:
+            return [Path(chosen).expanduser().absolute()], ""
+        temporary = Path(tempfile.gettempdir()) / f"pyringar-{os.geteuid()}"
+    except (RuntimeError, OSError) as error:  # no such user; no current or temporary directory
+        raise BuildError(f"PYRINGAR_CACHE_DIR is {chosen!r}: {error}. {_MOVE_CACHE}") from error
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("pyringar", appauthor=False))
+    usual = Path(platformdirs.user_cache_dir("pyringar", appauthor=False))
+    reason = _why_unusable(usual)
+    if reason:
+        return [temporary], reason
+    return [usual] if _why_unusable(temporary) else [usual, temporary], ""
 
 
-def _refuse_if_others_can_write(path: Path) -> None:
-    """Refuse what another user could have put machine code into.
+def _why_unusable(folder: Path) -> str:
+    """Say why a folder cannot be a cache; "" if it is one, or can be made."""
+    if not folder.is_absolute():
+        return f"{folder} is no absolute path: this user has no home folder"
+    try:
+        private_path(folder)
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if there == folder or os.access(there, os.W_OK | os.X_OK):
+            return "" if there.is_dir() else f"{there} is not a folder"
+        return f"{there} cannot be written"
+    except (NotPrivateError, OSError) as error:
+        return str(error)
 
-    root is trusted: it can replace this program anyway, and a shared installation is root's.
-    """
-    status = path.stat()
-    if status.st_uid not in (os.geteuid(), 0):
-        raise BuildError(
-            f"{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}): code in it is "
-            "not loaded. " + _MOVE_CACHE
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BuildError(
-            f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}): code "
-            f"in it is not loaded. Delete it, or set PYRINGAR_CACHE_DIR to a directory of your own "
-            "with mode 0700."
-        )
+
+@functools.lru_cache(maxsize=8)
+def _warn_of_temporary(folder: Path, reason: str) -> None:
+    log.warning(
+        "engines are kept in %s, which may not last: %s. Mend that, or set PYRINGAR_CACHE_DIR",
+        folder,
+        reason,
+    )
 
 
 def _digest(value: Mapping[str, Any], length: int) -> str:
@@ -106,28 +150,55 @@ def _digest(value: Mapping[str, Any], length: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
-def _folder(plan: Plan) -> Path:
-    """Return where the cache has, or will have, what this plan makes."""
-    return cache_dir() / f"{_digest(plan.content, 16)}-{_digest(plan.toolchain, 8)}"
+def _folder(plan: Plan) -> str:
+    """Return the name of the folder of a cache that has, or will have, what this plan makes."""
+    return f"{_digest(plan.content, 16)}-{_digest(plan.toolchain, 8)}"
 
 
 def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
     """Return the engine in ``folder`` if a whole one is there."""
     path = folder / f"{kind.module}{tools.extension_suffix()}"
     try:
-        record = json.loads((folder / "build.json").read_text(encoding="utf-8"))
+        if origin != "wheel":
+            for checked in (folder.parent, folder, path):
+                private_path(checked)
+        record = read_json(folder / "build.json", _RECORD_MOST_BYTES)
         if not path.is_file():
             return None
-        if origin == "cache":
-            for checked in (folder.parent, folder, path):
-                _refuse_if_others_can_write(checked)
     except FileNotFoundError:
         return None
+    except NotPrivateError as error:
+        raise _not_loaded(error) from error
     except (OSError, ValueError) as error:
         raise BuildError(
             f"the engine in {folder} cannot be read ({error}): delete that folder. {_MOVE_CACHE}"
         ) from error
+    if not (isinstance(record, dict) and isinstance(record.get("content"), dict)):
+        raise BuildError(f"{folder / 'build.json'} is no record of a build: delete that folder")
     return Engine(path, origin, record)
+
+
+def open_engine(engine: Engine) -> int:
+    """Open an engine's file to load it, and return the descriptor: what was checked is what is run.
+
+    Not checked is who can write an engine in the wheel: whoever can may write pyringar's Python
+    files beside it, too.
+
+    Raises:
+        BuildError: Another user can replace it, or it cannot be opened.
+    """
+    try:
+        if engine.origin == "wheel":
+            return os.open(engine.path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_private(engine.path)
+    except NotPrivateError as error:
+        raise _not_loaded(error) from error
+    except OSError as error:
+        raise BuildError(f"the engine {engine.path} cannot be opened: {error}") from error
+
+
+def _not_loaded(error: NotPrivateError) -> BuildError:
+    return BuildError(f"{error}: code in it is not loaded. {_MOVE_CACHE}")
 
 
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
@@ -150,12 +221,12 @@ def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
 def _misfits(record: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
     """Return the parts of ``content`` for which the engine of ``record`` is wrong."""
     theirs = record["content"]
-    fits = {name: theirs[name] == ours for name, ours in content.items()}
+    fits = {name: theirs.get(name) == ours for name, ours in content.items()}
     if "cpu" in content:
         fits["cpu"] = tools.read_cpu().runs_code_for(theirs["cpu"])
     if "archs" in content:
         fits["archs"] = tools.cuda_archs_cover(record["archs"], content["archs"])
-    return [f"{name} ({theirs[name]})" for name, fit in fits.items() if not fit]
+    return [f"{name} ({theirs.get(name)})" for name, fit in fits.items() if not fit]
 
 
 def find_engine(recipe: Recipe | None = None) -> Engine | None:
@@ -169,11 +240,18 @@ def find_engine(recipe: Recipe | None = None) -> Engine | None:
     engine = _engine_in_wheel(recipe, content)
     if engine is not None:
         return engine
+    caches, reason = _cache_dirs()
+    if reason:
+        _warn_of_temporary(caches[0], reason)
     try:
-        folders = [_folder(plan_build(recipe, content))]
+        name = _folder(plan_build(recipe, content))
     except CompilerNotFoundError:
         # Whoever built it is gone (a container image, a node without compilers): still right.
-        folders = sorted(cache_dir().glob(f"{_digest(content, 16)}-*"))
+        name = f"{_digest(content, 16)}-*"
+    try:
+        folders = [folder for cache in caches for folder in sorted(cache.glob(name))]
+    except OSError as error:
+        raise BuildError(f"cannot look for {recipe.kind.title}: {error}. {_MOVE_CACHE}") from error
     found = (_engine_in(folder, "cache", recipe.kind) for folder in folders)
     return next((engine for engine in found if engine is not None), None)
 
@@ -209,14 +287,9 @@ def build_engine(
         BuildError: the build failed, the cache cannot be used, or its lock was not free in time.
     """
     recipe = recipe or Recipe()
-    if sys.platform == "win32":
-        raise BuildError("the engine needs POSIX (Linux, macOS); on Windows use WSL")
     plan = plan_build(recipe, recipe.content())
-    folder = _folder(plan)
+    folder = _make_folder(recipe.kind, _folder(plan))
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_if_others_can_write(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(folder):
             engine = None if force else _engine_in(folder, "cache", recipe.kind)
             if engine is None:
@@ -225,12 +298,38 @@ def build_engine(
                 compile_into(folder, plan, verbose=verbose)
                 engine = _engine_in(folder, "built", recipe.kind)
     except OSError as error:
-        raise BuildError(
-            f"cannot build {recipe.kind.title} in {folder}: {error}. {_MOVE_CACHE}"
-        ) from error
+        raise _cannot_build(recipe.kind, folder, error) from error
     if engine is None:
         raise BuildError(f"{recipe.kind.title} was built into {folder}, and is there no more")
     return engine
+
+
+def _make_folder(kind: EngineKind, name: str) -> Path:
+    """Make the folder of a build in the first cache that can be written, and return it."""
+    caches, reason = _cache_dirs()
+    for cache in caches:
+        folder = cache / name
+        try:
+            private_path(cache)
+            make_private_dir(folder)
+            private_path(folder)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        except NotPrivateError as error:
+            raise _not_loaded(error) from error
+        except OSError as error:
+            if cache == caches[-1]:
+                raise _cannot_build(kind, folder, error) from error
+            reason = str(error)
+            continue
+        if reason:
+            _warn_of_temporary(cache, reason)
+        return folder
+    raise AssertionError("there is no cache at all")
+
+
+def _cannot_build(kind: EngineKind, folder: Path, error: OSError) -> BuildError:
+    return BuildError(f"cannot build {kind.title} in {folder}: {error}. {_MOVE_CACHE}")
 
 
 @contextmanager
@@ -238,7 +337,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the OS lock of ``folder``; one whose owner died is free."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(str(folder / "lock"))
+    lock = FileLock(str(folder / "lock"), mode=0o600)
     try:
         lock.acquire(timeout=LOCK_NOTICE_S)
     except Timeout:
@@ -259,7 +358,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _sign(folder: Path) -> None:
     who = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%H:%M:%S')}"
-    (folder / "builder").write_text(who, encoding="utf-8")
+    with open(folder / "builder", "w", encoding="utf-8", opener=open_for_owner) as file:
+        file.write(who)
 
 
 def _builder(folder: Path) -> str:
@@ -278,7 +378,7 @@ def _sweep(mine: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
             continue
         try:
-            with FileLock(str(leftover.parent / "lock"), timeout=0):
+            with FileLock(str(leftover.parent / "lock"), timeout=0, mode=0o600):
                 shutil.rmtree(leftover, ignore_errors=True)
         except Timeout:
             continue

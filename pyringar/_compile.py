@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pyringar import _toolchain as tools
+from pyringar._files import open_for_owner
 from pyringar.errors import BuildError
 
 __all__ = ["CPU", "CUDA", "EngineKind", "Plan", "Recipe", "compile_into", "plan_build"]
@@ -290,7 +291,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         for finished in ("build.json", name):
             with open(work / finished, "rb") as file:
-                os.fchmod(file.fileno(), 0o755)  # any umask passes _refuse_if_others_can_write
+                os.fchmod(file.fileno(), 0o755)  # the owner alone writes it
                 os.fsync(file.fileno())
             os.replace(work / finished, folder / finished)
     log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / name)
@@ -407,10 +408,11 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> str:
     """Run ninja in ``work`` and return its output, also in ``log_path``; a failure shows it."""
     command = [ninja, "-v", "-j", str(tools.cores_allowed())]
-    with open(log_path, "wb") as output:
+    with open(log_path, "wb", opener=open_for_owner) as output:
         process = subprocess.Popen(
             command,
             cwd=work,
+            umask=0o077,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 
 from pyringar import _build
@@ -17,6 +19,10 @@ _NAME = f"pyringar.{_build.CPU.module}"
 _CUDA_NAME = f"pyringar.{_build.CUDA.module}"
 # Apart: compiling kernels takes minutes, and the CPU's engine need not wait for it.
 _locks = {_NAME: threading.Lock(), _CUDA_NAME: threading.Lock()}
+
+
+# Of loaded files, by device and inode.
+_descriptors: dict[tuple[int, int], int] = {}
 
 
 def engine() -> ModuleType:
@@ -67,21 +73,23 @@ def load(built: _build.Engine) -> ModuleType:
     Raises:
         BuildError: it cannot be loaded; the cause is the ImportError.
     """
-    path, name = str(built.path), f"pyringar.{built.path.name.partition('.')[0]}"
+    name = f"pyringar.{built.path.name.partition('.')[0]}"
+    path = _path_of(_build.open_engine(built), built.path)
     loader = importlib.machinery.ExtensionFileLoader(name, path)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None:
-        raise BuildError(f"{path} is not a Python extension module")
+        raise BuildError(f"{built.path} is not a Python extension module")
     before = sys.modules.get(name)
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
         raise BuildError(
-            f"cannot load the engine {path} ({built.origin}, {built.record.get('compiler')}): "
-            f"{error}. Build it anew with `pyringar build --force`. If the message names GLIBCXX, "
-            "use the compiler that belongs to this Python (`conda install -c conda-forge "
-            "cxx-compiler`); if the file system forbids programs (noexec), set PYRINGAR_CACHE_DIR."
+            f"cannot load the engine {built.path} ({built.origin}, "
+            f"{built.record.get('compiler')}): {error}. Build it anew with `pyringar build "
+            "--force`. If the message names GLIBCXX, use the compiler that belongs to this Python "
+            "(`conda install -c conda-forge cxx-compiler`); if the file system forbids programs "
+            "(noexec), set PYRINGAR_CACHE_DIR."
         ) from error
     finally:
         # Modules of single-phase initialisation, as older pybind11 makes them, register themselves.
@@ -89,4 +97,24 @@ def load(built: _build.Engine) -> ModuleType:
             sys.modules.pop(name, None)
         else:
             sys.modules[name] = before
+    module.__file__ = spec.origin = str(built.path)
     return module
+
+
+def _path_of(fd: int, path: Path) -> str:
+    """Return a path by which the open file is loaded, and no other that took its place.
+
+    Where there is no /proc (macOS) that is its own: whoever may replace it was looked for. The
+    descriptor stays open, for dlopen and Python tell libraries apart by their paths.
+    """
+    found = os.fstat(fd)
+    kept = _descriptors.setdefault((found.st_dev, found.st_ino), fd)
+    if kept != fd:
+        os.close(fd)
+    through = f"/proc/self/fd/{kept}"
+    try:
+        is_it = os.path.samestat(os.stat(through), found)
+    except OSError:
+        is_it = False
+    # Somebody else may have closed it, and its number serve again.
+    return through if is_it and list(_descriptors.values()).count(kept) == 1 else str(path)

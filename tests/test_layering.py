@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Ground first. A module may import what stands before it; `__init__` is the public names.
 FLOORS = [
     "errors",
+    "_files",
     "_toolchain",
     "_compile",
     "_build",
@@ -60,7 +61,7 @@ FLOORS = [
     "__main__",
 ]
 # What `pip install .` runs before torch is there.
-WITHOUT_TORCH = ["errors", "_toolchain", "_compile", "_build", "_native"]
+WITHOUT_TORCH = ["errors", "_files", "_toolchain", "_compile", "_build", "_native"]
 # Slow to import or not always there: only inside the functions that need them.
 ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy", "IPython"}
 

@@ -17,6 +17,10 @@ from typing import Any
 
 __all__ = ["add_parser", "run"]
 
+_DESCRIPTION = """\
+Grade an allreduce function, property by property. This runs the code that it
+grades, in this process and with your rights: its file is imported, its
+function called. Grade a stranger's in a container or as a user of its own."""
 _EPILOG = """\
 FUNCTION is called with a list of tensors, one per rank, like the book's allreduce(data), and must
 leave their sum in every one of them. Exit status: 0 all required properties pass, 1 one fails,
@@ -36,8 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add ``check`` to the command line."""
     parser = subparsers.add_parser(
         "check",
-        help="grade an allreduce function, property by property",
-        description="Grade an allreduce function, property by property.",
+        help="run an allreduce function and grade it, property by property",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

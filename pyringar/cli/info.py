@@ -122,9 +122,9 @@ def _cache() -> str:
     from pyringar import _build
 
     cache = _build.cache_dir()
-    if not cache.is_dir():
-        return f"{cache} (not there yet)"
     try:
+        if not cache.is_dir():
+            return f"{cache} (not there yet)"
         sizes = [path.stat().st_size for path in cache.rglob("*") if path.is_file()]
         engines = len(list(cache.glob("*/build.json")))
     except OSError as error:

@@ -44,7 +44,7 @@ def test_everything_that_matters_is_in_the_key(
     root = tiny.root()
 
     def folder(recipe: _build.Recipe = tiny) -> str:
-        return _build._folder(_compile.plan_build(recipe, recipe.content())).name
+        return _build._folder(_compile.plan_build(recipe, recipe.content()))
 
     seen = [folder()]
     assert folder() == seen[0]
@@ -223,7 +223,7 @@ def test_waiting_for_a_lock_is_announced_and_ends(
 ) -> None:
     from filelock import FileLock
 
-    folder = _build._folder(_compile.plan_build(tiny, tiny.content()))
+    folder = cache / _build._folder(_compile.plan_build(tiny, tiny.content()))
     cache.mkdir(mode=0o700)
     folder.mkdir()
     (folder / "builder").write_text("process 7 on elsewhere")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_engine import child, leftovers, load, needs_compiler
 
-from pyringar import _build, _compile
+from pyringar import _build, _compile, _files
 from pyringar import _toolchain as tools
 from pyringar.errors import BuildError, CompilerNotFoundError
 
@@ -32,8 +32,9 @@ def test_the_cache_is_created_for_its_owner_alone(cache: Path, tiny: _build.Reci
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o702])
 @needs_compiler
 def test_a_cache_that_others_can_write_is_refused(
-    cache: Path, tiny: _build.Recipe, mode: int
+    cache: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
+    monkeypatch.setattr(_files, "_is_private_group", lambda gid, uid: False)
     cache.mkdir()
     cache.chmod(mode)
     with pytest.raises(BuildError, match=f"can be written by other users.*{mode:04o}") as caught:
