@@ -19,6 +19,7 @@ __all__ = [
     "make_private_dir",
     "open_for_owner",
     "open_private",
+    "parse_json",
     "private_path",
     "read_json",
 ]
@@ -112,11 +113,20 @@ def read_json(path: Path, most_bytes: int) -> Any:
         ValueError: It is too long, not UTF-8, not JSON, or nested too deeply for Python.
     """
     with open(_open_regular(path), "rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > most_bytes:
+            raise ValueError(f"it has {nbytes} bytes, expected at most {most_bytes}")
+        return parse_json(file.read(nbytes).decode())
+
+
+def parse_json(text: str) -> Any:
+    """Return what JSON from somewhere else says.
+
+    Raises:
+        ValueError: It is not JSON, or nested too deeply for Python.
+    """
     try:
-        return json.loads(data.decode())
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

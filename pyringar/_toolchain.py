@@ -202,6 +202,7 @@ def find_compiler() -> Compiler:
 
     Raises:
         CompilerNotFoundError: there is none; a ``CXX`` that does not exist is not passed over.
+        BuildError: a word of ``CXX`` holds a line break, or what a build file cannot hold either.
     """
     wanted = os.environ.get("CXX", "").strip()
     try:
@@ -210,6 +211,8 @@ def find_compiler() -> Compiler:
         raise CompilerNotFoundError(
             f"CXX={wanted!r} cannot be read as a command: {error}"
         ) from error
+    for word in words:
+        _refuse_unwritable("CXX", word)
     if not words:
         words = next(([name] for name in _COMPILER_NAMES if shutil.which(name)), [])
         if not words:
@@ -228,6 +231,15 @@ def find_compiler() -> Compiler:
     executables = [shutil.which(word) for word in words if not word.startswith("-")]
     identity = tuple(_stat_identity(path) for path in executables if path is not None)
     return Compiler(tuple(words), identity)
+
+
+def _refuse_unwritable(variable: str, word: str) -> None:
+    """Refuse what would break a line of build.ninja: control characters, and bytes not in UTF-8."""
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", word):
+        raise BuildError(
+            f"{variable} holds {word!r}, expected words without line breaks and other control "
+            f"characters, in UTF-8. Correct or unset {variable}"
+        )
 
 
 def _stat_identity(path: str) -> str:
@@ -281,6 +293,7 @@ def find_nvcc() -> Compiler:
 
     Raises:
         CompilerNotFoundError: there is none; a wrong ``PYRINGAR_NVCC`` is not passed over.
+        BuildError: its path holds a line break, or what a build file cannot hold either.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
@@ -298,6 +311,7 @@ def find_nvcc() -> Compiler:
             f"and no package of pip's holds {_PIP_NVCC}. " + _INSTALL_CUDA
         )
     path = os.path.abspath(found)
+    _refuse_unwritable("PYRINGAR_NVCC" if wanted else "CUDA_HOME or PATH", path)
     return Compiler((path,), (_stat_identity(path),))
 
 
@@ -385,7 +399,7 @@ def cuda_archs_wanted() -> tuple[str, ...]:
     chosen = os.environ.get("PYRINGAR_CUDA_ARCHS", "")
     archs = set(filter(None, re.split(r"[;,\s]+", chosen))) or _archs_of_gpus() or {_ALL_ARCHS}
     for arch in sorted(archs):
-        if re.fullmatch(r"\d+\.\d(\+PTX)?", arch) is None and archs != {_ALL_ARCHS}:
+        if re.fullmatch(r"[0-9]{1,3}\.[0-9](\+PTX)?", arch) is None and archs != {_ALL_ARCHS}:
             raise BuildError(
                 f"PYRINGAR_CUDA_ARCHS={chosen!r}: {arch!r} is not a compute capability. Expected "
                 "some, such as '9.0' or '8.0;9.0+PTX' (+PTX: newer GPUs too), or 'all'"

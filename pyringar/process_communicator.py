@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyringar import _native, tuning
+from pyringar._files import parse_json
 from pyringar.call import (
     ORDERS,
     EngineCommunicator,
@@ -486,7 +487,7 @@ def _parse_choices(note: str, author: Member) -> tuning.Choices:
     if not note:
         return tuning.shipped("processes", "any")
     try:
-        return tuning.Choices.parse(json.loads(note), "processes", "any")
+        return tuning.Choices.parse(parse_json(note), "processes", "any")
     except ValueError as error:
         raise RingarError(f"{author.name} wrote a table that cannot be used: {error}") from None
 

@@ -7,6 +7,7 @@ chrome://tracing show, one row for each rank's computation and one for its bucke
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyringar._files import read_json
 from pyringar.bucketing import StepStats
 from pyringar.errors import ArgumentError, UnsupportedError
 
@@ -21,6 +23,7 @@ __all__ = ["CATEGORIES", "Span", "Trace"]
 
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
 """What a span may be: a phase of a step, or a bucket on its way."""
+_MOST_FILE_BYTES = 1 << 30
 _ROWS = {"bucket": 1}  # computation is row 0
 _COLORS = {
     "forward": "#8fb8de",
@@ -166,20 +169,8 @@ class Trace:
         """
         trace = cls()
         try:
-            events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-            for event in (e for e in events if e["ph"] == "X"):
-                begin_s = event["ts"] * 1e-6
-                trace.spans.append(
-                    Span(
-                        name=event["name"],
-                        category=event["cat"],
-                        rank=event["pid"],
-                        step=event["args"]["step"],
-                        begin_s=begin_s,
-                        end_s=begin_s + event["dur"] * 1e-6,
-                        nbytes=event["args"]["bytes"],
-                    )
-                )
+            events = read_json(Path(path), _MOST_FILE_BYTES)["traceEvents"]
+            trace.spans += [_span_of(event) for event in events if event["ph"] == "X"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"{path} is no trace of pyringar's: {error!r}") from error
         return trace
@@ -236,6 +227,29 @@ class Trace:
         except ImportError as error:
             raise UnsupportedError(f"a picture needs matplotlib ({error})") from error
         _draw(self.of_step(chosen), chosen, path)
+
+
+def _span_of(event: Any) -> Span:
+    """Return the span of an event in a file, checked.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is none.
+    """
+    name, kind, rank = event["name"], event["cat"], event["pid"]
+    step, nbytes = event["args"]["step"], event["args"]["bytes"]
+    begin_us, duration_us = event["ts"], event["dur"]
+    if kind not in list(CATEGORIES):
+        raise ValueError(f"cat is {reprlib.repr(kind)}, expected one of {', '.join(CATEGORIES)}")
+    if not (isinstance(name, str) and name.isprintable()):
+        raise ValueError(f"name is {reprlib.repr(name)}, expected printable text")
+    for key, number in (("pid", rank), ("step", step), ("bytes", nbytes)):
+        if not (type(number) is int and 0 <= number < 2**63):
+            raise ValueError(f"{key} is {reprlib.repr(number)}, expected a whole number from 0 on")
+    for key, number in (("ts", begin_us), ("dur", duration_us)):
+        if not (type(number) in (int, float) and abs(number) < 2**63):
+            raise ValueError(f"{key} is {reprlib.repr(number)}, expected microseconds")
+    begin_s = begin_us * 1e-6
+    return Span(name, kind, rank, step, begin_s, begin_s + duration_us * 1e-6, nbytes)
 
 
 def _named(what: str, rank: int, row: int, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pyringar import tuning
+from pyringar._files import make_private_dir
 from pyringar.communicator import Communicator
 from pyringar.errors import RingarError
 from pyringar.process_communicator import ProcessCommunicator
@@ -333,7 +334,7 @@ def write_table(content: Mapping[str, Any], path: Path) -> None:
     """
     tuning.parse_table(content)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_dir(path.parent)
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with open(handle, "w", encoding="utf-8") as file:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import reprlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from pyringar import _build, _toolchain
-from pyringar.errors import ArgumentError
+from pyringar._files import read_json
+from pyringar.errors import ArgumentError, RingarError
 
 __all__ = [
     "ENVIRONMENT",
@@ -48,6 +50,10 @@ ALGORITHMS = {
     "processes": ("direct", "ring"),
 }
 IN_RANK_ORDER = ("fused", "direct")
+
+_MOST = 2**63
+_MOST_FILE_BYTES = 64 << 20
+_short = reprlib.Repr().repr  # whatever it is: neither long nor deep
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +101,20 @@ class Choices:
         try:
             triples = [(row["from_bytes"], row["algorithm"], row["why"]) for row in rows]
         except (TypeError, KeyError):
-            raise ValueError(f"{str(rows)[:200]} is no list of choices") from None
+            raise ValueError(f"{_short(rows)} is no list of choices") from None
         known = algorithms_for(place, order)
         for _, name, why in triples:
-            if name not in known or not isinstance(why, str):
+            if name not in known:
                 raise ValueError(
-                    f"{name!r} is not among {known}, which {place!r} has in order {order!r}"
+                    f"{_short(name)} is not among {known}, which {place!r} has in order {order!r}"
                 )
+            _check_text("why", why)
         begins = [begin for begin, _, _ in triples]
-        if not all(type(begin) is int for begin in begins) or begins != sorted({0, *begins}):
-            raise ValueError(f"choices begin at {begins}, expected ascending bytes from 0 on")
+        are_bytes = all(type(begin) is int and begin < _MOST for begin in begins)
+        if not are_bytes or begins != sorted({0, *begins}):
+            raise ValueError(
+                f"choices begin at {_short(begins)}, expected ascending bytes from 0 on, below 2^63"
+            )
         return cls.of(triples)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -165,6 +175,11 @@ def choices(place: str, world_size: int, order: str, device: str | None = None) 
         world_size: Number of ranks.
         order: ``"any"`` or ``"rank"``.
         device: The GPUs' name.
+
+    Raises:
+        ArgumentError: ``PYRINGAR_TUNING`` names what is not there; or unknown ``place`` or
+            ``order``.
+        RingarError: The shipped table cannot be read (no file descriptor is left).
     """
     measured = _measured()
     found = measured.find(place, world_size, order, device) if measured is not None else None
@@ -173,7 +188,7 @@ def choices(place: str, world_size: int, order: str, device: str | None = None) 
 
 def shipped(place: str, order: str) -> Choices:
     """What ``auto`` takes where nobody has measured; as :func:`choices`."""
-    found = _read(SHIPPED_PATH, 0).find(place, 1, order, None)
+    found = _shipped_table().find(place, 1, order, None)
     if found is None:
         raise ArgumentError(
             f"place is {place!r} and order {order!r}, expected one of {', '.join(ALGORITHMS)} and "
@@ -199,10 +214,20 @@ def path() -> Path:
     """Where ``pyringar tune`` writes, and ``auto`` looks: ``PYRINGAR_TUNING``, else in the cache.
 
     Creates nothing.
+
+    Raises:
+        ArgumentError: ``PYRINGAR_TUNING`` begins with ~ and a user who has no home.
+        BuildError: There can be no cache.
     """
     given = os.environ.get(ENVIRONMENT)
     if given and given != "shipped":
-        return Path(given).expanduser().absolute()
+        try:
+            return Path(given).expanduser().absolute()
+        except (RuntimeError, OSError) as error:  # no such user, no current folder
+            raise ArgumentError(
+                f"{ENVIRONMENT} is {given!r}, expected a file of `pyringar tune`, or 'shipped' "
+                f"({error})"
+            ) from error
     digest = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:16]
     return _build.cache_dir() / f"tuning-{digest}.json"
 
@@ -219,25 +244,23 @@ def _measured() -> Table | None:
         return None
     file = path()
     try:
-        changed_ns = file.stat().st_mtime_ns
-    except FileNotFoundError:
+        return _read_measured(file, file.stat().st_mtime_ns)
+    except (FileNotFoundError, NotADirectoryError):
         if os.environ.get(ENVIRONMENT):
             raise ArgumentError(
                 f"{ENVIRONMENT} is {str(file)!r}, where nothing is; expected a file of "
                 "`pyringar tune`, or 'shipped'"
             ) from None
         return None
-    except OSError as error:
-        logger.warning("the table of `pyringar tune` in %s cannot be read: %s", file, error)
-        return None
-    return _read_measured(file, changed_ns)
+    except OSError:
+        return _read_measured(file, None)  # which fails likewise, and says so once
 
 
 @functools.lru_cache(maxsize=4)
-def _read_measured(file: Path, changed_ns: int) -> Table | None:
+def _read_measured(file: Path, changed_ns: int | None) -> Table | None:
     # A table that cannot be used costs speed, not results: a warning, once for every file.
     try:
-        return _read(file, changed_ns)
+        return parse_table(read_json(file, _MOST_FILE_BYTES))
     except (OSError, ValueError) as error:
         logger.warning(
             "the table in %s is not used: %s; run `pyringar tune` again, or delete it", file, error
@@ -245,9 +268,12 @@ def _read_measured(file: Path, changed_ns: int) -> Table | None:
         return None
 
 
-@functools.lru_cache(maxsize=4)
-def _read(file: Path, changed_ns: int) -> Table:
-    return parse_table(json.loads(file.read_text(encoding="utf-8")))
+@functools.lru_cache(maxsize=1)
+def _shipped_table() -> Table:
+    try:
+        return parse_table(read_json(SHIPPED_PATH, _MOST_FILE_BYTES))
+    except (OSError, ValueError) as error:
+        raise RingarError(f"pyringar's own table {SHIPPED_PATH} cannot be read: {error}") from error
 
 
 def parse_table(content: Any) -> Table:
@@ -261,16 +287,16 @@ def parse_table(content: Any) -> Table:
     """
     if not isinstance(content, Mapping) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, Mapping) else content
-        raise ValueError(f"version is {found!r}, expected {VERSION}")
+        raise ValueError(f"version is {_short(found)}, expected {VERSION}")
     here = machine()
     if content.get("machine") not in (None, here):
-        raise ValueError(f"it was measured on {content.get('machine')}, this is {here}")
+        raise ValueError(f"it was measured on {_short(content.get('machine'))}, this is {here}")
     tables = content.get("tables")
     if not isinstance(tables, list):
-        raise ValueError(f"tables is {tables!r}, expected a list")
+        raise ValueError(f"tables is {_short(tables)}, expected a list")
     date = content.get("date")
-    if not isinstance(date, (str, type(None))):
-        raise ValueError(f"date is {date!r}, expected text")
+    if date is not None:
+        _check_text("date", date)
     return Table(tuple(_parse_entry(table) for table in tables), date)
 
 
@@ -279,11 +305,19 @@ def _parse_entry(table: Any) -> Entry:
         place, order, world_size = table["place"], table["order"], table["world_size"]
         device, rows = table["device"], table["choices"]
     except (TypeError, KeyError) as error:
-        raise ValueError(f"a table has no {error}: {str(table)[:200]}") from None
-    if place not in ALGORITHMS or order not in (None, "any", "rank"):
-        raise ValueError(f"a table is for {place!r} in order {order!r}")
-    if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ValueError(f"a table is for {world_size!r} ranks")
+        raise ValueError(f"a table has no {error}: {_short(table)}") from None
+    if place not in list(ALGORITHMS) or order not in (None, "any", "rank"):
+        raise ValueError(f"a table is for {_short(place)} in order {_short(order)}")
+    if world_size is not None and not (type(world_size) is int and 1 <= world_size < _MOST):
+        raise ValueError(f"a table is for {_short(world_size)} ranks")
+    if device is not None:
+        _check_text("device", device)
     # What holds in any order, if the table says so, must hold in that of the ranks.
     choices_here = Choices.parse(rows, place, "any" if order == "any" else "rank")
     return Entry(place, device, world_size, order, choices_here)
+
+
+def _check_text(name: str, value: Any) -> None:
+    # Printable: people see it in plans, logs and terminals.
+    if not (isinstance(value, str) and value.isprintable()):
+        raise ValueError(f"{name} is {_short(value)}, expected printable text")

@@ -113,11 +113,16 @@ def test_broken_files_are_named(torchvision_is, tmp_path):
     raw.mkdir(parents=True)
     (raw / "train").write_bytes(b"not a tensor")
     (raw / "test").write_bytes(b"")
-    with pytest.raises(ArgumentError, match=r"FashionMNIST/raw cannot be read"):
+    with pytest.raises(ArgumentError, match=r"FashionMNIST/raw/train-\* cannot be read"):
         load_data("fashion-mnist", tmp_path)
     torch.save((torch.zeros(3, 32, 32), torch.zeros(3)), raw / "train")
     torch.save((torch.zeros(3, 32, 32), torch.zeros(3)), raw / "test")
     with pytest.raises(ArgumentError, match=r"images of shape \(3, 32, 32\)"):
+        load_data("fashion-mnist", tmp_path)
+    images, labels = torch.zeros(3, 28, 28), torch.tensor([0, 9, 255])
+    torch.save((images, labels % 10), raw / "train")
+    torch.save((images, labels), raw / "test")
+    with pytest.raises(ArgumentError, match=r"raw/t10k-labels.* from 0 to 255, expected 0 to 9"):
         load_data("fashion-mnist", tmp_path)
 
 

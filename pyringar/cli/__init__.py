@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -25,11 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in _COMMANDS:
         importlib.import_module(f"pyringar.cli.{name}").add_parser(commands)
     args = parser.parse_args(argv)
+    # Paths and variables may hold bytes that are no text: shown all the same.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.INFO, format="pyringar: %(message)s", stream=sys.stderr)
     try:
         status: int = args.run(args)
     except RingarError as error:
         print(f"pyringar: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of a file that was named: its words name it
+        print(f"pyringar: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("pyringar: interrupted", file=sys.stderr)

@@ -25,7 +25,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table; draw the picture."""
     from pyringar.trace import Trace
+    from pyringar.train.plot import check_output_path
 
+    if args.timeline:
+        check_output_path("--timeline", args.timeline)
     trace = Trace.load(args.file)
     print(trace)
     if args.timeline:

@@ -130,7 +130,7 @@ def _show(path: Path) -> int:
         print(f"there is no table at {path}: `auto` follows the shipped one (run `pyringar tune`)")
         return 0
     print(path)
-    print(path.read_text(encoding="utf-8"), end="")
+    print(path.read_text(encoding="utf-8", errors="backslashreplace"), end="")
     return 0
 
 

@@ -148,24 +148,38 @@ def _fashion_mnist(root: Path) -> ImageData:
     fashion_mnist = _import_fashion_mnist()
     if not _is_there(fashion_mnist, root):
         _download(fashion_mnist, root)
+    tensors = [
+        tensor
+        for train, name in ((True, "train"), (False, "t10k"))
+        for tensor in _read_part(fashion_mnist, root, train, name)
+    ]
+    return ImageData("Fashion-MNIST", *tensors)
+
+
+def _read_part(fashion_mnist: Any, root: Path, train: bool, name: str) -> tuple[Tensor, Tensor]:
+    """Read all images and labels of one half, past torchvision's pipeline of single images."""
+    files = f"data_dir is '{root}', but its FashionMNIST/raw/{name}"
     try:
-        train, test = (fashion_mnist(root, train=train) for train in (True, False))
+        dataset = fashion_mnist(root, train=train)
     # What torchvision raises for files that are cut short or something else.
-    except (AssertionError, EOFError, LookupError, OSError, RuntimeError, ValueError) as error:
+    except (
+        *(ArithmeticError, AssertionError, EOFError, LookupError, MemoryError),
+        *(OSError, RuntimeError, TypeError, ValueError),
+    ) as error:
         raise ArgumentError(
-            f"data_dir is '{root}', but its FashionMNIST/raw cannot be read "
-            f"({type(error).__name__}: {error}); remove it to have it downloaded again"
+            f"{files}-* cannot be read ({type(error).__name__}: {error}); remove it to have it "
+            "downloaded again"
         ) from error
-    return ImageData("Fashion-MNIST", *_tensors(train, root), *_tensors(test, root))
-
-
-def _tensors(dataset: Any, root: Path) -> tuple[Tensor, Tensor]:
-    """All images and labels of a torchvision data set, past its pipeline of single images."""
     images, labels = dataset.data, dataset.targets
-    if images.shape[1:] != (28, 28) or len(images) != len(labels) or len(labels) == 0:
+    if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or len(labels) == 0:
         raise ArgumentError(
-            f"data_dir is '{root}', but its FashionMNIST/raw has images of shape "
-            f"{tuple(images.shape)} and {len(labels)} labels, expected (n, 28, 28) and n"
+            f"{files}-* has images of shape {tuple(images.shape)} and labels of shape "
+            f"{tuple(labels.shape)}, expected (n, 28, 28) and (n,)"
+        )
+    least, most = int(labels.min()), int(labels.max())
+    if least < 0 or most > 9:
+        raise ArgumentError(
+            f"{files}-labels-idx1-ubyte has labels from {least} to {most}, expected 0 to 9"
         )
     return images.unsqueeze(1).float() / 255, labels.long()
 

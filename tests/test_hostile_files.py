@@ -1,0 +1,415 @@
+"""Do files, variables and limits with nonsense in them end in pyringar's errors, or in none?
+
+A tuning table that cannot be used costs speed, not results. Everything else that cannot be read is
+an error that names it; nothing of Python's own (RecursionError, OverflowError, ...) comes out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import assert_bits, expected, inputs
+
+import pyringar as pr
+from pyringar import _build, _toolchain, process_communicator, tuning
+from pyringar.cli import main
+from pyringar.trace import Trace
+from pyringar.train import load_data
+
+ROW = {"from_bytes": 0, "algorithm": "fused", "why": "measured"}
+ENTRY = {"place": "host", "order": None, "world_size": 2, "device": None, "choices": [ROW]}
+TABLE = {"version": 1, "machine": None, "date": "2000-01-01", "tables": [ENTRY]}
+SPAN = {
+    **{"name": "bucket 0", "cat": "bucket", "ph": "X", "pid": 0, "tid": 1, "ts": 1.5, "dur": 2},
+    "args": {"step": 0, "bytes": 100},
+}
+TRACE = {"traceEvents": [SPAN, {"ph": "M"}, {**SPAN, "cat": "wait", "pid": 1}]}
+DEEP = '{"version": 1, "tables": ' + "[" * 20_000
+# What JSON can say where a number, a name or a list is expected.
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 2**63, 2**64, 10**400, 1e308, -1e308, float("nan"), float("inf")]),
+    st.integers(),
+    st.text(max_size=5),
+    st.sampled_from(["\ud800", "\x1b[2J", "host", "ring", "rank", "bucket", "X", "a" * 5000]),
+    st.sampled_from([[], {}, [[]], [{}], {"from_bytes": 1}, [ROW, ROW], [ENTRY]]).map(
+        copy.deepcopy
+    ),
+    st.integers(100, 900).map(lambda depth: json.loads("[" * depth + "]" * depth)),
+)
+quick = settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def outcome(call: Callable[[], Any], *errors: type[Exception]) -> tuple[Any, Exception | None]:
+    """What a call returns, and which of these errors it raises; others come out."""
+    try:
+        return call(), None
+    except errors as error:
+        return None, error
+
+
+def places_in(value: Any, path: tuple = ()) -> list[tuple]:
+    """Every key and index in a JSON value down to 6 levels, as the way to it."""
+    if not isinstance(value, (dict, list)) or len(path) == 6:
+        return []
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    return [way for key, item in inside for way in ((*path, key), *places_in(item, (*path, key)))]
+
+
+@st.composite
+def damaged(draw, original: dict) -> Any:
+    """The original with a few places overwritten, deleted or repeated."""
+    content = copy.deepcopy(original)
+    for _ in range(draw(st.integers(1, 3))):
+        ways = places_in(content)
+        if not ways:
+            break
+        way = draw(st.sampled_from(ways))
+        holder = content
+        for key in way[:-1]:
+            holder = holder[key]
+        how = draw(st.sampled_from(["overwrite", "overwrite", "delete", "repeat"]))
+        if how == "delete":
+            del holder[way[-1]]
+        elif how == "repeat" and isinstance(holder, list):
+            holder.append(holder[way[-1]])
+        else:
+            holder[way[-1]] = draw(ODD)
+    return content
+
+
+# -- tuning tables ---------------------------------------------------------------------------------
+
+
+@quick
+@given(content=damaged(TABLE))
+def test_a_damaged_table_is_a_table_or_a_value_error(content):
+    table, error = outcome(lambda: tuning.parse_table(content), ValueError)
+    if error is not None:
+        assert str(error).isprintable()
+        assert len(str(error)) < 1000
+        return
+    for order in ("any", "rank"):
+        found = table.find("host", 3, order, "a GPU")
+        if found is not None:
+            name, why = found.at(12345)
+            assert name in tuning.algorithms_for("host", order)
+            assert why.isprintable()
+            assert all(0 <= begin < 2**63 for begin in found.from_bytes)
+
+
+def with_rows(*rows: dict) -> bytes:
+    return json.dumps({**TABLE, "tables": [{**ENTRY, "choices": list(rows)}]}).encode()
+
+
+UNUSABLE_TABLES = {
+    "ranks of 401 digits": json.dumps(
+        {**TABLE, "tables": [{**ENTRY, "world_size": 10**400}]}
+    ).encode(),
+    "a list for a place": json.dumps({**TABLE, "tables": [{**ENTRY, "place": []}]}).encode(),
+    "more bytes than there are": with_rows(ROW, {**ROW, "from_bytes": 2**64}),
+    "20,000 brackets": DEEP.encode(),
+    "a number of 5,000 digits": b'{"version": ' + b"9" * 5000 + b"}",
+    "not UTF-8": b"\xff\xfe{}",
+    "empty": b"",
+    "a terminal's escape": with_rows({**ROW, "why": "\x1b[2J"}),
+    "half a character": with_rows({**ROW, "why": "\ud800"}),
+}
+
+
+def all_reduce_is_right() -> None:
+    parts = inputs(1000, torch.float32, 2)
+    ranks = [part.clone() for part in parts]
+    with pr.Communicator(["cpu"] * 2) as comm:
+        comm.all_reduce(ranks)
+        assert comm.plan(100).reason.isprintable()
+    for rank in ranks:
+        assert_bits(rank, expected(parts, "sum", "fused"), "fused")
+
+
+@pytest.mark.parametrize("content", UNUSABLE_TABLES.values(), ids=UNUSABLE_TABLES.keys())
+def test_a_table_that_cannot_be_used_costs_speed_not_results(
+    tmp_path, monkeypatch, caplog, content
+):
+    file = tmp_path / "table.json"
+    file.write_bytes(content)
+    monkeypatch.setenv("PYRINGAR_TUNING", str(file))
+    for _ in range(3):
+        all_reduce_is_right()
+    warned = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
+    assert len(warned) == 1, "once"
+    assert str(file) in warned[0]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "loop", "too long", "too large"])
+def test_a_table_that_is_no_file_is_not_used_either(tmp_path, monkeypatch, caplog, kind):
+    path = tmp_path / kind
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)  # opening it would wait for a writer
+    elif kind == "device":
+        path = Path("/dev/zero")  # and never end
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "too long":
+        path = tmp_path / ("x" * 5000)
+    else:
+        with open(path, "wb") as file:
+            file.truncate(2**40)
+    monkeypatch.setenv("PYRINGAR_TUNING", str(path))
+    for _ in range(2):
+        all_reduce_is_right()
+    assert caplog.text.count("is not used") == 1
+
+
+@quick
+@given(note=st.one_of(damaged({"rows": [ROW]}).map(lambda c: json.dumps(c.get("rows"))), st.text()))
+def test_a_note_of_rank_0_is_choices_or_a_ringar_error(note):
+    author = SimpleNamespace(name="rank 0")
+    found, error = outcome(
+        lambda: process_communicator._parse_choices(note, author), pr.RingarError
+    )
+    if error is None:
+        assert set(found.algorithms) <= {"direct", "ring"}
+    else:
+        assert str(error).startswith("rank 0 wrote a table that cannot be used")
+
+
+@pytest.mark.parametrize("note", ["[" * 20_000, "{", "9" * 5000, "[NaN]"])
+def test_a_note_that_says_nothing_is_a_ringar_error(note):
+    with pytest.raises(pr.RingarError, match="rank 0 wrote a table that cannot be used"):
+        process_communicator._parse_choices(note, SimpleNamespace(name="rank 0"))
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+@quick
+@given(content=damaged(TRACE))
+def test_a_damaged_trace_is_a_trace_or_an_argument_error(tmp_path, content):
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(content))
+    trace, error = outcome(lambda: Trace.load(file), pr.ArgumentError)
+    if error is None:
+        assert str(trace).isascii()
+    else:
+        assert str(file) in str(error)
+
+
+@pytest.mark.parametrize("content", [DEEP.encode(), b"\xff", b"", b"9" * 5000, b"[]"])
+def test_the_command_line_names_a_trace_that_is_none(tmp_path, capsys, content):
+    file = tmp_path / "trace.json"
+    file.write_bytes(content)
+    assert main(["trace", str(file)]) == 1
+    assert f"ArgumentError: {file} is no trace" in capsys.readouterr().err
+    assert main(["trace", str(file), "--timeline", str(tmp_path / "picture.xyz")]) == 1
+    assert "--timeline is" in capsys.readouterr().err
+
+
+# -- Fashion-MNIST ---------------------------------------------------------------------------------
+
+
+def idx(shape: tuple[int, ...], data: bytes) -> bytes:
+    """The format of the data set: two zeros, uint8, number of dimensions, sizes, data."""
+    head = bytes([0, 0, 8, len(shape)])
+    return head + b"".join(n.to_bytes(4, "big") for n in shape) + data
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    """``raw(name, content)``: three images for training and three to test, one file changed."""
+    pytest.importorskip("torchvision", reason="it reads the files")
+
+    def write(name: str = "", content: bytes = b"") -> Path:
+        root = tmp_path_factory.mktemp("data")
+        folder = root / "FashionMNIST/raw"
+        folder.mkdir(parents=True)
+        for part in ("train", "t10k"):
+            images = idx((3, 28, 28), bytes(i % 256 for i in range(3 * 784)))
+            (folder / f"{part}-images-idx3-ubyte").write_bytes(images)
+            (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx((3,), bytes([0, 5, 9])))
+        if name:
+            (folder / name).write_bytes(content)
+        return root
+
+    return write
+
+
+def test_labels_from_0_to_9_are_loaded_and_others_named(raw):
+    assert load_data("fashion-mnist", raw()).test_labels.tolist() == [0, 5, 9]
+    root = raw("t10k-labels-idx1-ubyte", idx((3,), bytes([0, 255, 9])))
+    with pytest.raises(pr.ArgumentError, match="t10k-labels-idx1-ubyte has labels from 0 to 255"):
+        load_data("fashion-mnist", root)
+
+
+BROKEN_IDX = {
+    "cut short": idx((3,), bytes(2)),
+    "more labels than images": idx((4,), bytes(4)),
+    "no labels": idx((0,), b""),
+    "two dimensions": idx((3, 1), bytes(3)),
+    "huge": idx((2**32 - 1,), bytes(3)),
+    "many huge dimensions": idx((2**32 - 1,) * 8, bytes(3)),
+    "of int32": bytes([0, 0, 12, 1, 0, 0, 0, 3]) + bytes(12),
+    "of no type": bytes([0, 0, 99, 1, 0, 0, 0, 3]) + bytes(3),
+    "empty": b"",
+    "a header only": bytes([0, 0, 8, 255]),
+}
+
+
+@pytest.mark.parametrize("content", BROKEN_IDX.values(), ids=BROKEN_IDX.keys())
+@pytest.mark.parametrize("name", ["train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"])
+def test_broken_files_of_images_are_named(raw, name, content):
+    with pytest.raises(pr.ArgumentError, match=f"FashionMNIST/raw/{name.partition('-')[0]}-"):
+        load_data("fashion-mnist", raw(name, content))
+
+
+# -- the environment -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["g++ '-DX=1\n  command = x'", "g++ '-Da\tb'", "g++ -D\udcff"])
+def test_a_compiler_with_a_line_break_is_refused(monkeypatch, name):
+    monkeypatch.setenv("CXX", name)
+    with pytest.raises(pr.BuildError, match=r"CXX holds .*control characters"):
+        _toolchain.find_compiler()
+    with pytest.raises(pr.BuildError, match="CXX holds"):
+        _build.find_engine(_build.Recipe(extra_flags=("-Dother",)))
+
+
+def test_an_nvcc_with_a_line_break_is_refused(monkeypatch, tmp_path):
+    program = tmp_path / "nv\ncc"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PYRINGAR_NVCC", str(program))
+    with pytest.raises(pr.BuildError, match="PYRINGAR_NVCC holds"):
+        _toolchain.find_nvcc()
+
+
+def test_blanks_between_the_words_of_a_compiler_are_no_matter(monkeypatch):
+    monkeypatch.setenv("CXX", f"{sys.executable}\t-O1\n")
+    assert _toolchain.find_compiler().command == (sys.executable, "-O1")
+
+
+@pytest.mark.parametrize("archs", ["9" * 5000 + ".0", "\u0669.\u0660", "-9.0", "\udcff"])
+def test_silly_architectures_are_refused(monkeypatch, archs):
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", archs)
+    with pytest.raises(pr.BuildError, match="PYRINGAR_CUDA_ARCHS="):
+        _toolchain.cuda_archs_wanted()
+
+
+SILLY = ["", " ", "\t\n", "x" * 5000, "\udcff\udcfe", "~no-such-user/x", "/dev/null/x", "\x1b[2J"]
+
+
+@pytest.mark.parametrize("value", SILLY)
+@pytest.mark.parametrize("name", ["PYRINGAR_CACHE_DIR", "PYRINGAR_TUNING"])
+def test_silly_paths_are_refused_or_not_used(monkeypatch, tmp_path, name, value):
+    """By looking only: what is built where is for tests/build."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value)
+    other = _build.Recipe(extra_flags=("-Dother",))
+    for call in (
+        lambda: tuning.choices("host", 2, "any"),
+        lambda: _build.find_engine(other),
+        tuning.describe,
+    ):
+        _, error = outcome(call, pr.RingarError)
+        assert error is None or name in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", SILLY[1:])
+def test_info_shows_whatever_is_set(monkeypatch, capsys, tmp_path, value):
+    monkeypatch.setenv("PYRINGAR_TUNING", str(tmp_path / "none"))
+    monkeypatch.setattr("pyringar.cli.info.ENVIRONMENT", {"PYRINGAR_NODE_ID": "", "CXX": ""})
+    monkeypatch.setenv("PYRINGAR_NODE_ID", value)
+    monkeypatch.setenv("CXX", value)
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+NO_DESCRIPTORS = """
+import os, resource, sys, torch
+import pyringar as pr
+from pyringar import tuning
+pr.shared_empty(1)  # the engine is there
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    pass
+for call in (
+    lambda: tuning.choices("host", 2, "any"),
+    lambda: pr.Communicator(["cpu"] * 2),
+    lambda: pr.shared_empty(10),
+    lambda: __import__("pyringar.trace").trace.Trace.load("x"),
+):
+    try:
+        call()
+        print("well")
+    except pr.RingarError as error:
+        print(type(error).__name__, error)
+for fd in held:
+    os.close(fd)
+print(tuning.choices("host", 2, "any").rule)
+"""
+
+
+def test_without_descriptors_there_are_errors_of_ours():
+    done = subprocess.run(
+        [sys.executable, "-c", "import pyringar.trace\n" + NO_DESCRIPTORS],
+        env={**os.environ, "PYRINGAR_TUNING": "shipped"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third, fourth, last = done.stdout.splitlines()
+    assert "own table" in first
+    assert "Too many open files" in first
+    assert "own table" in second
+    assert "cannot create 40 bytes of shared memory" in third
+    assert "x is no trace" in fourth
+    assert last == "fused", "and afterwards all is well"
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "folder.json").mkdir()
+    monkeypatch.setenv("PYRINGAR_TUNING", str(tmp_path / "folder.json"))
+    for command in (["tune", "--show"], ["tune", "--reset"]):
+        assert main(command) == 1
+        assert "folder.json" in capsys.readouterr().err
+    out = ["predict", "--bytes", "4000", "--ranks", "2", "--json", str(tmp_path / "folder.json")]
+    assert main(out) == 1
+    assert "folder.json" in capsys.readouterr().err
+
+
+def test_check_says_that_it_runs_the_code(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "This runs the code that it grades, in this process and with your rights" in told
