@@ -91,8 +91,8 @@ def cache_dir() -> Path:
     """Return where engines and tables are kept; creates nothing.
 
     Raises:
-        BuildError: ``PYRINGAR_CACHE_DIR`` begins with ~ and a user who has no home, there is no
-            folder for temporary files either, or this is Windows.
+        BuildError: ``PYRINGAR_CACHE_DIR`` begins with ~ and a user who has no home; there is
+            neither a usual cache nor a folder for temporary files; or this is Windows.
     """
     return _cache_dirs()[0][0]
 
@@ -107,16 +107,21 @@ def _cache_dirs() -> tuple[list[Path], str]:
     if sys.platform == "win32":
         raise BuildError("the engine needs POSIX (Linux, macOS); on Windows use WSL")
     chosen = os.environ.get("PYRINGAR_CACHE_DIR")
-    try:
-        if chosen:
+    if chosen:
+        try:
             return [Path(chosen).expanduser().absolute()], ""
-        temporary = Path(tempfile.gettempdir()) / f"pyringar-{os.geteuid()}"
-    except (RuntimeError, OSError) as error:  # no such user; no current or temporary directory
-        raise BuildError(f"PYRINGAR_CACHE_DIR is {chosen!r}: {error}. {_MOVE_CACHE}") from error
+        except (RuntimeError, OSError) as error:  # no such user, no current folder
+            raise BuildError(f"PYRINGAR_CACHE_DIR is {chosen!r}: {error}. {_MOVE_CACHE}") from error
     import platformdirs
 
     usual = Path(platformdirs.user_cache_dir("pyringar", appauthor=False))
     reason = _why_unusable(usual)
+    try:
+        temporary = Path(tempfile.gettempdir()) / f"pyringar-{os.geteuid()}"
+    except OSError as error:
+        if reason:
+            raise BuildError(f"there is no cache: {reason}; {error}. {_MOVE_CACHE}") from error
+        return [usual], ""
     if reason:
         return [temporary], reason
     return [usual] if _why_unusable(temporary) else [usual, temporary], ""

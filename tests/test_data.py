@@ -198,6 +198,13 @@ class TestReachable:
             assert "404" in data_module._why_unreachable(url + "/gone", 5.0)
             server.shutdown()
 
+    def test_no_thread_is_a_reason(self, monkeypatch):
+        def start(thread):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert data_module._why_unreachable("http://x/", 1.0) == "can't start new thread"
+
     @pytest.mark.parametrize("how", ["refused", "silent", "lookup"])
     def test_one_that_does_not_is_given_up_in_time(self, how, monkeypatch):
         released = threading.Event()

@@ -6,6 +6,7 @@ an error that names it; nothing of Python's own (RecursionError, OverflowError, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -406,6 +407,23 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path, monkeypatch, c
     out = ["predict", "--bytes", "4000", "--ranks", "2", "--json", str(tmp_path / "folder.json")]
     assert main(out) == 1
     assert "folder.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("predict --bytes 4000 --ranks 2,99999999999999999999", "--ranks is '2,9999"),
+        ("predict --ranks 2 --bytes 36893488147419103232", "--bytes is 3689"),
+        ("predict --ranks 2 --batch-size 99999999999999999999 --compute-ms 1", "--batch-size is 9"),
+        ("tune --ranks 99999999999999999999", "--ranks: '9999"),
+        ("tune --sizes 99999999999999999999999KiB", "--sizes: '9999"),
+        ("tune --sizes 2048GiB", "--sizes: '2048GiB'"),
+    ],
+)
+def test_numbers_beyond_all_measure_are_named(capsys, command, told):
+    with contextlib.suppress(SystemExit):  # argparse's
+        assert main(command.split()) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_check_says_that_it_runs_the_code(capsys):

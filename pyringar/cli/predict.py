@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+_MOST_RANKS = 1 << 16
+_MOST_IMAGES = 1 << 20
+
 _DESCRIPTION = """\
 Predict how long every algorithm takes to sum the gradients of a model on a
 machine that you describe by its ranks, links and nodes. The engine's own
@@ -181,8 +184,10 @@ def _ranks(text: str) -> list[int]:
         ranks = [int(part) for part in text.split(",")]
     except ValueError:
         ranks = [0]
-    if min(ranks) < 1:
-        raise ArgumentError(f"--ranks is {text!r}, expected whole numbers, 1 or more: 2,4,8")
+    if min(ranks) < 1 or max(ranks) > _MOST_RANKS:
+        raise ArgumentError(
+            f"--ranks is {text!r}, expected whole numbers, 1 or more (to {_MOST_RANKS}): 2,4,8"
+        )
     return sorted(set(ranks))
 
 
@@ -219,10 +224,10 @@ def _workload(args: argparse.Namespace) -> Workload:
     compute_s = _compute_s(args.compute_ms)
     backward: Backward | None = None
     if args.bytes is not None:
-        if args.bytes < ITEM_BYTES or args.bytes % ITEM_BYTES:
+        if not ITEM_BYTES <= args.bytes < 2**63 or args.bytes % ITEM_BYTES:
             raise ArgumentError(
                 f"--bytes is {args.bytes}, expected a positive multiple of {ITEM_BYTES}, the bytes "
-                "of a float32"
+                "of a float32, below 2^63"
             )
         if compute_s is not None:
             if compute_s <= 0:
@@ -269,11 +274,14 @@ def _model(
     """A trainer's model: its title, its parameters' sizes, and when their gradients come."""
     import torch
 
+    from pyringar.errors import ArgumentError
     from pyringar.predict import Backward
     from pyringar.predict.network import check_count
     from pyringar.train import lenet, lenet_params, resnet18
     from pyringar.train.config import MODEL_TITLES
 
+    if batch_size > _MOST_IMAGES:
+        raise ArgumentError(f"--batch-size is {batch_size}, expected at most {_MOST_IMAGES}")
     device = "cpu" if compute_s == 0 else "meta"
     images = torch.zeros(check_count("--batch-size", batch_size), 1, 28, 28, device=device)
     params: list[Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,8 +80,8 @@ def _places(text: str) -> tuple[str, ...]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    if re.fullmatch("[0-9]{1,4}", text) is None or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 9999")
     return int(text)
 
 
@@ -93,13 +94,14 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _size(text: str) -> int:
-    digits = text.rstrip("BKMGi")
-    unit = text[len(digits) :] or "B"
-    if not digits.isdecimal() or unit not in _UNITS:
+    found = re.fullmatch("([0-9]{1,19})([KMG]iB|B|)", text)
+    if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 4KiB or 64MiB")
-    nbytes = int(digits) * _UNITS[unit]
-    if nbytes == 0 or nbytes % 4:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of 4-byte elements")
+    nbytes = int(found[1]) * _UNITS[found[2] or "B"]
+    if nbytes == 0 or nbytes % 4 or nbytes >= 2**40:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no positive number of 4-byte elements, below 1 TiB"
+        )
     return nbytes
 
 

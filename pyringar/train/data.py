@@ -256,7 +256,10 @@ def _why_unreachable(url: str, timeout_s: float) -> str | None:
         except (OSError, ValueError, HTTPException) as error:
             answer.put(str(error))
 
-    threading.Thread(target=ask, name="pyringar-reachable", daemon=True).start()
+    try:
+        threading.Thread(target=ask, name="pyringar-reachable", daemon=True).start()
+    except RuntimeError as error:  # no thread is to be had
+        return str(error)
     try:
         return answer.get(timeout=timeout_s + 0.5)
     except queue.Empty:
