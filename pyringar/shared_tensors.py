@@ -35,7 +35,8 @@ def shared_empty(
 
     Raises:
         ArgumentError: A shape that is none.
-        RingarError: The memory is not to be had; says how much was asked for.
+        RingarError: It is more than the machine, or a cgroup that this process is in, has left, or
+            not to be had for another reason; says how much was asked for.
         UnsupportedError: This is not Linux.
     """
     if not isinstance(dtype, torch.dtype):
