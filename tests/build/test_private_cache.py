@@ -271,6 +271,16 @@ def test_what_was_checked_is_what_is_loaded(
 
 
 @needs_compiler
+def test_without_proc_an_engine_is_loaded_by_its_path(
+    cache: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = _build.ensure_engine(tiny)
+    monkeypatch.setattr(os.path, "samestat", lambda a, b: False)
+    assert _native._path_of(_build.open_engine(built), built.path) == str(built.path)
+    assert _native.load(built).value() == 42
+
+
+@needs_compiler
 def test_two_engines_are_never_taken_for_each_other(cache: Path, tiny: _build.Recipe) -> None:
     """Not even where somebody closes all descriptors, as daemons do, so that numbers serve again.
 
