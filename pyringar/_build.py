@@ -111,7 +111,9 @@ def _cache_dirs() -> tuple[list[Path], str]:
         try:
             return [Path(chosen).expanduser().absolute()], ""
         except (RuntimeError, OSError) as error:  # no such user, no current folder
-            raise BuildError(f"PYRINGAR_CACHE_DIR is {chosen!r}: {error}. {_MOVE_CACHE}") from error
+            raise BuildError(
+                f"PYRINGAR_CACHE_DIR is {chosen!r} ({error}). {_MOVE_CACHE}"
+            ) from error
     import platformdirs
 
     usual = Path(platformdirs.user_cache_dir("pyringar", appauthor=False))
@@ -173,7 +175,7 @@ def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
     except FileNotFoundError:
         return None
     except NotPrivateError as error:
-        raise _not_loaded(error) from error
+        raise _not_loaded(folder, error) from error
     except (OSError, ValueError) as error:
         raise BuildError(
             f"the engine in {folder} cannot be read ({error}): delete that folder. {_MOVE_CACHE}"
@@ -197,13 +199,13 @@ def open_engine(engine: Engine) -> int:
             return os.open(engine.path, os.O_RDONLY | os.O_CLOEXEC)
         return open_private(engine.path)
     except NotPrivateError as error:
-        raise _not_loaded(error) from error
+        raise _not_loaded(engine.path, error) from error
     except OSError as error:
         raise BuildError(f"the engine {engine.path} cannot be opened: {error}") from error
 
 
-def _not_loaded(error: NotPrivateError) -> BuildError:
-    return BuildError(f"{error}: code in it is not loaded. {_MOVE_CACHE}")
+def _not_loaded(path: Path, error: NotPrivateError) -> BuildError:
+    return BuildError(f"{error}: code is not loaded from {path}. {_MOVE_CACHE}")
 
 
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
@@ -321,7 +323,7 @@ def _make_folder(kind: EngineKind, name: str) -> Path:
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         except NotPrivateError as error:
-            raise _not_loaded(error) from error
+            raise _not_loaded(folder, error) from error
         except OSError as error:
             if cache == caches[-1]:
                 raise _cannot_build(kind, folder, error) from error

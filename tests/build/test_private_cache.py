@@ -373,7 +373,7 @@ def test_a_temporary_folder_of_somebody_else_is_refused_or_passed_over(
 ) -> None:
     folder = homeless("/dev/null")
     make(folder, 0o755, NOBODY)
-    with pytest.raises(BuildError, match=rf"pyringar-0 belongs to user {NOBODY}.*not loaded"):
+    with pytest.raises(BuildError, match=rf"pyringar-0 belongs to user {NOBODY}.*is not loaded"):
         _build.ensure_engine(tiny)
     # Whoever has a home need not care.
     assert homeless(str(tmp_path)) == folder
