@@ -37,8 +37,10 @@ ORDERS = ("any", "rank")
 class Work:
     """A collective that runs in the background, returned by ``async_op=True``.
 
-    Until it is done its tensors must be neither read nor written. Dropping it is fine, and so is
-    dropping or changing the lists: the communicator keeps the tensors alive.
+    Until it is done its tensors must be neither read nor written, nor their memory resized: after
+    ``resize_`` or ``untyped_storage().resize_()`` the engine writes where memory was freed.
+    Dropping it is fine, and so is dropping or changing the lists, or a new ``.data``: the
+    communicator keeps the memory that the tensors had, and reduces that.
     """
 
     def __init__(self, native: Any, keep_alive: object, timeout_s: float) -> None:

@@ -148,7 +148,7 @@ class Communicator(EngineCommunicator):
             algorithm: Instead of the communicator's.
             order: Instead of the communicator's.
             async_op: Return a :class:`Work` at once and reduce in the background (``naive`` and
-                ``sharded`` reduce at once).
+                ``sharded`` reduce at once); no ``resize_`` until it is done, see there.
 
         Raises:
             ArgumentError: Names the index and value that is wrong; nothing was changed.

@@ -191,7 +191,8 @@ class ProcessCommunicator(EngineCommunicator):
             op: As in :meth:`Communicator.all_reduce`.
             algorithm: Instead of the communicator's.
             order: Instead of the communicator's.
-            async_op: Return a :class:`Work` at once and reduce in the background.
+            async_op: Return a :class:`Work` at once and reduce in the background; no ``resize_``
+                until it is done, see there.
 
         Raises:
             ArgumentError: Names the tensor and value that is wrong; nothing was changed, and no

@@ -141,14 +141,15 @@ class Ranked {
       ready.record(current[d]);
       ready.make_wait(comm[d], group_->devices()[d]);
     }
+    py::list storages = storages_of({prepared.written, prepared.read});
     launch(collective, comm, prepared.collective.bytes);
     if (py::len(prepared.copies) > 0) {
       // The copies back are torch's, on the current streams: these have to come after.
       order(comm, current);
       copy_back(prepared);
-      return py::make_tuple(work(current), prepared.written, prepared.copies);
+      return py::make_tuple(work(current), std::move(storages), prepared.copies);
     }
-    return py::make_tuple(work(comm), prepared.written, prepared.read);
+    return py::make_tuple(work(comm), std::move(storages));
   }
 
   // A checked call; its tensors and their storages stay alive with it.
@@ -157,10 +158,7 @@ class Ranked {
       fail(ErrorKind::kUnsupported, prepared.collective.operation,
            ": tensors with gaps between their elements cannot be bound; pass .contiguous() ones");
     }
-    py::list storages;
-    for (const py::handle tensor : prepared.written) {
-      storages.append(tensor.attr("untyped_storage")());
-    }
+    const py::list storages = storages_of({prepared.written});
     auto collective = std::make_shared<cuda::Collective>(translated(prepared.collective));
     const std::size_t bytes = prepared.collective.bytes;
     py::object written = prepared.written;

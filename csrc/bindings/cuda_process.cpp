@@ -112,10 +112,7 @@ py::object make_bound(const GroupPtr& group, PreparedCall prepared) {
     fail(ErrorKind::kUnsupported,
          "bind: tensors with gaps between their elements cannot be bound; pass .contiguous() ones");
   }
-  py::list storages;
-  for (const py::handle tensor : prepared.written) {
-    storages.append(tensor.attr("untyped_storage")());
-  }
+  const py::list storages = storages_of({prepared.written});
   auto call = std::make_shared<const ProcessCall>(std::move(prepared.call));
   return py::cpp_function([group, call, written = prepared.written, storages] {
     mark_written(written.ptr());
@@ -140,10 +137,12 @@ struct Calls {
     mark_written(prepared.written.ptr());
     if (async_op && py::len(prepared.copies) == 0) {
       const cudaStream_t stream = stream_of(*group);
+      py::list storages = storages_of({prepared.written, prepared.read});
       auto submitted = group->submit(std::move(prepared.call), stream);
       auto work = std::make_shared<CudaProcessWork>(group, std::move(submitted));
-      return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+      return py::make_tuple(py::cast(work), std::move(storages));
     }
+    py::list storages = storages_of({prepared.written, prepared.read});
     run(*group, prepared.call);
     copy_back(prepared);
     if (!async_op) return py::none();
@@ -152,7 +151,7 @@ struct Calls {
     done->record(stream_of(*group));
     auto work = std::make_shared<CudaProcessWork>(
         group, CudaProcessGroup::Submitted{nullptr, std::move(done)});
-    return py::make_tuple(py::cast(work), prepared.written, prepared.copies);
+    return py::make_tuple(py::cast(work), std::move(storages), prepared.copies);
   }
   static py::object bind(const GroupPtr& group, PreparedCall prepared) {
     return make_bound(group, std::move(prepared));

@@ -55,11 +55,8 @@ struct Bound {
   Prepared prepared;
   py::list storages;
 
-  Bound(GroupPtr g, Prepared p) : group(std::move(g)), prepared(std::move(p)) {
-    for (const py::handle tensor : prepared.written) {
-      storages.append(tensor.attr("untyped_storage")());
-    }
-  }
+  Bound(GroupPtr g, Prepared p)
+      : group(std::move(g)), prepared(std::move(p)), storages(storages_of({prepared.written})) {}
 
   void call() {
     group->check_usable();
@@ -97,8 +94,9 @@ py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op
   // Before the first write: a collective that fails half-way has written too.
   mark_written(prepared.written.ptr());
   if (async_op) {
+    py::list storages = storages_of({prepared.written, prepared.read});
     auto work = group->submit(std::move(prepared.collective));
-    return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+    return py::make_tuple(py::cast(work), std::move(storages));
   }
   const auto ranks = std::max<std::size_t>(1, py::len(prepared.written));
   run(*group, prepared.collective, static_cast<int>(ranks));

@@ -48,11 +48,8 @@ struct BoundCall {
   PreparedCall prepared;
   py::list storages;
 
-  BoundCall(GroupPtr g, PreparedCall p) : group(std::move(g)), prepared(std::move(p)) {
-    for (const py::handle tensor : prepared.written) {
-      storages.append(tensor.attr("untyped_storage")());
-    }
-  }
+  BoundCall(GroupPtr g, PreparedCall p)
+      : group(std::move(g)), prepared(std::move(p)), storages(storages_of({prepared.written})) {}
 };
 
 constexpr const char* kBoundCapsule = "pyringar.bound_process_call";
@@ -106,8 +103,9 @@ struct Calls {
     group->check_usable();
     mark_written(prepared.written.ptr());
     if (async_op) {
+      py::list storages = storages_of({prepared.written, prepared.read});
       auto work = group->submit(std::move(prepared.call));
-      return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+      return py::make_tuple(py::cast(work), std::move(storages));
     }
     run(*group, prepared.call);
     return py::none();
