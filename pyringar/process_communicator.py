@@ -386,7 +386,9 @@ class ProcessCommunicator(EngineCommunicator):
                 culprit = self._members[int(could_not.argmax())].name
                 problem = RingarError(f"register: {culprit} could not map the others' memory")
             raise problem
-        weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
+        forget = weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
+        # The process's end unmaps it anyway, after calls in the background that still reduce there.
+        forget.atexit = False
 
     # -- groups, plans, statistics -----------------------------------------------------------------
 

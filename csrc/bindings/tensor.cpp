@@ -83,7 +83,10 @@ struct TorchNames {
   }
 
   static TorchNames& get() {
-    static TorchNames* names = new TorchNames;
+    // Guarded by the GIL, and by no lock of C++'s: looking up may give the GIL away, to a thread
+    // that would wait for that lock. It then looks up too, and the last one's are kept.
+    static TorchNames* names = nullptr;
+    if (names == nullptr) names = new TorchNames;
     return *names;
   }
 };
