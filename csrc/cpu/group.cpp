@@ -43,7 +43,7 @@ void Group::check_usable() const {
 
 void Group::check_not_failed() const {
   if (!failure_.empty()) {
-    fail(ErrorKind::kState, "this communicator failed before and cannot be used again: ", failure_);
+    fail(failure_kind_, "this communicator failed before and cannot be used again: ", failure_);
   }
 }
 
@@ -140,7 +140,8 @@ void Group::finish_team_run(const Collective& collective, Watch& watch) {
   const std::string failure = watch.failure();
   if (failure.empty()) return;
   failure_ = join(collective.operation, ": ", failure);
-  fail(ErrorKind::kTimeout, failure_);
+  failure_kind_ = ErrorKind::kTimeout;
+  fail(failure_kind_, failure_);
 }
 
 void Group::sleep_if_delayed(int rank) {

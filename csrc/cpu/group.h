@@ -105,6 +105,7 @@ class Group {
   std::unique_ptr<RingLinks> ring_;
   std::unique_ptr<Barrier> barrier_;
   std::string failure_;
+  ErrorKind failure_kind_ = ErrorKind::kState;
   int delayed_rank_ = -1;
   std::chrono::nanoseconds delay_{};
   GroupStats stats_;

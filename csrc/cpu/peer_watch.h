@@ -46,6 +46,7 @@ class PeerWatch {
 
   bool failed() const { return !failure_.empty(); }
   const std::string& failure() const { return failure_; }
+  ErrorKind kind() const { return kind_; }
   // For this rank to refuse calls with, and for the others to find.
   void report(ErrorKind kind, const std::string& text);
   // Whether some rank has failed before.

@@ -61,7 +61,7 @@ void ProcessGroup::check_usable() const {
 
 void ProcessGroup::check_not_failed() const {
   if (watch_.failed()) {
-    fail(ErrorKind::kState,
+    fail(watch_.kind(),
          "this communicator failed before and cannot be used again: ", watch_.failure());
   }
 }
