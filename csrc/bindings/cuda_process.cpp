@@ -26,7 +26,7 @@ namespace py = pybind11;
 struct GroupDeleter {
   void operator()(CudaProcessGroup* group) const {
     if (group->host().forked()) return;
-    const py::gil_scoped_release release;
+    const PythonCall python_call(PythonCall::Signals::kWait);
     delete group;
   }
 };
@@ -49,8 +49,7 @@ cudaStream_t stream_of(const CudaProcessGroup& group) {
 
 void run(CudaProcessGroup& group, const ProcessCall& call) {
   const cudaStream_t stream = stream_of(group);
-  const PythonCall python_call;
-  while (!group.host().wait_for_turn(kSignalInterval)) look_at_signals();
+  const PythonCall python_call(group.host().turn());
   group.run(call, stream);
 }
 
@@ -83,7 +82,11 @@ class CudaProcessWork {
 
  private:
   bool wait_until_enqueued(double timeout_s) {
-    const PythonCall python_call;
+    const Work& work = *submitted_.enqueued;
+    if (!work.is_completed() && PythonCall::is_interrupted(work.turn())) {
+      work.turn()->check_not_mine();
+    }
+    const PythonCall python_call(work.turn());
     const auto deadline = Clock::now() + to_nanoseconds(timeout_s);
     while (true) {
       const std::chrono::nanoseconds left = deadline - Clock::now();
@@ -162,11 +165,9 @@ GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::by
                     double timeout_s, bool checks_digests, int device) {
   const Segment segment =
       Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const CudaProcessOptions options{to_nanoseconds(timeout_s), checks_digests};
-  GroupPtr group(new CudaProcessGroup(std::move(memory), segment, rank, device, options),
-                 GroupDeleter{});
-  group->host().set_on_nap(&look_at_signals);
-  return group;
+  const CudaProcessOptions options{to_nanoseconds(timeout_s), checks_digests, &look_at_signals};
+  return GroupPtr(new CudaProcessGroup(std::move(memory), segment, rank, device, options),
+                  GroupDeleter{});
 }
 
 // This module's own: the CPU engine's may have been made by another compiler.
@@ -193,7 +194,7 @@ void bind_cuda_process_group(py::module_& m) {
            py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"), py::arg("device"))
       .def("connect",
            [](CudaProcessGroup& group) {
-             const PythonCall python_call;
+             const PythonCall python_call(group.host().turn());
              group.connect();
            })
       .def("plan",

@@ -21,6 +21,9 @@
 
 namespace pyringar {
 
+// The failure that all ranks share: the first counts.
+void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text);
+
 class PeerWatch {
  public:
   // Looks at a flag before a rank gives its core away, where ranks or threads outnumber cores.
