@@ -34,8 +34,8 @@ using BucketerPtr = std::shared_ptr<BoundBucketer>;
 
 // The number of the backward pass that calls this hook; torch counts from 0.
 inline std::int64_t current_pass() {
-  static PyObject* current_task =
-      nullptr;  // guarded by the GIL alone, see TorchNames in tensor.cpp
+  // Guarded by the GIL alone, as TorchNames in tensor.cpp.
+  static PyObject* current_task = nullptr;
   if (current_task == nullptr) {
     const py::object found = py::module_::import("torch._C").attr("_current_graph_task_id");
     current_task = found.inc_ref().ptr();

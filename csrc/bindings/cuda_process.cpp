@@ -83,17 +83,15 @@ class CudaProcessWork {
  private:
   bool wait_until_enqueued(double timeout_s) {
     const Work& work = *submitted_.enqueued;
-    if (!work.is_completed() && PythonCall::is_interrupted(work.turn())) {
-      work.turn()->check_not_mine();
-    }
+    check_can_end(work);
     const PythonCall python_call(work.turn());
     const auto deadline = Clock::now() + to_nanoseconds(timeout_s);
     while (true) {
       const std::chrono::nanoseconds left = deadline - Clock::now();
-      if (submitted_.enqueued->wait(std::min<std::chrono::nanoseconds>(left, kSignalInterval))) {
+      if (submitted_.enqueued->wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) {
         return true;
       }
-      if (left <= kSignalInterval) return false;
+      if (left <= kNapInterval) return false;
       look_at_signals();
     }
   }

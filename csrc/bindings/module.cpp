@@ -106,15 +106,13 @@ py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op
 
 // Ctrl-C ends the wait, not the work.
 bool wait_for(Work& work, double timeout_s) {
-  // In a signal handler: while the call that it interrupted has the turn, this never gets it.
-  if (!work.is_completed() && PythonCall::is_interrupted(work.turn()))
-    work.turn()->check_not_mine();
+  check_can_end(work);
   const PythonCall python_call(work.turn());
   const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
   while (true) {
     const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
-    if (work.wait(std::min<std::chrono::nanoseconds>(left, kSignalInterval))) return true;
-    if (left <= kSignalInterval) return false;
+    if (work.wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) return true;
+    if (left <= kNapInterval) return false;
     look_at_signals();
   }
 }

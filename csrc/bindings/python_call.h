@@ -11,12 +11,13 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <unistd.h>
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "bindings/tensor.h"
-#include "cpu/turn.h"
+#include "cpu/work_queue.h"
 
 namespace pyringar {
 
@@ -27,7 +28,7 @@ inline void take_gil(PyThreadState* state) {
   try {
     PyEval_RestoreThread(state);
   } catch (...) {
-    while (true) pause();
+    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
   }
 }
 
@@ -75,6 +76,14 @@ inline void look_at_signals() {
   const bool has_raised = PyErr_CheckSignals() != 0;
   call->state_ = PyEval_SaveThread();
   if (has_raised) throw PythonErrorPending{};
+}
+
+// Before one waits for a work: in a signal handler, while the call that it interrupted has the
+// turn, works of that group never get it.
+inline void check_can_end(const Work& work) {
+  if (!work.is_completed() && PythonCall::is_interrupted(work.turn())) {
+    work.turn()->check_not_mine();
+  }
 }
 
 }  // namespace pyringar
