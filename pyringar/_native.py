@@ -18,7 +18,8 @@ __all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine
 _NAME = f"pyringar.{_build.CPU.module}"
 _CUDA_NAME = f"pyringar.{_build.CUDA.module}"
 # Apart: compiling kernels takes minutes, and the CPU's engine need not wait for it.
-_locks = {_NAME: threading.Lock(), _CUDA_NAME: threading.Lock()}
+# A signal handler may come in between, and want the engine too.
+_locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
 
 
 # Of loaded files, by device and inode.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -37,8 +36,10 @@ ORDERS = ("any", "rank")
 class Work:
     """A collective that runs in the background, returned by ``async_op=True``.
 
-    Until it is done its tensors must be neither read nor written. Dropping it is fine, and so is
-    dropping or changing the lists: the communicator keeps the tensors alive.
+    Until it is done its tensors must be neither read nor written, nor their memory resized: after
+    ``resize_`` or ``untyped_storage().resize_()`` the engine writes where memory was freed.
+    Dropping it is fine, and so is dropping or changing the lists, or a new ``.data``: the
+    communicator keeps the memory that the tensors had, and reduces that.
     """
 
     def __init__(self, native: Any, keep_alive: object, timeout_s: float) -> None:
@@ -130,22 +131,22 @@ class InFlight:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._works: list[Work] = []
+        # Without a lock: a signal handler may come in between, and a fork. Each use is one step.
+        self._works: set[Work] = set()
 
     def add(self, submitted: tuple[Any, object, object]) -> Work:
         """The work for what an engine's ``submit`` returned."""
         native, *keep_alive = submitted
         work = Work(native, keep_alive, self._timeout_s)
-        with self._lock:
-            self._works = [w for w in self._works if not w.is_completed()]
-            self._works.append(work)
+        self._works.add(work)
+        for other in tuple(self._works):
+            if other.is_completed():
+                self._works.discard(other)
         return work
 
     def clear(self) -> None:
         """Let all tensors go: nothing runs any more."""
-        with self._lock:
-            self._works.clear()
+        self._works.clear()
 
 
 class Closing:
@@ -167,6 +168,10 @@ class Closing:
         self.close()
 
 
+# Tensors of communicators whose last close() a signal handler broke off: the engine may write them.
+_interrupted: list[InFlight] = []
+
+
 class EngineCommunicator(Closing):
     """What communicators over an engine's group share: its end."""
 
@@ -178,14 +183,23 @@ class EngineCommunicator(Closing):
 
         Everything else raises :class:`RingarError` from then on, and other processes of the group
         that go on calling get a :class:`PeerLostError`.
+
+        Signals are looked at meanwhile. What a handler raises, such as KeyboardInterrupt, ends the
+        wait: calls that have not begun fail, the other processes are told, and the next close()
+        waits for the rest. A handler may close a communicator for which this thread waits: the
+        call then fails when the handler has returned, and the other processes are told at once.
         """
-        self._group.close()
-        self._in_flight.clear()
+        if self._group.close():
+            self._in_flight.clear()
 
     def __del__(self) -> None:
         # Background work must end before the tensors that it writes are let go.
         if hasattr(self, "_in_flight"):
-            self.close()
+            try:
+                self.close()
+            except BaseException:
+                _interrupted.append(self._in_flight)
+                raise
 
 
 def op_name(op: Any) -> str:

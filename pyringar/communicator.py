@@ -148,7 +148,7 @@ class Communicator(EngineCommunicator):
             algorithm: Instead of the communicator's.
             order: Instead of the communicator's.
             async_op: Return a :class:`Work` at once and reduce in the background (``naive`` and
-                ``sharded`` reduce at once).
+                ``sharded`` reduce at once); no ``resize_`` until it is done, see there.
 
         Raises:
             ArgumentError: Names the index and value that is wrong; nothing was changed.
@@ -377,7 +377,7 @@ class _Default:
     """What is behind :func:`allreduce`, which names no ranks: made at first use."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in between
         self._group: Any = None
         self._communicators: dict[tuple[torch.device, ...], Communicator] = {}
         # What reduces CPU ranks, by their number.
@@ -421,7 +421,7 @@ class _Default:
 
     def _forget(self) -> None:
         # The parent's threads are not in this process, and its lock may be held for ever.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._group = None
         self._communicators = {}
         self._hosts = {}

@@ -192,7 +192,8 @@ class ProcessCommunicator(EngineCommunicator):
             op: As in :meth:`Communicator.all_reduce`.
             algorithm: Instead of the communicator's.
             order: Instead of the communicator's.
-            async_op: Return a :class:`Work` at once and reduce in the background.
+            async_op: Return a :class:`Work` at once and reduce in the background; no ``resize_``
+                until it is done, see there.
 
         Raises:
             ArgumentError: Names the tensor and value that is wrong; nothing was changed, and no
@@ -386,7 +387,9 @@ class ProcessCommunicator(EngineCommunicator):
                 culprit = self._members[int(could_not.argmax())].name
                 problem = RingarError(f"register: {culprit} could not map the others' memory")
             raise problem
-        weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
+        forget = weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
+        # The process's end unmaps it anyway, after calls in the background that still reduce there.
+        forget.atexit = False
 
     # -- groups, plans, statistics -----------------------------------------------------------------
 

@@ -216,8 +216,10 @@ def test_a_late_rank_is_named_and_the_communicator_refuses(algorithm, late):
         assert 0.25 < time.monotonic() - start < 5
         assert isinstance(caught.value, TimeoutError)
         assert algorithm in str(caught.value)
-        with pytest.raises(pr.RingarError, match="failed before"):
+        with pytest.raises(pr.CollectiveTimeout, match="failed before"):
             comm.all_reduce(ranks(3), algorithm="fused")
+        with pytest.raises(pr.CollectiveTimeout, match="failed before"):
+            comm.all_reduce(ranks(3), async_op=True).wait()
     assert pr.allreduce(ranks(3)) is None
 
 

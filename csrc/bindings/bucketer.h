@@ -34,8 +34,12 @@ using BucketerPtr = std::shared_ptr<BoundBucketer>;
 
 // The number of the backward pass that calls this hook; torch counts from 0.
 inline std::int64_t current_pass() {
-  static PyObject* const current_task =
-      py::object(py::module_::import("torch._C").attr("_current_graph_task_id")).release().ptr();
+  // Guarded by the GIL alone, as TorchNames in tensor.cpp.
+  static PyObject* current_task = nullptr;
+  if (current_task == nullptr) {
+    const py::object found = py::module_::import("torch._C").attr("_current_graph_task_id");
+    current_task = found.inc_ref().ptr();
+  }
   const auto id = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(current_task));
   const long long number = id ? PyLong_AsLongLong(id.ptr()) : -1;
   if (PyErr_Occurred() != nullptr) throw_python_error();

@@ -20,9 +20,6 @@
 
 namespace pyringar {
 
-// How long a wait without the GIL may last before it looks for signals, such as Ctrl-C.
-inline constexpr std::chrono::milliseconds kSignalInterval{50};
-
 inline std::chrono::nanoseconds to_nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
 }

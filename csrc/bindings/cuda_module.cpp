@@ -15,8 +15,10 @@
 #include "bindings/convert.h"
 #include "bindings/cuda_process.h"
 #include "bindings/prepare.h"
+#include "bindings/python_call.h"
 #include "bindings/tensor.h"
 #include "core/error.h"
+#include "cpu/os_process.h"
 #include "cuda/group.h"
 #include "cuda/peers.h"
 #include "cuda/runtime.h"
@@ -119,10 +121,19 @@ class Ranked {
   Ranked& operator=(const Ranked&) = delete;
 
   Ranks ranks() const { return {static_cast<int>(place_.size()), &place_}; }
-  CudaGroup& group() { return *group_; }
+  bool forked() const { return fork_generation() != fork_generation_; }
+  // CUDA does not live through fork(), and a thread may have held the group's lock.
+  CudaGroup& group() {
+    if (forked()) {
+      fail(ErrorKind::kState,
+           "this communicator was made before fork() and is the parent process's. Make a new "
+           "Communicator in the child");
+    }
+    return *group_;
+  }
 
   py::object run(Prepared prepared, bool async_op) {
-    group_->check_usable();
+    group().check_usable();
     mark_written(prepared.written.ptr());
     const cuda::Collective collective = translated(prepared.collective);
     const Streams current = current_streams();
@@ -141,14 +152,15 @@ class Ranked {
       ready.record(current[d]);
       ready.make_wait(comm[d], group_->devices()[d]);
     }
+    py::list storages = storages_of({prepared.written, prepared.read});
     launch(collective, comm, prepared.collective.bytes);
     if (py::len(prepared.copies) > 0) {
       // The copies back are torch's, on the current streams: these have to come after.
       order(comm, current);
       copy_back(prepared);
-      return py::make_tuple(work(current), prepared.written, prepared.copies);
+      return py::make_tuple(work(current), std::move(storages), prepared.copies);
     }
-    return py::make_tuple(work(comm), prepared.written, prepared.read);
+    return py::make_tuple(work(comm), std::move(storages));
   }
 
   // A checked call; its tensors and their storages stay alive with it.
@@ -157,15 +169,12 @@ class Ranked {
       fail(ErrorKind::kUnsupported, prepared.collective.operation,
            ": tensors with gaps between their elements cannot be bound; pass .contiguous() ones");
     }
-    py::list storages;
-    for (const py::handle tensor : prepared.written) {
-      storages.append(tensor.attr("untyped_storage")());
-    }
+    const py::list storages = storages_of({prepared.written});
     auto collective = std::make_shared<cuda::Collective>(translated(prepared.collective));
     const std::size_t bytes = prepared.collective.bytes;
     py::object written = prepared.written;
     return py::cpp_function([this, self = py::cast(this), collective, bytes, written, storages] {
-      group_->check_usable();
+      group().check_usable();
       mark_written(written.ptr());
       launch(*collective, current_streams(), bytes);
     });
@@ -180,7 +189,7 @@ class Ranked {
     return streams;
   }
   void launch(const cuda::Collective& collective, const Streams& streams, std::size_t bytes) {
-    const py::gil_scoped_release release;
+    const PythonCall python_call;
     group_->run(collective, streams, bytes);
   }
   void order(const Streams& first, const Streams& second) const {
@@ -206,6 +215,7 @@ class Ranked {
   }
 
   const std::vector<int> place_;
+  const std::uint32_t fork_generation_ = fork_generation();
   const std::shared_ptr<CudaGroup> group_;
   std::vector<cuda::Stream> comm_;
 };
@@ -279,9 +289,12 @@ void bind_group(py::module_& m) {
       .def("has_peers", [](Ranked& self) { return self.group().has_peers(); })
       .def("stats", &stats_dict)
       .def("withhold_rank", [](Ranked& self, int rank) { self.group().withhold_rank(rank); })
-      .def(
-          "close", [](Ranked& self) { self.group().close(); },
-          py::call_guard<py::gil_scoped_release>());
+      .def("close", [](Ranked& self) {
+        if (self.forked()) return false;
+        const PythonCall python_call;
+        self.group().close();
+        return true;
+      });
 }
 
 py::list peer_matrix(std::vector<int> devices) {

@@ -26,7 +26,7 @@ namespace py = pybind11;
 struct GroupDeleter {
   void operator()(CudaProcessGroup* group) const {
     if (group->host().forked()) return;
-    const py::gil_scoped_release release;
+    const PythonCall python_call(PythonCall::Signals::kWait);
     delete group;
   }
 };
@@ -49,8 +49,7 @@ cudaStream_t stream_of(const CudaProcessGroup& group) {
 
 void run(CudaProcessGroup& group, const ProcessCall& call) {
   const cudaStream_t stream = stream_of(group);
-  const PythonCall python_call;
-  while (!group.host().wait_for_turn(kSignalInterval)) look_at_signals();
+  const PythonCall python_call(group.host().turn());
   group.run(call, stream);
 }
 
@@ -83,14 +82,16 @@ class CudaProcessWork {
 
  private:
   bool wait_until_enqueued(double timeout_s) {
-    const PythonCall python_call;
+    const Work& work = *submitted_.enqueued;
+    check_can_end(work);
+    const PythonCall python_call(work.turn());
     const auto deadline = Clock::now() + to_nanoseconds(timeout_s);
     while (true) {
       const std::chrono::nanoseconds left = deadline - Clock::now();
-      if (submitted_.enqueued->wait(std::min<std::chrono::nanoseconds>(left, kSignalInterval))) {
+      if (submitted_.enqueued->wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) {
         return true;
       }
-      if (left <= kSignalInterval) return false;
+      if (left <= kNapInterval) return false;
       look_at_signals();
     }
   }
@@ -112,10 +113,7 @@ py::object make_bound(const GroupPtr& group, PreparedCall prepared) {
     fail(ErrorKind::kUnsupported,
          "bind: tensors with gaps between their elements cannot be bound; pass .contiguous() ones");
   }
-  py::list storages;
-  for (const py::handle tensor : prepared.written) {
-    storages.append(tensor.attr("untyped_storage")());
-  }
+  const py::list storages = storages_of({prepared.written});
   auto call = std::make_shared<const ProcessCall>(std::move(prepared.call));
   return py::cpp_function([group, call, written = prepared.written, storages] {
     mark_written(written.ptr());
@@ -140,10 +138,12 @@ struct Calls {
     mark_written(prepared.written.ptr());
     if (async_op && py::len(prepared.copies) == 0) {
       const cudaStream_t stream = stream_of(*group);
+      py::list storages = storages_of({prepared.written, prepared.read});
       auto submitted = group->submit(std::move(prepared.call), stream);
       auto work = std::make_shared<CudaProcessWork>(group, std::move(submitted));
-      return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+      return py::make_tuple(py::cast(work), std::move(storages));
     }
+    py::list storages = storages_of({prepared.written, prepared.read});
     run(*group, prepared.call);
     copy_back(prepared);
     if (!async_op) return py::none();
@@ -152,7 +152,7 @@ struct Calls {
     done->record(stream_of(*group));
     auto work = std::make_shared<CudaProcessWork>(
         group, CudaProcessGroup::Submitted{nullptr, std::move(done)});
-    return py::make_tuple(py::cast(work), prepared.written, prepared.copies);
+    return py::make_tuple(py::cast(work), std::move(storages), prepared.copies);
   }
   static py::object bind(const GroupPtr& group, PreparedCall prepared) {
     return make_bound(group, std::move(prepared));
@@ -163,11 +163,9 @@ GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::by
                     double timeout_s, bool checks_digests, int device) {
   const Segment segment =
       Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const CudaProcessOptions options{to_nanoseconds(timeout_s), checks_digests};
-  GroupPtr group(new CudaProcessGroup(std::move(memory), segment, rank, device, options),
-                 GroupDeleter{});
-  group->host().set_on_nap(&look_at_signals);
-  return group;
+  const CudaProcessOptions options{to_nanoseconds(timeout_s), checks_digests, &look_at_signals};
+  return GroupPtr(new CudaProcessGroup(std::move(memory), segment, rank, device, options),
+                  GroupDeleter{});
 }
 
 // This module's own: the CPU engine's may have been made by another compiler.
@@ -194,7 +192,7 @@ void bind_cuda_process_group(py::module_& m) {
            py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"), py::arg("device"))
       .def("connect",
            [](CudaProcessGroup& group) {
-             const PythonCall python_call;
+             const PythonCall python_call(group.host().turn());
              group.connect();
            })
       .def("plan",

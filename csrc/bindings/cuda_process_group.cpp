@@ -116,8 +116,9 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
                                    int device, CudaProcessOptions options)
     : device_(device),
       options_(options),
-      host_(std::make_shared<ProcessGroup>(std::move(memory), segment, rank,
-                                           ProcessGroupOptions{options.timeout, false})) {}
+      host_(std::make_shared<ProcessGroup>(
+          std::move(memory), segment, rank,
+          ProcessGroupOptions{options.timeout, false, options.on_nap})) {}
 
 CudaProcessGroup::~CudaProcessGroup() { close(); }
 
@@ -262,6 +263,7 @@ CudaProcessGroup::Submitted CudaProcessGroup::submit(ProcessCall call, cudaStrea
 }
 
 ProcessStats CudaProcessGroup::stats() {
+  host_->check_not_forked();
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   return stats_;
 }
@@ -282,13 +284,11 @@ bool CudaProcessGroup::wait_until_idle() const {
   }
 }
 
-void CudaProcessGroup::close() {
-  if (host_->forked()) return;  // the parent's
+bool CudaProcessGroup::close(bool leaves_at_once) {
+  if (!host_->end_calls(leaves_at_once)) return false;
   const std::lock_guard<std::mutex> lock(close_mutex_);
-  if (is_closed_) return;
+  if (is_closed_) return true;
   is_closed_ = true;
-  while (!host_->wait_for_turn(1s)) {
-  }
   bool is_idle = true;
   {
     const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
@@ -310,6 +310,7 @@ void CudaProcessGroup::close() {
   }
   own_ = nullptr;
   free_leftovers();
+  return true;
 }
 
 }  // namespace pyringar

@@ -25,6 +25,7 @@ namespace pyringar {
 struct CudaProcessOptions {
   std::chrono::nanoseconds timeout{};
   bool checks_digests = false;
+  OnNap on_nap = &ignore_naps;
   std::size_t slot_bytes = cuda::kProcessSlotBytes;
   std::size_t exchange_bytes = cuda::kExchangeBytes;
 };
@@ -57,7 +58,7 @@ class CudaProcessGroup {
 
   ProcessStats stats();                       // busy_ns: of the host
   ProcessPlan plan(std::size_t bytes) const;  // of an all_reduce
-  void close();
+  bool close(bool leaves_at_once = false);    // as ProcessGroup's
 
  private:
   struct Outcome;

@@ -15,6 +15,7 @@
 #include "bindings/convert.h"
 #include "bindings/prepare.h"
 #include "bindings/process.h"
+#include "bindings/python_call.h"
 #include "bindings/tensor.h"
 #include "core/error.h"
 #include "core/schedule.h"
@@ -34,7 +35,7 @@ constexpr std::size_t kKeepGilBytes = 128 * 1024;
 struct GroupDeleter {
   void operator()(Group* group) const {
     if (group->forked()) return;
-    const py::gil_scoped_release release;
+    const PythonCall python_call(PythonCall::Signals::kWait);
     delete group;
   }
 };
@@ -45,7 +46,7 @@ void run(Group& group, const Collective& collective, int world_size) {
       collective.algorithm == Algorithm::kFused && group.try_run(collective)) {
     return;
   }
-  const py::gil_scoped_release release;
+  const PythonCall python_call;
   group.run(collective);
 }
 
@@ -55,11 +56,8 @@ struct Bound {
   Prepared prepared;
   py::list storages;
 
-  Bound(GroupPtr g, Prepared p) : group(std::move(g)), prepared(std::move(p)) {
-    for (const py::handle tensor : prepared.written) {
-      storages.append(tensor.attr("untyped_storage")());
-    }
-  }
+  Bound(GroupPtr g, Prepared p)
+      : group(std::move(g)), prepared(std::move(p)), storages(storages_of({prepared.written})) {}
 
   void call() {
     group->check_usable();
@@ -97,23 +95,25 @@ py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op
   // Before the first write: a collective that fails half-way has written too.
   mark_written(prepared.written.ptr());
   if (async_op) {
+    py::list storages = storages_of({prepared.written, prepared.read});
     auto work = group->submit(std::move(prepared.collective));
-    return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+    return py::make_tuple(py::cast(work), std::move(storages));
   }
   const auto ranks = std::max<std::size_t>(1, py::len(prepared.written));
   run(*group, prepared.collective, static_cast<int>(ranks));
   return py::none();
 }
 
-// Without the GIL. Ctrl-C ends the wait, not the work.
+// Ctrl-C ends the wait, not the work.
 bool wait_for(Work& work, double timeout_s) {
+  check_can_end(work);
+  const PythonCall python_call(work.turn());
   const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
   while (true) {
     const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
-    if (work.wait(std::min<std::chrono::nanoseconds>(left, kSignalInterval))) return true;
-    if (left <= kSignalInterval) return false;
-    const py::gil_scoped_acquire acquire;
-    if (PyErr_CheckSignals() != 0) throw PythonErrorPending{};
+    if (work.wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) return true;
+    if (left <= kNapInterval) return false;
+    look_at_signals();
   }
 }
 
@@ -126,10 +126,7 @@ py::object exception_of(Work& work) {
 }
 
 py::dict stats_dict(Group& group) {
-  const GroupStats stats = [&] {
-    const py::gil_scoped_release release;  // it waits for the collective that runs
-    return group.stats();
-  }();
+  const GroupStats stats = group.stats();
   py::dict by_algorithm;
   for (int i = 0; i < kNumAlgorithms; ++i) {
     const auto at = static_cast<std::size_t>(i);
@@ -179,14 +176,15 @@ py::dict build_info() {
 
 // For the algorithms in Python: the next to run, as run() would be, or the reason why not.
 void wait_for_turn(Group& group) {
-  const py::gil_scoped_release release;
+  const PythonCall python_call;
   group.wait_for_turn();
 }
 
 void bind_group(py::module_& m) {
   py::class_<Group, GroupPtr>(m, "Group")
       .def(py::init([](int world_size, double timeout_s) {
-             return GroupPtr(new Group(world_size, to_nanoseconds(timeout_s)), GroupDeleter{});
+             return GroupPtr(new Group(world_size, to_nanoseconds(timeout_s), &look_at_signals),
+                             GroupDeleter{});
            }),
            py::arg("world_size"), py::arg("timeout_s"))
       .def("all_reduce",
@@ -250,14 +248,14 @@ void bind_group(py::module_& m) {
                  lists, ReduceOp::kSum, Algorithm::kFused, {group->world_size()});
              wait_for_turn(*group);
            })
-      .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Group::close, py::call_guard<PythonCall>())
       .def("stats", &stats_dict)
       .def(
           "delay_rank",
           [](Group& group, int rank, double seconds) {
             group.delay_rank(rank, to_nanoseconds(seconds));
           },
-          py::call_guard<py::gil_scoped_release>());
+          py::call_guard<PythonCall>());
 }
 
 }  // namespace
@@ -269,7 +267,7 @@ PYBIND11_MODULE(_engine, m) {
       .def("is_completed", &Work::is_completed)
       .def("exception", &exception_of)
       .def("finished_ns", &Work::finished_ns)
-      .def("wait", &wait_for, py::call_guard<py::gil_scoped_release>());
+      .def("wait", &wait_for);
   bind_group(m);
   bind_bucketer(m);
   bind_process_group(m);

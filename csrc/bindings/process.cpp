@@ -26,7 +26,7 @@ const char* wish_name(int wish) { return kAlgorithms[wish]; }
 struct GroupDeleter {
   void operator()(ProcessGroup* group) const {
     if (group->forked()) return;
-    const py::gil_scoped_release release;
+    const PythonCall python_call(PythonCall::Signals::kWait);
     delete group;
   }
 };
@@ -38,8 +38,7 @@ bool parse_ring(py::handle algorithm, std::size_t nbytes) {
 }
 
 void run(ProcessGroup& group, const ProcessCall& call) {
-  const PythonCall python_call;
-  while (!group.wait_for_turn(kSignalInterval)) look_at_signals();
+  const PythonCall python_call(group.turn());
   group.run(call);
 }
 
@@ -49,11 +48,8 @@ struct BoundCall {
   PreparedCall prepared;
   py::list storages;
 
-  BoundCall(GroupPtr g, PreparedCall p) : group(std::move(g)), prepared(std::move(p)) {
-    for (const py::handle tensor : prepared.written) {
-      storages.append(tensor.attr("untyped_storage")());
-    }
-  }
+  BoundCall(GroupPtr g, PreparedCall p)
+      : group(std::move(g)), prepared(std::move(p)), storages(storages_of({prepared.written})) {}
 };
 
 constexpr const char* kBoundCapsule = "pyringar.bound_process_call";
@@ -80,14 +76,6 @@ py::object make_bound(GroupPtr group, PreparedCall prepared) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
-py::dict stats_dict(ProcessGroup& group) {
-  const ProcessStats stats = [&] {
-    const py::gil_scoped_release release;
-    return group.stats();
-  }();
-  return process_stats_dict(stats);
-}
-
 // What def_process_calls() asks for.
 struct Calls {
   using GroupPtr = pyringar::GroupPtr;
@@ -107,8 +95,9 @@ struct Calls {
     group->check_usable();
     mark_written(prepared.written.ptr());
     if (async_op) {
+      py::list storages = storages_of({prepared.written, prepared.read});
       auto work = group->submit(std::move(prepared.call));
-      return py::make_tuple(py::cast(work), prepared.written, prepared.read);
+      return py::make_tuple(py::cast(work), std::move(storages));
     }
     run(*group, prepared.call);
     return py::none();
@@ -122,10 +111,8 @@ GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::by
                     double timeout_s, bool checks_digests) {
   const Segment segment =
       Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests};
-  GroupPtr group(new ProcessGroup(std::move(memory), segment, rank, options), GroupDeleter{});
-  group->set_on_nap(&look_at_signals);
-  return group;
+  const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests, &look_at_signals};
+  return GroupPtr(new ProcessGroup(std::move(memory), segment, rank, options), GroupDeleter{});
 }
 
 // bases[r]: (process id, descriptor, address) of rank r's memory; own memory is not mapped again.
@@ -181,16 +168,15 @@ void bind_process_group(py::module_& m) {
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
            py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"))
       .def("add_region", &add_region)
-      .def("remove_region", &ProcessGroup::remove_region, py::call_guard<py::gil_scoped_release>())
+      .def("remove_region", &ProcessGroup::remove_region, py::call_guard<PythonCall>())
       .def("plan",
            [](const ProcessGroup& group, std::size_t nbytes, py::handle dtype,
               py::handle algorithm) {
              const auto parsed = parse<DType>(dtype, "dtype", &dtype_name, kNumDTypes);
              return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm, nbytes)));
            })
-      .def("stats", &stats_dict)
-      .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next,
-           py::call_guard<py::gil_scoped_release>());
+      .def("stats", [](ProcessGroup& group) { return process_stats_dict(group.stats()); })
+      .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next, py::call_guard<PythonCall>());
 }
 
 }  // namespace pyringar

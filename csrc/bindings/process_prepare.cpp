@@ -246,19 +246,4 @@ py::list absent_ranks_list(const std::vector<int>& ranks) {
   return absent;
 }
 
-namespace {
-
-thread_local bool is_python_call = false;
-
-}  // namespace
-
-PythonCall::PythonCall() { is_python_call = true; }
-PythonCall::~PythonCall() { is_python_call = false; }
-
-void look_at_signals() {
-  if (!is_python_call) return;
-  const py::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw PythonErrorPending{};
-}
-
 }  // namespace pyringar

@@ -12,6 +12,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/convert.h"
+#include "bindings/python_call.h"
 #include "bindings/tensor.h"
 #include "cpu/os_shared_memory.h"
 #include "cpu/process_call.h"
@@ -115,30 +116,17 @@ void def_process_calls(Class& cls) {
            })
       .def("close",
            [](Ptr group) {
-             const py::gil_scoped_release release;
-             group->close();
+             const Turn* turn = Calls::host(*group).turn();
+             const bool is_interrupted = PythonCall::is_interrupted(turn);
+             const PythonCall python_call(turn);
+             return group->close(is_interrupted);
            })
       // For tests; see ProcessGroup.
       .def("delay", [](Ptr group, py::handle phase, double seconds) {
         const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
-        const py::gil_scoped_release release;
+        const PythonCall python_call;
         Calls::host(*group).delay(parsed, to_nanoseconds(seconds));
       });
 }
-
-// While one lives, the GIL is released, and waits of this thread may look at Python's signals.
-class PythonCall {
- public:
-  PythonCall();
-  ~PythonCall();
-  PythonCall(const PythonCall&) = delete;
-  PythonCall& operator=(const PythonCall&) = delete;
-
- private:
-  const py::gil_scoped_release release_;
-};
-
-// Throws what a signal's handler raised, such as KeyboardInterrupt; nothing outside a PythonCall.
-void look_at_signals();
 
 }  // namespace pyringar

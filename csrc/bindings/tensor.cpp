@@ -70,6 +70,8 @@ struct TorchNames {
   py::object increment_version = find_increment_version();
   py::object requires_grad =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("requires_grad"));
+  py::object untyped_storage =
+      py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
   // The public function wraps this one, at several times its cost.
   static py::object find_increment_version() {
@@ -81,7 +83,10 @@ struct TorchNames {
   }
 
   static TorchNames& get() {
-    static TorchNames* names = new TorchNames;
+    // Guarded by the GIL, and by no lock of C++'s: looking up may give the GIL away, to a thread
+    // that would wait for that lock. It then looks up too, and the last one's are kept.
+    static TorchNames* names = nullptr;
+    if (names == nullptr) names = new TorchNames;
     return *names;
   }
 };
@@ -330,6 +335,21 @@ void GradGuard::check(PyObject* tensor, Place place) const {
 }
 
 void throw_python_error() { throw PythonErrorPending{}; }
+
+py::list storages_of(std::initializer_list<py::handle> lists) {
+  py::list storages;
+  for (const py::handle list : lists) {
+    if (list.is_none()) continue;
+    const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(list.ptr(), "no list"));
+    if (!items) throw_python_error();
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+      const auto storage = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(
+          PySequence_Fast_GET_ITEM(items.ptr(), i), TorchNames::get().untyped_storage.ptr()));
+      if (!storage || PyList_Append(storages.ptr(), storage.ptr()) != 0) throw_python_error();
+    }
+  }
+  return storages;
+}
 
 void mark_written(PyObject* tensors) { call(TorchNames::get().increment_version, tensors); }
 

@@ -92,6 +92,10 @@ class GradGuard {
 struct PythonErrorPending {};
 [[noreturn]] void throw_python_error();
 
+// The storages of the tensors in these lists (None: no list). Who keeps them keeps the memory,
+// whatever becomes of the tensors' own `.data`.
+py::list storages_of(std::initializer_list<py::handle> lists);
+
 // Tells autograd that these tensors (a Python list or tuple) were written in place.
 void mark_written(PyObject* tensors);
 

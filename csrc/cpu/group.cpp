@@ -16,10 +16,11 @@ const char* algorithm_name(Algorithm algorithm) {
   return kNames[static_cast<int>(algorithm)];
 }
 
-Group::Group(int world_size, std::chrono::nanoseconds timeout)
+Group::Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap)
     : world_size_(world_size),
       timeout_(timeout),
       fork_generation_(fork_generation()),
+      on_nap_(std::move(on_nap)),
       pool_(std::make_unique<ThreadPool>(static_cast<int>(allowed_cores().size()) - 1)) {}
 
 Group::~Group() { close(); }
@@ -43,30 +44,32 @@ void Group::check_usable() const {
 
 void Group::check_not_failed() const {
   if (!failure_.empty()) {
-    fail(ErrorKind::kState, "this communicator failed before and cannot be used again: ", failure_);
+    fail(failure_kind_, "this communicator failed before and cannot be used again: ", failure_);
   }
 }
 
-void Group::wait_for_turn() {
+Turn::Held Group::take_turn() {
   check_usable();
-  queue_.wait_until_idle();
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  queue_.wait_until_idle(on_nap_);
+  return turn_.take(on_nap_);
+}
+
+void Group::wait_for_turn() {
+  const Turn::Held turn = take_turn();
   check_usable();
   check_not_failed();
 }
 
 void Group::run(const Collective& collective) {
-  check_usable();
-  queue_.wait_until_idle();
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const Turn::Held turn = take_turn();
   run_locked(collective);
 }
 
 bool Group::try_run(const Collective& collective) {
   check_usable();
   if (queue_.has_work()) return false;
-  const std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) return false;
+  const Turn::Held turn(turn_, std::try_to_lock);
+  if (!turn.owns_lock()) return false;
   run_locked(collective);
   return true;
 }
@@ -85,6 +88,7 @@ void Group::run_locked(const Collective& collective) {
   }
   const auto busy = std::chrono::nanoseconds(Clock::now() - start).count();
   const auto i = static_cast<std::size_t>(collective.algorithm);
+  const std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.calls[i] += 1;
   stats_.bytes[i] += collective.bytes;
   stats_.busy_ns[i] += static_cast<std::uint64_t>(busy);
@@ -140,7 +144,8 @@ void Group::finish_team_run(const Collective& collective, Watch& watch) {
   const std::string failure = watch.failure();
   if (failure.empty()) return;
   failure_ = join(collective.operation, ": ", failure);
-  fail(ErrorKind::kTimeout, failure_);
+  failure_kind_ = ErrorKind::kTimeout;
+  fail(failure_kind_, failure_);
 }
 
 void Group::sleep_if_delayed(int rank) {
@@ -148,7 +153,8 @@ void Group::sleep_if_delayed(int rank) {
 }
 
 void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  check_usable();
+  const Turn::Held turn = turn_.take(on_nap_);
   delayed_rank_ = rank;
   delay_ = delay;
 }
@@ -158,25 +164,32 @@ std::shared_ptr<Work> Group::submit(Collective collective) {
   // Shared, since a std::function must be copyable, and its pointer tables must not move.
   auto shared = std::make_shared<Collective>(std::move(collective));
   return queue_.submit([this, shared] {
-    const std::lock_guard<std::mutex> running(run_mutex_);
+    const Turn::Held turn = turn_.take([this] { check_usable(); });
     run_locked(*shared);
   });
 }
 
-void Group::close() {
-  if (forked()) return;
-  queue_.close();
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+bool Group::close() {
+  if (forked()) return false;
+  Turn::Held turn;
+  try {
+    queue_.close(on_nap_);
+    turn = turn_.take(on_nap_);
+  } catch (...) {
+    closed_.store(true, std::memory_order_release);
+    throw;
+  }
   closed_.store(true, std::memory_order_release);
   team_.reset();
   pool_.reset();
   ring_.reset();
   barrier_.reset();
+  return true;
 }
 
 GroupStats Group::stats() {
   check_not_forked();
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const std::lock_guard<std::mutex> lock(stats_mutex_);
   return stats_;
 }
 

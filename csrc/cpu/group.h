@@ -6,7 +6,8 @@
 //           it alive until its Work is done.
 // Contract  collectives of one group run one at a time, in the order in which they were asked for.
 //           After a failed wait the group refuses everything with that reason. In a forked child
-//           it refuses too: its threads stayed behind.
+//           it refuses too: its threads stayed behind. What waits for other calls calls on_nap as
+//           cpu/turn does; in the destructor it must not throw.
 // Threads   any thread may call; run() and Work::wait() block, try_run() never does.
 // Tests     tests/test_communicator.py, tests/cpp/stress.cpp
 #pragma once
@@ -22,6 +23,7 @@
 #include "cpu/fused.h"
 #include "cpu/ring.h"
 #include "cpu/strided.h"
+#include "cpu/turn.h"
 #include "cpu/work_queue.h"
 
 namespace pyringar {
@@ -61,7 +63,7 @@ struct GroupStats {
 class Group {
  public:
   // world_size 0: any number of ranks per call, fused only.
-  Group(int world_size, std::chrono::nanoseconds timeout);
+  Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap = &ignore_naps);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -74,7 +76,9 @@ class Group {
   bool try_run(const Collective& collective);
   std::shared_ptr<Work> submit(Collective collective);
   // Waits for everything submitted, then joins all threads; run() and submit() throw from then on.
-  void close();
+  // Where on_nap ends the wait, what has not begun is refused too; close() may be called again.
+  // False in a forked child: it is the parent's to close.
+  bool close();
   GroupStats stats();
   // Throws unless the group can run collectives.
   void check_usable() const;
@@ -88,6 +92,7 @@ class Group {
  private:
   void check_not_forked() const;
   void check_not_failed() const;
+  Turn::Held take_turn();
   void run_locked(const Collective& collective);
   void dispatch(const Collective& collective);
   void run_direct(const Collective& collective);
@@ -98,18 +103,22 @@ class Group {
   const int world_size_;
   const std::chrono::nanoseconds timeout_;
   const std::uint32_t fork_generation_;
+  const OnNap on_nap_;
 
-  std::mutex run_mutex_;  // held while a collective runs; guards all below down to stats_
+  Turn turn_;  // held while a collective runs; guards all below down to delay_
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<RankTeam> team_;
   std::unique_ptr<RingLinks> ring_;
   std::unique_ptr<Barrier> barrier_;
   std::string failure_;
+  ErrorKind failure_kind_ = ErrorKind::kState;
   int delayed_rank_ = -1;
   std::chrono::nanoseconds delay_{};
+
+  std::mutex stats_mutex_;  // never held while one waits
   GroupStats stats_;
 
-  WorkQueue queue_;
+  WorkQueue queue_{turn_};
   std::atomic<bool> closed_{false};
 };
 

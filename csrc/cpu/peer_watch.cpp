@@ -205,7 +205,11 @@ void PeerWatch::report(ErrorKind kind, const std::string& text) {
   if (failed()) return;
   kind_ = kind;
   failure_ = text;
-  SharedFailure& shared = segment_.failure();
+  tell_failure(segment_, kind, text);
+}
+
+void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text) {
+  SharedFailure& shared = segment.failure();
   std::uint32_t none = SharedFailure::kNone;
   if (!shared.state.compare_exchange_strong(none, SharedFailure::kWriting)) return;
   shared.kind = static_cast<std::uint32_t>(kind);

@@ -21,6 +21,9 @@
 
 namespace pyringar {
 
+// The failure that all ranks share: the first counts.
+void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text);
+
 class PeerWatch {
  public:
   // Looks at a flag before a rank gives its core away, where ranks or threads outnumber cores.
@@ -46,6 +49,7 @@ class PeerWatch {
 
   bool failed() const { return !failure_.empty(); }
   const std::string& failure() const { return failure_; }
+  ErrorKind kind() const { return kind_; }
   // For this rank to refuse calls with, and for the others to find.
   void report(ErrorKind kind, const std::string& text);
   // Whether some rank has failed before.

@@ -20,6 +20,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
       rank_(rank),
       checks_digests_(options.checks_digests),
       fork_generation_(fork_generation()),
+      on_nap_(std::move(options.on_nap)),
       watch_(segment_, rank, options.timeout),
       self_{segment_, rank, watch_} {
   RankLine& line = segment_.line(rank);
@@ -31,6 +32,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   const std::string host = host_name();
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
   line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
+  watch_.set_on_nap(on_nap_);
 }
 
 ProcessGroup::~ProcessGroup() { close(); }
@@ -48,12 +50,16 @@ std::vector<int> ProcessGroup::absent_ranks() const {
 
 bool ProcessGroup::forked() const { return fork_generation() != fork_generation_; }
 
-void ProcessGroup::check_usable() const {
+void ProcessGroup::check_not_forked() const {
   if (forked()) {
     fail(ErrorKind::kState,
          "this communicator was made before fork() and is the parent process's rank. Make a new "
          "one in the child");
   }
+}
+
+void ProcessGroup::check_usable() const {
+  check_not_forked();
   if (closed_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "this communicator is closed");
   }
@@ -61,15 +67,24 @@ void ProcessGroup::check_usable() const {
 
 void ProcessGroup::check_not_failed() const {
   if (watch_.failed()) {
-    fail(ErrorKind::kState,
+    fail(watch_.kind(),
          "this communicator failed before and cannot be used again: ", watch_.failure());
   }
 }
 
-void ProcessGroup::run(const ProcessCall& call) {
+Turn::Held ProcessGroup::take_turn() {
   check_usable();
-  queue_.wait_until_idle();
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  turn_.check_not_mine();
+  queue_.wait_until_idle(on_nap_);
+  return turn_.take(on_nap_);
+}
+
+Turn::Held ProcessGroup::take_background_turn() {
+  return turn_.take([this] { check_usable(); });
+}
+
+void ProcessGroup::run(const ProcessCall& call) {
+  const Turn::Held turn = take_turn();
   run_locked(call, false);
 }
 
@@ -77,22 +92,20 @@ std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
   check_usable();
   auto shared = std::make_shared<ProcessCall>(std::move(call));
   return queue_.submit([this, shared] {
-    const std::lock_guard<std::mutex> lock(run_mutex_);
+    const Turn::Held turn = take_background_turn();
     run_locked(*shared, true);
   });
 }
 
 void ProcessGroup::run_program(const Program& program) {
-  check_usable();
-  queue_.wait_until_idle();
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  const Turn::Held turn = take_turn();
   run_program_locked(program);
 }
 
 std::shared_ptr<Work> ProcessGroup::submit_program(Program program) {
   check_usable();
   return queue_.submit([this, program = std::move(program)] {
-    const std::lock_guard<std::mutex> lock(run_mutex_);
+    const Turn::Held turn = take_background_turn();
     run_program_locked(program);
   });
 }
@@ -107,13 +120,20 @@ void ProcessGroup::run_program_locked(const Program& program) {
     watch_.report(error.kind(), join(watch_.name_of(rank_), ": ", error.what()));
     throw;
   }
-  if (!is_done) watch_.raise();
+  if (!is_done) raise_failure();
 }
 
 void ProcessGroup::check_ready() {
   check_usable();
   check_not_failed();
   if (watch_.adopt_shared_failure()) watch_.raise();
+}
+
+void ProcessGroup::raise_failure() const {
+  if (closed_.load(std::memory_order_acquire)) {
+    fail(ErrorKind::kState, "this communicator was closed while a call waited: ", watch_.failure());
+  }
+  watch_.raise();
 }
 
 void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
@@ -124,60 +144,81 @@ void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
   for (const ProcessCall::Staged& staged : call.staged) {
     if (staged.is_input) pack(staged.view, staged.dense.get());
   }
-  if (!run_process_call(call, self_, is_background)) watch_.raise();
+  if (!run_process_call(call, self_, is_background)) raise_failure();
   if (flips_bit_ && !call.outputs.empty() && call.outputs[0].numel > 0) {
     call.outputs[0].data[0] ^= std::byte{1};
     flips_bit_ = false;
   }
   const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
   if (checks_digests_ && is_alike && !compare_digests(digest_of(call.outputs), self_)) {
-    watch_.raise();
+    raise_failure();
   }
   for (const ProcessCall::Staged& staged : call.staged) {
     if (staged.is_output) unpack(staged.dense.get(), staged.view);
   }
   const auto busy = std::chrono::nanoseconds(Clock::now() - start).count();
   const auto i = static_cast<std::size_t>(algorithm_of(call, segment_));
+  const std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.calls[i] += 1;
   stats_.bytes[i] += call.bytes();
   stats_.busy_ns[i] += static_cast<std::uint64_t>(busy);
 }
 
-void ProcessGroup::close() {
-  if (forked()) return;
-  queue_.close();
-  const std::lock_guard<std::mutex> lock(run_mutex_);
-  if (closed_.exchange(true)) return;
+bool ProcessGroup::end_calls(bool leaves_at_once) {
+  if (forked()) return false;
+  if (leaves_at_once || turn_.is_mine()) leave_at_once();
+  if (turn_.is_mine()) return false;
+  try {
+    queue_.close(on_nap_);
+    const Turn::Held turn = turn_.take(on_nap_);
+    closed_.store(true, std::memory_order_release);
+  } catch (...) {
+    leave_at_once();
+    throw;
+  }
+  return true;
+}
+
+bool ProcessGroup::close(bool leaves_at_once) {
+  if (!end_calls(leaves_at_once)) return false;
   segment_.line(rank_).state.store(static_cast<std::uint32_t>(RankState::kLeft),
                                    std::memory_order_release);
   memory_.close_fd();
   const std::lock_guard<std::mutex> regions_lock(regions_mutex_);
   regions_.clear();
+  return true;
+}
+
+// Calls under way find it at their next nap; those that were submitted are refused.
+void ProcessGroup::leave_at_once() {
+  if (closed_.exchange(true)) return;
+  tell_failure(segment_, ErrorKind::kPeerLost,
+               join(watch_.name_of(rank_), " has closed its communicator in the midst of a call; ",
+                    watch_.last_call_of(rank_)));
 }
 
 ProcessStats ProcessGroup::stats() {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  check_not_forked();
+  const std::lock_guard<std::mutex> lock(stats_mutex_);
   return stats_;
-}
-
-void ProcessGroup::set_on_nap(std::function<void()> on_nap) {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
-  watch_.set_on_nap(std::move(on_nap));
 }
 
 void ProcessGroup::add_region(std::uint64_t id, std::vector<SharedMemory> mapped,
                               std::vector<std::byte*> bases, std::size_t bytes) {
+  check_usable();
   const std::lock_guard<std::mutex> lock(regions_mutex_);
   regions_.push_back({id, std::move(mapped), std::move(bases), bytes});
 }
 
 void ProcessGroup::remove_region(std::uint64_t id) {
+  if (forked()) return;
   const std::lock_guard<std::mutex> lock(regions_mutex_);
   std::erase_if(regions_, [id](const Region& region) { return region.id == id; });
 }
 
 void ProcessGroup::find_registered(ProcessCall& call) {
   if (call.kind != CallKind::kAllReduce) return;
+  check_usable();
   const std::lock_guard<std::mutex> lock(regions_mutex_);
   if (regions_.empty()) return;
   std::uint64_t places = 1;
@@ -204,12 +245,14 @@ void ProcessGroup::find_registered(ProcessCall& call) {
 }
 
 void ProcessGroup::delay(Phase phase, std::chrono::nanoseconds time) {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  check_usable();
+  const Turn::Held turn = turn_.take(on_nap_);
   self_.delay = {phase, time};
 }
 
 void ProcessGroup::flip_bit_of_next() {
-  const std::lock_guard<std::mutex> lock(run_mutex_);
+  check_usable();
+  const Turn::Held turn = turn_.take(on_nap_);
   flips_bit_ = true;
 }
 

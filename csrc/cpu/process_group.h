@@ -7,6 +7,8 @@
 //           moves, and raised on all ranks. After a failure the group refuses everything with that
 //           reason, and other groups of the same processes are as they were. close() tells the
 //           others that this rank has left. In a forked child it refuses: it is the parent's rank.
+//           Waits call on_nap; what it throws ends the wait, and in the destructor it must not.
+//           While it runs in a call's wait, other calls of that thread are refused (cpu/turn).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp
 #pragma once
@@ -22,6 +24,7 @@
 
 #include "cpu/os_shared_memory.h"
 #include "cpu/process_call.h"
+#include "cpu/turn.h"
 #include "cpu/work_queue.h"
 
 namespace pyringar {
@@ -29,6 +32,7 @@ namespace pyringar {
 struct ProcessGroupOptions {
   std::chrono::nanoseconds timeout{};
   bool checks_digests = false;
+  OnNap on_nap = &ignore_naps;
 };
 
 struct ProcessStats {
@@ -54,8 +58,9 @@ class ProcessGroup {
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
-  // Whether what was submitted before is done, or becomes so in this time.
-  bool wait_for_turn(std::chrono::nanoseconds timeout) { return queue_.wait_until_idle(timeout); }
+  const Turn* turn() const { return &turn_; }
+  // Returns when what was submitted before is done.
+  void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
   void run(const ProcessCall& call);
   std::shared_ptr<Work> submit(ProcessCall call);
   // The same for a program that moves the data by other means. False: the watch says why. What it
@@ -63,16 +68,20 @@ class ProcessGroup {
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program);
   std::shared_ptr<Work> submit_program(Program program);
-  void close();
+  // Waits for the calls that other threads or the background make; refuses all that come later.
+  // leaves_at_once: they end with an error, and the other ranks are told; so they do where on_nap
+  // ends the wait. False in a forked child, and where on_nap of a call of this thread has called
+  // it: that call ends, with an error, once on_nap has returned.
+  bool end_calls(bool leaves_at_once);
+  // The same, then leaves the group. Unless it was false: then the next close() does.
+  bool close(bool leaves_at_once = false);
   ProcessStats stats();
   ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
     return plan_all_reduce(bytes, dtype, wants_ring, segment_);
   }
   void check_usable() const;
+  void check_not_forked() const;
   bool forked() const;
-  // Called while a wait sleeps; what it throws ends the call and the group.
-  void set_on_nap(std::function<void()> on_nap);
-
   // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
   // lie in it, fills in call.registered and call.places, if all do.
   void add_region(std::uint64_t id, std::vector<SharedMemory> mapped, std::vector<std::byte*> bases,
@@ -94,19 +103,26 @@ class ProcessGroup {
 
   void run_locked(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
+  Turn::Held take_turn();
+  Turn::Held take_background_turn();
   void check_ready();
   void check_not_failed() const;
+  [[noreturn]] void raise_failure() const;
+  void leave_at_once();
 
   SharedMemory memory_;
   const Segment segment_;
   const int rank_;
   const bool checks_digests_;
   const std::uint32_t fork_generation_;
+  const OnNap on_nap_;
 
-  std::mutex run_mutex_;  // held while a call runs; guards all below down to stats_
+  Turn turn_;  // held while a call runs; guards all below down to flips_bit_
   PeerWatch watch_;
   ProcessRank self_;
   bool flips_bit_ = false;
+
+  std::mutex stats_mutex_;  // never held while one waits
   ProcessStats stats_;
 
   // Apart, and never held while one waits: who looks tensors up holds Python's lock, which the call
@@ -114,7 +130,7 @@ class ProcessGroup {
   std::mutex regions_mutex_;
   std::vector<Region> regions_;
 
-  WorkQueue queue_;
+  WorkQueue queue_{turn_};
   std::atomic<bool> closed_{false};
 };
 

@@ -74,7 +74,15 @@ std::string CallRecord::text() const {
               places != 0 ? ", registered" : "");
 }
 
-std::size_t Segment::bytes_for(int world_size) { return Layout(world_size).total; }
+std::size_t Segment::bytes_for(int world_size) {
+  // Each rank's part of a slot is a cache line at least.
+  constexpr int kMaxRanks = static_cast<int>(kSlotBytes / 64);
+  if (world_size > kMaxRanks) {
+    fail(ErrorKind::kUnsupported, "world_size is ", world_size,
+         ", a group of processes has at most ", kMaxRanks, " ranks");
+  }
+  return Layout(world_size).total;
+}
 
 Segment::Segment(std::byte* memory, int world_size)
     : header_(std::launder(reinterpret_cast<SegmentHeader*>(memory))),

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <system_error>
+#include <utility>
 
 namespace pyringar {
 
@@ -51,11 +52,21 @@ void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers)
   const std::uint32_t left_before = left_.value.load(std::memory_order_acquire);
   state_.store(0, std::memory_order_release);
   generation_.set(generation_.value.load(std::memory_order_relaxed) + 1, most);
-  work();
+  attempt_work();
   const std::uint32_t inside = state_.fetch_or(kClosed, std::memory_order_acq_rel);
   // Blocks are short, so helpers that are inside leave soon; without a deadline, because the job
   // lies on this stack.
   if (inside > 0) wait_for_flag(left_, left_before + 1);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void ThreadPool::attempt_work() noexcept {
+  try {
+    (*work_)();
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!error_) error_ = std::current_exception();
+  }
 }
 
 bool ThreadPool::join_open_job() {
@@ -79,7 +90,7 @@ void ThreadPool::help(std::uint32_t seen) {
     seen = generation_.value.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire) != 0) return;
     if (join_open_job()) {
-      (*work_)();
+      attempt_work();
       leave_job();
     }
   }

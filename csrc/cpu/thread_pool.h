@@ -5,7 +5,8 @@
 // Contract  run(work) calls work() on the caller's thread and on every helper that joins before
 //           the caller has finished its own call; it returns when all of these have returned.
 //           work() shares out its own items (an atomic counter). Everything written before run()
-//           is visible to helpers, everything they wrote is visible after it.
+//           is visible to helpers, everything they wrote is visible after it. What the first
+//           work() to fail threw is thrown by run(), once all have returned.
 // Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
 //           sleep between jobs, and are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, under ThreadSanitizer
@@ -14,7 +15,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -40,6 +43,7 @@ class ThreadPool {
  private:
   void start_helpers();
   void help(std::uint32_t seen);
+  void attempt_work() noexcept;
   bool join_open_job();
   void leave_job();
 
@@ -50,6 +54,8 @@ class ThreadPool {
   Places places_;
   Deadline last_asked_{};
   const std::function<void()>* work_ = nullptr;  // written while closed, read by who joined
+  std::mutex error_mutex_;                       // taken by who fails
+  std::exception_ptr error_;
   std::atomic<std::uint32_t> most_inside_{0};
   alignas(64) std::atomic<std::uint32_t> state_{kClosed};
   Flag generation_;  // one tick per job

@@ -12,38 +12,40 @@
 
 namespace pyringar {
 
-bool Work::is_completed() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return done_;
+bool Work::is_completed() const {
+  if (done_.load(std::memory_order_acquire)) return true;
+  if (fork_generation() != fork_generation_) {
+    fail(ErrorKind::kState,
+         "this work was begun before fork() and is the parent process's; its end is not seen in "
+         "the child");
+  }
+  return false;
 }
 
 bool Work::wait(std::chrono::nanoseconds timeout) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!changed_.wait_for(lock, timeout, [this] { return done_; })) return false;
+  if (!is_completed()) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!changed_.wait_for(lock, timeout, [this] { return is_completed(); })) return false;
+  }
   if (error_) std::rethrow_exception(error_);
   return true;
 }
 
-std::exception_ptr Work::exception() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return error_;
-}
+std::exception_ptr Work::exception() const { return is_completed() ? error_ : nullptr; }
 
 void Work::complete(std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  done_ = true;
   finished_ns_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   error_ = std::move(error);
+  done_.store(true, std::memory_order_release);
   changed_.notify_all();
 }
 
-std::int64_t Work::finished_ns() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return finished_ns_;
-}
+std::int64_t Work::finished_ns() const { return is_completed() ? finished_ns_ : 0; }
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job) {
-  auto work = std::make_shared<Work>();
+  turn_.check_not_mine();  // who waited for the work would wait for itself
+  auto work = std::make_shared<Work>(&turn_);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail(ErrorKind::kState, "this communicator is closed");
   start_thread();
@@ -87,25 +89,25 @@ void WorkQueue::work_off() {
   }
 }
 
-void WorkQueue::wait_until_idle() {
-  if (!has_work()) return;
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return jobs_.empty() && !is_busy_; });
+void WorkQueue::wait_until_idle(const OnNap& on_nap) {
+  const auto is_idle = [this] { return jobs_.empty() && !is_busy_; };
+  while (has_work()) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (changed_.wait_for(lock, kNapInterval, is_idle)) return;
+    }
+    on_nap();
+  }
 }
 
-bool WorkQueue::wait_until_idle(std::chrono::nanoseconds timeout) {
-  if (!has_work()) return true;
-  std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_for(lock, timeout, [this] { return jobs_.empty() && !is_busy_; });
-}
-
-void WorkQueue::close() {
-  const std::lock_guard<std::mutex> closing(close_mutex_);
+void WorkQueue::close(const OnNap& on_nap) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closing_ = true;
     changed_.notify_all();
   }
+  wait_until_idle(on_nap);
+  const std::lock_guard<std::mutex> closing(close_mutex_);
   if (thread_) thread_->join();
   thread_.reset();
 }

@@ -3,6 +3,7 @@
 // Floor     cpu
 // Contract  A job's Work is complete once it has returned or thrown. close() runs what was
 //           submitted before, then joins the thread. The thread starts with the first job.
+//           Waits call on_nap as cpu/turn does.
 // Threads   any thread may call. A job must not submit, nor close.
 // Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
 #pragma once
@@ -18,40 +19,51 @@
 #include <mutex>
 #include <thread>
 
+#include "cpu/os_process.h"
+#include "cpu/turn.h"
+
 namespace pyringar {
 
-// The outcome of a submitted job.
+// The outcome of a submitted job. In a forked child those that were not done are refused: the
+// thread that would do them is the parent's.
 class Work {
  public:
-  bool is_completed();
+  explicit Work(const Turn* turn) : turn_(turn) {}
+
+  // Of the group; not to be followed unless that is known to be there.
+  const Turn* turn() const { return turn_; }
+  bool is_completed() const;
   // False when the timeout passed first. Rethrows what the job threw.
   bool wait(std::chrono::nanoseconds timeout);
-  std::exception_ptr exception();
-  std::int64_t finished_ns();  // on the steady clock; 0 while it runs
+  std::exception_ptr exception() const;
+  std::int64_t finished_ns() const;  // on the steady clock; 0 while it runs
   void complete(std::exception_ptr error);
 
  private:
+  const Turn* const turn_;
+  const std::uint32_t fork_generation_ = fork_generation();
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool done_ = false;
+  std::atomic<bool> done_{false};  // set after the two below, which stay as they are
   std::int64_t finished_ns_ = 0;
   std::exception_ptr error_;
 };
 
 class WorkQueue {
  public:
-  WorkQueue() = default;
-  ~WorkQueue() { close(); }
+  // turn: that under which the jobs run.
+  explicit WorkQueue(const Turn& turn) : turn_(turn) {}
+  ~WorkQueue() { close(&ignore_naps); }
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
   std::shared_ptr<Work> submit(std::function<void()> job);
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
-  // Returns when nothing is queued or running. False: the timeout passed first.
-  void wait_until_idle();
-  bool wait_until_idle(std::chrono::nanoseconds timeout);
-  void close();
+  // Returns when nothing is queued or running, unless on_nap throws.
+  void wait_until_idle(const OnNap& on_nap);
+  // Where on_nap throws nothing new is accepted, and what was submitted goes on.
+  void close(const OnNap& on_nap);
 
  private:
   struct Job {
@@ -62,7 +74,8 @@ class WorkQueue {
   void start_thread();
   void work_off();
 
-  std::mutex close_mutex_;  // held by the one thread that closes
+  const Turn& turn_;
+  std::mutex close_mutex_;  // held by the one thread that joins
   std::mutex mutex_;        // guards all below
   std::condition_variable changed_;
   std::deque<Job> jobs_;

@@ -172,7 +172,7 @@ void Group::check_usable() {
 }
 
 void Group::check_usable_locked() {
-  if (!broken_.empty()) fail(ErrorKind::kState, broken_);
+  if (!broken_.empty()) fail(broken_kind_, broken_);
   const Failure* earliest = nullptr;
   for (const Device& device : per_device_) {
     const auto* failure = as<const Failure>(device.failure);
@@ -183,8 +183,9 @@ void Group::check_usable_locked() {
   }
   if (earliest == nullptr) return;
   const std::string reason = describe_failure(*earliest);
-  broken_ = join("this communicator is unusable since a collective failed: ", reason);
-  fail(ErrorKind::kTimeout, reason);
+  broken_ = join("this communicator failed before and cannot be used again: ", reason);
+  broken_kind_ = ErrorKind::kTimeout;
+  fail(broken_kind_, reason);
 }
 
 std::string Group::describe_failure(const Failure& failure) const {

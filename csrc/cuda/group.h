@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "core/error.h"
 #include "core/ring_program.h"
 #include "cuda/args.h"
 #include "cuda/runtime.h"
@@ -123,6 +124,7 @@ class Group {
   bool has_host_ranks_ = false;
   bool has_peers_ = true;
   std::mutex mutex_;
+  ErrorKind broken_kind_ = ErrorKind::kState;
   std::string broken_;
   const char* operation_ = "collective";
   int withheld_rank_ = -1;

@@ -327,10 +327,10 @@ void run_between(Random random, Group& group) {
 // After a failure a group refuses everything, with that reason, and touches nothing.
 void check_refuses(Random& random, Group& group, const std::string& failure) {
   const Call refused(random, group.world_size());
-  check_throws(ErrorKind::kState, failure, [&] { group.run(refused.collective()); });
-  check_throws(ErrorKind::kState, "failed before", [&] { group.try_run(refused.collective()); });
+  check_throws(ErrorKind::kTimeout, failure, [&] { group.run(refused.collective()); });
+  check_throws(ErrorKind::kTimeout, "failed before", [&] { group.try_run(refused.collective()); });
   const std::shared_ptr<Work> work = group.submit(refused.collective());
-  check_throws(ErrorKind::kState, failure, [&] { work->wait(kLong); });
+  check_throws(ErrorKind::kTimeout, failure, [&] { work->wait(kLong); });
   CHECK(work->is_completed() && work->exception(), "failed, and not");
   refused.check_untouched();
 }

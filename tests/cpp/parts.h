@@ -12,6 +12,7 @@ void kernels_round(Random& random);       // cpu/kernels.h
 void strided_round(Random& random);       // cpu/strided.h
 void waits_round(Random& random);         // cpu/os_wait.h
 void pool_round(Random& random);          // cpu/thread_pool.h
+void turn_round(Random& random);          // cpu/turn.h, cpu/work_queue.h
 void fused_round(Random& random);         // cpu/fused.h
 void program_round(Random& random);       // core/ring_program.h, symbolically
 void planted_bugs_round(Random& random);  // broken engines, which must be noticed

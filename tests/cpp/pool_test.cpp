@@ -1,6 +1,8 @@
 // pool_test: flags and their deadlines, the join pool, and fused reductions on it.
 
 #include <atomic>
+#include <new>
+#include <thread>
 
 #include "core/ring_program.h"
 #include "cpu/fused.h"
@@ -108,6 +110,25 @@ void run_job(Random& random, ThreadPool& pool) {
   }
 }
 
+// What work() throws, on whichever threads, comes out of run() once; the pool goes on.
+void run_failing_job(Random& random, ThreadPool& pool) {
+  std::atomic<int> inside{0};
+  const auto work = [&] {
+    ++inside;
+    std::this_thread::sleep_for(milliseconds(1));  // so that helpers join
+    --inside;
+    throw std::bad_alloc();
+  };
+  bool has_thrown = false;
+  try {
+    pool.run(work, random.below(5));
+  } catch (const std::bad_alloc&) {
+    has_thrown = true;
+  }
+  CHECK(has_thrown, "the error is lost");
+  CHECK(inside == 0, inside.load(), " threads are still in the job");
+}
+
 struct Job {
   std::vector<RankTensors> tensors;
   std::vector<Reduction> reductions;
@@ -148,6 +169,7 @@ void pool_round(Random& random) {
   const int jobs = random.between(0, 60);
   for (int i = 0; i < jobs; ++i) {
     run_job(random, pool);
+    if (random.one_in(8)) run_failing_job(random, pool);
     dawdle(random);
   }
   // The caller may be another thread each time; and the pool dies while helpers still wake up.

@@ -285,7 +285,7 @@ void process_mismatch_round(Random& random) {
     }
     const std::string message = message_of(ErrorKind::kArgument, [&] { group->run(call); });
     CHECK(message.find(join("rank ", odd, " (process ", getpid())) != std::string::npos, message);
-    check_throws(ErrorKind::kState, message, [&] { group->run(call); });
+    check_throws(ErrorKind::kArgument, message, [&] { group->run(call); });
     // Nobody leaves while others still compare.
     while (!group->segment().failure().state.load()) std::this_thread::yield();
   });
@@ -316,7 +316,7 @@ std::string complaint_about_missing_rank(Random& random) {
             message_of(ErrorKind::kTimeout, [&] { group->run(missed[0].of_rank(rank)); });
         if (message.find(join("for rank ", late, " (")) == std::string::npos) complaint = message;
         if (stopwatch.seconds() > kGraceSeconds) complaint = "much too late";
-        check_throws(ErrorKind::kState, "failed before",
+        check_throws(ErrorKind::kTimeout, "failed before",
                      [&] { group->run(missed[0].of_rank(rank)); });
       }
     } catch (const Error& error) {

@@ -37,6 +37,7 @@ constexpr Part kParts[] = {
     {"strided", &strided_round, Often::kMany},
     {"waits", &waits_round, Often::kMany},
     {"pool", &pool_round, Often::kMany},
+    {"turn", &turn_round, Often::kMany},
     {"fused", &fused_round, Often::kMany},
     {"program", &program_round, Often::kMany},
     {"planted-bugs", &planted_bugs_round, Often::kOnce},

@@ -313,7 +313,7 @@ void check_mismatch(Random& random) {
     check_throws(ErrorKind::kArgument, "ranks call different things", call);
     run_streams_to_end();
     check_unchanged(tensors[r]);
-    check_throws(ErrorKind::kState, "failed before", call);
+    check_throws(ErrorKind::kArgument, "failed before", call);
   });
 }
 

@@ -1,0 +1,89 @@
+// python_call: without the GIL for a while, and signals looked at while one waits.
+//
+// Floor     bindings
+// Contract  While a PythonCall lives the GIL is released. look_at_signals() takes it back for a
+//           moment, for the innermost PythonCall of the thread; in threads of the engine's it does
+//           nothing. Handlers that it runs may call anything here again. Python
+//           3.12 and later also collect garbage then: a communicator that goes that way closes as
+//           it does anywhere else, waiting for its own calls in the background and for no others.
+// Threads   each for itself.
+// Tests     tests/test_signals.py
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "bindings/tensor.h"
+#include "cpu/work_queue.h"
+
+namespace pyringar {
+
+// A daemon thread that comes back after the interpreter's end is told by Python to exit. That
+// unwinds the stack, through frames of C++ that let nothing pass, and so would abort the process.
+// It stays here instead, as Python 3.14 lets it.
+inline void take_gil(PyThreadState* state) {
+  try {
+    PyEval_RestoreThread(state);
+  } catch (...) {
+    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+}
+
+class PythonCall {
+ public:
+  // kWait: for destructors, which cannot throw.
+  enum class Signals { kLookAt, kWait };
+
+  // turn: of the group for whose calls it waits.
+  explicit PythonCall(const Turn* turn = nullptr, Signals signals = Signals::kLookAt)
+      : turn_(turn), signals_(signals), outer_(innermost_), state_(PyEval_SaveThread()) {
+    innermost_ = this;
+  }
+  explicit PythonCall(Signals signals) : PythonCall(nullptr, signals) {}
+  ~PythonCall() {
+    innermost_ = outer_;
+    take_gil(state_);
+  }
+  PythonCall(const PythonCall&) = delete;
+  PythonCall& operator=(const PythonCall&) = delete;
+
+  // Whether a signal handler runs now that interrupted a wait for this group.
+  static bool is_interrupted(const Turn* turn) {
+    const PythonCall* call = innermost_;
+    while (call != nullptr && call->turn_ != turn) call = call->outer_;
+    return call != nullptr;
+  }
+
+ private:
+  friend void look_at_signals();
+
+  inline static thread_local PythonCall* innermost_ = nullptr;
+  const Turn* const turn_;
+  const Signals signals_;
+  PythonCall* const outer_;
+  PyThreadState* state_;
+};
+
+// Throws what a signal's handler raised, such as KeyboardInterrupt.
+inline void look_at_signals() {
+  PythonCall* const call = PythonCall::innermost_;
+  if (call == nullptr || call->signals_ == PythonCall::Signals::kWait) return;
+  if (call->state_ == nullptr) return;  // it looks already
+  take_gil(std::exchange(call->state_, nullptr));
+  const bool has_raised = PyErr_CheckSignals() != 0;
+  call->state_ = PyEval_SaveThread();
+  if (has_raised) throw PythonErrorPending{};
+}
+
+// Before one waits for a work: in a signal handler, while the call that it interrupted has the
+// turn, works of that group never get it.
+inline void check_can_end(const Work& work) {
+  if (!work.is_completed() && PythonCall::is_interrupted(work.turn())) {
+    work.turn()->check_not_mine();
+  }
+}
+
+}  // namespace pyringar

@@ -1,0 +1,283 @@
+"""Storms: ranks that are killed, stopped and told to end at random; threads, closes, forks, alarms.
+
+Whatever happens when, survivors get the right error in time, results are right until then, the
+same processes can go on, and nothing is left behind. Seeds are fixed and printed; the long forms
+are for before a release.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import Crew, connect, value_of
+from test_process_faults import (
+    BUSY_S,
+    DEATH_S,
+    holds_nothing,
+    named_shared_memory,
+    names_rank,
+    reduce,
+)
+
+import pyringar as pr
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
+
+TIMEOUT_S = 2.0
+SIZES = (1, 100, 5_000, 70_000)
+
+
+def positions(numel: int, rank: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.int32) % 17 + rank
+
+
+def summed(numel: int, world_size: int) -> torch.Tensor:
+    ranks = world_size * (world_size - 1) // 2
+    return (torch.arange(numel, dtype=torch.int32) % 17) * world_size + ranks
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def reduce_until_told(state, seed: int) -> None:
+    """Reduces in every way, the same on all ranks, until something ends it; SIGTERM closes."""
+
+    def close(*_: object) -> None:
+        state.comm.close()
+        raise SystemExit(3)
+
+    choice = random.Random(seed)
+    comm, k = state.comm, state.world_size
+    try:
+        signal.signal(signal.SIGTERM, close)
+        state.store.add(f"{state.name} ready", 1)
+        shared = pr.shared_empty(SIZES[2], dtype=torch.int32)
+        comm.register(shared)
+        while True:
+            numel, kind = choice.choice(SIZES), choice.randrange(6)
+            tensor = positions(numel, state.rank)
+            if kind == 0:
+                comm.all_reduce(tensor, algorithm="ring")
+            elif kind == 1:
+                works = [comm.all_reduce(t, async_op=True) for t in (tensor, tensor.clone())]
+                for work in works:
+                    work.wait()
+            elif kind == 2:
+                shared.copy_(positions(SIZES[2], state.rank))
+                comm.all_reduce(shared)
+                assert torch.equal(shared, summed(SIZES[2], k)), (seed, "registered")
+                continue
+            elif kind == 3:
+                comm.barrier()
+                continue
+            elif kind == 4:
+                comm.broadcast(tensor, numel % k)
+                assert torch.equal(tensor, positions(numel, numel % k)), (seed, "broadcast")
+                continue
+            else:
+                comm.all_reduce(tensor)
+            assert torch.equal(tensor, summed(numel, k)), (seed, kind, numel)
+    except (KeyboardInterrupt, SystemExit):
+        comm.close()
+        raise
+
+
+EVENTS = {
+    "kill": (signal.SIGKILL, ("PeerLostError",)),
+    "stop": (signal.SIGSTOP, ("CollectiveTimeout",)),
+    "term": (signal.SIGTERM, ("PeerLostError",)),
+    # It says so if it was in a call, and leaves the group if it was not.
+    "interrupt": (signal.SIGINT, ("RingarError", "PeerLostError")),
+}
+
+
+def strike(crew: Crew, choice: random.Random, event: str) -> None:
+    """One rank meets with it; the others find out, and all that live meet again."""
+    number, errors = EVENTS[event]
+    struck = choice.randrange(crew.world_size)
+    others = [rank for rank in range(crew.world_size) if rank != struck]
+    name = crew.join(timeout=TIMEOUT_S)
+    crew.start(reduce_until_told, seed=choice.randrange(1000))
+    while connect(crew.port).add(f"{name} ready", 0) < crew.world_size:
+        time.sleep(0.01)
+    time.sleep(choice.random() * 0.2)
+    if choice.random() < 0.4:  # shorter than the timeout: nobody minds
+        crew[others[0]].send(signal.SIGSTOP)
+        time.sleep(0.1)
+        crew[others[0]].send(signal.SIGCONT)
+    at = time.monotonic()
+    if event == "kill":
+        crew[struck].kill()
+    else:
+        crew[struck].send(number)
+    late_s = DEATH_S + BUSY_S + (TIMEOUT_S if event == "stop" else 0.0)
+    for outcome in crew.outcomes(others):
+        assert outcome.error in errors, (event, struck, outcome)
+        assert names_rank(outcome.text, struck, crew), (event, struck, outcome.text)
+        assert outcome.at - at < late_s, (event, f"{outcome.at - at:.2f} s")
+    alive = others
+    if event != "kill":
+        alive = list(range(crew.world_size))
+        crew[struck].send(signal.SIGCONT)
+        ended = crew[struck].outcome().error
+        expected = {"stop": "CollectiveTimeout", "term": "SystemExit"}
+        assert ended == expected.get(event, "KeyboardInterrupt")
+    assert crew.run(holds_nothing, alive) == [[]] * len(alive)
+    crew.join(alive)
+    crew.run(reduce, alive)
+    assert crew.run(holds_nothing, alive) == [[]] * len(alive)
+
+
+def storm(nursery, store_port: int, seed: int, events: list[str]) -> None:
+    print(f"seed {seed}")
+    before = nursery.children()
+    choice = random.Random(seed)
+    for event in events:
+        crew = Crew(nursery, choice.randint(2, 5), store_port)
+        try:
+            strike(crew, choice, event)
+        finally:
+            crew.end()
+    assert nursery.children() == before, "a process is left"
+    assert not named_shared_memory()
+
+
+def test_ranks_that_are_struck_at_random(nursery, store_port):
+    storm(nursery, store_port, 1, ["kill", "term", "interrupt", "stop", "term", "interrupt"])
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_many_ranks_that_are_struck_at_random(nursery, store_port, seed):
+    storm(nursery, store_port, seed, random.Random(seed).choices(list(EVENTS), k=50))
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def call_at_random(comm: pr.Communicator, seed: int, report: SimpleNamespace) -> None:
+    """Calls until the communicator is closed; every result is looked at."""
+    choice, k = random.Random(seed), comm.world_size
+    own = [positions(100, rank) for rank in range(k)]
+    bound = comm.bind(own)
+    try:
+        while True:
+            numel, kind = choice.choice(SIZES), choice.randrange(6)
+            tensors = [positions(numel, rank) for rank in range(k)]
+            want = summed(numel, k)
+            if kind == 0:
+                for tensor, rank in zip(own, range(k), strict=True):
+                    tensor.copy_(positions(100, rank))
+                bound()
+                tensors, want = own, summed(100, k)
+            elif kind == 1:
+                comm.all_reduce(tensors, async_op=True).wait()
+            elif kind == 2:
+                comm.all_reduce(tensors, algorithm="naive")
+            elif kind == 3:
+                comm.stats()
+                comm.all_reduce_coalesced([[tensor] for tensor in tensors])
+            else:
+                comm.all_reduce(tensors, algorithm=("ring", "direct")[kind % 2])
+            if not all(torch.equal(tensor, want) for tensor in tensors):
+                report.wrong.append((seed, kind, numel))
+            report.calls += 1
+    except pr.RingarError as error:
+        if "closed" not in str(error):
+            report.wrong.append((seed, repr(error)))
+    except BaseException as error:
+        report.wrong.append((seed, repr(error)))
+
+
+def fork_and_try(comm: pr.Communicator) -> bool:
+    """Whether a child is told, and ends."""
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        status = 1
+        try:
+            comm.all_reduce([torch.ones(3) for _ in range(comm.world_size)])
+        except pr.RingarError as error:
+            status = 0 if "made before fork()" in str(error) else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def on_rank_storms(state, seed: int, seconds: float) -> dict[str, int]:
+    """Threads call; the main thread gets alarms, forks and closes under fire, again and again."""
+    choice = random.Random(seed)
+    report = SimpleNamespace(calls=0, wrong=[], alarms=0, closed=0, forked=0)
+    end = time.monotonic() + seconds
+    beside = pr.Communicator(["cpu"] * 2)
+    comm = beside
+
+    def alarm(*_: object) -> None:
+        report.alarms += 1
+        comm.stats()
+        pair = [positions(50, 0), positions(50, 1)]
+        beside.all_reduce(pair)
+        if not torch.equal(pair[0], summed(50, 2)):
+            report.wrong.append("alarm")
+
+    signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.007)
+    try:
+        while time.monotonic() < end and not report.wrong:
+            comm = pr.Communicator(["cpu"] * choice.randint(1, 4))
+            threads = [
+                threading.Thread(target=call_at_random, args=(comm, choice.random(), report))
+                for _ in range(choice.randint(2, 8))
+            ]
+            for thread in threads:
+                thread.start()
+            time.sleep(choice.random() * 0.3)
+            if choice.random() < 0.5:
+                report.forked += 1
+                if not fork_and_try(comm):
+                    report.wrong.append("fork")
+            comm.close()
+            report.closed += 1
+            for thread in threads:
+                thread.join()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    beside.close()
+    assert not report.wrong, (seed, report.wrong[:3])
+    num_threads = len(os.listdir("/proc/self/task"))
+    return {**vars(report), "threads": num_threads}
+
+
+def storm_of_threads(new_crew, seed: int, seconds: float) -> None:
+    print(f"seed {seed}")
+    crew = new_crew(1)
+    crew[0].start(on_rank_storms, seed=seed, seconds=seconds)
+    report = value_of(crew[0].outcome(seconds + 60))
+    print(report)
+    assert report["threads"] == 1, "threads are left"
+    assert min(report[what] for what in ("calls", "alarms", "closed")) > 3
+
+
+def test_threads_alarms_forks_and_closes(new_crew):
+    storm_of_threads(new_crew, seed=7, seconds=6.0)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(8, 12))
+def test_a_long_storm_of_threads(new_crew, seed):
+    storm_of_threads(new_crew, seed, 120.0)
