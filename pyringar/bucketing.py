@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
 FAILED = "a backward pass failed"
 
-_version = attrgetter("_version")
+_grad, _version = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StepStats:
     exposed_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Sent:
     """One bucket of one step.
 
@@ -169,6 +169,7 @@ class GradientBucketer:
         self._is_first_step = True
         self._sent: dict[int, _Sent] = {}  # by bucket, in this step
         self._broken = BrokenStep()
+        self._is_waiting = False
         self._process = os.getpid()
         self._stats = StepStats()
         self._owned: Communicator | None = None
@@ -238,15 +239,18 @@ class GradientBucketer:
             raise RingarError(
                 "a backward pass still runs: call wait() once all have ended, not inside of one"
             )
-        with self._breaking_off(BaseException):
+        try:
             if not self._launch_rest():
                 return
-        with self._breaking_off(Exception):  # interrupted, the works are as good as before
+            self._is_waiting = True
             for sent in self._sent.values():
                 if sent.work is not None:
                     sent.work.wait()
-        with self._breaking_off(BaseException):
+            self._is_waiting = False
             order = self._settle_order()
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._finish_step(began_ns, order)
 
     @contextmanager
@@ -299,12 +303,15 @@ class GradientBucketer:
     def _complete(self, bucket: int) -> None:
         if not self._overlap or in_compiled_autograd():
             return
-        with self._breaking_off(BaseException):
+        try:
             turns: Iterable[int] = [bucket]
             if self._elsewhere is not None:
                 turns = self._elsewhere.take(bucket, len(self._native.buckets()))
             for turn in turns:
                 self._launch(turn, is_complete=True)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _trouble(self, what: str, rank: int, param: int, number: int) -> None:
         """A gradient that was counted before: start over if it is new, else say what is wrong."""
@@ -429,11 +436,13 @@ class GradientBucketer:
         """Whether gradients were changed, or replaced, since they left in a backward pass."""
         if sent.versions is None:
             return False
+        versions = 0
         for params, grads in zip(self._params, sent.lists, strict=True):
-            for i, grad in zip(sent.params, grads, strict=True):
-                if params[i].grad is not grad:
-                    return True
-        return sum(sum(map(_version, grads)) for grads in sent.lists) != sent.versions
+            now = map(_grad, map(params.__getitem__, sent.params))
+            if any(map(is_not, now, grads)):
+                return True
+            versions += sum(map(_version, grads))
+        return versions != sent.versions
 
     def _check_cleared(self, places: Sequence[tuple[int, int]]) -> None:
         if not self._broken:
@@ -493,20 +502,18 @@ class GradientBucketer:
             exposed_s=(ended_ns - began_ns) * 1e-9,
         )
 
-    @contextmanager
-    def _breaking_off(self, kind: type[BaseException]) -> Iterator[None]:
-        """Break the step off where something of this kind is raised."""
-        try:
-            yield
-        except kind as error:
-            if self._elsewhere is not None:
-                self._elsewhere.lose(error)
-            self._break_off(f"a reduction failed ({error})")
-            if self._comm is not None and isinstance(error, KeyboardInterrupt):
-                # Interrupted while it left, a bucket may run though no work of it was noted.
-                with suppress(RingarError):
-                    self._comm.all_reduce([torch.zeros(1, device=d) for d in self._comm.devices])
-            raise
+    def _fail(self, error: BaseException) -> None:
+        """Break the step off, unless it can go on: interrupted, works are as good as before."""
+        is_waiting, self._is_waiting = self._is_waiting, False
+        if is_waiting and not isinstance(error, Exception):
+            return
+        if self._elsewhere is not None:
+            self._elsewhere.lose(error)
+        self._break_off(f"a reduction failed ({error})")
+        if self._comm is not None and isinstance(error, KeyboardInterrupt):
+            # Interrupted while it left, a bucket may run though no work of it was noted.
+            with suppress(RingarError):
+                self._comm.all_reduce([torch.zeros(1, device=d) for d in self._comm.devices])
 
     def _break_off(self, reason: str, spared_pass: int = 0) -> None:
         """End the step: nothing runs afterwards, and what is in the gradients must be cleared.
