@@ -43,8 +43,23 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module], lockstep: LockStep) -> 
         siblings = [replica.get_submodule(name) for replica in replicas]
         layer = _Layer(name, siblings, lockstep)
         for rank, batchnorm in enumerate(siblings):
-            batchnorm.forward = partial(layer.forward, rank)
+            batchnorm.forward = _Forward(layer, rank)
     return len(names)
+
+
+class _Forward:
+    """Stands in for the ``forward`` of one rank's batch norm; a copy has its own again."""
+
+    def __init__(self, layer: _Layer, rank: int) -> None:
+        self._layer = layer
+        self._rank = rank
+
+    def __call__(self, X: Tensor) -> Tensor:  # noqa: N803
+        return self._layer.forward(self._rank, X)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        batchnorm = self._layer.siblings[self._rank]
+        return partial, (type(batchnorm).forward, batchnorm)
 
 
 class _Layer:
@@ -52,7 +67,7 @@ class _Layer:
 
     def __init__(self, name: str, siblings: Sequence[nn.Module], lockstep: LockStep) -> None:
         self._name = name
-        self._siblings = [part for part in siblings if isinstance(part, _BatchNorm)]
+        self.siblings = [part for part in siblings if isinstance(part, _BatchNorm)]
         self._lockstep = lockstep
         kind = type(siblings[0])
         if kind.forward is not _BatchNorm.forward:
@@ -63,7 +78,7 @@ class _Layer:
 
     def forward(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         """``(n, channels, ...)`` to the same shape."""
-        batchnorm = self._siblings[rank]
+        batchnorm = self.siblings[rank]
         if not batchnorm.training and batchnorm.running_mean is not None:
             return type(batchnorm).forward(batchnorm, X)
         batchnorm._check_input_dim(X)  # type: ignore[no-untyped-call]
@@ -99,14 +114,14 @@ class _Layer:
         )
         with torch.no_grad():
             self._update_running(mean.detach(), var.detach() * (total / (total - 1)))
-        inverse_stds = _fan_out(torch.rsqrt(var + self._siblings[0].eps), len(parts))
+        inverse_stds = _fan_out(torch.rsqrt(var + self.siblings[0].eps), len(parts))
         return [
             (own.to(X.device), inverse_std.to(X.device))
             for X, own, inverse_std in zip(inputs, means[len(parts) :], inverse_stds, strict=True)
         ]
 
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        for batchnorm in self._siblings:
+        for batchnorm in self.siblings:
             if batchnorm.training and batchnorm.running_mean is not None:
                 _update_running(batchnorm, mean, var)
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyringar import _native
+from pyringar.broken_step import BrokenStep, PassEnd, in_compiled_autograd, settle
+from pyringar.bucket_params import (
+    Replica,
+    check_alike,
+    check_caps,
+    check_replicas,
+    items_of,
+    trainable,
+)
 from pyringar.call import RankCommunicator, Work
 from pyringar.communicator import Communicator
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.process_buckets import ProcessRanks
+from pyringar.process_buckets import CHANGED, ProcessRanks
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
-Replica = nn.Module | Sequence[Tensor]
+FAILED = "a backward pass failed"
+
+_grad, _version = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,24 @@ class StepStats:
     exposed_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _Sent:
+    """One bucket of one step.
+
+    Attributes:
+        params: Indices of its parameters; fewer than planned where no rank used some.
+        lists: Their gradients by rank, as they are in ``grad``.
+        work: Their reduction; None where there is nothing to reduce.
+        versions: Torch's counts of changes in place, summed, when it left; None once ``wait()`` has
+            begun.
+    """
+
+    params: list[int]
+    lists: list[list[Tensor]]
+    work: Work | None
+    versions: int | None
+
+
 class GradientBucketer:
     """Reduces the gradients of replicas, bucket by bucket, while backward goes on.
 
@@ -90,6 +121,13 @@ class GradientBucketer:
     steps under :meth:`no_sync` they hold what was accumulated. A parameter that some ranks did not
     use counts as zeros there; one that no rank used is left alone.
 
+    A gradient that has left must stay as it is until :meth:`wait` returns: one that ``zero_grad``,
+    an optimizer or a later hook has changed makes :meth:`wait` raise, on all ranks. When a backward
+    pass fails, what it had sent is waited for before the exception comes out of ``backward()``, so
+    nothing writes to gradients behind the user's back. Then clear the gradients of all ranks
+    (``zero_grad``, with or without ``set_to_none``) and run all passes of the step again; until
+    they are cleared, :meth:`wait` and reductions of the next step raise.
+
     For example:
 
         bucketer = pr.GradientBucketer(replicas)
@@ -100,12 +138,15 @@ class GradientBucketer:
     With one rank per process, every rank makes a bucketer of its one replica, and calls
     :meth:`wait` once a step, with samples or without. Gradients get the bits that one process with
     all replicas would give them. All ranks reduce in one order, rank 0's of the first step, so a
-    bucket waits for those before it. Where a rank breaks off a step that has begun to leave, it
-    leaves the group: its communicator is closed, and the other ranks get a ``PeerLostError``.
+    bucket waits for those before it, and the last one for :meth:`wait`. Where a rank breaks off a
+    step that has begun to leave, it leaves the group: its communicator is closed, and the other
+    ranks get a ``PeerLostError``.
 
     Cost: a call of a microsecond or less for every parameter and rank, one collective per bucket,
     over processes with one element more per parameter.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
+    Under compiled autograd everything is reduced in :meth:`wait`, and a pass that fails is not
+    noticed. ``backward(create_graph=True)`` sums values; the graph stays that of a rank's own part.
     Source: Li et al. 2020, "PyTorch Distributed"; the first bucket's own cap is theirs too.
     """
 
@@ -119,16 +160,17 @@ class GradientBucketer:
         op: Any = "sum",
         overlap: bool = True,
     ) -> None:
-        self._replicas = _check_replicas(replicas)
+        self._replicas = check_replicas(replicas)
         caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        self._params = [_trainable(replica) for replica in self._replicas]
-        _check_alike(self._params)
+        self._params = [trainable(replica) for replica in self._replicas]
+        check_alike(self._params)
         self._op = op
         self._overlap = bool(overlap)
         self._is_first_step = True
-        self._has_failed = False
-        self._works: dict[int, Work | None] = {}
-        self._reduced: dict[int, list[Tensor]] = {}  # by rank, in this step
+        self._sent: dict[int, _Sent] = {}  # by bucket, in this step
+        self._broken = BrokenStep()
+        self._is_waiting = False
+        self._process = os.getpid()
         self._stats = StepStats()
         self._owned: Communicator | None = None
         self._comm: Communicator | None = None
@@ -149,7 +191,7 @@ class GradientBucketer:
         this = weakref.ref(self)  # hooks must not keep the bucketer alive
         self._native = _native.engine().Bucketer(
             world_size=len(self._replicas),
-            items=_items(self._params),
+            items=items_of(self._params),
             first_cap_bytes=caps["first_bucket_mb"],
             cap_bytes=caps["bucket_cap_mb"],
             on_pass=_method(this, GradientBucketer._begin_pass),
@@ -174,31 +216,40 @@ class GradientBucketer:
         """Reduce what has not been, and return when all gradients are reduced.
 
         On GPUs the current streams are ordered after the reductions; the host does not wait. Over
-        processes this is a collective: also a rank without a backward pass takes part.
+        processes this is a collective: also a rank without a backward pass takes part. After a
+        ``KeyboardInterrupt`` while it waits, call it again to go on.
 
         Raises:
-            RingarError: A backward pass failed since the last call; nothing that is in ``grad`` can
-                be relied on. The next step starts afresh, unless the ranks are in processes and
-                some buckets had left; it says so.
+            RingarError: A backward pass still runs, or this is a forked child. Or a pass failed, a
+                reduction did, or a gradient was changed after it had left: nothing that is in
+                ``grad`` can be relied on, and every call raises until the gradients of all ranks
+                are cleared. Where ranks are in processes and more than the last bucket is missing,
+                this rank has left the group; it says so.
             ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: As
                 ``all_reduce_coalesced`` of the communicator; where that does not refuse further
-                calls, the next step starts afresh.
+                calls, clear the gradients and run the step again.
         """
         began_ns = time.perf_counter_ns()
+        if self._process != os.getpid():
+            raise RingarError(
+                "this bucketer was made before fork(), and what it reduces stayed in the parent "
+                "process; make a new GradientBucketer in the child"
+            )
+        if self._native.has_unfinished_pass():
+            raise RingarError(
+                "a backward pass still runs: call wait() once all have ended, not inside of one"
+            )
         try:
-            self._check_passes()
-            has_marks = self._adopt_new_parameters() or self._native.has_marks()
-            if not has_marks and self._elsewhere is None:
+            if not self._launch_rest():
                 return
-            for bucket in range(len(self._native.buckets())):
-                if bucket not in self._works:
-                    self._launch(bucket, is_complete=False, has_marks=has_marks)
-            for work in self._works.values():
-                if work is not None:
-                    work.wait()
+            self._is_waiting = True
+            for sent in self._sent.values():
+                if sent.work is not None:
+                    sent.work.wait()
+            self._is_waiting = False
             order = self._settle_order()
-        except BaseException:
-            self._start_over()
+        except BaseException as error:
+            self._fail(error)
             raise
         self._finish_step(began_ns, order)
 
@@ -217,11 +268,15 @@ class GradientBucketer:
         return self._stats
 
     def close(self) -> None:
-        """Remove the hooks; close the communicator if it is the bucketer's. May be called again."""
+        """Remove the hooks; close the communicator if it is the bucketer's. May be called again.
+
+        In the middle of a step its gradients are left as after a backward pass that failed.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._settle()
+        if self._native.has_marks() or self._sent:
+            self._break_off("the bucketer was closed in the middle of a step")
         if self._owned is not None:
             self._owned.close()
 
@@ -238,84 +293,119 @@ class GradientBucketer:
     # -- called by hooks ---------------------------------------------------------------------------
 
     def _begin_pass(self, number: int) -> None:
-        """A new backward pass: have it tell when it ends, which one that fails does not."""
-        self._has_failed = False
-        native = self._native
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: native.finish_pass(number))
+        """A new backward pass: have it tell when it ends, well or not."""
+        if in_compiled_autograd():  # which never calls back: nothing may depend on its end
+            self._native.end_pass(number)
+            return
+        end = PassEnd(weakref.WeakMethod(self._end_pass), number)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _complete(self, bucket: int) -> None:
-        if not self._overlap:
+        if not self._overlap or in_compiled_autograd():
             return
         try:
-            turns = [bucket] if self._elsewhere is None else self._elsewhere.take(bucket)
+            turns: Iterable[int] = [bucket]
+            if self._elsewhere is not None:
+                turns = self._elsewhere.take(bucket, len(self._native.buckets()))
             for turn in turns:
                 self._launch(turn, is_complete=True)
-        except BaseException:
-            self._start_over()
-            self._has_failed = True
+        except BaseException as error:
+            self._fail(error)
             raise
 
-    def _trouble(self, what: str, rank: int, param: int) -> None:
+    def _trouble(self, what: str, rank: int, param: int, number: int) -> None:
         """A gradient that was counted before: start over if it is new, else say what is wrong."""
+        if what == "still runs":
+            self._break_off(FAILED)
+            raise RingarError(
+                f"parameter {param} of rank {rank} got gradients from two backward passes that ran "
+                "at the same time: run the passes of one replica one after the other"
+            )
         grad = self._params[rank][param].grad
-        is_new = all(grad is not reduced for reduced in self._reduced.get(rank, ()))
-        had_launched = bool(self._works)
-        self._start_over()
-        if self._elsewhere is not None and had_launched and (what == "after failure" or is_new):
-            self._has_failed = True
-            self._elsewhere.check()
+        reduced = [old for sent in self._sent.values() for old in sent.lists[rank]]
+        is_new = what == "launched" and all(grad is not old for old in reduced)
+        if is_new and self._elsewhere is None:
+            self._break_off("nobody called wait() after the step before", spared_pass=number)
+            return
+        if is_new:
+            self._break_off("the step before was not waited for")
             raise RingarError(
                 "the step before was not waited for: ranks in other processes wait for it; call "
                 "wait() once for every step, on all ranks"
             )
-        if what == "after failure" or (what == "after launch" and is_new):
-            return
-        self._has_failed = True
-        if what == "failure unnoticed":
-            raise RingarError(
-                "an earlier backward pass failed, and this one began with other parameters: clear "
-                "all gradients (zero_grad) and run it again"
-            )
+        self._break_off(FAILED)
         shape = tuple(self._params[rank][param].shape)
         raise RingarError(
             f"parameter {param} of rank {rank}, of shape {shape}, got a gradient after its bucket "
-            "was reduced: call wait() between two backward passes, or put all but the last into "
+            "was reduced: call wait() between two backward passes, also after a step that was "
+            "given up and before its gradients are cleared, or put all but the last into "
             "no_sync(); where one pass adds to a parameter twice (a shared parameter under a "
             "reentrant checkpoint), take overlap=False"
         )
 
+    def _end_pass(self, number: int, is_failed: bool) -> None:
+        """A backward pass is over; if it failed, what it raised is on its way to the user."""
+        if self._native.end_pass(number) and is_failed:
+            self._break_off(FAILED)
+
     # -- one step ----------------------------------------------------------------------------------
 
-    def _launch(self, bucket: int, *, is_complete: bool, has_marks: bool = True) -> None:
-        if self._elsewhere is not None:
-            if is_complete:
-                self._gradients(bucket, is_complete)  # they must be there
-            wanted = self._native.buckets()[bucket]
-            self._native.launched(bucket)
-            self._works[bucket], grads = self._elsewhere.send(
-                wanted, self._params[0], has_marks=has_marks
-            )
-            self._reduced.setdefault(0, []).extend(grads)
-            return
-        lists = self._gradients(bucket, is_complete)
-        work = None
-        if lists[0] and self._comm is not None:
-            self._native.launched(bucket)  # before: it may be done when the call returns
-            work = self._comm.all_reduce_coalesced(lists, self._op, async_op=True)
-            for rank, grads in enumerate(lists):
-                self._reduced.setdefault(rank, []).extend(grads)
-        self._works[bucket] = work
+    def _launch_rest(self) -> bool:
+        """What wait() begins with; False if there is nothing to wait for."""
+        changed = self._find_changed()
+        # Ranks in other processes are told with the last bucket, or by not getting it.
+        if changed and (self._elsewhere is None or not self._elsewhere.can_tell):
+            raise RingarError(f"{CHANGED} (among parameters {changed})")
+        has_marks = self._adopt_new_parameters() or self._native.has_marks()
+        self._check_cleared(self._broken.places())
+        if not has_marks and self._elsewhere is None:
+            self._broken.forget()
+            return False
+        for bucket in range(len(self._native.buckets())):
+            if bucket not in self._sent:
+                self._launch(bucket, has_marks=has_marks, is_changed=bool(changed))
+        return True
 
-    def _gradients(self, bucket: int, is_complete: bool) -> list[list[Tensor]]:
-        """The gradients of a bucket by rank; zeros where other ranks have one."""
+    def _launch(
+        self,
+        bucket: int,
+        *,
+        is_complete: bool = False,
+        has_marks: bool = True,
+        is_changed: bool = False,
+    ) -> None:
         wanted = self._native.buckets()[bucket]
+        if self._broken:
+            self._check_cleared([(r, i) for r in range(len(self._params)) for i in wanted])
+        work: Work | None = None
+        if self._elsewhere is None or is_complete:
+            wanted, lists = self._gradients(wanted, is_complete)
+        if self._elsewhere is not None:
+            self._native.launched(bucket)
+            work, grads = self._elsewhere.send(
+                wanted, self._params[0], has_marks=has_marks, is_changed=is_changed
+            )
+            lists = [grads]
+        elif wanted and self._comm is not None:
+            self._native.launched(bucket)  # before: it may be done when the call returns
+            # Without the graph that create_graph=True has made.
+            values = [[g.detach() if g.requires_grad else g for g in grads] for grads in lists]
+            work = self._comm.all_reduce_coalesced(values, self._op, async_op=True)
+        versions = sum(sum(map(_version, grads)) for grads in lists) if is_complete else None
+        self._sent[bucket] = _Sent(wanted, lists, work, versions)
+
+    def _gradients(
+        self, wanted: list[int], is_complete: bool
+    ) -> tuple[list[int], list[list[Tensor]]]:
+        """Which parameters have gradients, and these by rank; zeros where other ranks have one."""
         if not is_complete:
-            used = [i for i in wanted if any(params[i].grad is not None for params in self._params)]
+            wanted = [
+                i for i in wanted if any(params[i].grad is not None for params in self._params)
+            ]
             for params in self._params:
-                for i in used:
+                for i in wanted:
                     if params[i].grad is None:
                         params[i].grad = torch.zeros_like(params[i])
-            wanted = used
         lists: list[list[Tensor]] = [[] for _ in self._params]
         for mine, params in zip(lists, self._params, strict=True):
             for i in wanted:
@@ -323,18 +413,45 @@ class GradientBucketer:
                 if grad is None:
                     raise RingarError(
                         f"the gradient of parameter {i} was gone before it was reduced: another "
-                        "hook, such as an optimizer inside backward, has set it to None"
+                        "hook, such as an optimizer inside backward, has set it to None, or it was "
+                        "cleared without a call of wait() for the step before"
                     )
                 mine.append(grad)
-        return lists
+        return wanted, lists
 
-    def _check_passes(self) -> None:
-        if self._has_failed or self._native.has_unfinished_pass():
-            self._has_failed = False
-            raise RingarError(
-                "a backward pass failed or still runs: its gradients cannot be waited for; clear "
-                "them (zero_grad) and run backward again"
-            )
+    def _find_changed(self) -> list[int]:
+        """Parameters among which some gradient is not what a backward pass has left; or none."""
+        for bucket, wanted in enumerate(self._native.buckets()):
+            sent = self._sent.get(bucket)
+            if sent is not None and self._is_changed(sent):
+                return sent.params
+            if sent is None:
+                for rank, params in enumerate(self._params):
+                    for i in wanted:
+                        if params[i].grad is None and self._native.is_marked(rank, i):
+                            return [i]
+        return []
+
+    def _is_changed(self, sent: _Sent) -> bool:
+        """Whether gradients were changed, or replaced, since they left in a backward pass."""
+        if sent.versions is None:
+            return False
+        versions = 0
+        for params, grads in zip(self._params, sent.lists, strict=True):
+            now = map(_grad, map(params.__getitem__, sent.params))
+            if any(map(is_not, now, grads)):
+                return True
+            versions += sum(map(_version, grads))
+        return versions != sent.versions
+
+    def _check_cleared(self, places: Sequence[tuple[int, int]]) -> None:
+        if not self._broken:
+            return
+        if self._elsewhere is not None:
+            self._elsewhere.check()
+        self._broken.check(
+            places, lambda rank, i: self._params[rank][i].grad, self._native.is_marked
+        )
 
     def _settle_order(self) -> list[int] | None:
         """After the first step: the order in which the gradients came, the same on all ranks."""
@@ -349,7 +466,10 @@ class GradientBucketer:
     def _finish_step(self, began_ns: int, order: list[int] | None) -> None:
         if self._native.has_marks():
             self._stats = self._measure(began_ns, time.perf_counter_ns())
-        self._forget_works()
+        self._sent.clear()
+        self._broken.forget()
+        if self._elsewhere is not None:
+            self._elsewhere.begin_step()
         if order is not None:
             self._native.plan(order)
             self._is_first_step = False
@@ -365,8 +485,8 @@ class GradientBucketer:
         for bucket, (params, (ready_ns, launched_ns)) in enumerate(
             zip(self._native.buckets(), self._native.times(), strict=True)
         ):
-            work = self._works.get(bucket)
-            done_ns = 0 if work is None else work.finished_ns()
+            sent = self._sent.get(bucket)
+            done_ns = 0 if sent is None or sent.work is None else sent.work.finished_ns()
             nbytes = self._native.bytes_of(bucket)
             rows.append(
                 BucketStats(
@@ -382,25 +502,55 @@ class GradientBucketer:
             exposed_s=(ended_ns - began_ns) * 1e-9,
         )
 
-    def _settle(self) -> None:
-        """Wait for what is under way, whatever becomes of it: the tensors are the user's again."""
-        for work in self._works.values():
-            if work is not None:
-                with suppress(RingarError):
-                    work.wait()
+    def _fail(self, error: BaseException) -> None:
+        """Break the step off, unless it can go on: interrupted, works are as good as before."""
+        is_waiting, self._is_waiting = self._is_waiting, False
+        if is_waiting and not isinstance(error, Exception):
+            return
         if self._elsewhere is not None:
-            self._elsewhere.leave(len(self._works), len(self._native.buckets()))
-        self._forget_works()
+            self._elsewhere.lose(error)
+        self._break_off(f"a reduction failed ({error})")
+        if self._comm is not None and isinstance(error, KeyboardInterrupt):
+            # Interrupted while it left, a bucket may run though no work of it was noted.
+            with suppress(RingarError):
+                self._comm.all_reduce([torch.zeros(1, device=d) for d in self._comm.devices])
 
-    def _forget_works(self) -> None:
-        self._works.clear()
-        self._reduced.clear()
-        if self._elsewhere is not None:
-            self._elsewhere.begin_step()
+    def _break_off(self, reason: str, spared_pass: int = 0) -> None:
+        """End the step: nothing runs afterwards, and what is in the gradients must be cleared.
 
-    def _start_over(self) -> None:
-        self._settle()
-        self._native.reset()
+        Args:
+            reason: Why, for messages.
+            spared_pass: A backward pass whose gradients belong to the next step.
+        """
+        self._tell_others()
+        marked = self._native.break_off(spared_pass)
+        params, sent = self._params, self._sent
+        self._sent = {}
+        grads: dict[tuple[int, int], Tensor | None] = {}
+        if not spared_pass:  # else new gradients may be there already
+            grads = {(rank, i): params[rank][i].grad for rank, i in marked}
+        for bucket in sent.values():
+            for rank, mine in enumerate(bucket.lists):
+                grads |= {(rank, i): g for i, g in zip(bucket.params, mine, strict=True)}
+        try:
+            if self._process == os.getpid():  # else nothing runs here
+                works = [bucket.work for bucket in sent.values() if bucket.work is not None]
+                devices = {param.device for mine in params for param in mine}
+                settle(works, devices, is_patient=self._elsewhere is None)
+        finally:
+            if self._elsewhere is not None:
+                self._elsewhere.leave(len(sent), len(self._native.buckets()))
+                self._elsewhere.begin_step()
+            # Not before: what another thread clears meanwhile is written to once more.
+            self._broken.note(reason, grads)
+
+    def _tell_others(self) -> None:
+        """Where ranks in other processes miss the last bucket only, they learn from it."""
+        last = len(self._native.buckets()) - 1
+        ranks = self._elsewhere
+        if ranks is not None and ranks.can_tell and 0 < len(self._sent) == last:
+            with suppress(RingarError):  # they are gone, and know
+                self._launch(last, is_changed=True)
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -415,19 +565,19 @@ class GradientBucketer:
         """Parameters that were replaced (``load_state_dict(assign=True)``) get hooks."""
         if not any(isinstance(replica, nn.Module) for replica in self._replicas):
             return False
-        now = [_trainable(replica) for replica in self._replicas]
+        now = [trainable(replica) for replica in self._replicas]
         same = all(
             len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
             for new, old in zip(now, self._params, strict=True)
         )
         if same:
             return False
-        if _items(now) != _items(self._params):
+        if items_of(now) != items_of(self._params):
             raise ArgumentError(
                 "the replicas' parameters have changed in number, shape, dtype or requires_grad; "
                 "make a new GradientBucketer"
             )
-        _check_alike(now)
+        check_alike(now)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -445,55 +595,3 @@ def _method(
             method(bucketer, *arguments)
 
     return call
-
-
-def _check_replicas(replicas: Any) -> list[Replica]:
-    if isinstance(replicas, nn.Module) or not isinstance(replicas, Sequence) or not replicas:
-        raise ArgumentError(
-            f"replicas is a {type(replicas).__name__}, expected a list with one module, or one "
-            "list of parameters, per rank"
-        )
-    return [r if isinstance(r, nn.Module) else list(r) for r in replicas]
-
-
-def check_caps(**caps: Any) -> dict[str, int]:
-    """Bytes of caps in megabytes, by name.
-
-    Raises:
-        ArgumentError: One is no positive number; names it.
-    """
-    for name, value in caps.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ArgumentError(f"{name} is {value!r}, expected a positive number of megabytes")
-    return {name: max(1, int(min(value, 1e12) * 1e6)) for name, value in caps.items()}
-
-
-def _trainable(replica: Replica) -> list[Tensor]:
-    params = replica.parameters() if isinstance(replica, nn.Module) else replica
-    return [param for param in params if param.requires_grad]
-
-
-def _check_alike(all_params: Sequence[Sequence[Tensor]]) -> None:
-    for rank, params in enumerate(all_params):
-        if len(params) != len(all_params[0]):
-            raise ArgumentError(
-                f"replicas[{rank}] has {len(params)} parameters that require grad, replicas[0] has "
-                f"{len(all_params[0])}"
-            )
-        for i, (param, other) in enumerate(zip(params, all_params[0], strict=True)):
-            if param.shape != other.shape or param.dtype != other.dtype:
-                raise ArgumentError(
-                    f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} {param.dtype}, of "
-                    f"replicas[0] {tuple(other.shape)} {other.dtype}"
-                )
-
-
-def _items(all_params: Sequence[Sequence[Tensor]]) -> list[tuple[int, int]]:
-    """Bytes of every parameter, and its kind: the dtype and the devices of all ranks."""
-    kinds: dict[Any, int] = {}
-    items = []
-    for column in zip(*all_params, strict=True):
-        key = (column[0].dtype, tuple(param.device for param in column))
-        kind = kinds.setdefault(key, len(kinds))
-        items.append((column[0].numel() * column[0].element_size(), kind))
-    return items

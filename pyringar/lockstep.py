@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +27,8 @@ class RankThreads:
     """Runs one function per rank, each in a thread that has the caller's torch settings.
 
     Those are what torch keeps per thread: whether gradients are recorded, inference mode,
-    autocast, and the current stream of every GPU. Threads start when first used.
+    autocast, and the current stream of every GPU. Threads start when first used; a forked child,
+    where those of its parent are not, starts its own.
 
     Args:
         devices: One device per rank, current in its thread if it is a GPU.
@@ -35,9 +37,17 @@ class RankThreads:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
         self._pool: ThreadPoolExecutor | None = None
+        self._process = 0  # whose pool it is
 
-    def run(self, functions: Mapping[int, Function]) -> dict[int, Any]:
+    def run(
+        self, functions: Mapping[int, Function], abandon: Function = lambda: None
+    ) -> dict[int, Any]:
         """Run ``functions[rank]()`` for all of them at once, and wait.
+
+        Args:
+            functions: By rank.
+            abandon: Called when the caller is interrupted: makes the functions end soon. They are
+                waited for nevertheless, unless a second interrupt comes.
 
         Returns:
             The results by rank.
@@ -45,16 +55,20 @@ class RankThreads:
         Raises:
             Exception: The first rank's that failed, in rank order, once all have ended.
         """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(self._devices), "pyringar-rank")
+        pool = self._start()
         streams = self._streams()
         futures: dict[int, Future[Any]] = {}
-        for rank, function in functions.items():
-            # Own device last: it is the one that stays current.
-            order = sorted(streams, key=lambda device: device == self._devices[rank])
-            settings = _Settings([streams[device] for device in order])
-            futures[rank] = self._pool.submit(settings.call, function)
-        wait(futures.values())
+        try:
+            for rank, function in functions.items():
+                # Own device last: it is the one that stays current.
+                order = sorted(streams, key=lambda device: device == self._devices[rank])
+                settings = _Settings([streams[device] for device in order])
+                futures[rank] = pool.submit(settings.call, function)
+            wait(futures.values())
+        except BaseException:
+            abandon()
+            wait(futures.values())
+            raise
         errors = [error for f in futures.values() if (error := f.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, _AbandonedError)):
             raise error
@@ -62,9 +76,15 @@ class RankThreads:
 
     def close(self) -> None:
         """End the threads. May be called again; a later run starts new ones."""
-        if self._pool is not None:
+        if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown()
-            self._pool = None
+        self._pool = None
+
+    def _start(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._process != os.getpid():
+            self._pool = ThreadPoolExecutor(len(self._devices), "pyringar-rank")
+            self._process = os.getpid()
+        return self._pool
 
     def _streams(self) -> dict[torch.device, torch.cuda.Stream]:
         gpus = {device for device in self._devices if device.type == "cuda"}
@@ -95,6 +115,76 @@ class _Settings:
             return function()
 
 
+class _Run:
+    """One run in turns. A thread that an interrupted run has left behind knows no other."""
+
+    def __init__(self, num_positions: int) -> None:
+        self._num_positions = num_positions
+        self._condition = threading.Condition()
+        self._turn = 0
+        self._finished = 0
+        self._is_abandoned = False
+        self._offers: list[tuple[str, Any]] = []
+        self._answers: Sequence[Any] = ()
+
+    def abandon(self) -> None:
+        """Make all parts end where they meet next."""
+        with self._condition:
+            self._is_abandoned = True
+            self._condition.notify_all()
+
+    def take_part(self, position: int, function: Function) -> Any:
+        """Call ``function()`` when it is this position's turn, and pass the turn on."""
+        try:
+            self._await_turn(position)
+            result = function()
+            if self._offers:
+                raise RingarError(
+                    f"the ranks take different ways: one is at '{self._offers[0][0]}', one at its "
+                    "end"
+                )
+            self._finished += 1
+        except BaseException:
+            self._is_abandoned = True
+            raise
+        finally:
+            self._pass_turn(position)
+        return result
+
+    def meet(
+        self,
+        position: int,
+        place: str,
+        offer: Any,
+        combine: Callable[[list[Any]], Sequence[Any]],
+    ) -> Any:
+        """Wait until all positions are here; see :meth:`LockStep.meet`."""
+        if self._is_abandoned:
+            raise _AbandonedError("another rank failed")
+        if self._finished or any(other != place for other, _ in self._offers):
+            there = f"at '{self._offers[0][0]}'" if self._offers else "at its end"
+            raise RingarError(f"the ranks take different ways: one is at '{place}', one {there}")
+        self._offers.append((place, offer))
+        if position == self._num_positions - 1:
+            offers = [offer for _, offer in self._offers]
+            self._offers = []
+            self._answers = combine(offers)
+        self._pass_turn(position)
+        self._await_turn(position)
+        return self._answers[position]
+
+    def _await_turn(self, position: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == position or self._is_abandoned)
+        if self._is_abandoned:
+            raise _AbandonedError("another rank failed")
+
+    def _pass_turn(self, position: int) -> None:
+        with self._condition:
+            self._turn = (position + 1) % self._num_positions
+            self._condition.notify_all()
+
+
 class LockStep:
     """Ranks run in turns: rank 0 up to where all must meet, then rank 1, and so on; then on.
 
@@ -107,18 +197,8 @@ class LockStep:
 
     def __init__(self, threads: RankThreads) -> None:
         self._threads = threads
-        self._lock = threading.Lock()  # one run at a time
-        self._condition = threading.Condition()
-        self._here = threading.local()  # .position: which turn this thread has
-        self._start(0)
-
-    def _start(self, num_positions: int) -> None:
-        self._num_positions = num_positions
-        self._turn = 0
-        self._finished = 0
-        self._is_abandoned = False
-        self._offers: list[tuple[str, Any]] = []
-        self._answers: Sequence[Any] = ()
+        self._here = threading.local()  # .part: the run of this thread, and its position there
+        self._begin_process()
 
     def run(self, functions: Mapping[int, Function]) -> dict[int, Any]:
         """Run ``functions[rank]()`` in turns, each of which may call :meth:`meet`.
@@ -130,13 +210,15 @@ class LockStep:
             RingarError: The ranks did not meet at the same places.
             Exception: The one with which a rank failed; the others end where they are.
         """
+        if self._process != os.getpid():
+            self._begin_process()
         with self._lock:
-            self._start(len(functions))
+            run = _Run(len(functions))
             parts = {
-                rank: partial(self._take_part, position, function)
+                rank: partial(self._take_part, run, position, function)
                 for position, (rank, function) in enumerate(functions.items())
             }
-            return self._threads.run(parts)
+            return self._threads.run(parts, run.abandon)
 
     def meet(self, place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait until all ranks that run are here.
@@ -153,50 +235,22 @@ class LockStep:
         Raises:
             RingarError: Outside of :meth:`run`, or another rank is somewhere else.
         """
-        position = getattr(self._here, "position", None)
-        if position is None:
+        part: tuple[_Run, int] | None = getattr(self._here, "part", None)
+        if part is None:
             raise RingarError(
                 f"'{place}' needs all ranks, but was called outside of DataParallel's forward "
                 "(as activation checkpointing does, which batchnorm='sync' does not go with)"
             )
-        if self._finished or any(other != place for other, _ in self._offers):
-            there = f"at '{self._offers[0][0]}'" if self._offers else "at its end"
-            raise RingarError(f"the ranks take different ways: one is at '{place}', one {there}")
-        self._offers.append((place, offer))
-        if position == self._num_positions - 1:
-            offers = [offer for _, offer in self._offers]
-            self._offers = []
-            self._answers = combine(offers)
-        self._pass_turn(position)
-        self._await_turn(position)
-        return self._answers[position]
+        run, position = part
+        return run.meet(position, place, offer, combine)
 
-    def _take_part(self, position: int, function: Function) -> Any:
-        self._here.position = position
+    def _begin_process(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # one run at a time; a fork may have copied it locked
+
+    def _take_part(self, run: _Run, position: int, function: Function) -> Any:
+        self._here.part = (run, position)
         try:
-            self._await_turn(position)
-            result = function()
-            if self._offers:
-                raise RingarError(
-                    f"the ranks take different ways: one is at '{self._offers[0][0]}', one at its "
-                    "end"
-                )
-            self._finished += 1
-        except BaseException:
-            self._is_abandoned = True
-            raise
+            return run.take_part(position, function)
         finally:
-            del self._here.position
-            self._pass_turn(position)
-        return result
-
-    def _await_turn(self, position: int) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._turn == position or self._is_abandoned)
-        if self._is_abandoned:
-            raise _AbandonedError("another rank failed")
-
-    def _pass_turn(self, position: int) -> None:
-        with self._condition:
-            self._turn = (position + 1) % self._num_positions
-            self._condition.notify_all()
+            del self._here.part

@@ -17,6 +17,17 @@ from pyringar.communicator import Communicator
 from pyringar.data_parallel import Device, shard_sizes
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.lockstep import LockStep, RankThreads
+from pyringar.nested import (
+    batches,
+    check_batches,
+    copy_to,
+    map_tensors,
+    nothing,
+    scatter,
+)
+from pyringar.nested import (
+    gather as put_together,
+)
 from pyringar.replica_optimizer import ParamGroups, ReplicaOptimizer
 from pyringar.replicate import copy_buffers, copy_parameters, replicate
 from pyringar.topology import check_devices
@@ -24,6 +35,16 @@ from pyringar.topology import check_devices
 __all__ = ["BATCHNORMS", "DataParallel"]
 
 BATCHNORMS = ("local", "sync")
+
+# What a copy makes anew.
+_REBUILT = (
+    "replicas",
+    "_gradient_changes",
+    "_parameter_changes",
+    "_threads",
+    "_lockstep",
+    "bucketer",
+)
 
 
 class DataParallel(nn.Module):
@@ -65,9 +86,11 @@ class DataParallel(nn.Module):
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
     Whatever changes parameters or gradients must do so on all ranks: :meth:`optimizer`,
     :meth:`clip_grad_norm_`, :meth:`zero_grad`, :meth:`apply` do; where something else did not, the
-    next step or call in training mode raises. Gradients that were reduced must be cleared before
-    the next backward pass; to accumulate several, put all but the last into :meth:`no_sync`. As
-    with ``nn.DataParallel``, a rank that no sample is left for does not run.
+    next step or call raises. ``modules()`` gives the modules of all ranks. Copies, pickled ones
+    too, are made of rank 0's module and have a communicator of their own. Gradients that were
+    reduced must be cleared before the next backward pass; to accumulate several, put all but the
+    last into :meth:`no_sync`. As with ``nn.DataParallel``, a rank that no sample is left for does
+    not run.
 
     Cost: a call copies no parameters, only samples and outputs between devices. On CPUs and on one
     GPU ranks run one after the other; on several GPUs at the same time, each from its own thread.
@@ -93,27 +116,34 @@ class DataParallel(nn.Module):
         shard_sizes(0, len(self.devices), weights)  # says what is wrong with them
         if not isinstance(batchnorm, str) or batchnorm not in BATCHNORMS:
             raise ArgumentError(f"batchnorm is {batchnorm!r}, expected one of local, sync")
+        self._batchnorm = batchnorm
         self._weights = weights
         self._gather = bool(gather)
         self._output_device = None if output_device is None else check_devices([output_device])[0]
-        # A tuple, which nn.Module does not look into: the replicas are no submodules of this.
+        self._bucketing: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "first_bucket_mb": first_bucket_mb,
+            "op": op,
+            "overlap": overlap,
+        }
+        self._spans_processes = isinstance(comm, RankCommunicator)
+        self._make_replicas(module, comm)
+
+    def _make_replicas(
+        self, module: nn.Module, comm: Communicator | RankCommunicator | None
+    ) -> None:
+        # A tuple, which nn.Module does not look into: names shall be the plain module's.
         self.replicas = tuple(replicate(module, self.devices))
         self.training = module.training
         self._gradient_changes, self._parameter_changes = _Changes(), _Changes()
         self._threads = RankThreads(self.devices)
         self._lockstep: LockStep | None = None
-        if batchnorm == "sync" and len(self.devices) > 1:
+        if self._batchnorm == "sync" and len(self.devices) > 1:
             lockstep = LockStep(self._threads)
             if synchronise_batchnorm(self.replicas, lockstep):
                 self._lockstep = lockstep
-        self.bucketer = GradientBucketer(
-            self.replicas,
-            comm=comm,
-            bucket_cap_mb=bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            op=op,
-            overlap=overlap,
-        )
+        self.bucketer = GradientBucketer(self.replicas, comm=comm, **self._bucketing)
+        self._remember_parameters()
 
     @property
     def module(self) -> nn.Module:
@@ -140,18 +170,17 @@ class DataParallel(nn.Module):
                 together.
             RingarError: Parameters were changed on some ranks only.
         """
-        if torch.is_grad_enabled() and self.training:
-            self._check_parameters()
-        first = _check_batches(_batches((args, kwargs)))
+        self._check_parameters()
+        first = check_batches(batches((args, kwargs)))
         sizes = shard_sizes(len(first), len(self.devices), self._weights)
         # An empty batch still has an output, and its shape is the module's business.
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
-        shards = _scatter((args, kwargs), sizes, self.devices)
+        shards = scatter((args, kwargs), sizes, self.devices)
         outputs = self._run({rank: shards[rank] for rank in ranks})
         if not self._gather:
             return self._one_per_rank(outputs)
         target = first.device if self._output_device is None else self._output_device
-        return _gather([outputs[rank] for rank in ranks], target)
+        return put_together([outputs[rank] for rank in ranks], target)
 
     def run_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Run every replica on a shard that lies on its device already.
@@ -181,7 +210,7 @@ class DataParallel(nn.Module):
     def _one_per_rank(self, outputs: Mapping[int, Any]) -> list[Any]:
         ran = next(iter(outputs.values()))
         return [
-            outputs[rank] if rank in outputs else _map_tensors(partial(_nothing, device), ran)
+            outputs[rank] if rank in outputs else map_tensors(partial(nothing, device), ran)
             for rank, device in enumerate(self.devices)
         ]
 
@@ -272,10 +301,13 @@ class DataParallel(nn.Module):
             raise RingarError(
                 f"parameters were changed on rank 0 and not on rank {rank}: step with "
                 "net.optimizer(torch.optim.SGD, lr=...), which updates all ranks, and not with an "
-                "optimizer of net.parameters(), which are rank 0's; net.load_state_dict() makes "
-                "the ranks equal again"
+                "optimizer of net.parameters(), which are rank 0's; average net.module, and not "
+                "net; net.load_state_dict() makes the ranks equal again"
             )
-        self._parameter_changes.remember(params)
+
+    def _remember_parameters(self) -> None:
+        """From now on, changes on some ranks only are noticed."""
+        self._parameter_changes.remember([list(r.parameters()) for r in self.replicas])
 
     def stats(self) -> StepStats:
         """What the last step's reductions did, and when."""
@@ -311,6 +343,37 @@ class DataParallel(nn.Module):
         """
         return self.module.named_parameters(*args, **kwargs)
 
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This module, then the modules of all ranks, so that what is set in a loop is set on all.
+
+        Rank 0's have the plain module's names, rank 1's begin with ``replicas.1``, and so on.
+        ``modules()`` gives the same without names.
+
+        Args:
+            memo: As in ``nn.Module.named_modules``.
+            prefix: Likewise.
+            remove_duplicate: Likewise.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for rank, replica in enumerate(self.replicas):
+            begin = [part for part in (prefix, f"replicas.{rank}" if rank else "") if part]
+            yield from replica.named_modules(memo, ".".join(begin), remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The replicas: rank 0's as ``module``, the others as ``replicas.1`` and so on."""
+        for rank, replica in enumerate(self.replicas):
+            yield (f"replicas.{rank}" if rank else "module"), replica
+
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Rank 0's, with the plain module's names.
 
@@ -344,11 +407,9 @@ class DataParallel(nn.Module):
         """
         result: Any = None
         for replica, device in zip(self.replicas, self.devices, strict=True):
-            own = (
-                _map_tensors(partial(_copy_to, device), dict(state_dict)) if assign else state_dict
-            )
+            own = map_tensors(partial(copy_to, device), dict(state_dict)) if assign else state_dict
             result = replica.load_state_dict(own, strict=strict, assign=assign)
-        self._parameter_changes.forget()
+        self._remember_parameters()
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
@@ -362,8 +423,8 @@ class DataParallel(nn.Module):
         """
         self.module.apply(fn)
         copy_parameters(self.replicas)
-        self._parameter_changes.forget()
         copy_buffers(self.replicas)
+        self._remember_parameters()
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> DataParallel:
@@ -397,6 +458,27 @@ class DataParallel(nn.Module):
 
     # -- life --------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Rank 0's replica and the options, for ``copy.deepcopy``, ``pickle`` and ``torch.save``.
+
+        The copy has replicas, hooks and a communicator of its own, in rank order.
+
+        Raises:
+            UnsupportedError: Ranks are in other processes, which a copy could not reach.
+        """
+        if self._spans_processes:
+            raise UnsupportedError(
+                "DataParallel over processes cannot be copied or pickled: the copy would have no "
+                "other ranks; copy or save net.module, or net.state_dict()"
+            )
+        state = {name: value for name, value in vars(self).items() if name not in _REBUILT}
+        return {**state, "replicas": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module = state.pop("replicas")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_replicas(module, None)
+
     def close(self) -> None:
         """Remove all hooks, end all threads; the replicas stay usable. May be called again."""
         self.bucketer.close()
@@ -422,10 +504,6 @@ class _Changes:
         """From now on, changes of ``tensors[rank][i]`` count."""
         self._then = _versions(tensors)
 
-    def forget(self) -> None:
-        """No changes count until the next :meth:`remember`."""
-        self._then = []
-
     def find_odd_rank(self, tensors: Sequence[Sequence[Tensor]]) -> int | None:
         """The first rank whose tensors were not changed as often as rank 0's; None if all were."""
         if not self._then:
@@ -443,88 +521,3 @@ def _versions(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 def _gradients(replicas: Sequence[nn.Module]) -> list[list[Tensor]]:
     return [[p.grad for p in replica.parameters() if p.grad is not None] for replica in replicas]
-
-
-# -- nested arguments and outputs ------------------------------------------------------------------
-
-
-def _map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same lists, tuples and dicts with ``fn(tensor)`` for every tensor."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(fn, part) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(fn, part) for part in value)
-    if isinstance(value, dict):
-        return type(value)((key, _map_tensors(fn, part)) for key, part in value.items())
-    return value
-
-
-def _batches(value: Any) -> list[Tensor]:
-    """All tensors that have a first dimension, in order."""
-    found: list[Tensor] = []
-    _map_tensors(lambda tensor: found.append(tensor) if tensor.ndim else None, value)
-    return found
-
-
-def _check_batches(batches: Sequence[Tensor]) -> Tensor:
-    """The first of tensors that must agree in their first dimension."""
-    if not batches:
-        raise ArgumentError(
-            "the call has no tensor with a first dimension, expected at least one to cut into "
-            "shards"
-        )
-    if len({len(batch) for batch in batches}) > 1:
-        shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
-        raise ArgumentError(
-            f"the call has tensors of the shapes {shapes}, expected the same number of samples in "
-            "the first dimension of each"
-        )
-    return batches[0]
-
-
-def _scatter(value: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
-    """One copy of a nested value per rank, with its shard of every tensor, on its device."""
-    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-
-    def shard(tensor: Tensor, rank: int) -> Tensor:
-        if tensor.ndim:
-            tensor = tensor.narrow(0, starts[rank], sizes[rank])
-        return tensor.to(devices[rank])
-
-    return [_map_tensors(partial(shard, rank=rank), value) for rank in range(len(sizes))]
-
-
-def _gather(outputs: Sequence[Any], device: torch.device) -> Any:
-    """The ranks' outputs as one, on ``device``."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        parts = [output.to(device) for output in outputs]
-        return torch.cat(parts) if first.ndim else torch.stack(parts)
-    if isinstance(first, dict):
-        return type(first)(
-            (key, _gather([output[key] for output in outputs], device)) for key in first
-        )
-    if isinstance(first, (list, tuple)):
-        columns = [_gather(column, device) for column in zip(*outputs, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if first is None:
-        return None
-    raise ArgumentError(
-        f"module returned a {type(first).__name__}, expected tensors, or lists, tuples and dicts "
-        "of them; gather=False returns what the ranks return as a list"
-    )
-
-
-def _nothing(device: torch.device, tensor: Tensor) -> Tensor:
-    """What a rank without samples has to show: no rows of what another has."""
-    tensor = tensor.detach()
-    return (tensor[:0] if tensor.ndim else torch.zeros_like(tensor)).to(device)
-
-
-def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    twin = tensor.detach().to(device, copy=True)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, tensor.requires_grad)
-    return twin

@@ -15,9 +15,22 @@ import torch
 from torch import Tensor
 
 from pyringar.call import OPS, RankCommunicator, Work, op_name
-from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    PeerLostError,
+    RingarError,
+    UnsupportedError,
+)
 
-__all__ = ["ProcessRanks"]
+__all__ = ["CHANGED", "ProcessRanks"]
+
+CHANGED = (
+    "gradients were changed or cleared after they had left to be reduced, or a rank broke the step "
+    "off: call wait() before zero_grad, clipping, unscaling or a step, and register hooks that "
+    "change gradients before the bucketer is made; now clear the gradients of all ranks and run "
+    "all backward passes of the step again"
+)
 
 # Of entries that are 0 or 1 these are above 0 exactly where one entry is.
 _OPS = ("sum", "mean", "max")
@@ -30,7 +43,8 @@ class _Sent:
     Attributes:
         params: Indices of its parameters.
         grads: What was handed over for each: its gradient, a copy of it, or zeros.
-        used: 1 or 0 for each, and one for whether this rank had a backward pass; then reduced.
+        used: 1 or 0 for each; then whether this rank had a backward pass, and whether it changed
+            gradients that had left; then reduced.
         is_whole: Every parameter had a gradient here.
         has_marks: This rank had a backward pass.
     """
@@ -82,14 +96,27 @@ class ProcessRanks:
         self._complete: set[int] = set()
         self._next = 0
 
-    def take(self, bucket: int) -> Iterator[int]:
-        """Note a complete bucket, and give those whose turn it is: all ranks keep one order."""
+    def take(self, bucket: int, num_buckets: int) -> Iterator[int]:
+        """Note a complete bucket, and give those whose turn it is: all ranks keep one order.
+
+        The last one is for ``wait()``: with it ranks tell each other what became of the others.
+        """
         self._complete.add(bucket)
-        while self._next in self._complete:
+        while self._next in self._complete and self._next < num_buckets - 1:
             yield self._next  # sending it is what moves on
 
+    @property
+    def can_tell(self) -> bool:
+        """Whether results can be looked at for nothing; on a GPU that would wait for it."""
+        return self._device.type == "cpu"
+
     def send(
-        self, wanted: Sequence[int], params: Sequence[Tensor], *, has_marks: bool
+        self,
+        wanted: Sequence[int],
+        params: Sequence[Tensor],
+        *,
+        has_marks: bool,
+        is_changed: bool = False,
     ) -> tuple[Work | None, list[Tensor]]:
         """Reduce the next bucket in the background.
 
@@ -98,6 +125,8 @@ class ProcessRanks:
             params: All parameters of this rank.
             has_marks: This rank had a backward pass. If no rank had one nothing shall change, so
                 that without one copies are sent.
+            is_changed: Gradients that had left were changed here, or the step broke off: no rank
+                can rely on them.
 
         Returns:
             The work, and the gradients that are reduced.
@@ -113,20 +142,27 @@ class ProcessRanks:
                 grad = grad.clone()
             grads.append(grad)
         kind = params[wanted[0]]
-        flags = torch.tensor([*used, has_marks], dtype=kind.dtype, device=kind.device)
+        flags = torch.tensor([*used, has_marks, is_changed], dtype=kind.dtype, device=kind.device)
         self._sent.append(_Sent(list(wanted), grads, flags, all(used), has_marks))
         self._next += 1
-        return self._comm.all_reduce_coalesced([*grads, flags], self._op, async_op=True), grads
+        values = [grad.detach() if grad.requires_grad else grad for grad in grads]
+        return self._comm.all_reduce_coalesced([*values, flags], self._op, async_op=True), grads
 
     def finish_step(self, params: Sequence[Tensor]) -> bool:
         """Put results where they belong, once all works are done.
 
         Returns:
             Whether any rank had a backward pass; if none had, nothing has changed.
+
+        Raises:
+            RingarError: A rank changed gradients that had left, or broke the step off; on every
+                rank.
         """
         sent, self._sent = self._sent, []
+        if sent and self.can_tell and sent[-1].used[-1] > 0:
+            raise RingarError(CHANGED)
         # Reading what is on a GPU would wait for it: only where it tells something new.
-        if sent and not sent[0].has_marks and not sent[0].used[-1] > 0:
+        if sent and not sent[0].has_marks and not sent[0].used[-2] > 0:
             return False
         for bucket in sent:
             if bucket.is_whole and bucket.has_marks:
@@ -138,7 +174,7 @@ class ProcessRanks:
                 if mine is None:
                     params[i].grad = grad if used > 0 else None
                 elif mine is not grad:
-                    mine.copy_(grad)
+                    mine.detach().copy_(grad)
         return bool(sent)
 
     def agree_on_order(self, order: Sequence[int]) -> list[int]:
@@ -149,13 +185,20 @@ class ProcessRanks:
         return found
 
     def check(self) -> None:
-        """Refuse to go on once this rank has left.
+        """Refuse to go on once this rank has left, or lost the others.
 
         Raises:
             RingarError: Says why.
         """
         if self._failure:
             raise RingarError(self._failure)
+
+    def lose(self, error: BaseException) -> None:
+        """Refuse to go on after an error, if it is one that ends the communicator."""
+        if isinstance(error, (PeerLostError, CollectiveTimeout)) and not self._failure:
+            self._failure = (
+                f"{error}; make a new communicator and a new GradientBucketer on all ranks"
+            )
 
     def leave(self, num_sent: int, num_buckets: int) -> None:
         """Leave the group if a step was broken off: what comes next would meet its other buckets.

@@ -118,7 +118,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """
         with suppress(RingarError):  # what failed is cleared now, and stays failed if it must
             self._wait()
-        super().zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Rank 0's, as the plain optimizer of the plain module has it."""

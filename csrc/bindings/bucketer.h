@@ -18,7 +18,7 @@
 namespace pyringar {
 
 // What Python is told. Callables take: on_pass(pass), on_complete(bucket), on_trouble(what, rank,
-// param); what they raise comes out of backward().
+// param, pass); what they raise comes out of backward().
 struct Callbacks {
   py::object on_pass;
   py::object on_complete;
@@ -49,17 +49,16 @@ inline std::int64_t current_pass() {
 inline void count(BoundBucketer& bucketer, int rank, int param) {
   if (!bucketer.is_counting) return;
   const std::int64_t pass = current_pass();
+  if (bucketer.core.is_broken(pass)) return;
   if (bucketer.core.begin_pass(pass)) bucketer.callbacks.on_pass(pass);
   Mark mark = bucketer.core.mark(rank, param, pass);
-  if (mark == Mark::kAfterFailure || mark == Mark::kAfterLaunch) {
+  if (mark == Mark::kStillRuns || mark == Mark::kAfterLaunch) {
     // Raises, or has started over: then this gradient is the first of a new step. What this pass
     // had marked before is found by wait(); what it has sent would be reduced twice.
-    const char* what = bucketer.core.has_launched(pass) ? "failure unnoticed"
-                       : mark == Mark::kAfterFailure    ? "after failure"
-                                                        : "after launch";
-    bucketer.callbacks.on_trouble(what, rank, param);
-    bucketer.core.begin_pass(pass);
-    bucketer.callbacks.on_pass(pass);
+    const char* what = mark == Mark::kStillRuns           ? "still runs"
+                       : bucketer.core.has_launched(pass) ? "launched by this pass"
+                                                          : "launched";
+    bucketer.callbacks.on_trouble(what, rank, param, pass);
     mark = bucketer.core.mark(rank, param, pass);
   }
   if (mark == Mark::kComplete) bucketer.callbacks.on_complete(bucketer.core.bucket_of(param));
@@ -128,7 +127,10 @@ inline void bind_bucketer(py::module_& m) {
              }
              return rows;
            })
-      .def("finish_pass", [](BoundBucketer& b, std::int64_t pass) { b.core.finish_pass(pass); })
+      .def("is_marked",
+           [](BoundBucketer& b, int rank, int param) { return b.core.is_marked(rank, param); })
+      .def("end_pass", [](BoundBucketer& b, std::int64_t pass) { return b.core.end_pass(pass); })
+      .def("break_off", [](BoundBucketer& b, std::int64_t pass) { return b.core.break_off(pass); })
       .def("has_unfinished_pass", [](BoundBucketer& b) { return b.core.has_unfinished_pass(); })
       .def("ready_order", [](BoundBucketer& b) { return b.core.ready_order(); })
       .def("plan", [](BoundBucketer& b, const std::vector<int>& order) { b.core.plan(order); })

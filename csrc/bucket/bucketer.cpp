@@ -67,13 +67,28 @@ void Bucketer::reset() {
   begin_ns_ = 0;
 }
 
+std::vector<std::pair<int, int>> Bucketer::break_off(std::int64_t spared_pass) {
+  std::vector<std::pair<int, int>> marked;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    for (int param = 0; param < num_params(); ++param) {
+      const std::int64_t by = marked_by_[at(rank, param)];
+      if (by != 0 && by != spared_pass) marked.emplace_back(rank, param);
+    }
+  }
+  const bool is_spared_running = running_.erase(spared_pass) > 0;
+  broken_.merge(running_);
+  running_.clear();
+  if (is_spared_running) running_.insert(spared_pass);
+  reset();
+  return marked;
+}
+
 Mark Bucketer::mark(int rank, int param, std::int64_t pass) {
   const auto bucket = static_cast<std::size_t>(bucket_of(param));
   std::int64_t& by = marked_by_[at(rank, param)];
-  if (by != 0) {
-    if (by != pass && running_.count(by) > 0) return Mark::kAfterFailure;
-    return is_launched(static_cast<int>(bucket)) ? Mark::kAfterLaunch : Mark::kAgain;
-  }
+  if (by != 0 && by != pass && running_.count(by) > 0) return Mark::kStillRuns;
+  if (is_launched(static_cast<int>(bucket))) return Mark::kAfterLaunch;
+  if (by != 0) return Mark::kAgain;
   by = pass;
   if (begin_ns_ == 0) begin_ns_ = now_ns();
   if (++ranks_ready_[static_cast<std::size_t>(param)] == world_size_) ready_.push_back(param);

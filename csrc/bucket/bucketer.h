@@ -4,14 +4,15 @@
 // Units     nanoseconds on the steady clock.
 // Contract  mark() is called once for each rank and parameter of a step; a bucket is complete when
 //           all its parameters are marked on all ranks. Marks name the backward pass they come
-//           from: a second mark out of a pass that never finished means that that pass failed, and
-//           out of one that did, that its gradients were not waited for.
+//           from. The owner calls end_pass() for each, also for one that failed, and break_off()
+//           where a step cannot go on: what passes that run then still mark counts for no step.
 // Threads   one call at a time (its owner holds the GIL).
 // Tests     tests/test_bucketing.py
 #pragma once
 
 #include <cstdint>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "bucket/plan.h"
@@ -19,11 +20,11 @@
 namespace pyringar {
 
 enum class Mark : std::uint8_t {
-  kCounted,       // more of the bucket is to come
-  kComplete,      // the bucket can go
-  kAgain,         // counted before, the bucket has not gone: more was added to the gradient
-  kAfterFailure,  // counted by a backward pass that failed: start over, then mark again
-  kAfterLaunch,   // the bucket has gone: this gradient would be lost
+  kCounted,      // more of the bucket is to come
+  kComplete,     // the bucket can go
+  kAgain,        // counted before, the bucket has not gone: more was added to the gradient
+  kStillRuns,    // counted by another backward pass that has not ended
+  kAfterLaunch,  // the bucket has gone: this gradient would be lost
 };
 
 struct BucketTimes {
@@ -45,6 +46,7 @@ class Bucketer {
   std::size_t bytes_of(int bucket) const;
 
   Mark mark(int rank, int param, std::int64_t pass);
+  bool is_marked(int rank, int param) const { return marked_by_[at(rank, param)] != 0; }
   int bucket_of(int param) const { return bucket_of_[static_cast<std::size_t>(param)]; }
   void launched(int bucket);
   bool is_launched(int bucket) const {
@@ -54,15 +56,20 @@ class Bucketer {
   bool has_launched(std::int64_t pass) const;
   bool has_marks() const { return begin_ns_ != 0; }
 
-  // True for a pass that was not known: the owner sees to it that finish_pass() is called.
+  // True for a pass that was not known: the owner sees to it that end_pass() is called.
   bool begin_pass(std::int64_t pass) { return running_.insert(pass).second; }
-  void finish_pass(std::int64_t pass) { running_.erase(pass); }
+  // True if the step could still count on this pass.
+  bool end_pass(std::int64_t pass) { return broken_.erase(pass) == 0 && running_.erase(pass) > 0; }
+  bool is_broken(std::int64_t pass) const { return !broken_.empty() && broken_.count(pass) > 0; }
   bool has_unfinished_pass() const { return !running_.empty(); }
 
   // Parameters in the order in which the last rank had them; those that nobody had come last.
   std::vector<int> ready_order() const;
   void plan(const std::vector<int>& order);  // between steps
   void reset();                              // forget all marks
+  // Forget all marks, and those that passes under way will make, but for one pass that belongs to
+  // the next step (0: none). Returns rank and parameter of what the others had marked.
+  std::vector<std::pair<int, int>> break_off(std::int64_t spared_pass);
 
  private:
   std::size_t at(int rank, int param) const;
@@ -79,6 +86,7 @@ class Bucketer {
   std::vector<int> ready_;               // parameters, as their last rank came
   std::vector<BucketTimes> times_;
   std::set<std::int64_t> running_;
+  std::set<std::int64_t> broken_;  // ran when their step broke off
   std::int64_t begin_ns_ = 0;
 };
 

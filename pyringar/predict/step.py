@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyringar import _native
-from pyringar.bucketing import check_caps
+from pyringar.bucket_params import check_caps
 from pyringar.predict.algorithms import ITEM_BYTES
 
 __all__ = ["Backward", "BucketForecast", "StepForecast", "plan_buckets", "predict_step"]

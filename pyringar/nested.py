@@ -1,0 +1,105 @@
+"""Tensors in nested lists, tuples and dicts: cut for the ranks, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyringar.errors import ArgumentError
+
+__all__ = [
+    "batches",
+    "check_batches",
+    "copy_to",
+    "gather",
+    "map_tensors",
+    "nothing",
+    "scatter",
+]
+
+
+def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same lists, tuples and dicts with ``fn(tensor)`` for every tensor."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(fn, part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(fn, part) for part in value)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(fn, part)) for key, part in value.items())
+    return value
+
+
+def batches(value: Any) -> list[Tensor]:
+    """All tensors that have a first dimension, in order."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) if tensor.ndim else None, value)
+    return found
+
+
+def check_batches(batches: Sequence[Tensor]) -> Tensor:
+    """The first of tensors that must agree in their first dimension."""
+    if not batches:
+        raise ArgumentError(
+            "the call has no tensor with a first dimension, expected at least one to cut into "
+            "shards"
+        )
+    if len({len(batch) for batch in batches}) > 1:
+        shapes = ", ".join(str(tuple(batch.shape)) for batch in batches)
+        raise ArgumentError(
+            f"the call has tensors of the shapes {shapes}, expected the same number of samples in "
+            "the first dimension of each"
+        )
+    return batches[0]
+
+
+def scatter(value: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
+    """One copy of a nested value per rank, with its shard of every tensor, on its device."""
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+    def shard(tensor: Tensor, rank: int) -> Tensor:
+        if tensor.ndim:
+            tensor = tensor.narrow(0, starts[rank], sizes[rank])
+        return tensor.to(devices[rank])
+
+    return [map_tensors(partial(shard, rank=rank), value) for rank in range(len(sizes))]
+
+
+def gather(outputs: Sequence[Any], device: torch.device) -> Any:
+    """The ranks' outputs as one, on ``device``."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        parts = [output.to(device) for output in outputs]
+        return torch.cat(parts) if first.ndim else torch.stack(parts)
+    if isinstance(first, dict):
+        return type(first)(
+            (key, gather([output[key] for output in outputs], device)) for key in first
+        )
+    if isinstance(first, (list, tuple)):
+        columns = [gather(column, device) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if first is None:
+        return None
+    raise ArgumentError(
+        f"module returned a {type(first).__name__}, expected tensors, or lists, tuples and dicts "
+        "of them; gather=False returns what the ranks return as a list"
+    )
+
+
+def nothing(device: torch.device, tensor: Tensor) -> Tensor:
+    """What a rank without samples has to show: no rows of what another has."""
+    tensor = tensor.detach()
+    return (tensor[:0] if tensor.ndim else torch.zeros_like(tensor)).to(device)
+
+
+def copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a copy without a graph; a parameter's is a parameter."""
+    twin = tensor.detach().to(device, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, tensor.requires_grad)
+    return twin

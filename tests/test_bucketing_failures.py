@@ -1,0 +1,553 @@
+"""After a step that broke off: is every sum right, or an error, however the user goes on?"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyringar as pr
+from pyringar.call import Work
+
+K = 3
+EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a bucket for every parameter
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Explode(torch.autograd.Function):
+    """Fails in backward while it is armed, on the rank that it is armed for."""
+
+    armed: object = None
+
+    @staticmethod
+    def forward(ctx, x, rank):
+        ctx.rank = rank
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Explode.armed == ctx.rank:
+            raise ValueError("planted")
+        return grad, None
+
+
+class Net(nn.Module):
+    """Backward reaches ``late`` first; then it may explode; then ``early``."""
+
+    def __init__(self, rank: int, numel: int = 40) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.rank = rank
+        self.early = nn.Parameter(torch.randn(numel, generator=generator))
+        self.late = nn.Parameter(torch.randn(numel, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (Explode.apply((self.early * x).tanh(), self.rank) * self.late).sum()
+
+
+def nets_of(numel: int = 40, world_size: int = K) -> list[Net]:
+    return [Net(rank, numel) for rank in range(world_size)]
+
+
+def inputs(seed: int, numel: int = 40, world_size: int = K) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(world_size)]
+
+
+def summed(nets: list[Net], xs: list[Tensor]) -> list[Tensor]:
+    """The oracle: backward on copies without hooks, added in rank order."""
+    copies = [copy.deepcopy(net) for net in nets]
+    for net, x in zip(copies, xs, strict=True):
+        net(x).backward()
+    sums = []
+    for column in zip(*(net.parameters() for net in copies), strict=True):
+        total = column[0].grad.clone()
+        for param in column[1:]:
+            total += param.grad
+        sums.append(total)
+    return sums
+
+
+def assert_reduced(nets: list[Net], expected: list[Tensor]) -> None:
+    for rank, net in enumerate(nets):
+        for i, (param, want) in enumerate(zip(net.parameters(), expected, strict=True)):
+            assert torch.equal(param.grad, want), (rank, i)
+
+
+def backward_together(nets, xs):
+    torch.autograd.backward([net(x) for net, x in zip(nets, xs, strict=True)])
+
+
+def backward_one_by_one(nets, xs):
+    for net, x in zip(nets, xs, strict=True):
+        net(x).backward()
+
+
+def backward_in_reverse(nets, xs):
+    backward_one_by_one(nets[::-1], xs[::-1])
+
+
+def clear(nets, *, set_to_none: bool) -> None:
+    for net in nets:
+        net.zero_grad(set_to_none=set_to_none)
+
+
+@contextmanager
+def armed(rank: object):
+    Explode.armed = rank
+    try:
+        with pytest.raises(ValueError, match="planted"):
+            yield
+    finally:
+        Explode.armed = None
+
+
+# -- a backward pass that fails --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("victim", [0, K - 1])
+@pytest.mark.parametrize("backward", [backward_together, backward_one_by_one, backward_in_reverse])
+def test_clear_and_run_again(backward: Callable, victim, waits, set_to_none):
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        backward(nets, inputs(2))  # gradients exist, as after any step
+        bucketer.wait()
+        for _ in range(2):
+            clear(nets, set_to_none=set_to_none)
+            with armed(victim):
+                backward(nets, xs)
+            if waits:
+                for _ in range(2):
+                    with pytest.raises(pr.RingarError, match="backward pass failed"):
+                        bucketer.wait()
+            clear(nets, set_to_none=set_to_none)
+            bucketer.wait()  # cleared: nothing is wrong any more
+            backward(nets, xs)
+            bucketer.wait()
+            assert_reduced(nets, expected)
+
+
+def test_nothing_writes_to_gradients_once_backward_has_raised():
+    """Large, so that a reduction which nobody waits for would still run when zero_() does."""
+    numel = 1 << 22
+    nets, xs = nets_of(numel, 2), inputs(1, numel, 2)
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets) as bucketer:
+        for net in nets:
+            for param in net.parameters():
+                param.grad = torch.zeros_like(param)
+        for _ in range(3):
+            with armed(0):
+                backward_together(nets, xs)
+            clear(nets, set_to_none=False)
+            assert not any(param.grad.any() for net in nets for param in net.parameters())
+            backward_together(nets, xs)
+            bucketer.wait()
+            assert_reduced(nets, expected)
+            clear(nets, set_to_none=False)
+
+
+def test_works_are_done_before_backward_raises(monkeypatch):
+    works = []
+    plain = pr.Communicator.all_reduce_coalesced
+
+    def noted(self, *arguments, **options):
+        works.append(plain(self, *arguments, **options))
+        return works[-1]
+
+    monkeypatch.setattr(pr.Communicator, "all_reduce_coalesced", noted)
+    numel = 1 << 22
+    nets, xs = nets_of(numel, 2), inputs(1, numel, 2)
+    with pr.GradientBucketer(nets, **EACH), armed(0):
+        try:
+            backward_together(nets, xs)
+        finally:
+            assert [work.is_completed() for work in works] == [True]
+
+
+@pytest.mark.parametrize("retried", [[0], [1], [2], [0, 1], [1, 2]])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_part_of_the_ranks_cannot_be_run_again_alone(retried, set_to_none):
+    """The others' gradients may hold sums already, which would be added a second time."""
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        with armed(K - 1):
+            backward_one_by_one(nets, xs)
+        some = [nets[rank] for rank in retried]
+        clear(some, set_to_none=set_to_none)
+
+        def retry() -> None:
+            backward_one_by_one(some, [xs[rank] for rank in retried])
+            bucketer.wait()
+
+        with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
+            retry()
+        clear(nets, set_to_none=set_to_none)
+        backward_one_by_one(nets, xs)
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+def test_running_again_without_clearing_is_an_error():
+    nets, xs = nets_of(), inputs(1)
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        with armed(0):
+            backward_together(nets, xs)
+        with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
+            backward_together(nets, xs)
+        with pytest.raises(pr.RingarError, match="backward pass failed"):
+            bucketer.wait()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("victim", [(0, 1), (1, 0), (1, 1)])
+def test_a_pass_fails_that_had_counted_nothing(victim, set_to_none):
+    """Two passes per rank, on parameters of their own: others may have sent buckets by then."""
+    heads = [[torch.randn(9, requires_grad=True) for _ in "ab"] for _ in range(2)]
+    xs = torch.randn(2, 2, 9)
+
+    def run() -> None:
+        for part in (0, 1):
+            for rank in range(2):
+                Explode.apply(heads[rank][part] * xs[rank, part], (part, rank)).sum().backward()
+
+    def clear_all(*, set_to_none: bool) -> None:
+        for param in (param for params in heads for param in params if param.grad is not None):
+            param.grad = None if set_to_none else param.grad.zero_()
+
+    with pr.GradientBucketer(heads, **EACH) as bucketer:
+        run()
+        bucketer.wait()
+        for waits in (True, False):
+            clear_all(set_to_none=set_to_none)
+            with armed(victim):
+                run()
+            if waits:
+                bucketer.wait()
+            clear_all(set_to_none=set_to_none)
+            if victim[0] == 1 and not waits and not set_to_none:
+                with pytest.raises(pr.RingarError, match="also after a step that was given up"):
+                    run()
+                clear_all(set_to_none=False)
+            run()
+            bucketer.wait()
+            for part in (0, 1):
+                want = xs[0, part] + xs[1, part]
+                assert all(torch.equal(heads[rank][part].grad, want) for rank in range(2))
+
+
+def test_a_failed_pass_after_accumulation():
+    nets, xs = nets_of(), inputs(1)
+    local = [copy.deepcopy(net) for net in nets]
+    backward_one_by_one(local, inputs(2))
+    backward_one_by_one(local, xs)
+    expected = [
+        sum(c[1:], c[0].clone())
+        for c in zip(*([p.grad for p in n.parameters()] for n in local), strict=True)
+    ]
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        for _ in range(2):
+            clear(nets, set_to_none=False)
+            with bucketer.no_sync():
+                backward_one_by_one(nets, inputs(2))
+            with armed(1):
+                backward_one_by_one(nets, xs)
+            clear(nets, set_to_none=False)
+            with bucketer.no_sync():
+                backward_one_by_one(nets, inputs(2))
+            backward_one_by_one(nets, xs)
+            bucketer.wait()
+            assert_reduced(nets, expected)
+
+
+def test_what_a_pass_in_another_thread_goes_on_to_do_counts_for_no_step():
+    nets, xs = nets_of(world_size=2), inputs(1, world_size=2)
+    expected = summed(nets, xs)
+    inside, go = threading.Event(), threading.Event()
+
+    def hold(grad: Tensor) -> None:
+        inside.set()
+        assert go.wait(60)
+
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        handle = nets[1].early.register_hook(hold)  # its `late` is counted by then
+        thread = threading.Thread(target=backward_one_by_one, args=(nets[1:], xs[1:]))
+        thread.start()
+        assert inside.wait(60)
+        with armed(0):
+            nets[0](xs[0]).backward()
+        go.set()
+        thread.join()
+        handle.remove()
+        clear(nets, set_to_none=True)
+        backward_one_by_one(nets[1:], xs[1:])
+        backward_one_by_one(nets[:1], xs[:1])
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+def test_two_passes_of_one_replica_at_once_are_an_error():
+    nets, xs = nets_of(world_size=1), inputs(1, world_size=1)
+    inside, go = threading.Event(), threading.Event()
+
+    def hold(grad: Tensor) -> None:
+        inside.set()
+        assert go.wait(60)
+
+    with pr.GradientBucketer(nets, overlap=False) as bucketer:
+        handle = nets[0].early.register_hook(hold)
+        thread = threading.Thread(target=backward_one_by_one, args=(nets, xs))
+        thread.start()
+        assert inside.wait(60)
+        handle.remove()
+        with pytest.raises(pr.RingarError, match="a backward pass still runs"):
+            bucketer.wait()
+        try:
+            with pytest.raises(pr.RingarError, match="two backward passes that ran at the same"):
+                backward_one_by_one(nets, xs)
+        finally:
+            go.set()
+            thread.join()
+        clear(nets, set_to_none=False)
+        expected = summed(nets, xs)
+        backward_one_by_one(nets, xs)
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+# -- gradients that are changed while they are away ------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("options", [{}, EACH])
+@pytest.mark.parametrize("rank", range(K))
+def test_clearing_before_wait_is_an_error(rank, options, overlap):
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets, overlap=overlap, **options) as bucketer:
+        backward_one_by_one(nets, xs)
+        nets[rank].zero_grad()
+        with pytest.raises(pr.RingarError, match="call wait\\(\\) before zero_grad"):
+            bucketer.wait()
+        clear(nets, set_to_none=True)
+        backward_one_by_one(nets, xs)
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "replace", "clip"])
+def test_changing_what_has_left_is_an_error(how):
+    nets, xs = nets_of(), inputs(1)
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        backward_one_by_one(nets, xs)
+        if how == "zero_grad":
+            nets[1].zero_grad(set_to_none=False)
+        elif how == "replace":
+            nets[1].late.grad = nets[1].late.grad.clone()
+        else:
+            nn.utils.clip_grad_norm_(nets[1].parameters(), 1e-3)
+        with pytest.raises(pr.RingarError, match="changed or cleared after they had left"):
+            bucketer.wait()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hooks_that_change_gradients(first):
+    """Before the bucketer's they are part of the gradient; after it they would be lost."""
+    nets, xs = nets_of(), inputs(1)
+    expected = [grad * 2 for grad in summed(nets, xs)]
+
+    def add_hooks() -> None:
+        for net in nets:
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
+
+    if first:
+        add_hooks()
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        if not first:
+            add_hooks()
+        backward_one_by_one(nets, xs)
+        if first:
+            bucketer.wait()
+            assert_reduced(nets, expected)
+        else:
+            with pytest.raises(pr.RingarError, match="register hooks that change gradients"):
+                bucketer.wait()
+
+
+# -- interrupts, close -----------------------------------------------------------------------------
+
+
+def test_an_interrupted_wait_can_be_called_again(monkeypatch):
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    plain, calls = Work.wait, []
+
+    def interrupted(self, *arguments):
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        monkeypatch.setattr(Work, "wait", interrupted)
+        backward_one_by_one(nets, xs)
+        with pytest.raises(KeyboardInterrupt):
+            bucketer.wait()
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+def test_an_interrupt_while_buckets_leave_is_an_error_until_cleared(monkeypatch):
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    plain = pr.Communicator.all_reduce_coalesced
+
+    def interrupted(self, *arguments, **options):
+        plain(self, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        with monkeypatch.context() as patch:
+            patch.setattr(pr.Communicator, "all_reduce_coalesced", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                backward_one_by_one(nets, xs)
+        for _ in range(2):
+            with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
+                bucketer.wait()
+        clear(nets, set_to_none=False)
+        backward_one_by_one(nets, xs)
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+def test_an_interrupt_while_a_failed_pass_is_settled_is_not_lost(monkeypatch):
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    plain, calls = Work.wait, []
+
+    def interrupted(self, *arguments):
+        calls.append(self)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+
+        def fail() -> None:
+            with armed(K - 1):
+                backward_one_by_one(nets, xs)
+            for _ in range(1000):
+                time.sleep(0.01)  # where the interrupt comes out
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Work, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fail()
+        assert len(calls) >= 2, "waited for nevertheless"
+        clear(nets, set_to_none=False)
+        backward_one_by_one(nets, xs)
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+@pytest.mark.parametrize("where", ["between passes", "inside backward"])
+def test_closing_in_the_middle_of_a_step_is_told_by_wait(where):
+    nets, xs = nets_of(), inputs(1)
+    bucketer = pr.GradientBucketer(nets, **EACH)
+    if where == "inside backward":
+        nets[1].late.register_hook(lambda grad: bucketer.close())
+        backward_one_by_one(nets, xs)
+    else:
+        backward_one_by_one(nets[:2], xs[:2])
+        bucketer.close()
+        backward_one_by_one(nets[2:], xs[2:])
+    for _ in range(2):
+        with pytest.raises(pr.RingarError, match="closed in the middle of a step"):
+            bucketer.wait()
+    clear(nets, set_to_none=True)
+    bucketer.wait()
+
+
+@pytest.mark.parametrize("what", ["wait", "close", "backward"])
+def test_a_child_forked_in_the_middle_of_a_step_is_told_and_does_not_hang(what):
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        backward_one_by_one(nets, xs)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            try:
+                {"wait": bucketer.wait, "close": bucketer.close}.get(
+                    what, lambda: backward_one_by_one(nets, xs)
+                )()
+                os._exit(3)
+            except pr.RingarError:
+                os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (3 if what == "close" else 4)
+        bucketer.wait()
+        assert_reduced(nets, expected)
+
+
+# -- other ways to run backward --------------------------------------------------------------------
+
+
+def test_backward_that_makes_a_graph():
+    nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets, **EACH) as bucketer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a reference cycle
+        for _ in range(2):
+            clear(nets, set_to_none=True)
+            for net, x in zip(nets, xs, strict=True):
+                net(x).backward(create_graph=True)
+            bucketer.wait()
+            assert_reduced(nets, expected)
+            assert nets[0].late.grad.requires_grad
+    clear(nets, set_to_none=True)
+
+
+@pytest.mark.parametrize("compiler", ["identity", pytest.param("eager", marks=pytest.mark.slow)])
+def test_compiled_autograd_is_reduced_in_wait(compiler):
+    import torch._dynamo.compiled_autograd as compiled_autograd
+
+    def run(gm):
+        return gm if compiler == "identity" else torch.compile(gm, backend="eager")
+
+    nets = [nn.Linear(6, 3) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    xs = [torch.randn(4, 6) for _ in nets]
+    copies = copy.deepcopy(nets)
+    for net, x in zip(copies, xs, strict=True):
+        net(x).square().sum().backward()
+    with pr.GradientBucketer(nets, **EACH) as bucketer:
+        for _ in range(2):
+            clear(nets, set_to_none=True)
+            with compiled_autograd._enable(run):
+                for net, x in zip(nets, xs, strict=True):
+                    net(x).square().sum().backward()
+            bucketer.wait()
+            for a, b, c, d in zip(*(n.parameters() for n in (*nets, *copies)), strict=True):
+                assert torch.equal(a.grad, c.grad + d.grad)
+                assert torch.equal(b.grad, a.grad)

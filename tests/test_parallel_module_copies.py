@@ -1,0 +1,229 @@
+"""Can ``DataParallel`` be copied, pickled and walked through as a module?"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import pyringar as pr
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch(n=12):
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(n, 5, generator=generator)  # noqa: N806
+    return X, torch.randint(3, (n,), generator=generator)
+
+
+def parallel(**options):
+    return pr.DataParallel(make_net(), ["cpu"] * 3, **options)
+
+
+def by_torch_save(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def train(net, steps=2):
+    optimizer = net.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    X, y = batch()  # noqa: N806
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), y).backward()
+        optimizer.step()
+    pr.check_replicas_equal([list(replica.parameters()) for replica in net.replicas])
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def assert_same(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+COPIES = [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), by_torch_save]
+
+
+@pytest.mark.parametrize("make", COPIES)
+@pytest.mark.parametrize("batchnorm", ["local", "sync"])
+def test_a_copy_trains_like_the_original_and_apart_from_it(make, batchnorm):
+    with parallel(batchnorm=batchnorm, weights=(1, 2, 1), bucket_cap_mb=1e-4) as net:
+        train(net)
+        net.eval()
+        net.train()  # running statistics are rank 0's, as a copy has them
+        before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        with make(net) as twin:
+            assert twin.devices == net.devices
+            assert len(twin.replicas) == 3
+            assert len(twin.bucketer.buckets) == len(net.bucketer.buckets)
+            trained = train(twin)
+            assert_same(net.state_dict(), before)
+            assert_same(train(net), trained)
+
+
+def test_a_copy_in_the_middle_of_a_step_has_no_part_in_it():
+    with parallel() as net:
+        X, y = batch()  # noqa: N806
+        F.cross_entropy(net(X), y).backward()
+        with copy.deepcopy(net) as twin:
+            assert all(param.grad is None for param in twin.parameters())
+            twin.wait()
+        net.wait()
+
+
+@pytest.mark.parametrize("make", COPIES)
+def test_rank_0s_module_alone_is_the_plain_module(make):
+    """Also with synchronised batch norms, whose forward passes need all ranks."""
+    with parallel(batchnorm="sync") as net:
+        module = make(net.module)
+        X, _ = batch()  # noqa: N806
+        module.load_state_dict(make_net().state_dict())
+        assert torch.equal(module(X), make_net()(X))
+
+
+def test_averages_are_those_of_the_module_and_of_all_ranks_an_error():
+    averaged_model = torch.optim.swa_utils.AveragedModel
+    X, _ = batch()  # noqa: N806
+    with parallel() as net:
+        of_module, of_all = averaged_model(net.module), averaged_model(net)
+        train(net)
+        of_module.update_parameters(net.module)
+        assert_same(of_module.module.state_dict(), net.state_dict())
+        of_all.update_parameters(net)
+        of_all.eval()
+        with pytest.raises(pr.RingarError, match=r"on rank 0 and not on rank 1.*net\.module"):
+            of_all(X)
+        of_all.module.close()
+
+
+def test_over_processes_a_copy_is_refused():
+    store = torch.distributed.HashStore()
+    with (
+        pr.ProcessCommunicator(store, 0, 1) as comm,
+        pr.DataParallel(make_net(), ["cpu"], comm=comm) as net,
+        pytest.raises(pr.UnsupportedError, match=r"copy or save net\.module"),
+    ):
+        copy.deepcopy(net)
+
+
+def test_what_is_set_in_a_loop_over_modules_is_set_on_all_ranks():
+    with parallel() as net:
+        for part in net.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                part.eval()
+        before = [replica[1].running_mean.clone() for replica in net.replicas]
+        net(batch()[0])
+        for replica, mean in zip(net.replicas, before, strict=True):
+            assert not replica[1].training
+            assert torch.equal(replica[1].running_mean, mean)
+
+
+def test_modules_are_walked_through_once_each():
+    with parallel() as net:
+        found = list(net.modules())
+        assert found[0] is net
+        wanted = [part for replica in net.replicas for part in replica.modules()]
+        assert [id(part) for part in found[1:]] == [id(part) for part in wanted]
+        names = dict(net.named_modules())
+        assert names["3"] is net.replicas[0][3]
+        assert names["replicas.2.3"] is net.replicas[2][3]
+        assert list(net.children()) == list(net.replicas)
+        assert dict(nn.ModuleList([net]).named_modules())["0.replicas.1"] is net.replicas[1]
+
+
+def test_a_module_that_holds_one_has_its_parameters():
+    with parallel() as net:
+        outer = nn.Sequential(net)
+        names = [name for name, _ in outer.named_parameters()]
+        assert names[:4] == [f"0.{name}" for name, _ in net.named_parameters()][:4]
+        assert len(names) == 3 * len(list(net.parameters()))
+        assert list(outer.state_dict()) == [f"0.{name}" for name in net.state_dict()]
+
+
+def test_the_mode_of_every_module_is_kept_by_evaluation():
+    with parallel() as net:
+        net.replicas[2][1].eval()
+        pr.evaluate_accuracy_gpus([net], [batch()])
+        modes = [[part.training for part in replica.modules()] for replica in net.replicas]
+        assert modes[0] == modes[1] == [True] * 5
+        assert modes[2] == [True, True, False, True, True]
+
+
+class Waits(nn.Module):
+    """Says that it runs, and goes on when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def __deepcopy__(self, memo):
+        return self  # the same on all ranks
+
+    def forward(self, x):
+        self.inside.set()
+        assert self.go.wait(60)
+        return x
+
+
+@pytest.mark.parametrize("num_interrupts", [1, 2])
+def test_after_an_interrupted_call_the_next_one_is_right(num_interrupts):
+    """With a second interrupt the call does not wait for what still runs."""
+    gate = Waits()
+    module = nn.Sequential(nn.Linear(4, 4), gate, nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with pr.DataParallel(module, ["cpu"] * 3, batchnorm="sync") as net:
+        X = torch.randn(9, 4)  # noqa: N806
+        expected = net(X)
+
+        def interrupt():
+            assert gate.inside.wait(60)
+            for _ in range(num_interrupts):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)
+            gate.go.set()
+
+        gate.inside.clear()
+        gate.go.clear()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            net(X)
+        for _ in range(3):
+            assert torch.equal(net(X), expected)
+        thread.join()
+
+
+@pytest.mark.parametrize("batchnorm", ["local", "sync"])
+def test_a_forked_child_answers_and_does_not_hang(batchnorm):
+    with parallel(batchnorm=batchnorm) as net:
+        X, _ = batch()  # noqa: N806
+        expected = net(X)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            os._exit(0 if torch.equal(net(X), expected) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
