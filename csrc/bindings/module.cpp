@@ -269,7 +269,8 @@ PYBIND11_MODULE(_engine, m) {
       .def("is_completed", &Work::is_completed)
       .def("exception", &exception_of)
       .def("finished_ns", &Work::finished_ns)
-      .def("wait", &wait_for, py::call_guard<py::gil_scoped_release>());
+      .def("wait", &wait_for, py::call_guard<py::gil_scoped_release>())
+      .def("describe", &Work::describe, py::call_guard<py::gil_scoped_release>());
   bind_group(m);
   bind_bucketer(m);
   bind_process_group(m);

@@ -105,8 +105,7 @@ void Group::run_direct(const Collective& collective) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!barrier_) barrier_ = std::make_unique<Barrier>(world_size_);
   const std::uint32_t base = barrier_->passed;
-  Watch watch(timeout_);
-  watch.start();
+  Watch watch(world_size_, timeout_);
   team_->run([&](int rank) {
     sleep_if_delayed(rank);
     direct_rank(rank, collective.reductions, collective.op, collective.divisor, *barrier_, base,
@@ -119,8 +118,7 @@ void Group::run_direct(const Collective& collective) {
 void Group::run_ring_collective(const Collective& collective) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!ring_) ring_ = std::make_unique<RingLinks>(world_size_);
-  Watch watch(timeout_);
-  watch.start();
+  Watch watch(world_size_, timeout_);
   team_->run([&](int rank) {
     sleep_if_delayed(rank);
     std::uint32_t base = ring_->messages;
@@ -157,10 +155,15 @@ std::shared_ptr<Work> Group::submit(Collective collective) {
   check_usable();
   // Shared, since a std::function must be copyable, and its pointer tables must not move.
   auto shared = std::make_shared<Collective>(std::move(collective));
-  return queue_.submit([this, shared] {
-    const std::lock_guard<std::mutex> running(run_mutex_);
-    run_locked(*shared);
-  });
+  return queue_.submit(
+      [this, shared] {
+        const std::lock_guard<std::mutex> running(run_mutex_);
+        run_locked(*shared);
+      },
+      [this, shared](bool has_begun) {
+        return join(shared->operation, " of ", shared->bytes, " bytes per rank over ", world_size_,
+                    " ranks, which ", has_begun ? "runs" : "waits for the calls before it");
+      });
 }
 
 void Group::close() {

@@ -62,7 +62,8 @@ class ProcessGroup {
   // throws ends the group, and the others are told.
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program);
-  std::shared_ptr<Work> submit_program(Program program);
+  // call: for messages.
+  std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const ProcessCall> call);
   void close();
   ProcessStats stats();
   ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
@@ -92,6 +93,7 @@ class ProcessGroup {
     std::size_t bytes;
   };
 
+  std::string describe(const ProcessCall& call, bool has_begun) const;
   void run_locked(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
   void check_ready();

@@ -24,6 +24,16 @@ bool Work::wait(std::chrono::nanoseconds timeout) {
   return true;
 }
 
+std::string Work::describe() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return describe_ ? describe_(has_begun_) : "";
+}
+
+void Work::begin() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  has_begun_ = true;
+}
+
 std::exception_ptr Work::exception() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return error_;
@@ -34,6 +44,7 @@ void Work::complete(std::exception_ptr error) {
   done_ = true;
   finished_ns_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   error_ = std::move(error);
+  describe_ = nullptr;
   changed_.notify_all();
 }
 
@@ -42,8 +53,8 @@ std::int64_t Work::finished_ns() {
   return finished_ns_;
 }
 
-std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job) {
-  auto work = std::make_shared<Work>();
+std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe) {
+  auto work = std::make_shared<Work>(std::move(describe));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail(ErrorKind::kState, "this communicator is closed");
   start_thread();
@@ -71,6 +82,7 @@ void WorkQueue::work_off() {
     jobs_.pop_front();
     is_busy_ = true;
     lock.unlock();
+    next.work->begin();
     std::exception_ptr error;
     try {
       next.run();

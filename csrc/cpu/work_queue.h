@@ -16,16 +16,25 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
 namespace pyringar {
 
+// What a job does, in words, and what it waits for: for messages, from any thread.
+using Describe = std::function<std::string(bool has_begun)>;
+
 // The outcome of a submitted job.
 class Work {
  public:
+  explicit Work(Describe describe) : describe_(std::move(describe)) {}
+
   bool is_completed();
   // False when the timeout passed first. Rethrows what the job threw.
   bool wait(std::chrono::nanoseconds timeout);
+  // Of a job that is not done; "" once it is.
+  std::string describe();
+  void begin();
   std::exception_ptr exception();
   std::int64_t finished_ns();  // on the steady clock; 0 while it runs
   void complete(std::exception_ptr error);
@@ -33,7 +42,9 @@ class Work {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
+  bool has_begun_ = false;
   bool done_ = false;
+  Describe describe_;  // none once it is done: what it looks at may go then
   std::int64_t finished_ns_ = 0;
   std::exception_ptr error_;
 };
@@ -46,7 +57,7 @@ class WorkQueue {
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
-  std::shared_ptr<Work> submit(std::function<void()> job);
+  std::shared_ptr<Work> submit(std::function<void()> job, Describe describe);
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
   // Returns when nothing is queued or running. False: the timeout passed first.
   void wait_until_idle();
