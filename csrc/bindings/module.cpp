@@ -173,7 +173,7 @@ py::dict build_info() {
 #else
   info["waits"] = "condition variables";
 #endif
-  info["cores"] = allowed_cores().size();
+  info["cores"] = allowed_cores().count();
   return info;
 }
 

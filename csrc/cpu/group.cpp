@@ -20,7 +20,7 @@ Group::Group(int world_size, std::chrono::nanoseconds timeout)
     : world_size_(world_size),
       timeout_(timeout),
       fork_generation_(fork_generation()),
-      pool_(std::make_unique<ThreadPool>(static_cast<int>(allowed_cores().size()) - 1)) {}
+      pool_(std::make_unique<ThreadPool>()) {}
 
 Group::~Group() { close(); }
 

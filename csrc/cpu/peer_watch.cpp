@@ -26,11 +26,6 @@ constexpr int kYieldsCrowded = 20;
 constexpr auto kYieldTooLong = 200us;
 constexpr int kWaitsAfterLongYield = 64;
 
-int num_allowed_cores() {
-  static const int cores = static_cast<int>(allowed_cores().size());
-  return cores;
-}
-
 template <std::size_t kSize>
 std::string text_of(const std::array<char, kSize>& chars) {
   return {chars.data(), strnlen(chars.data(), kSize)};
@@ -39,14 +34,35 @@ std::string text_of(const std::array<char, kSize>& chars) {
 }  // namespace
 
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
-    : segment_(segment),
-      rank_(rank),
-      num_pauses_(segment.world_size() <= num_allowed_cores() ? kPausesWithCore : kPausesCrowded),
-      num_yields_(segment.world_size() <= num_allowed_cores() ? kYieldsWithCore : kYieldsCrowded),
-      has_core_per_rank_(segment.world_size() <= num_allowed_cores()),
-      stillness_(segment.world_size(), timeout) {}
+    : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
+
+void PeerWatch::publish_cores() {
+  const CoreSet cores = allowed_cores();
+  for (std::size_t i = 0; i < cores.words.size(); ++i) {
+    segment_.line(rank_).cores[i].store(cores.words[i], std::memory_order_relaxed);
+  }
+}
+
+// Ranks that are bound to a core each have as many cores as ranks that may roam over them.
+void PeerWatch::count_cores() {
+  CoreSet all;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    const RankLine& line = segment_.line(rank);
+    if (line.state.load(std::memory_order_acquire) ==
+        static_cast<std::uint32_t>(RankState::kAbsent)) {
+      return;  // not yet
+    }
+    for (std::size_t i = 0; i < all.words.size(); ++i) {
+      all.words[i] |= line.cores[i].load(std::memory_order_relaxed);
+    }
+  }
+  has_counted_cores_ = true;
+  has_core_per_rank_ = segment_.world_size() <= all.count();
+  num_pauses_ = has_core_per_rank_ ? kPausesWithCore : kPausesCrowded;
+}
 
 void PeerWatch::begin_call(bool is_background) {
+  if (!has_counted_cores_) count_cores();
   is_background_ = is_background;
   peers_have_come_ = false;
   stillness_.forget();
@@ -73,7 +89,8 @@ void PeerWatch::keep_apart() {
 
 bool PeerWatch::yield_until(const Flag& flag, std::uint32_t wanted) {
   Deadline before = Clock::now();
-  for (int i = 0; i < num_yields_; ++i) {
+  const int num_yields = has_core_per_rank_ ? kYieldsWithCore : kYieldsCrowded;
+  for (int i = 0; i < num_yields; ++i) {
     std::this_thread::yield();
     if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
     const Deadline after = Clock::now();

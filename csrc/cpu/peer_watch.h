@@ -31,6 +31,9 @@ class PeerWatch {
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
+  // Tells the others which cores this thread may use.
+  void publish_cores();
+
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
 
@@ -69,6 +72,7 @@ class PeerWatch {
   bool wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what);
   bool yield_until(const Flag& flag, std::uint32_t wanted);
   void keep_apart();
+  void count_cores();
   bool give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
   bool is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
   bool is_late(int peer, const char* what);
@@ -79,9 +83,9 @@ class PeerWatch {
 
   const Segment& segment_;
   const int rank_;
-  const int num_pauses_;
-  const int num_yields_;
-  const bool has_core_per_rank_;
+  int num_pauses_ = kPausesCrowded;
+  bool has_counted_cores_ = false;  // of all ranks
+  bool has_core_per_rank_ = false;
   int waits_without_yields_ = 0;
   bool is_background_ = false;
   bool peers_have_come_ = false;  // to this call

@@ -30,6 +30,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   line.process = this_process();
   const std::string host = host_name();
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
+  watch_.publish_cores();
   line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
 }
 

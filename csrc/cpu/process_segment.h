@@ -28,6 +28,7 @@
 #include "core/dtype.h"
 #include "core/staged_program.h"
 #include "cpu/os_process.h"
+#include "cpu/os_thread.h"
 #include "cpu/os_wait.h"
 #include "cpu/ring.h"
 
@@ -74,6 +75,8 @@ struct alignas(64) RankLine {
   std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
   std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
   std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
+  std::array<std::atomic<std::uint64_t>, CoreSet::kMaxCores / 64>
+      cores{};                             // it may use, a bit each
   std::array<std::uint64_t, 2> digests{};  // of the results of call s in digests[s % 2]
   ProcessId process;
   std::array<char, 64> host{};

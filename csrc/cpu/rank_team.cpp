@@ -32,6 +32,7 @@ void RankTeam::run(const std::function<void(int rank)>& program) {
   const std::uint32_t epoch = started_.value.load(std::memory_order_relaxed) + 1;
   program_ = &program;
   start_threads(epoch - 1);
+  places_.look();
   places_.spread_from_caller(threads_);
   started_.set(epoch);
   program(0);
