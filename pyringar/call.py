@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -42,10 +43,9 @@ class Work:
     communicator keeps the memory that the tensors had, and reduces that.
     """
 
-    def __init__(self, native: Any, keep_alive: object, timeout_s: float) -> None:
+    def __init__(self, native: Any, keep_alive: object) -> None:
         self._native = native
         self._keep_alive = keep_alive
-        self._timeout_s = timeout_s
 
     def is_completed(self) -> bool:
         """Whether it is done, successfully or not. Never blocks."""
@@ -67,8 +67,9 @@ class Work:
         """Block until it is done; other Python threads run meanwhile.
 
         Args:
-            timeout: Seconds, instead of the communicator's own timeout. On GPUs nothing is waited
-                for, and it has no meaning.
+            timeout: Seconds; None waits until the collective ends, well or by the communicator's
+                own timeout, which counts for each call. Ranks on GPUs in one process are not
+                waited for on the host, and it has no meaning there.
 
         Returns:
             True.
@@ -76,15 +77,18 @@ class Work:
         Raises:
             RingarError: The collective's own error, if it failed.
             ArgumentError: ``timeout`` is no number of seconds.
-            CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless.
+            CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless, and the
+                message says what it waits for.
         """
         if self._native is None:
             return True
-        seconds = self._timeout_s if timeout is None else timeout
+        seconds = math.inf if timeout is None else timeout
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
             raise ArgumentError(f"wait: timeout is {seconds!r}, expected seconds, 0 or more")
         if not self._native.wait(float(seconds)):
-            raise CollectiveTimeout(f"wait: the collective is not done after {seconds} s")
+            raise CollectiveTimeout(
+                f"wait: not done after {seconds:g} s, and goes on: {self._native.describe()}"
+            )
         # On a GPU the streams are in order now, and the tensors still in use.
         self.is_completed()
         return True
@@ -129,15 +133,14 @@ class RankCommunicator(Protocol):
 class InFlight:
     """The works of a communicator that may still run: they keep their tensors alive."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         # Without a lock: a signal handler may come in between, and a fork. Each use is one step.
         self._works: set[Work] = set()
 
     def add(self, submitted: tuple[Any, object, object]) -> Work:
         """The work for what an engine's ``submit`` returned."""
         native, *keep_alive = submitted
-        work = Work(native, keep_alive, self._timeout_s)
+        work = Work(native, keep_alive)
         self._works.add(work)
         for other in tuple(self._works):
             if other.is_completed():
@@ -226,7 +229,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def check_timeout(timeout: Any) -> float:
-    """Seconds that a wait may last, positive."""
+    """Seconds that a wait may last without progress, positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ArgumentError(f"timeout is {timeout!r}, expected a positive number of seconds")
     return float(timeout)

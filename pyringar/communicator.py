@@ -64,7 +64,8 @@ class Communicator(EngineCommunicator):
             ``"naive"`` for every call that names none itself.
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"any"`` lets the ring
             add in its own order. Bits are equal on all ranks and in every run either way.
-        timeout: Seconds after which a call that waits for a rank fails.
+        timeout: Seconds that a call waits for a rank which makes no progress. A call in which all
+            ranks move may take longer.
 
     Raises:
         ArgumentError: A device that is not there (names those that are), an unknown algorithm or
@@ -99,7 +100,7 @@ class Communicator(EngineCommunicator):
         self._auto = {name: self._choices(name) for name in ORDERS}
         self._resolve(None, None)
         self._group = _make_group(self._devices, self._timeout_s)
-        self._in_flight = InFlight(self._timeout_s)
+        self._in_flight = InFlight()
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
 
     @property
@@ -370,7 +371,7 @@ class Communicator(EngineCommunicator):
             for tensors in zip(*lists, strict=True):
                 reference.naive_all_reduce(tensors, op)
         self._python_calls[algorithm] += 1
-        return Work(None, None, 0.0) if async_op else None
+        return Work(None, None) if async_op else None
 
 
 class _Default:

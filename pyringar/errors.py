@@ -43,7 +43,7 @@ class CudaError(RingarError):
 
 
 class CollectiveTimeout(RingarError, TimeoutError):  # noqa: N818
-    """A collective did not finish by its deadline. Names who waited for whom, at which step."""
+    """A rank made no progress for the timeout, or a wait ended early. Names who waited for whom."""
 
 
 class PeerLostError(RingarError):

@@ -69,7 +69,8 @@ class ProcessCommunicator(EngineCommunicator):
         algorithm: ``"auto"``, ``"direct"`` or ``"ring"`` for every call that names none itself.
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"any"`` allows
             the ring's own order. Bits are equal on all ranks and in every run either way.
-        timeout: Seconds that a call, or this constructor, waits for other ranks.
+        timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
+            for all. A call in which all ranks move may take longer.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
             ranks a GPU, or on none.
 
@@ -147,7 +148,7 @@ class ProcessCommunicator(EngineCommunicator):
         self._group.seal()
         if self._device.type == "cuda":
             self._group.connect()
-        self._in_flight = InFlight(self._timeout_s)
+        self._in_flight = InFlight()
         self._num_regions = 0
         _living.add(self)
 

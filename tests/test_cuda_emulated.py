@@ -91,6 +91,15 @@ MISTAKES = {
     "all-lose-patience-at-once": Mistake(
         "flag.cuh", "static_cast<std::uint64_t>(step) * kNsPerStep", "0 * step", "ring-withheld"
     ),
+    "deadline-of-the-whole-wait": Mistake(
+        "flag.cuh",
+        "if (still_since_ns == 0 || seen != last_seen || progress != last_progress) {",
+        "if (still_since_ns == 0 || last_seen + last_progress == ~0u) {",
+        "direct-withheld",
+    ),
+    "tiles-show-no-progress": Mistake(
+        "direct.cuh", "progressed(flag, tile)", "progressed(flag, 0 * tile)", "direct-withheld"
+    ),
     "base-stays": Mistake(
         "ring.cuh", "program.base + ring_num_messages(program)", "program.base", "ring"
     ),

@@ -71,6 +71,9 @@ class CudaProcessWork {
     submitted_.done->make_wait(stream_of(*group_), group_->device());
     return true;
   }
+  std::string describe() {
+    return submitted_.enqueued != nullptr ? submitted_.enqueued->describe() : "";
+  }
   py::object exception() {
     const std::exception_ptr error =
         submitted_.enqueued != nullptr ? submitted_.enqueued->exception() : nullptr;
@@ -184,7 +187,8 @@ void bind_cuda_process_group(py::module_& m) {
       .def("is_completed", &CudaProcessWork::is_completed)
       .def("exception", &CudaProcessWork::exception)
       .def("finished_ns", [](CudaProcessWork&) { return 0; })  // nobody waits for it on the host
-      .def("wait", &CudaProcessWork::wait);
+      .def("wait", &CudaProcessWork::wait)
+      .def("describe", &CudaProcessWork::describe);
   py::class_<CudaProcessGroup, GroupPtr> group(m, "ProcessGroup");
   def_process_calls<Calls>(group);
   group

@@ -237,7 +237,7 @@ bool CudaProcessGroup::digests_agree(const ProcessCall& call, ProcessRank& self,
         "cudaMemcpyAsync", device_);
   }
   cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device_);
-  return compare_digests(digest_of(spans), self);
+  return compare_digests(digest_of(spans, self.watch), self);
 }
 
 void CudaProcessGroup::run(const ProcessCall& call, cudaStream_t stream) {
@@ -253,12 +253,14 @@ CudaProcessGroup::Submitted CudaProcessGroup::submit(ProcessCall call, cudaStrea
   auto done = std::make_shared<const cuda::Event>(device_);
   ready->record(after);
   auto shared = std::make_shared<const ProcessCall>(std::move(call));
-  auto enqueued = host_->submit_program([this, ready, done, shared](ProcessRank& self) {
-    ready->make_wait(stream_->get(), device_);
-    if (!enqueue(*shared, self, stream_->get())) return false;
-    done->record(stream_->get());
-    return true;
-  });
+  auto enqueued = host_->submit_program(
+      [this, ready, done, shared](ProcessRank& self) {
+        ready->make_wait(stream_->get(), device_);
+        if (!enqueue(*shared, self, stream_->get())) return false;
+        done->record(stream_->get());
+        return true;
+      },
+      shared);
   return {std::move(enqueued), std::move(done)};
 }
 

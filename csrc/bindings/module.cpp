@@ -170,7 +170,7 @@ py::dict build_info() {
 #else
   info["waits"] = "condition variables";
 #endif
-  info["cores"] = allowed_cores().size();
+  info["cores"] = allowed_cores().count();
   return info;
 }
 
@@ -267,7 +267,8 @@ PYBIND11_MODULE(_engine, m) {
       .def("is_completed", &Work::is_completed)
       .def("exception", &exception_of)
       .def("finished_ns", &Work::finished_ns)
-      .def("wait", &wait_for);
+      .def("wait", &wait_for)
+      .def("describe", &Work::describe, py::call_guard<PythonCall>());
   bind_group(m);
   bind_bucketer(m);
   bind_process_group(m);

@@ -28,7 +28,7 @@ bool pass(int rank, Barrier& barrier, std::uint32_t epoch, const char* when, Wat
   barrier.arrived[static_cast<std::size_t>(rank)].set(epoch);
   for (int peer = 0; peer < world_size; ++peer) {
     Flag& arrived = barrier.arrived[static_cast<std::size_t>(peer)];
-    const bool came = watch.wait(arrived, epoch, epoch, [&] {
+    const bool came = watch.wait(rank, arrived, epoch, epoch, [&] {
       const double seconds = std::chrono::duration<double>(watch.timeout()).count();
       return join("direct ", describe_call(), " over ", world_size, " ranks: rank ", rank,
                   " waited ", seconds, " s for rank ", peer, " at the ", when, " barrier");
@@ -46,7 +46,8 @@ bool direct_rank(int rank, std::span<const Reduction> reductions, ReduceOp op, i
   const auto describe_call = [&] { return describe(reductions, op); };
   if (!pass(rank, barrier, base + 1, "opening", watch, describe_call)) return false;
   for (const Reduction& reduction : reductions) {
-    fuse_range(reduction, op, divisor, chunk_range(reduction.numel, world_size, rank));
+    fuse_blocks(reduction, op, divisor, chunk_range(reduction.numel, world_size, rank),
+                [&] { watch.progressed(rank); });
   }
   return pass(rank, barrier, base + 2, "closing", watch, describe_call);
 }

@@ -122,14 +122,14 @@ void fuse_range(const Reduction& reduction, ReduceOp op, int divisor, Range rang
 void run_fused(std::span<const Reduction> reductions, ReduceOp op, int divisor, ThreadPool& pool) {
   std::size_t traffic_bytes = 0;
   for (const Reduction& reduction : reductions) traffic_bytes += reduction.traffic_bytes();
-  if (pool.num_helpers() == 0 || traffic_bytes < kAloneBytes ||
-      (traffic_bytes < kAloneWhenColdBytes && pool.is_cold())) {
+  const int num_helpers = traffic_bytes < kAloneBytes ? 0 : pool.look_for_helpers();
+  if (num_helpers == 0 || (traffic_bytes < kAloneWhenColdBytes && pool.is_cold())) {
     for (const Reduction& reduction : reductions) {
       fuse_range(reduction, op, divisor, {0, reduction.numel});
     }
     return;
   }
-  BlockList blocks(reductions, op, divisor, 1 + pool.num_helpers());
+  BlockList blocks(reductions, op, divisor, 1 + num_helpers);
   const std::thread::id caller = std::this_thread::get_id();
   pool.run([&] { blocks.take_blocks(std::this_thread::get_id() == caller); },
            blocks.num_blocks() - 1);

@@ -9,10 +9,12 @@
 // Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <span>
 
 #include "core/dtype.h"
+#include "cpu/stillness.h"
 #include "cpu/thread_pool.h"
 
 namespace pyringar {
@@ -36,5 +38,16 @@ void run_fused(std::span<const Reduction> reductions, ReduceOp op, int divisor, 
 
 // The elements [range) of one reduction, on this thread.
 void fuse_range(const Reduction& reduction, ReduceOp op, int divisor, Range range);
+
+// The same, and calls progressed() at least every kProgressBytes.
+template <typename Progressed>
+void fuse_blocks(const Reduction& reduction, ReduceOp op, int divisor, Range range,
+                 Progressed&& progressed) {
+  const std::size_t block_elems = kProgressBytes / item_bytes(reduction.dtype);
+  for (std::size_t begin = range.begin; begin < range.end; begin += block_elems) {
+    fuse_range(reduction, op, divisor, {begin, std::min(begin + block_elems, range.end)});
+    progressed();
+  }
+}
 
 }  // namespace pyringar

@@ -21,7 +21,7 @@ Group::Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap)
       timeout_(timeout),
       fork_generation_(fork_generation()),
       on_nap_(std::move(on_nap)),
-      pool_(std::make_unique<ThreadPool>(static_cast<int>(allowed_cores().size()) - 1)) {}
+      pool_(std::make_unique<ThreadPool>()) {}
 
 Group::~Group() { close(); }
 
@@ -109,8 +109,7 @@ void Group::run_direct(const Collective& collective) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!barrier_) barrier_ = std::make_unique<Barrier>(world_size_);
   const std::uint32_t base = barrier_->passed;
-  Watch watch(timeout_);
-  watch.start();
+  Watch watch(world_size_, timeout_);
   team_->run([&](int rank) {
     sleep_if_delayed(rank);
     direct_rank(rank, collective.reductions, collective.op, collective.divisor, *barrier_, base,
@@ -123,8 +122,7 @@ void Group::run_direct(const Collective& collective) {
 void Group::run_ring_collective(const Collective& collective) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!ring_) ring_ = std::make_unique<RingLinks>(world_size_);
-  Watch watch(timeout_);
-  watch.start();
+  Watch watch(world_size_, timeout_);
   team_->run([&](int rank) {
     sleep_if_delayed(rank);
     std::uint32_t base = ring_->messages;
@@ -163,10 +161,15 @@ std::shared_ptr<Work> Group::submit(Collective collective) {
   check_usable();
   // Shared, since a std::function must be copyable, and its pointer tables must not move.
   auto shared = std::make_shared<Collective>(std::move(collective));
-  return queue_.submit([this, shared] {
-    const Turn::Held turn = turn_.take([this] { check_usable(); });
-    run_locked(*shared);
-  });
+  return queue_.submit(
+      [this, shared] {
+        const Turn::Held turn = turn_.take([this] { check_usable(); });
+        run_locked(*shared);
+      },
+      [this, shared](bool has_begun) {
+        return join(shared->operation, " of ", shared->bytes, " bytes per rank over ", world_size_,
+                    " ranks, which ", has_begun ? "runs" : "waits for the calls before it");
+      });
 }
 
 bool Group::close() {

@@ -91,8 +91,19 @@ constexpr auto kLongYield = std::chrono::microseconds(200);
 constexpr int kWaitsWithoutYields = 64;
 thread_local int waits_without_yields = 0;
 
-// Somebody may give up while others sleep; nobody sleeps longer than this without looking.
-constexpr auto kLongestNap = std::chrono::milliseconds(50);
+// One who sleeps on a flag, for as long as this lives.
+class Sleeper {
+ public:
+  explicit Sleeper(Flag& flag) : flag_(flag) {
+    flag_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  }
+  ~Sleeper() { flag_.sleepers.fetch_sub(1, std::memory_order_relaxed); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+ private:
+  Flag& flag_;
+};
 
 bool yield_until(const Flag& flag, std::uint32_t wanted) {
   Deadline before = Clock::now();
@@ -111,33 +122,35 @@ bool yield_until(const Flag& flag, std::uint32_t wanted) {
 
 }  // namespace
 
-bool wait_for_flag(Flag& flag, std::uint32_t wanted, Deadline deadline,
-                   const std::atomic<std::uint32_t>* give_up) {
+bool try_for_flag(const Flag& flag, std::uint32_t wanted) {
   for (int i = 0; i < kPauses; ++i) {
     if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
     cpu_pause();
   }
-  if (waits_without_yields > 0) {
-    --waits_without_yields;
-  } else if (yield_until(flag, wanted)) {
-    return true;
-  }
-  bool arrived = false;
-  flag.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (waits_without_yields == 0) return yield_until(flag, wanted);
+  --waits_without_yields;
+  return false;
+}
+
+void wait_for_flag(Flag& flag, std::uint32_t wanted) {
+  if (try_for_flag(flag, wanted)) return;
+  const Sleeper sleeper(flag);
   while (true) {
     const std::uint32_t seen = flag.value.load(std::memory_order_seq_cst);
-    arrived = reached(seen, wanted);
-    if (arrived || (give_up != nullptr && give_up->load(std::memory_order_acquire) != 0)) break;
-    Deadline until = deadline;
-    if (deadline != kNoDeadline || give_up != nullptr) {
-      const Deadline now = Clock::now();
-      if (now >= deadline) break;
-      if (give_up != nullptr) until = std::min(until, now + kLongestNap);
-    }
-    os_wait(flag.value, seen, until);
+    if (reached(seen, wanted)) return;
+    os_wait(flag.value, seen, kNoDeadline);
   }
-  flag.sleepers.fetch_sub(1, std::memory_order_relaxed);
-  return arrived;
+}
+
+bool nap_for_flag(Flag& flag, std::uint32_t wanted, std::chrono::nanoseconds nap,
+                  const std::function<bool()>& give_up, Scope scope) {
+  const Sleeper sleeper(flag);
+  for (bool is_first = true;; is_first = false) {
+    const std::uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+    if (reached(seen, wanted)) return true;
+    if (!is_first && give_up()) return false;
+    os_wait(flag.value, seen, Clock::now() + nap, scope);
+  }
 }
 
 }  // namespace pyringar

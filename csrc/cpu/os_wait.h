@@ -6,14 +6,15 @@
 //           Processes wake each other through futexes alone.
 // Contract  Flag: whatever was written before set(n) is visible after wait_for_flag(n) returned
 //           true. One writer per flag; values only grow (modulo 2^32).
-// Threads   any number of waiters per flag. A wait ends at its deadline at the latest (plus the
-//           operating system's own delay) and returns false.
+// Threads   any number of waiters per flag. A wait that may end without the flag asks, after every
+//           nap, whether it should; what that is decided by is cpu/stillness.h.
 // Tests     tests/cpp/stress.cpp, under ThreadSanitizer and with PYRINGAR_NO_FUTEX.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 
 namespace pyringar {
 
@@ -55,10 +56,16 @@ struct alignas(64) Flag {
 
 inline constexpr Deadline kNoDeadline = Deadline::max();
 
-// Waits until flag >= wanted: a few pauses (the other rank runs on another core), then yields (it
-// may want this one), then sleep. Never spins blindly: ranks may outnumber cores. False: the
-// deadline passed, or *give_up became non-zero (noticed within milliseconds).
-bool wait_for_flag(Flag& flag, std::uint32_t wanted, Deadline deadline = kNoDeadline,
-                   const std::atomic<std::uint32_t>* give_up = nullptr);
+// A few pauses (the other rank runs on another core), then yields (it may want this one). Never
+// spins blindly: ranks may outnumber cores. Whether flag >= wanted by then.
+bool try_for_flag(const Flag& flag, std::uint32_t wanted);
+
+// The same, then sleeps until it is.
+void wait_for_flag(Flag& flag, std::uint32_t wanted);
+
+// Sleeps until flag >= wanted, `nap` at a time at the longest; false when give_up() wants so, which
+// is asked between naps, and may throw.
+bool nap_for_flag(Flag& flag, std::uint32_t wanted, std::chrono::nanoseconds nap,
+                  const std::function<bool()>& give_up, Scope scope = Scope::kThreads);
 
 }  // namespace pyringar

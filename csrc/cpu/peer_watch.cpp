@@ -25,13 +25,6 @@ constexpr int kYieldsCrowded = 20;
 // so; the thread then sleeps at once for a while, since waking up takes the core back.
 constexpr auto kYieldTooLong = 200us;
 constexpr int kWaitsAfterLongYield = 64;
-// How long one sleeps before looking whether the others still live.
-constexpr auto kNap = 50ms;
-
-int num_allowed_cores() {
-  static const int cores = static_cast<int>(allowed_cores().size());
-  return cores;
-}
 
 template <std::size_t kSize>
 std::string text_of(const std::array<char, kSize>& chars) {
@@ -41,17 +34,38 @@ std::string text_of(const std::array<char, kSize>& chars) {
 }  // namespace
 
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
-    : segment_(segment),
-      rank_(rank),
-      timeout_(timeout),
-      num_pauses_(segment.world_size() <= num_allowed_cores() ? kPausesWithCore : kPausesCrowded),
-      num_yields_(segment.world_size() <= num_allowed_cores() ? kYieldsWithCore : kYieldsCrowded),
-      has_core_per_rank_(segment.world_size() <= num_allowed_cores()) {}
+    : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
+
+void PeerWatch::publish_cores() {
+  const CoreSet cores = allowed_cores();
+  for (std::size_t i = 0; i < cores.words.size(); ++i) {
+    segment_.line(rank_).cores[i].store(cores.words[i], std::memory_order_relaxed);
+  }
+}
+
+// Ranks that are bound to a core each have as many cores as ranks that may roam over them.
+void PeerWatch::count_cores() {
+  CoreSet all;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    const RankLine& line = segment_.line(rank);
+    if (line.state.load(std::memory_order_acquire) ==
+        static_cast<std::uint32_t>(RankState::kAbsent)) {
+      return;  // not yet
+    }
+    for (std::size_t i = 0; i < all.words.size(); ++i) {
+      all.words[i] |= line.cores[i].load(std::memory_order_relaxed);
+    }
+  }
+  has_counted_cores_ = true;
+  has_core_per_rank_ = segment_.world_size() <= all.count();
+  num_pauses_ = has_core_per_rank_ ? kPausesWithCore : kPausesCrowded;
+}
 
 void PeerWatch::begin_call(bool is_background) {
+  if (!has_counted_cores_) count_cores();
   is_background_ = is_background;
   peers_have_come_ = false;
-  has_deadline_ = false;
+  stillness_.forget();
   RankLine& line = segment_.line(rank_);
   line.core.store(current_core(), std::memory_order_relaxed);
   line.heard_ns.store(Clock::now().time_since_epoch() / 1ns, std::memory_order_relaxed);
@@ -75,7 +89,8 @@ void PeerWatch::keep_apart() {
 
 bool PeerWatch::yield_until(const Flag& flag, std::uint32_t wanted) {
   Deadline before = Clock::now();
-  for (int i = 0; i < num_yields_; ++i) {
+  const int num_yields = has_core_per_rank_ ? kYieldsWithCore : kYieldsCrowded;
+  for (int i = 0; i < num_yields; ++i) {
     std::this_thread::yield();
     if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
     const Deadline after = Clock::now();
@@ -98,27 +113,19 @@ bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const ch
   } else if (yield_until(flag, wanted)) {
     return true;
   }
-  if (!has_deadline_) {
-    has_deadline_ = true;
-    deadline_ = timeout_ < Deadline::max() - Clock::now() ? Clock::now() + timeout_ : kNoDeadline;
-  }
-  bool arrived = false;
-  bool is_first_nap = true;
-  flag.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  try {
-    while (true) {
-      const std::uint32_t seen = flag.value.load(std::memory_order_seq_cst);
-      arrived = reached(seen, wanted);
-      if (arrived || (!is_first_nap && give_up(flag, wanted, peer, what))) break;
-      is_first_nap = false;
-      os_wait(flag.value, seen, std::min(deadline_, Clock::now() + kNap), Scope::kProcesses);
-    }
-  } catch (...) {
-    flag.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    throw;
-  }
-  flag.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  awaited_what_.store(what, std::memory_order_relaxed);
+  awaited_peer_.store(peer, std::memory_order_release);
+  const bool arrived = nap_for_flag(
+      flag, wanted, stillness_.nap(), [&] { return give_up(flag, wanted, peer, what); },
+      Scope::kProcesses);
+  awaited_peer_.store(-1, std::memory_order_relaxed);
   return arrived;
+}
+
+std::string PeerWatch::awaited() const {
+  const int peer = awaited_peer_.load(std::memory_order_acquire);
+  if (peer < 0) return "";
+  return join(name_of(peer), " ", awaited_what_.load(std::memory_order_relaxed));
 }
 
 bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
@@ -135,30 +142,48 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
   }
   // First: whoever failed may be gone by now, and was not the cause.
   if (adopt_shared_failure()) return true;
+  return is_lost(flag, wanted, peer, what) || is_late(peer, what);
+}
+
+bool PeerWatch::is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
   const RankLine& line = segment_.line(peer);
   const bool has_left =
       line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft);
-  if (has_left || !is_alive(line.process)) {
-    // What it did before it went counts.
-    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
-    report(ErrorKind::kPeerLost,
-           join(waited_for(peer, what), ", which ", has_left ? "has left the group" : "is gone",
-                "; ", last_call_of(peer)));
-    return true;
-  }
-  if (Clock::now() < deadline_) return false;
-  const int culprit = most_behind(peer);
-  const double seconds = std::chrono::duration<double>(timeout_).count();
-  const auto silent = Clock::now().time_since_epoch() / 1ns -
-                      segment_.line(culprit).heard_ns.load(std::memory_order_relaxed);
-  report(ErrorKind::kTimeout,
-         join(waited_for(culprit, culprit == peer ? what : "to catch up"), " for ", seconds, " s; ",
-              last_call_of(culprit), ", last heard of ",
-              static_cast<double>(silent / 100'000'000) * 0.1, " s ago"));
+  if (!has_left && is_alive(line.process)) return false;
+  // What it did before it went counts.
+  if (reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
+  report(ErrorKind::kPeerLost,
+         join(waited_for(peer, what), ", which ", has_left ? "has left the group" : "is gone", "; ",
+              last_call_of(peer)));
   return true;
 }
 
-// Everybody waits for the one who is late, or for somebody who does; that one has done least.
+bool PeerWatch::is_late(int peer, const char* what) {
+  stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
+  const int culprit = most_behind(peer);
+  if (!stillness_.is_late(culprit)) return false;
+  const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();
+  report(ErrorKind::kTimeout,
+         join(waited_for(culprit, culprit == peer ? what : "to catch up"), " for ", seconds, " s; ",
+              last_call_of(culprit), last_heard_of(culprit)));
+  return true;
+}
+
+// All that a rank gets done moves one of these.
+std::uint64_t PeerWatch::mark_of(int rank) const {
+  const int world_size = segment_.world_size();
+  const RankLine& line = segment_.line(rank);
+  const RankLine& prev = segment_.line((rank + world_size - 1) % world_size);
+  std::uint64_t mark = line.progress.load(std::memory_order_relaxed);
+  for (const Flag* flag : {&line.announced, &line.reduced, &line.link.flag, &prev.link.taken}) {
+    mark += flag->value.load(std::memory_order_relaxed);
+  }
+  return mark;
+}
+
+// Everybody waits for the one who is late, or for somebody who does; that one has done least. Ranks
+// that have done as little do not wait for each other: of those, the one that has stood still for
+// longest.
 int PeerWatch::most_behind(int suspect) const {
   const auto is_behind = [&](int a, int b) {
     const RankLine& one = segment_.line(a);
@@ -171,13 +196,22 @@ int PeerWatch::most_behind(int suspect) const {
                                                    y->value.load(std::memory_order_acquire));
       if (ahead != 0) return ahead < 0;
     }
-    return false;
+    return stillness_.still(a) > stillness_.still(b);
   };
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     if (rank != rank_ && is_behind(rank, last)) last = rank;
   }
   return last;
+}
+
+std::string PeerWatch::last_heard_of(int rank) const {
+  const Deadline heard{
+      std::chrono::nanoseconds(segment_.line(rank).heard_ns.load(std::memory_order_relaxed))};
+  const Deadline last = std::max(heard, stillness_.moved_at(rank));
+  if (last == Deadline{}) return "";
+  return join(", last heard of ", static_cast<double>((Clock::now() - last) / 100ms) * 0.1,
+              " s ago");
 }
 
 std::string PeerWatch::waited_for(int peer, const char* what) const {

@@ -3,14 +3,16 @@
 // Floor     cpu
 // Units     nanoseconds.
 // Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
-//           ends at the deadline, or when the peer is gone, or when some rank has failed and said
+//           ends when the rank that is furthest behind has stood still for the timeout (see
+//           cpu/stillness.h: a rank moves with its counters, and with progressed() in between; to
+//           wait is no progress), or when the peer is gone, or when some rank has failed and said
 //           so, or when on_nap() wants it to; failed() is set then, and what the caller and all
 //           other ranks get to read names the rank, its process, its host and its last call.
-//           The deadline counts from the first time that a call sleeps.
 // Threads   one thread at a time.
 // Tests     tests/test_process_faults.py, tests/cpp/process_test.cpp
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <string>
@@ -18,6 +20,7 @@
 #include "core/error.h"
 #include "cpu/os_wait.h"
 #include "cpu/process_segment.h"
+#include "cpu/stillness.h"
 
 namespace pyringar {
 
@@ -31,12 +34,20 @@ class PeerWatch {
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
+  // Tells the others which cores this thread may use.
+  void publish_cores();
+
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
-  std::chrono::nanoseconds timeout() const { return timeout_; }
 
-  // A new deadline. In the background: beside threads of its own process that want the core.
+  // In the background: beside threads of its own process that want the core.
   void begin_call(bool is_background);
+
+  // Says that this rank is under way, between two counters.
+  void progressed() {
+    std::atomic<std::uint32_t>& count = segment_.line(rank_).progress;
+    count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
 
   bool wait(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
     const int num_pauses = is_background_ ? kPausesCrowded : num_pauses_;
@@ -58,26 +69,33 @@ class PeerWatch {
   // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
+  // Whom this rank waits for, and to do what; "" if for nobody. From any thread.
+  std::string awaited() const;
 
  private:
   bool wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what);
   bool yield_until(const Flag& flag, std::uint32_t wanted);
   void keep_apart();
+  void count_cores();
   bool give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
+  bool is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
+  bool is_late(int peer, const char* what);
+  std::uint64_t mark_of(int rank) const;
   int most_behind(int suspect) const;
+  std::string last_heard_of(int rank) const;
   std::string waited_for(int peer, const char* what) const;
 
   const Segment& segment_;
   const int rank_;
-  const std::chrono::nanoseconds timeout_;
-  const int num_pauses_;
-  const int num_yields_;
-  const bool has_core_per_rank_;
+  int num_pauses_ = kPausesCrowded;
+  bool has_counted_cores_ = false;  // of all ranks
+  bool has_core_per_rank_ = false;
   int waits_without_yields_ = 0;
   bool is_background_ = false;
   bool peers_have_come_ = false;  // to this call
-  bool has_deadline_ = false;
-  Deadline deadline_{};
+  Stillness stillness_;
+  std::atomic<int> awaited_peer_{-1};
+  std::atomic<const char*> awaited_what_{""};
   std::function<void()> on_nap_;
   ErrorKind kind_ = ErrorKind::kState;
   std::string failure_;

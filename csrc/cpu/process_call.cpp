@@ -150,8 +150,9 @@ class RegisteredEngine : public StagedEngine {
       const std::vector<const void*> sources(all.begin(), all.end());
       const Reduction reduction{sources.data(), all.data(),   world_size_,
                                 world_size_,    tensor.numel, tensor.dtype};
-      fuse_range(reduction, call_.op, call_.divisor,
-                 chunk_range(tensor.numel, world_size_, self_.rank));
+      fuse_blocks(reduction, call_.op, call_.divisor,
+                  chunk_range(tensor.numel, world_size_, self_.rank),
+                  [this] { self_.watch.progressed(); });
     }
   }
   void copy_out(std::size_t, std::uint32_t) {}
@@ -312,6 +313,18 @@ bool run_shares(const ProcessCall& call, ProcessRank& self) {
   return exchange(engine, self, pieces_of(share.bytes(), part_bytes));
 }
 
+// visit(part, where it lies in the dense copy)
+template <typename Visit>
+void for_each_dense_part(const ProcessCall::Staged& staged, ProcessRank& self, Visit&& visit) {
+  const std::size_t item = staged.view.item;
+  std::byte* dense = staged.dense.get();
+  for_each_part(staged.view, kProgressBytes / item, [&](const StridedView& part) {
+    visit(part, dense);
+    dense += num_elems(part) * item;
+    self.watch.progressed();
+  });
+}
+
 bool run_ring_call(const ProcessCall& call, ProcessRank& self) {
   EmptyEngine announcement(self, call);
   if (!exchange(announcement, self, 1)) return false;
@@ -370,27 +383,46 @@ ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
   return {world_size == 1 ? ProcessAlgorithm::kExchange : staged_algorithm(bytes, segment), pieces};
 }
 
-void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
-                bool is_background) {
-  self.sequence += 1;
-  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
-  record = {};
-  record.sequence = self.sequence;
-  record.kind = call.kind;
-  record.op = call.op;
-  record.divisor = static_cast<std::uint32_t>(call.divisor);
-  record.root = call.root;
-  record.algorithm = static_cast<std::uint8_t>(algorithm);
-  record.num_tensors = static_cast<std::uint32_t>(call.outputs.size());
-  record.places = call.places;
-  record.shapes = call.layouts;
-  if (!call.outputs.empty()) record.dtype = call.outputs[0].dtype;
-  for (const TensorSpan& tensor : call.outputs) {
+CallRecord ProcessCall::record() const {
+  CallRecord record;
+  record.kind = kind;
+  record.op = op;
+  record.divisor = static_cast<std::uint32_t>(divisor);
+  record.root = root;
+  record.num_tensors = static_cast<std::uint32_t>(outputs.size());
+  record.places = places;
+  record.shapes = layouts;
+  if (!outputs.empty()) record.dtype = outputs[0].dtype;
+  for (const TensorSpan& tensor : outputs) {
     record.numel += tensor.numel;
     record.shapes =
         mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
   }
+  return record;
+}
+
+void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
+                bool is_background) {
+  self.sequence += 1;
+  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
+  record = call.record();
+  record.sequence = self.sequence;
+  record.algorithm = static_cast<std::uint8_t>(algorithm);
   self.watch.begin_call(is_background);
+}
+
+void pack_inputs(const ProcessCall& call, ProcessRank& self) {
+  for (const ProcessCall::Staged& staged : call.staged) {
+    if (staged.is_input) for_each_dense_part(staged, self, &pack);
+  }
+}
+
+void unpack_outputs(const ProcessCall& call, ProcessRank& self) {
+  for (const ProcessCall::Staged& staged : call.staged) {
+    if (!staged.is_output) continue;
+    for_each_dense_part(
+        staged, self, [](const StridedView& part, const std::byte* dense) { unpack(dense, part); });
+  }
 }
 
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
@@ -418,20 +450,26 @@ std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
   return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
 }
 
-std::uint64_t digest_of(const std::vector<TensorSpan>& tensors) {
+std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch) {
   std::uint64_t digest = 0;
   for (const TensorSpan& tensor : tensors) {
     const std::size_t bytes = tensor.bytes();
+    const std::size_t whole = bytes / 32 * 32;
     std::uint64_t lanes[4] = {1, 2, 3, 4};  // independent, for the processor to overlap
-    std::size_t at = 0;
-    for (; at + 32 <= bytes; at += 32) {
-      for (std::size_t lane = 0; lane < 4; ++lane) {
-        std::uint64_t word;
-        std::memcpy(&word, tensor.data + at + 8 * lane, 8);
-        lanes[lane] = mix(lanes[lane], word);
+    for (std::size_t begin = 0; begin < whole; begin += kProgressBytes) {
+      const std::size_t end = std::min(begin + kProgressBytes, whole);
+      for (std::size_t at = begin; at < end; at += 32) {
+        for (std::size_t lane = 0; lane < 4; ++lane) {
+          std::uint64_t word;
+          std::memcpy(&word, tensor.data + at + 8 * lane, 8);
+          lanes[lane] = mix(lanes[lane], word);
+        }
       }
+      watch.progressed();
     }
-    for (; at < bytes; ++at) lanes[0] = mix(lanes[0], static_cast<std::uint64_t>(tensor.data[at]));
+    for (std::size_t at = whole; at < bytes; ++at) {
+      lanes[0] = mix(lanes[0], static_cast<std::uint64_t>(tensor.data[at]));
+    }
     for (const std::uint64_t lane : lanes) digest = mix(digest, lane);
   }
   return digest;

@@ -53,6 +53,7 @@ struct ProcessCall {
   std::uint64_t places = 0;
 
   std::size_t bytes() const;
+  CallRecord record() const;  // without a sequence and an algorithm
 };
 
 // A moment at which a test may stop a rank, to kill it there.
@@ -89,9 +90,13 @@ struct ProcessPlan {
 ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
                             const Segment& segment);
 
-// What every call begins with: its record, for the others to compare, and a new deadline.
+// What every call begins with: its record, for the others to compare.
 void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
                 bool is_background);
+
+// Tensors with gaps, from and to their dense copies.
+void pack_inputs(const ProcessCall& call, ProcessRank& self);
+void unpack_outputs(const ProcessCall& call, ProcessRank& self);
 
 // Announces, compares, moves the data. False: a wait failed, or the ranks do not agree; the watch
 // says why.
@@ -99,7 +104,7 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
 
 // One more exchange, of digests of the results of the call just run.
 bool compare_digests(std::uint64_t digest, ProcessRank& self);
-std::uint64_t digest_of(const std::vector<TensorSpan>& tensors);
+std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch);
 std::uint64_t mix(std::uint64_t digest, std::uint64_t value);
 
 }  // namespace pyringar

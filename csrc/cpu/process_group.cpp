@@ -31,6 +31,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   line.process = this_process();
   const std::string host = host_name();
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
+  watch_.publish_cores();
   line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
   watch_.set_on_nap(on_nap_);
 }
@@ -91,10 +92,22 @@ void ProcessGroup::run(const ProcessCall& call) {
 std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
   check_usable();
   auto shared = std::make_shared<ProcessCall>(std::move(call));
-  return queue_.submit([this, shared] {
-    const Turn::Held turn = take_background_turn();
-    run_locked(*shared, true);
-  });
+  return queue_.submit(
+      [this, shared] {
+        const Turn::Held turn = take_background_turn();
+        run_locked(*shared, true);
+      },
+      [this, shared](bool has_begun) { return describe(*shared, has_begun); });
+}
+
+// Of a call in the background.
+std::string ProcessGroup::describe(const ProcessCall& call, bool has_begun) const {
+  const std::string awaited = watch_.awaited();
+  const std::string what = join(call.record().text(), " of rank ", rank_, " of ", world_size());
+  if (has_begun)
+    return join(what, awaited.empty() ? ", which runs" : ", which waits for ", awaited);
+  return join(what, ", which waits for the calls before it",
+              awaited.empty() ? "" : " and they for ", awaited);
 }
 
 void ProcessGroup::run_program(const Program& program) {
@@ -102,12 +115,15 @@ void ProcessGroup::run_program(const Program& program) {
   run_program_locked(program);
 }
 
-std::shared_ptr<Work> ProcessGroup::submit_program(Program program) {
+std::shared_ptr<Work> ProcessGroup::submit_program(Program program,
+                                                   std::shared_ptr<const ProcessCall> call) {
   check_usable();
-  return queue_.submit([this, program = std::move(program)] {
-    const Turn::Held turn = take_background_turn();
-    run_program_locked(program);
-  });
+  return queue_.submit(
+      [this, program = std::move(program)] {
+        const Turn::Held turn = take_background_turn();
+        run_program_locked(program);
+      },
+      [this, call = std::move(call)](bool has_begun) { return describe(*call, has_begun); });
 }
 
 void ProcessGroup::run_program_locked(const Program& program) {
@@ -141,21 +157,17 @@ void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
   const DefaultFloatMode mode;
   const auto start = Clock::now();
   self_.sleep_in(Phase::kIdle);
-  for (const ProcessCall::Staged& staged : call.staged) {
-    if (staged.is_input) pack(staged.view, staged.dense.get());
-  }
+  pack_inputs(call, self_);
   if (!run_process_call(call, self_, is_background)) raise_failure();
   if (flips_bit_ && !call.outputs.empty() && call.outputs[0].numel > 0) {
     call.outputs[0].data[0] ^= std::byte{1};
     flips_bit_ = false;
   }
   const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
-  if (checks_digests_ && is_alike && !compare_digests(digest_of(call.outputs), self_)) {
+  if (checks_digests_ && is_alike && !compare_digests(digest_of(call.outputs, watch_), self_)) {
     raise_failure();
   }
-  for (const ProcessCall::Staged& staged : call.staged) {
-    if (staged.is_output) unpack(staged.dense.get(), staged.view);
-  }
+  unpack_outputs(call, self_);
   const auto busy = std::chrono::nanoseconds(Clock::now() - start).count();
   const auto i = static_cast<std::size_t>(algorithm_of(call, segment_));
   const std::lock_guard<std::mutex> lock(stats_mutex_);

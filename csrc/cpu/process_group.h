@@ -67,7 +67,8 @@ class ProcessGroup {
   // throws ends the group, and the others are told.
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program);
-  std::shared_ptr<Work> submit_program(Program program);
+  // call: for messages.
+  std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const ProcessCall> call);
   // Waits for the calls that other threads or the background make; refuses all that come later.
   // leaves_at_once: they end with an error, and the other ranks are told; so they do where on_nap
   // ends the wait. False in a forked child, and where on_nap of a call of this thread has called
@@ -101,6 +102,7 @@ class ProcessGroup {
     std::size_t bytes;
   };
 
+  std::string describe(const ProcessCall& call, bool has_begun) const;
   void run_locked(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
   Turn::Held take_turn();

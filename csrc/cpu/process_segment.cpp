@@ -15,7 +15,7 @@ namespace pyringar {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kPage = 4096;
 // Small enough that what is under way stays in a core's L2: own tensor, own slot, the others'.
 constexpr std::size_t kSlotBytes = 256 * 1024;
@@ -23,6 +23,8 @@ constexpr std::size_t kSlotBytes = 256 * 1024;
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
                   std::atomic<std::int64_t>::is_always_lock_free,
               "a lock would be one process's own");
+
+static_assert(kSlotBytes / Segment::kMaxRanks >= 64);
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -61,7 +63,8 @@ bool CallRecord::agrees(const CallRecord& other) const {
 }
 
 std::string CallRecord::text() const {
-  const std::string call = join("call ", sequence, ", ", call_name(kind));
+  const std::string number = sequence > 0 ? join("call ", sequence, ", ") : "";
+  const std::string call = number + call_name(kind);
   if (kind == CallKind::kBarrier) return call;
   const bool reduces = kind == CallKind::kAllReduce || kind == CallKind::kReduceScatter;
   const bool op_is_known = static_cast<int>(op) < kNumReduceOps;
@@ -75,11 +78,9 @@ std::string CallRecord::text() const {
 }
 
 std::size_t Segment::bytes_for(int world_size) {
-  // Each rank's part of a slot is a cache line at least.
-  constexpr int kMaxRanks = static_cast<int>(kSlotBytes / 64);
   if (world_size > kMaxRanks) {
-    fail(ErrorKind::kUnsupported, "world_size is ", world_size,
-         ", a group of processes has at most ", kMaxRanks, " ranks");
+    fail(ErrorKind::kArgument, "world_size is ", world_size, ", expected at most ", kMaxRanks,
+         " ranks in processes of one machine");
   }
   return Layout(world_size).total;
 }

@@ -10,6 +10,11 @@
 //             lines     one per rank: counters, the calls it makes, its process
 //             staging   kStagingSlots per rank
 //             ring      slots of the link from each rank to its next
+//
+//           The rank that makes the segment finds all its pages, on its own NUMA node: what does
+//           not fit is then one error, of one rank, before anybody joins. Where the pages of slots
+//           lie matters little: a slot is small enough to stay in caches, and its lines pass from
+//           core to core. Tensors that are registered lie where the rank that made them is.
 // Threads   counters and states are atomic; the rest of a line is published by them.
 // Tests     tests/test_processes.py, tests/cpp/process_test.cpp
 #pragma once
@@ -23,6 +28,7 @@
 #include "core/dtype.h"
 #include "core/staged_program.h"
 #include "cpu/os_process.h"
+#include "cpu/os_thread.h"
 #include "cpu/os_wait.h"
 #include "cpu/ring.h"
 
@@ -40,7 +46,7 @@ const char* call_name(CallKind kind);
 
 // What a rank has called, for the others to compare with their own. 64 bytes, no padding.
 struct alignas(64) CallRecord {
-  std::uint64_t sequence = 0;  // calls of this rank, this one included
+  std::uint64_t sequence = 0;  // calls of this rank, this one included; 0: not made yet
   std::uint64_t numel = 0;     // of all its tensors
   std::uint64_t shapes = 0;    // digest of sizes, dtypes and layouts of all its tensors
   std::uint64_t places = 0;    // digest of where registered tensors lie; 0: not all are registered
@@ -67,7 +73,10 @@ struct alignas(64) RankLine {
   Link link;                        // to the next rank; `taken` is written by that one
   alignas(64) std::atomic<std::uint32_t> state{0};
   std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
-  std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock
+  std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
+  std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
+  std::array<std::atomic<std::uint64_t>, CoreSet::kMaxCores / 64>
+      cores{};                             // it may use, a bit each
   std::array<std::uint64_t, 2> digests{};  // of the results of call s in digests[s % 2]
   ProcessId process;
   std::array<char, 64> host{};
@@ -98,6 +107,9 @@ struct SegmentHeader {
 // A view of mapped memory; owns nothing.
 class Segment {
  public:
+  // The least part of a slot that a rank's share can be cut to is a cache line.
+  static constexpr int kMaxRanks = 4096;
+  // Refuses more ranks than that.
   static std::size_t bytes_for(int world_size);
   // The first process lays it out; the others find the same or throw.
   static Segment lay_out(std::byte* memory, int world_size, const SegmentToken& token);

@@ -11,6 +11,17 @@
 
 namespace pyringar {
 
+bool Watch::nap(int rank, Flag& flag, std::uint32_t wanted) {
+  Stillness stillness(static_cast<int>(moves_.size()), timeout_);
+  const auto moves_of = [&](int r) {
+    return moves_[static_cast<std::size_t>(r)].count.load(std::memory_order_relaxed);
+  };
+  return nap_for_flag(flag, wanted, stillness.nap(), [&] {
+    stillness.look(rank, moves_of);
+    return given_up_.load(std::memory_order_acquire) != 0 || stillness.all_are_late();
+  });
+}
+
 RankTeam::~RankTeam() {
   stop_.store(1, std::memory_order_release);
   started_.set(started_.value.load(std::memory_order_relaxed) + 1);
@@ -21,6 +32,7 @@ void RankTeam::run(const std::function<void(int rank)>& program) {
   const std::uint32_t epoch = started_.value.load(std::memory_order_relaxed) + 1;
   program_ = &program;
   start_threads(epoch - 1);
+  places_.look();
   places_.spread_from_caller(threads_);
   started_.set(epoch);
   program(0);

@@ -2,9 +2,10 @@
 //
 // Floor     cpu
 // Contract  run(program) calls program(rank) for every rank at the same time, rank 0 on the
-//           caller's thread, and returns when all have returned. Programs wait only with deadlines,
-//           so run() ends. The first rank that is late makes the others give up; of all their
-//           failures the one that names the culprit is kept.
+//           caller's thread, and returns when all have returned. Programs wait only through Watch,
+//           whose waits end when no rank has moved for the timeout, so run() ends. The first to
+//           find so makes the others give up; of all their failures the one that names the culprit
+//           is kept.
 // Threads   one run() at a time per team (its owner holds a lock). Threads start at first use and
 //           are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, tests/test_ring.py
@@ -19,24 +20,35 @@
 #include "core/ring_program.h"
 #include "cpu/os_thread.h"
 #include "cpu/os_wait.h"
+#include "cpu/stillness.h"
 
 namespace pyringar {
 
 // What ranks of one collective share besides data: a deadline, and the failure that explains the
-// others. A rank that does not come makes its next wait, and that one's next, all until the same
-// deadline; who waits for the earliest turn waits for the culprit.
+// others. A rank that does not come makes its next wait, and that one's next, all of them before
+// long; then none moves, and who waits for the earliest turn waits for the culprit.
 class Watch {
  public:
-  explicit Watch(std::chrono::nanoseconds timeout) : timeout_(timeout) {}
+  Watch(int world_size, std::chrono::nanoseconds timeout)
+      : timeout_(timeout), moves_(static_cast<std::size_t>(world_size)) {}
 
   std::chrono::nanoseconds timeout() const { return timeout_; }
-  void start() { deadline_ = Clock::now() + timeout_; }
 
-  // Waits for a counter of another rank. turn: which message or barrier this rank is at, a counter
-  // that all ranks share. Late, or somebody else is: describe() is kept if no turn is earlier.
+  // Says that the rank is under way; wait() does so too.
+  void progressed(int rank) {
+    std::atomic<std::uint64_t>& count = moves_[static_cast<std::size_t>(rank)].count;
+    count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+
+  // Has `rank` wait for a counter of another. turn: which message or barrier this rank is at, a
+  // counter that all ranks share. No rank moves, or somebody has given up: describe() is kept if no
+  // turn is earlier.
   template <typename Describe>
-  bool wait(Flag& flag, std::uint32_t wanted, std::uint32_t turn, Describe&& describe) {
-    if (wait_for_flag(flag, wanted, deadline_, &given_up_)) return true;
+  bool wait(int rank, Flag& flag, std::uint32_t wanted, std::uint32_t turn, Describe&& describe) {
+    if (try_for_flag(flag, wanted) || nap(rank, flag, wanted)) {
+      progressed(rank);
+      return true;
+    }
     report(turn, describe());
     return false;
   }
@@ -48,6 +60,12 @@ class Watch {
   }
 
  private:
+  struct alignas(64) Moves {
+    std::atomic<std::uint64_t> count{0};
+  };
+
+  bool nap(int rank, Flag& flag, std::uint32_t wanted);
+
   void report(std::uint32_t turn, std::string text) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_.empty() || !reached(turn, failed_turn_)) {
@@ -58,7 +76,7 @@ class Watch {
   }
 
   const std::chrono::nanoseconds timeout_;
-  Deadline deadline_{};
+  std::vector<Moves> moves_;
   std::atomic<std::uint32_t> given_up_{0};
   std::mutex mutex_;
   std::string failure_;

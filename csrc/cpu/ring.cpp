@@ -34,11 +34,11 @@ class ThreadRing {
     from_ = action - 1 >= world_size_ - 1 ? From::kResult
             : action == 1                 ? From::kInput
                                           : From::kPartial;
-    return watch_.wait(in_.flag, n, n,
+    return watch_.wait(rank_, in_.flag, n, n,
                        [&] { return late(prev_, action - 1, "to send", in_.flag, n); });
   }
   bool wait_slot(std::uint32_t n, int action) {
-    return watch_.wait(out_.taken, n - ring_.num_slots, n, [&] {
+    return watch_.wait(rank_, out_.taken, n - ring_.num_slots, n, [&] {
       return late((rank_ + 1) % world_size_, action, "to receive", out_.taken, n - ring_.num_slots);
     });
   }

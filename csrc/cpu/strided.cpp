@@ -136,6 +136,35 @@ void unpack(const std::byte* from, const StridedView& to) {
   });
 }
 
+std::size_t num_elems(const StridedView& view) {
+  std::size_t count = 1;
+  for (const std::int64_t size : view.shape) count *= static_cast<std::size_t>(size);
+  return count;
+}
+
+void for_each_part(const StridedView& view, std::size_t most_elems,
+                   const std::function<void(const StridedView& part)>& visit) {
+  const std::size_t count = num_elems(view);
+  if (count <= most_elems) return visit(view);
+  // More rows than one, or rows that are themselves cut.
+  const auto row_elems = count / static_cast<std::size_t>(view.shape[0]);
+  const auto most_rows =
+      static_cast<std::int64_t>(std::max<std::size_t>(1, most_elems / row_elems));
+  StridedView part = view;
+  for (std::int64_t row = 0; row < view.shape[0]; row += most_rows) {
+    part.data = view.data + row * view.strides[0] * static_cast<std::int64_t>(view.item);
+    part.shape[0] = std::min(most_rows, view.shape[0] - row);
+    if (row_elems <= most_elems) {
+      visit(part);
+    } else {
+      StridedView inner = part;
+      inner.shape.erase(inner.shape.begin());
+      inner.strides.erase(inner.strides.begin());
+      for_each_part(inner, most_elems, visit);
+    }
+  }
+}
+
 ByteSpan span_of(const StridedView& view) {
   std::int64_t last = 0;  // torch's strides are never negative
   for (std::size_t dim = 0; dim < view.shape.size(); ++dim) {

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace pyringar {
@@ -23,6 +24,11 @@ struct StridedView {
 
 void pack(const StridedView& from, std::byte* to);
 void unpack(const std::byte* from, const StridedView& to);
+
+// visit(part) for parts of the view of at most so many elements, in the order of their index.
+void for_each_part(const StridedView& view, std::size_t most_elems,
+                   const std::function<void(const StridedView& part)>& visit);
+std::size_t num_elems(const StridedView& view);
 
 // Bytes [first, last) that hold the view's elements and the gaps between them.
 struct ByteSpan {

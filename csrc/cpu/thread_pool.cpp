@@ -24,11 +24,18 @@ ThreadPool::~ThreadPool() {
   for (std::thread& helper : helpers_) helper.join();
 }
 
+int ThreadPool::look_for_helpers() {
+  const int num_cores = places_.look();
+  if (follows_cores_) num_helpers_ = num_cores - 1;
+  return num_helpers_;
+}
+
 void ThreadPool::start_helpers() {
   const std::uint32_t seen = generation_.value.load(std::memory_order_relaxed);
-  helpers_.reserve(static_cast<std::size_t>(num_helpers_));
+  const auto wanted = static_cast<std::size_t>(num_helpers_);
+  helpers_.reserve(wanted);
   try {
-    for (int i = 0; i < num_helpers_; ++i) helpers_.emplace_back([this, seen] { help(seen); });
+    while (helpers_.size() < wanted) helpers_.emplace_back([this, seen] { help(seen); });
   } catch (const std::system_error&) {
     // The system gives no more threads. Those that started help; without any the caller works
     // alone.
@@ -45,7 +52,7 @@ bool ThreadPool::is_cold() {
 void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers) {
   const int most = static_cast<int>(std::min(max_helpers, static_cast<std::size_t>(num_helpers_)));
   if (most == 0) return work();
-  if (helpers_.empty()) start_helpers();
+  if (static_cast<int>(helpers_.size()) < num_helpers_) start_helpers();
   places_.keep_off_caller(helpers_);
   work_ = &work;
   most_inside_.store(static_cast<std::uint32_t>(most), std::memory_order_relaxed);

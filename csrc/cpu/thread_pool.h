@@ -28,16 +28,21 @@ namespace pyringar {
 
 class ThreadPool {
  public:
-  explicit ThreadPool(int num_helpers) : num_helpers_(num_helpers) {}
+  // A helper for every core that the caller may use, but one, each time anew; or so many.
+  static constexpr int kByCores = -1;
+  explicit ThreadPool(int num_helpers = kByCores)
+      : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  int num_helpers() const { return num_helpers_; }
+  // Looks how many there may be now. Called once for each job.
+  int look_for_helpers();
   // Whether helpers sleep and nobody has asked for a while: waking them takes the caller tens of
   // microseconds, which only a large job, or the next ones, bring back. Called once for each job.
   bool is_cold();
-  // At most max_helpers join: more would not help, and waking them is not free.
+  // At most max_helpers join, and as many as the last look found: more would not help, and waking
+  // them is not free.
   void run(const std::function<void()>& work, std::size_t max_helpers = SIZE_MAX);
 
  private:
@@ -49,8 +54,9 @@ class ThreadPool {
 
   // state_: kClosed, or the number of helpers inside the open job.
   static constexpr std::uint32_t kClosed = 1u << 31;
-  const int num_helpers_;
-  std::vector<std::thread> helpers_;
+  const bool follows_cores_;
+  int num_helpers_;                   // of the job at hand, at most
+  std::vector<std::thread> helpers_;  // as many as any job had
   Places places_;
   Deadline last_asked_{};
   const std::function<void()>* work_ = nullptr;  // written while closed, read by who joined

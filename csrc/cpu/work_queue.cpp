@@ -31,21 +31,33 @@ bool Work::wait(std::chrono::nanoseconds timeout) {
   return true;
 }
 
+std::string Work::describe() {
+  if (is_completed()) return "";
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return describe_ ? describe_(has_begun_) : "";
+}
+
+void Work::begin() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  has_begun_ = true;
+}
+
 std::exception_ptr Work::exception() const { return is_completed() ? error_ : nullptr; }
 
 void Work::complete(std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   finished_ns_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   error_ = std::move(error);
+  describe_ = nullptr;
   done_.store(true, std::memory_order_release);
   changed_.notify_all();
 }
 
 std::int64_t Work::finished_ns() const { return is_completed() ? finished_ns_ : 0; }
 
-std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job) {
+std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe) {
   turn_.check_not_mine();  // who waited for the work would wait for itself
-  auto work = std::make_shared<Work>(&turn_);
+  auto work = std::make_shared<Work>(&turn_, std::move(describe));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail(ErrorKind::kState, "this communicator is closed");
   start_thread();
@@ -73,6 +85,7 @@ void WorkQueue::work_off() {
     jobs_.pop_front();
     is_busy_ = true;
     lock.unlock();
+    next.work->begin();
     std::exception_ptr error;
     try {
       next.run();

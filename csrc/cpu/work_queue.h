@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
 #include "cpu/os_process.h"
@@ -24,17 +25,23 @@
 
 namespace pyringar {
 
+// What a job does, in words, and what it waits for: for messages, from any thread.
+using Describe = std::function<std::string(bool has_begun)>;
+
 // The outcome of a submitted job. In a forked child those that were not done are refused: the
 // thread that would do them is the parent's.
 class Work {
  public:
-  explicit Work(const Turn* turn) : turn_(turn) {}
+  Work(const Turn* turn, Describe describe) : turn_(turn), describe_(std::move(describe)) {}
 
   // Of the group; not to be followed unless that is known to be there.
   const Turn* turn() const { return turn_; }
   bool is_completed() const;
   // False when the timeout passed first. Rethrows what the job threw.
   bool wait(std::chrono::nanoseconds timeout);
+  // Of a job that is not done; "" once it is.
+  std::string describe();
+  void begin();
   std::exception_ptr exception() const;
   std::int64_t finished_ns() const;  // on the steady clock; 0 while it runs
   void complete(std::exception_ptr error);
@@ -44,6 +51,8 @@ class Work {
   const std::uint32_t fork_generation_ = fork_generation();
   std::mutex mutex_;
   std::condition_variable changed_;
+  bool has_begun_ = false;
+  Describe describe_;              // none once it is done: what it looks at may go then
   std::atomic<bool> done_{false};  // set after the two below, which stay as they are
   std::int64_t finished_ns_ = 0;
   std::exception_ptr error_;
@@ -58,7 +67,7 @@ class WorkQueue {
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
-  std::shared_ptr<Work> submit(std::function<void()> job);
+  std::shared_ptr<Work> submit(std::function<void()> job, Describe describe);
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
   // Returns when nothing is queued or running, unless on_nap throws.
   void wait_until_idle(const OnNap& on_nap);

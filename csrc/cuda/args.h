@@ -16,7 +16,8 @@ namespace pyringar::cuda {
 
 // -- waiting --------------------------------------------------------------------------------------
 
-// A flag has a cache line of its own: kFlagStride words lie between two of an array.
+// A flag has a cache line of its own, kFlagStride words from one to the next in an array; the
+// second word says that its writer is under way (see cuda/flag.cuh).
 inline constexpr int kFlagStride = 32;
 
 enum class Awaited : std::int32_t { kMessage, kSlot, kBarrier };
@@ -34,8 +35,8 @@ struct Failure {
 
 // What every kernel that waits is given.
 struct Patience {
-  std::uint64_t timeout_ns;
-  std::uint32_t* gave_up;  // one word on this device: 0, or 1 once somebody has failed
+  std::uint64_t timeout_ns;  // without progress of who is waited for
+  std::uint32_t* gave_up;    // one word on this device: 0, or 1 once somebody has failed
   Failure* failure;
   std::int32_t withheld;  // rank, or device of a barrier, that does not take part; -1 for none
 };

@@ -6,8 +6,9 @@
 // Contract  signal() publishes everything that the threads of the block wrote before it, to every
 //           device and to the host; whoever has seen it through wait() reads what was written.
 //           Counters only grow (modulo 2^32). A wait ends: with the counter, with somebody else's
-//           failure, or at the deadline (a little later for later steps, see kNsPerStep), which
-//           is reported once per device.
+//           failure, or when nothing that is waited for has moved for the timeout (a little longer
+//           for later steps, see kNsPerStep), which is reported once per device. Who works for
+//           long between two signals says that it is under way, by progressed().
 //
 //             all threads   write payload, fence (system)        one thread's fence alone orders
 //             block         barrier                              its own writes; barrier and fence
@@ -86,25 +87,55 @@ PYRINGAR_DEVICE inline void acknowledge(std::uint32_t* flag, std::uint32_t value
   if (thread_index() == 0) store_release(flag, value);
 }
 
-// Looks at the clock, and at others' failures, only every so often.
-inline constexpr int kSpinsPerLook = 64;
+// Beside a flag, on its line: how often its writer has said that it is under way. It orders
+// nothing.
+PYRINGAR_DEVICE inline void progressed(std::uint32_t* flag, std::uint32_t count) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(flag + 1), "r"(count) : "memory");
+#else
+  __atomic_store_n(flag + 1, count, __ATOMIC_RELAXED);
+#endif
+}
 
-// All who wait began together and would give up together, but only one reports: it should be the
-// culprit's neighbour, who waits for the earliest step, and not one who waits for that neighbour.
+PYRINGAR_DEVICE inline std::uint32_t progress_of(const std::uint32_t* flag) {
+#if defined(__CUDA_ARCH__)
+  std::uint32_t count;
+  asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(count) : "l"(flag + 1) : "memory");
+  return count;
+#else
+  return __atomic_load_n(flag + 1, __ATOMIC_RELAXED);
+#endif
+}
+
+// Looks at the clock, at others' failures and at the writer's progress only every so often.
+inline constexpr unsigned kSpinsPerLook = 64;
+
+// Ranks that all began to wait together would give up together, but only one reports: it should be
+// the culprit's neighbour, who waits for the earliest step, and not one who waits for that one.
 inline constexpr std::uint64_t kNsPerStep = 5'000'000;
 
 // One thread waits. `report` fills in who waited for whom.
 template <typename Report>
 PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, std::uint32_t wanted, int step,
-                          const Patience& patience, std::uint64_t started_ns, Report&& report) {
+                          const Patience& patience, Report&& report) {
   const std::uint64_t timeout_ns =
       patience.timeout_ns + static_cast<std::uint64_t>(step) * kNsPerStep;
-  for (int spins = 1;; ++spins) {
+  std::uint64_t still_since_ns = 0;  // 0: not looked yet
+  std::uint32_t last_seen = 0;
+  std::uint32_t last_progress = 0;
+  for (unsigned spins = 1;; ++spins) {
     const std::uint32_t seen = load_acquire(flag);
     if (reached(seen, wanted)) return true;
     if (spins % kSpinsPerLook != 0) continue;
     if (load_acquire(patience.gave_up) != 0) return false;
-    if (now_ns() - started_ns < timeout_ns) {
+    const std::uint64_t now = now_ns();
+    const std::uint32_t progress = progress_of(flag);
+    if (still_since_ns == 0 || seen != last_seen || progress != last_progress) {
+      still_since_ns = now;
+      last_seen = seen;
+      last_progress = progress;
+    }
+    if (now - still_since_ns < timeout_ns) {
       spin_pause();
       continue;
     }
@@ -124,14 +155,14 @@ PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, std::uint32_t wanted, int s
 class BlockWaits {
  public:
   PYRINGAR_DEVICE BlockWaits(const Patience& patience, std::uint32_t* two_shared_words)
-      : patience_(patience), answers_(two_shared_words), started_ns_(now_ns()) {}
+      : patience_(patience), answers_(two_shared_words) {}
 
   template <typename Report>
   PYRINGAR_DEVICE bool wait(const std::uint32_t* flag, std::uint32_t wanted, int step,
                             Report&& report) {
     turn_ ^= 1;
     if (thread_index() == 0) {
-      answers_[turn_] = spin(flag, wanted, step, patience_, started_ns_, report) ? 1u : 0u;
+      answers_[turn_] = spin(flag, wanted, step, patience_, report) ? 1u : 0u;
     }
     block_barrier();
     return answers_[turn_] != 0;
@@ -140,7 +171,6 @@ class BlockWaits {
  private:
   const Patience& patience_;
   std::uint32_t* const answers_;
-  const std::uint64_t started_ns_;
   int turn_ = 0;
 };
 

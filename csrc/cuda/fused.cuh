@@ -110,18 +110,20 @@ class Folder {
   void* const* const destinations_;
 };
 
-template <typename E, typename Op>
-PYRINGAR_DEVICE void fold_tiles(const TableView& table) {
+// All tiles of the block; folded(tile) follows each, on every thread.
+template <typename E, typename Op, typename Folded>
+PYRINGAR_DEVICE void fold_tiles(const TableView& table, Folded&& folded) {
   for (std::uint32_t tile = block_index(); tile < table.num_tiles; tile += num_blocks()) {
     const Segment& segment = table.segments[find_segment(table, tile)];
     Folder<E, Op>(table, segment).run_tile(tile - segment.first_tile);
+    folded(tile);
   }
 }
 
 template <typename E, typename Op, typename T>
 PYRINGAR_KERNEL(kThreads)
 fused_kernel(PYRINGAR_KERNEL_ARG T table) {
-  fold_tiles<E, Op>(table.view());
+  fold_tiles<E, Op>(table.view(), [](std::uint32_t) {});
 }
 
 }  // namespace pyringar::cuda

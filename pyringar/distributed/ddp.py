@@ -28,7 +28,7 @@ class HookState:
         comm: The communicator, or None: made with the first gradients, of all processes of the
             default process group. For a DistributedDataParallel of another group, make one.
         op: ``"mean"``, as DistributedDataParallel without a hook, or ``"sum"``.
-        timeout: Seconds that the communicator made here waits for other ranks.
+        timeout: Seconds that the communicator made here waits for a rank which makes no progress.
 
     Raises:
         ArgumentError: ``op`` is neither, ``timeout`` is no number of seconds.

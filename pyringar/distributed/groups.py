@@ -18,7 +18,7 @@ def make_communicator(
         store: A torch.distributed store that all ranks share.
         rank: This process's rank.
         size: Number of ranks.
-        timeout: Seconds that a call, or this one, waits for other ranks.
+        timeout: Seconds that a call waits for a rank which makes no progress, and this one for all.
         name: Tells groups on one store apart.
 
     Raises:

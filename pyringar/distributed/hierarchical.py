@@ -117,7 +117,8 @@ class HierarchicalCommunicator(Closing):
         inter: What crosses the wire, instead of groups of torch.distributed.
         backend: Of these groups; tensors are on the CPU.
         name: Tells groups on one store apart.
-        timeout: Seconds that a call, or this constructor, waits for other ranks.
+        timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
+            for all. Between machines it is the other backend's, whose deadline may be for a call.
         piece_bytes: While so much of a rank's data crosses the wire, as much is reduced inside.
 
     Raises:
@@ -365,9 +366,10 @@ class HierarchicalCommunicator(Closing):
     ) -> Work | None:
         if self._is_closed:
             raise RingarError("this communicator is closed")
-        job = Job(self._thread, lambda: self._run(what, call))
+        in_words = f"{what} of rank {self._rank} of {self._world_size}"
+        job = Job(self._thread, lambda: self._run(what, call), in_words)
         if async_op:
-            return Work(job, keep_alive, self._timeout_s)
+            return Work(job, keep_alive)
         job.result()
         return None
 

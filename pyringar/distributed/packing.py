@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,13 +29,15 @@ class Job:
     Args:
         thread: Runs its calls in the order in which they came.
         call: What to call.
+        what: The same in words, for messages.
 
     Raises:
         RingarError: The thread has ended.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], None]) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], None], what: str) -> None:
         self._finished_ns = 0
+        self._what = what
         try:
             self._future: Future[None] = thread.submit(self._run, call)
         except RuntimeError as error:
@@ -61,12 +64,17 @@ class Job:
     def wait(self, seconds: float) -> bool:
         """False if it is not done in time; raises what it ended with."""
         try:
-            self._future.result(seconds)
+            self._future.result(min(seconds, threading.TIMEOUT_MAX))
         except FutureTimeout:
             if not self._future.done():
                 return False
             raise  # its own
         return True
+
+    def describe(self) -> str:
+        """Return what it is, and whether it has begun."""
+        state = "runs" if self._future.running() else "waits for the calls before it"
+        return f"{self._what}, which {state}"
 
     def result(self) -> None:
         """Wait for it, however long: what it waits for has deadlines."""

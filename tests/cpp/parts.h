@@ -11,6 +11,7 @@ void half_round(Random& random);          // core/half.h and cpu/lanes.h
 void kernels_round(Random& random);       // cpu/kernels.h
 void strided_round(Random& random);       // cpu/strided.h
 void waits_round(Random& random);         // cpu/os_wait.h
+void stillness_round(Random& random);     // cpu/stillness.h
 void pool_round(Random& random);          // cpu/thread_pool.h
 void turn_round(Random& random);          // cpu/turn.h, cpu/work_queue.h
 void fused_round(Random& random);         // cpu/fused.h

@@ -1,4 +1,4 @@
-// pool_test: flags and their deadlines, the join pool, and fused reductions on it.
+// pool_test: flags and how waits end, the join pool, and fused reductions on it.
 
 #include <atomic>
 #include <new>
@@ -30,7 +30,7 @@ void play_ping_pong(Random& random) {
   Random other = random.fork();
   std::thread player([&] {
     for (std::uint32_t turn = 1; turn <= kTurns; ++turn) {
-      CHECK(wait_for_flag(ping, start + turn), "no deadline, but it gave up");
+      wait_for_flag(ping, start + turn);
       CHECK(ball == 2 * turn - 1, "the ball is at ", ball, " in turn ", turn);
       ++ball;
       dawdle(other);
@@ -41,36 +41,33 @@ void play_ping_pong(Random& random) {
     ++ball;
     dawdle(random);
     ping.set(start + turn);
-    CHECK(wait_for_flag(pong, start + turn, Clock::now() + kLong), "turn ", turn);
+    const auto never = [] { return false; };
+    CHECK(try_for_flag(pong, start + turn) || nap_for_flag(pong, start + turn, kLong, never), turn);
     CHECK(ball == 2 * turn, "the ball is at ", ball, " after turn ", turn);
   }
   player.join();
 }
 
-std::string wait_past_deadline(Random& random) {
+// Asked after every nap, and not before; an exception passes and leaves no sleeper.
+void give_up_waiting(Random& random) {
   Flag flag;
-  const auto wait = milliseconds(random.between(0, 5));
+  const auto nap = milliseconds(random.between(0, 3));
+  const int naps = random.between(1, 4);
+  const bool throws = random.one_in(2);
+  int asked = 0;
   const Stopwatch watch;
-  CHECK(!wait_for_flag(flag, 1, Clock::now() + wait), "nobody set it");
-  const double seconds = watch.seconds();
-  CHECK(seconds >= 1e-3 * static_cast<double>(wait.count()), wait.count(), " ms took ", seconds,
-        " s");
+  const auto give_up = [&] {
+    if (++asked == naps && throws) fail(ErrorKind::kState, "enough");
+    return asked == naps;
+  };
+  if (throws) {
+    check_throws(ErrorKind::kState, "enough", [&] { nap_for_flag(flag, 1, nap, give_up); });
+  } else {
+    CHECK(!nap_for_flag(flag, 1, nap, give_up), "nobody set it");
+  }
+  const double least = 1e-3 * static_cast<double>(nap.count() * naps);
+  CHECK(watch.seconds() >= least, naps, " naps took ", watch.seconds(), " s, expected ", least);
   CHECK(flag.sleepers.load() == 0, flag.sleepers.load(), " sleepers left");
-  return seconds < kGraceSeconds ? "" : join(wait.count(), " ms took ", seconds, " s");
-}
-
-std::string give_up_waiting(Random& random) {
-  Flag flag;
-  std::atomic<std::uint32_t> give_up{0};
-  std::thread quitter([&, pause = milliseconds(random.between(0, 3))] {
-    std::this_thread::sleep_for(pause);
-    give_up = 1;
-  });
-  const Stopwatch watch;
-  CHECK(!wait_for_flag(flag, 1, Clock::now() + kLong, &give_up), "nobody set it");
-  const double seconds = watch.seconds();
-  quitter.join();
-  return seconds < kGraceSeconds ? "" : join("noticed after ", seconds, " s");
 }
 
 void wake_many(Random& random) {
@@ -80,7 +77,7 @@ void wake_many(Random& random) {
   std::vector<std::thread> threads;
   for (int i = 0; i < waiters; ++i) {
     threads.emplace_back([&] {
-      CHECK(wait_for_flag(flag, 7), "no deadline, but it gave up");
+      wait_for_flag(flag, 7);
       CHECK(payload == 42, "payload ", payload, " behind the flag");
     });
   }
@@ -159,8 +156,7 @@ Job random_job(Random& random, int world_size) {
 
 void waits_round(Random& random) {
   play_ping_pong(random);
-  check_one_of_three([&] { return wait_past_deadline(random); });
-  check_one_of_three([&] { return give_up_waiting(random); });
+  give_up_waiting(random);
   wake_many(random);
 }
 

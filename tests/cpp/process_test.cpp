@@ -259,7 +259,7 @@ void process_counters_round(Random& random) {
       const ProcessCall of_rank = call.of_rank(rank);
       CHECK(run_process_call(of_rank, self, false), watch.failure());
       if (of_rank.kind == CallKind::kAllReduce) {
-        CHECK(compare_digests(digest_of(of_rank.outputs), self), watch.failure());
+        CHECK(compare_digests(digest_of(of_rank.outputs, watch), self), watch.failure());
       }
     }
   });
@@ -368,6 +368,8 @@ void process_failures_round(Random& random) {
   if (!is_seen) return;
   check_one_of_three([&] { return complaint_about_missing_rank(random); });
   check_one_that_leaves(random);
+  check_throws(ErrorKind::kArgument, "expected at most 4096 ranks",
+               [&] { Segment::bytes_for(Segment::kMaxRanks + 1); });
   // What attach() refuses.
   const SharedSegment shared(2, false);
   const Segment segment = shared.attach(0);

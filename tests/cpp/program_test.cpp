@@ -153,7 +153,7 @@ class ParcelEngine {
  private:
   bool wait(Flag& flag, std::uint32_t wanted) {
     if (bug == Bug::kComparesWithoutWrap && flag.value.load() > wanted) return true;
-    return watch_.wait(flag, wanted, wanted, [&] {
+    return watch_.wait(program_.rank, flag, wanted, wanted, [&] {
       return join("rank ", program_.rank, " waited for ", wanted, " at ", flag.value.load());
     });
   }
@@ -246,8 +246,7 @@ template <typename Word, Bug bug>
 std::string run_parcels(Random& random, ParcelRing<Word>& ring, RingProgram program,
                         std::chrono::milliseconds timeout) {
   const int k = ring.world_size();
-  Watch watch(timeout);
-  watch.start();
+  Watch watch(k, timeout);
   std::vector<Diary> diaries(static_cast<std::size_t>(k));
   std::deque<Random> randoms;
   for (int rank = 0; rank < k; ++rank) randoms.push_back(random.fork());

@@ -103,8 +103,7 @@ int random_world_size(Random& random) {
 // Nobody comes for `absent`: the others return in time, and the failure names it. "" or not.
 template <typename Call>
 std::string withhold(int world_size, int absent, const char* operation, Call&& call) {
-  Watch watch(milliseconds(60));
-  watch.start();
+  Watch watch(world_size, milliseconds(60));
   const Stopwatch stopwatch;
   std::atomic<int> gave_up{0};
   on_all_ranks(world_size, [&](int rank) {
@@ -131,8 +130,7 @@ void ring_round(Random& random) {
   for (int i = random.between(1, 5); i > 0; --i) calls.emplace_back(random, world_size);
   std::deque<Random> randoms;
   for (int rank = 0; rank < world_size; ++rank) randoms.push_back(random.fork());
-  Watch watch(kLong);
-  watch.start();
+  Watch watch(world_size, kLong);
   // All calls without a meeting in between: fast ranks are a call or two ahead.
   on_all_ranks(world_size, [&](int rank) {
     std::uint32_t base = ring.messages;
@@ -159,8 +157,7 @@ void direct_round(Random& random) {
   }
   std::deque<Random> randoms;
   for (int rank = 0; rank < world_size; ++rank) randoms.push_back(random.fork());
-  Watch watch(kLong);
-  watch.start();
+  Watch watch(world_size, kLong);
   on_all_ranks(world_size, [&](int rank) {
     std::uint32_t base = barrier.passed;
     for (const RankTensors& t : tensors) {

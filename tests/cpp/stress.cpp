@@ -36,6 +36,7 @@ constexpr Part kParts[] = {
     {"kernels", &kernels_round, Often::kMany},
     {"strided", &strided_round, Often::kMany},
     {"waits", &waits_round, Often::kMany},
+    {"stillness", &stillness_round, Often::kMany},
     {"pool", &pool_round, Often::kMany},
     {"turn", &turn_round, Often::kMany},
     {"fused", &fused_round, Often::kMany},

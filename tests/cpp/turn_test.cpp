@@ -62,11 +62,13 @@ void interrupt_a_close(Random& random) {
   Turn turn;
   WorkQueue queue(turn);
   std::atomic<bool> may_end{false};
-  const auto slow = queue.submit([&] {
-    const Turn::Held held = turn.take(&ignore_naps);
-    while (!may_end.load()) std::this_thread::yield();
-  });
-  const auto later = queue.submit([&] { dawdle(random); });
+  const auto slow = queue.submit(
+      [&] {
+        const Turn::Held held = turn.take(&ignore_naps);
+        while (!may_end.load()) std::this_thread::yield();
+      },
+      nullptr);
+  const auto later = queue.submit([&] { dawdle(random); }, nullptr);
   bool is_interrupted = false;
   try {
     queue.close([] { throw Interruption{}; });
@@ -75,7 +77,7 @@ void interrupt_a_close(Random& random) {
   }
   CHECK(is_interrupted, "close() went on");
   CHECK(!slow->is_completed(), "nobody has let it end");
-  check_throws(ErrorKind::kState, "closed", [&] { queue.submit([] {}); });
+  check_throws(ErrorKind::kState, "closed", [&] { queue.submit([] {}, nullptr); });
   may_end = true;
   queue.close(&ignore_naps);
   CHECK(slow->is_completed() && later->is_completed(), "something has not run");

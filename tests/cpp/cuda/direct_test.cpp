@@ -4,6 +4,8 @@
 #include "cuda/direct.cuh"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "emulated.h"
 
@@ -206,6 +208,31 @@ std::string withhold_device(Random& random, int num_devices, int withheld) {
   return check_failures(devices, num_devices, withheld, base);
 }
 
+// The other device folds for two timeouts between its barriers, and shows that it is under way. ""
+// or a complaint: a busy machine may have kept it from that.
+std::string wait_while_the_other_folds(Random& random) {
+  constexpr auto kTimeout = std::chrono::milliseconds(200);
+  DirectDevices devices(2, 0, std::chrono::nanoseconds(kTimeout).count());
+  const Tensors tensors(random, DType::kFloat32, 2, 500, Addresses::kAligned);
+  const SmallTable table = slice_table(tensors.pointers(), 2, DType::kFloat32, 500, 1, 2, 0);
+  const BarrierPorts ports = devices.ports(0);
+  const Patience patience = devices.patience(0, -1);
+  std::uint32_t* flag = &devices.arrived(0, 1, 0);
+  const auto fold = [=] {
+    cuda::store_release(flag, 1);
+    for (std::uint32_t tile = 1; tile <= 8; ++tile) {
+      std::this_thread::sleep_for(kTimeout / 4);
+      cuda::progressed(flag, tile);
+    }
+    cuda::store_release(flag, 2);
+  };
+  const auto kernel = [=] {
+    direct_kernel(DType::kFloat32, ReduceOp::kSum)(table, ports, patience);
+  };
+  emulator::run_streams(random, {{{1, cuda::kThreads, kernel}}, {{1, 1, fold}}});
+  return devices.failure(0).is_set == 0 ? "" : "gave up on a device that was under way";
+}
+
 // The other device came to the first barrier and not to the second.
 void check_stops_halfway(Random& random) {
   DirectDevices devices(2, 0, 50'000'000);
@@ -222,6 +249,8 @@ void check_stops_halfway(Random& random) {
   CHECK(failure.is_set == 1 && failure.peer == 1 && failure.step == 1, "peer ", failure.peer,
         " step ", failure.step);
   CHECK(devices.arrived(1, 0, 0) == 2, "device 0 came to ", devices.arrived(1, 0, 0), " barriers");
+  CHECK(cuda::progress_of(&devices.arrived(1, 0, 0)) == table.num_tiles - 1, "device 0 showed ",
+        cuda::progress_of(&devices.arrived(1, 0, 0)), " as its last tile of ", table.num_tiles);
 }
 
 }  // namespace
@@ -247,6 +276,7 @@ void direct_withheld_round(Random& random) {
   const int withheld = random.between(0, num_devices - 1);
   check_one_of_three([&] { return withhold_device(random, num_devices, withheld); });
   check_stops_halfway(random);
+  check_one_of_three([&] { return wait_while_the_other_folds(random); });
 }
 
 }  // namespace pyringar::stress

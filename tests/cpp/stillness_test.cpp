@@ -1,0 +1,70 @@
+// stillness_test: which ranks stand still, and from when on, on a clock of the test's own.
+
+#include "cpu/stillness.h"
+
+#include <vector>
+
+#include "parts.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// Ranks that move when the test says so, and rank 0, which looks at every nap.
+class Scene {
+ public:
+  Scene(int world_size, milliseconds timeout)
+      : marks_(static_cast<std::size_t>(world_size), 7), stillness_(world_size, timeout) {}
+
+  const Stillness& stillness() const { return stillness_; }
+  void move(int rank) { ++marks_[static_cast<std::size_t>(rank)]; }
+  void look_after(std::chrono::nanoseconds time) {
+    now_ += time;
+    stillness_.look(0, [this](int rank) { return marks_[static_cast<std::size_t>(rank)]; }, now_);
+  }
+  // Looks for so long, `moving` moving before every look (-1: nobody).
+  void watch(std::chrono::nanoseconds time, int moving) {
+    for (std::chrono::nanoseconds passed{}; passed < time; passed += stillness_.nap()) {
+      if (moving >= 0) move(moving);
+      look_after(stillness_.nap());
+    }
+  }
+
+ private:
+  std::vector<std::uint64_t> marks_;
+  Stillness stillness_;
+  Clock::time_point now_{std::chrono::hours(1)};
+};
+
+}  // namespace
+
+void stillness_round(Random& random) {
+  const auto timeout = milliseconds(random.between(4, 3000));
+  Scene scene(3, timeout);
+  const Stillness& stillness = scene.stillness();
+
+  // A rank that moves is never late, however long it takes; one that does not is, in time.
+  scene.look_after(milliseconds(0));
+  scene.watch(timeout - stillness.nap(), 1);
+  CHECK(!stillness.is_late(2), "late after less than ", timeout.count(), " ms");
+  scene.watch(stillness.nap() + stillness.nap(), 1);
+  CHECK(stillness.is_late(2) && !stillness.is_late(1), "rank 2 stands still, rank 1 does not");
+  CHECK(!stillness.all_are_late(), "rank 1 moves");
+  scene.watch(20 * timeout, 1);
+  CHECK(!stillness.is_late(1) && stillness.still(1) == milliseconds(0), "rank 1 moves");
+
+  // Whoever looks has moved itself: the others may have waited for that.
+  scene.move(0);
+  scene.look_after(stillness.nap());
+  CHECK(!stillness.is_late(2), "rank 2 has had no time since rank 0 moved");
+
+  // Time in which nobody looked is nobody's: a whole machine may have slept.
+  scene.look_after(100 * timeout + std::chrono::hours(random.between(0, 3)));
+  CHECK(!stillness.is_late(1) && !stillness.is_late(2), "late in ", timeout.count(), " ms asleep");
+  scene.watch(timeout, -1);
+  CHECK(stillness.all_are_late(), "nobody moves");
+}
+
+}  // namespace pyringar::stress

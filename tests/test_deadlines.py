@@ -1,0 +1,306 @@
+"""Is a deadline for a rank that stands still and not for a long call; what does a wait say?
+
+Calls are made long by stopping ranks again and again, each time for less than the timeout, so that
+no speed of a machine decides. Everything runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import assert_bits
+from ranks import LONG_S, Crew, Outcome, Rank, value_of
+
+import pyringar as pr
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
+
+TIMEOUT_S = 1.0
+# Of a stop, and the processor's time that a rank gets between two: short, so that a call takes
+# many of them.
+STOPPED_S = 0.4
+RUNNING_S = 0.002
+LARGE = 1 << 25  # elements: 128 MiB
+SMALL = 1000
+# How much later than its deadline a busy machine may be.
+BUSY_S = 3.0
+
+
+# -- what ranks do ---------------------------------------------------------------------------------
+
+
+def filled(numel: int, rank: int) -> torch.Tensor:
+    """Positions, so that a piece at a wrong place shows; whole numbers, whose sums are exact."""
+    part = torch.arange(17, dtype=torch.float32) + rank
+    return part.repeat(numel // 17 + 1)[:numel].clone()
+
+
+def expected(numel: int, world_size: int) -> torch.Tensor:
+    return filled(numel, 0) * world_size + sum(range(world_size))
+
+
+def prepare(state, numel: int, how: str) -> None:
+    """Everything that takes long before the call."""
+    tensor = filled(numel, state.rank)
+    state.expected = expected(numel, state.world_size)
+    if how == "registered":
+        state.tensor = pr.shared_empty(numel)
+        state.tensor.copy_(tensor)
+        state.comm.register(state.tensor)
+    elif how == "strided":
+        state.tensor = torch.empty(2 * numel)[::2]
+        state.tensor.copy_(tensor)
+    else:
+        state.tensor = tensor
+
+
+def reduce(state, how: str) -> float:
+    """One call, checked; the seconds that it took."""
+    began = time.monotonic()
+    state.comm.all_reduce(state.tensor, algorithm="ring" if how == "ring" else None)
+    seconds = time.monotonic() - began
+    assert_bits(state.tensor, state.expected)
+    return seconds
+
+
+def prepare_in_process(state, numel: int) -> None:
+    state.tensors = [filled(numel, rank) for rank in range(3)]
+    state.expected = expected(numel, 3)
+    state.group = pr.Communicator(["cpu"] * 3, timeout=TIMEOUT_S)
+
+
+def reduce_in_process(state, algorithm: str) -> float:
+    began = time.monotonic()
+    state.group.all_reduce(state.tensors, algorithm=algorithm)
+    seconds = time.monotonic() - began
+    for tensor in state.tensors:
+        assert_bits(tensor, state.expected)
+    state.group.close()
+    return seconds
+
+
+def nap(state, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def processor_s(rank: Rank) -> float:
+    """How long its main thread has run."""
+    return int(Path(f"/proc/{rank.pid}/schedstat").read_text().split()[0]) * 1e-9
+
+
+@contextlib.contextmanager
+def stopped_again_and_again(rank: Rank) -> Iterator[None]:
+    """For less than a timeout each time; they run freely when the block ends."""
+    is_over = threading.Event()
+
+    def stop_and_go() -> None:
+        while not is_over.is_set():
+            rank.send(signal.SIGSTOP)
+            is_over.wait(STOPPED_S)
+            began = time.monotonic()
+            ran_s = processor_s(rank)
+            rank.send(signal.SIGCONT)
+            while processor_s(rank) < ran_s + RUNNING_S and time.monotonic() < began + 0.05:
+                time.sleep(RUNNING_S / 4)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+# -- a call may take long --------------------------------------------------------------------------
+
+
+def assert_took_long(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert value_of(outcome) > 1.1 * TIMEOUT_S, "too fast a call: it shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [(2, "exchange"), (2, "strided"), (3, "direct"), (3, "ring"), (3, "registered")],
+)
+def test_a_long_call_in_which_all_move_is_not_late(new_crew, world_size, how):
+    crew = new_crew(world_size)
+    crew.join(timeout=TIMEOUT_S)
+    crew.run(prepare, numel=LARGE, how=how)
+    with stopped_again_and_again(crew[world_size - 1]):
+        crew.start(reduce, how=how)
+        # The stops end with the long part, so that the test does.
+        time.sleep(6 * STOPPED_S)
+    assert_took_long(crew.outcomes())
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_a_long_call_in_one_process_is_not_late(new_crew, algorithm):
+    crew = new_crew(1)
+    crew.run(prepare_in_process, numel=2 * LARGE)
+    with stopped_again_and_again(crew[0]):
+        crew.start(reduce_in_process, algorithm=algorithm)
+        time.sleep(6 * STOPPED_S)
+    assert_took_long(crew.outcomes())
+
+
+def test_a_group_that_was_stopped_as_a_whole_goes_on(new_crew):
+    """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
+    crew = new_crew(3)
+    crew.join(timeout=TIMEOUT_S)
+    crew.run(prepare, numel=SMALL, how="")
+    crew[2].start(nap, seconds=0.5)
+    crew.start(reduce, [0, 1], how="")
+    time.sleep(0.2)  # these wait for rank 2
+    for rank in crew.ranks:
+        rank.send(signal.SIGSTOP)
+    time.sleep(2 * TIMEOUT_S)
+    for rank in crew.ranks:
+        rank.send(signal.SIGCONT)
+    value_of(crew[2].outcome())
+    crew[2].start(reduce, how="")
+    for outcome in crew.outcomes():
+        value_of(outcome)
+
+
+# -- a rank that stands still ----------------------------------------------------------------------
+
+
+def assert_named(outcomes: list[Outcome], late: int, crew: Crew) -> None:
+    for outcome in outcomes:
+        assert outcome.error == "CollectiveTimeout", outcome
+        assert f"for rank {late} (process {crew[late].pid} on " in outcome.text, outcome.text
+        assert f"for {TIMEOUT_S:g} s" in outcome.text
+
+
+@pytest.mark.parametrize("how", ["direct", "ring", "registered"])
+def test_who_stands_still_in_a_long_call_is_named(new_crew, how):
+    """In the middle of it, while the others still work, and wait for each other."""
+    crew = new_crew(3)
+    crew.join(timeout=TIMEOUT_S)
+    crew.run(prepare, numel=LARGE, how=how)
+    crew.start(reduce, how=how)
+    time.sleep(0.01)
+    crew[1].send(signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    outcomes = crew.outcomes([0, 2])
+    assert_named(outcomes, 1, crew)
+    # What the others had to do themselves is in there: some tenths of a second.
+    assert max(outcome.at for outcome in outcomes) - stopped_at < TIMEOUT_S + 2 * BUSY_S
+
+
+def test_who_stands_still_is_named_while_another_rank_moves_on(new_crew):
+    """Rank 0 waits for rank 1, which is busy for several timeouts, but not late; rank 2 is."""
+    crew = new_crew(3)
+    crew.join(timeout=TIMEOUT_S)
+    crew.run(prepare, numel=LARGE, how="registered")
+    crew[2].call(stop_in_reduce)
+    with stopped_again_and_again(crew[1]):
+        began = time.monotonic()
+        crew.start(reduce, how="registered")
+        outcome = crew[0].outcome()
+    assert_named([outcome], 2, crew)
+    assert outcome.at - began < TIMEOUT_S + 2 * BUSY_S
+    assert_named([crew[1].outcome()], 2, crew)
+
+
+def stop_in_reduce(state) -> None:
+    """Stay in this phase of the next call for good."""
+    state.comm._group.delay("reduce", LONG_S)
+
+
+def test_a_rank_that_never_called_was_never_heard_of(new_crew):
+    crew = new_crew(2)
+    crew.join(timeout=TIMEOUT_S)
+    crew.run(prepare, [0], numel=SMALL, how="")
+    crew[0].start(reduce, how="")
+    outcome = crew[0].outcome()
+    assert_named([outcome], 1, crew)
+    assert outcome.text.endswith("; it has called nothing yet"), outcome.text
+    assert outcome.seconds < TIMEOUT_S + BUSY_S
+
+
+# -- Work.wait -------------------------------------------------------------------------------------
+
+
+def wait_for_the_last(state, pauses_s: list[float], timeout: float | None = None) -> list:
+    """Calls in the background, with a pause before each; the last is waited for."""
+    tensors = [filled(SMALL, state.rank) for _ in pauses_s]
+    works = []
+    for tensor, seconds in zip(tensors, pauses_s, strict=True):
+        time.sleep(seconds)
+        works.append(state.comm.all_reduce(tensor, async_op=True))
+    try:
+        works[-1].wait(timeout)
+        told = ""
+    except pr.CollectiveTimeout as error:
+        told = str(error)
+    works[-1].wait()
+    for tensor in tensors:
+        assert_bits(tensor, expected(SMALL, state.world_size))
+    return [told, works[-1].is_completed(), works[-1].exception() is None]
+
+
+def test_a_wait_has_no_deadline_of_its_own(new_crew):
+    """Each call is in time, all of them together take longer than the timeout."""
+    crew = new_crew(2)
+    crew.join(timeout=2 * TIMEOUT_S)
+    crew[0].start(wait_for_the_last, pauses_s=[0.0] * 4)
+    crew[1].start(wait_for_the_last, pauses_s=[0.8 * TIMEOUT_S] * 4)
+    for outcome in crew.outcomes():
+        assert value_of(outcome) == ["", True, True]
+    assert outcome.seconds > 3 * TIMEOUT_S
+
+
+def test_the_engine_says_who_was_late_and_not_the_wait(new_crew):
+    crew = new_crew(2)
+    crew.join(timeout=TIMEOUT_S)
+    crew[0].start(wait_for_the_last, pauses_s=[0.0, 0.0])
+    outcome = crew[0].outcome()
+    assert outcome.error == "RingarError", outcome  # of the second call: the first has failed
+    assert f"all_reduce (sum) of {SMALL} float32 elements" in outcome.text
+    assert f"waited for rank 1 (process {crew[1].pid} on " in outcome.text
+
+
+@pytest.mark.parametrize(("calls", "state"), [(1, "begun"), (3, "queued")])
+def test_a_wait_that_ends_early_says_what_it_waits_for(new_crew, calls, state):
+    crew = new_crew(2)
+    crew.join(timeout=LONG_S)
+    crew[0].start(wait_for_the_last, pauses_s=[0.0] * calls, timeout=0.3)
+    time.sleep(1.5)
+    crew[1].start(wait_for_the_last, pauses_s=[0.0] * calls)
+    told, *ended_well = value_of(crew[0].outcome())
+    value_of(crew[1].outcome())
+    assert ended_well == [True, True], "it goes on"
+    awaited = rf"for rank 1 \(process {crew[1].pid} on \S+\) to join"
+    queued = "" if state == "begun" else "for the calls before it and they "
+    assert re.fullmatch(
+        rf"wait: not done after 0.3 s, and goes on: all_reduce \(sum\) of {SMALL} float32 elements "
+        rf"of rank 0 of 2, which waits {queued}{awaited}",
+        told,
+    ), told
+
+
+def test_a_wait_in_one_process_says_what_for():
+    with pr.Communicator(["cpu"] * 3, timeout=LONG_S) as comm:
+        comm._group.delay_rank(1, 1.0)
+        tensors = [filled(SMALL, rank) for rank in range(3)]
+        work = comm.all_reduce(tensors, algorithm="direct", async_op=True)
+        with pytest.raises(pr.CollectiveTimeout) as caught:
+            work.wait(0.1)
+        assert str(caught.value) == (
+            f"wait: not done after 0.1 s, and goes on: all_reduce of {4 * SMALL} bytes per rank "
+            "over 3 ranks, which runs"
+        )
+        assert work.wait()
+        assert_bits(tensors[2], expected(SMALL, 3))
