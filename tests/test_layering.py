@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Ground first. A module may import what stands before it; `__init__` is the public names.
 FLOORS = [
     "errors",
+    "exits",
     "_toolchain",
     "_compile",
     "_build",

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "bindings/convert.h"
 #include "bindings/tensor.h"
@@ -30,6 +31,7 @@ struct LocalRank {
   int rank;
   int world_size;
   int device = kHostDevice;
+  bool compares_shapes = true;
 };
 
 // tensors: one, or a list or tuple.
@@ -112,6 +114,18 @@ void def_process_calls(Class& cls) {
              Calls::host(*group).check_usable();
              return Calls::bind(group,
                                 Calls::prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
+           })
+      .def("abort",
+           [](Ptr group) {
+             Calls::host(*group).abort();
+             const py::gil_scoped_release release;
+             group->close();
+           })
+      .def("check_peers",
+           [](Ptr group, const std::vector<int>& ranks) { Calls::host(*group).check_peers(ranks); })
+      .def("set_timeout",
+           [](Ptr group, double seconds) {
+             Calls::host(*group).set_timeout(to_nanoseconds(seconds));
            })
       .def("close",
            [](Ptr group) {

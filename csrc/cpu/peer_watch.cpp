@@ -38,6 +38,14 @@ std::string text_of(const std::array<char, kSize>& chars) {
   return {chars.data(), strnlen(chars.data(), kSize)};
 }
 
+// Shared memory may hold anything.
+ErrorKind kind_of(const SharedFailure& shared) {
+  const auto kind = static_cast<ErrorKind>(shared.kind);
+  const bool is_known =
+      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
+  return is_known ? kind : ErrorKind::kState;
+}
+
 }  // namespace
 
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
@@ -100,7 +108,7 @@ bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const ch
   }
   if (!has_deadline_) {
     has_deadline_ = true;
-    deadline_ = timeout_ < Deadline::max() - Clock::now() ? Clock::now() + timeout_ : kNoDeadline;
+    deadline_ = timeout() < Deadline::max() - Clock::now() ? Clock::now() + timeout() : kNoDeadline;
   }
   bool arrived = false;
   bool is_first_nap = true;
@@ -135,20 +143,16 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
   }
   // First: whoever failed may be gone by now, and was not the cause.
   if (adopt_shared_failure()) return true;
-  const RankLine& line = segment_.line(peer);
-  const bool has_left =
-      line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft);
-  if (has_left || !is_alive(line.process)) {
+  if (const char* how = how_gone(peer)) {
     // What it did before it went counts.
     if (reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
     report(ErrorKind::kPeerLost,
-           join(waited_for(peer, what), ", which ", has_left ? "has left the group" : "is gone",
-                "; ", last_call_of(peer)));
+           join(waited_for(peer, what), ", which ", how, "; ", last_call_of(peer)));
     return true;
   }
   if (Clock::now() < deadline_) return false;
   const int culprit = most_behind(peer);
-  const double seconds = std::chrono::duration<double>(timeout_).count();
+  const double seconds = std::chrono::duration<double>(timeout()).count();
   const auto silent = Clock::now().time_since_epoch() / 1ns -
                       segment_.line(culprit).heard_ns.load(std::memory_order_relaxed);
   report(ErrorKind::kTimeout,
@@ -156,6 +160,26 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
               last_call_of(culprit), ", last heard of ",
               static_cast<double>(silent / 100'000'000) * 0.1, " s ago"));
   return true;
+}
+
+const char* PeerWatch::how_gone(int rank) const {
+  const RankLine& line = segment_.line(rank);
+  if (line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft)) {
+    return "has left the group";
+  }
+  return is_alive(line.process) ? nullptr : "is gone";
+}
+
+void PeerWatch::check_peers(const std::vector<int>& peers) const {
+  const SharedFailure& shared = segment_.failure();
+  if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {
+    throw Error(kind_of(shared), text_of(shared.text));
+  }
+  for (const int rank : peers) {
+    if (const char* how = how_gone(rank)) {
+      throw Error(ErrorKind::kPeerLost, join(name_of(rank), " ", how, "; ", last_call_of(rank)));
+    }
+  }
 }
 
 // Everybody waits for the one who is late, or for somebody who does; that one has done least.
@@ -205,7 +229,11 @@ void PeerWatch::report(ErrorKind kind, const std::string& text) {
   if (failed()) return;
   kind_ = kind;
   failure_ = text;
-  SharedFailure& shared = segment_.failure();
+  tell_failure(segment_, kind, text);
+}
+
+void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text) {
+  SharedFailure& shared = segment.failure();
   std::uint32_t none = SharedFailure::kNone;
   if (!shared.state.compare_exchange_strong(none, SharedFailure::kWriting)) return;
   shared.kind = static_cast<std::uint32_t>(kind);
@@ -219,10 +247,7 @@ bool PeerWatch::adopt_shared_failure() {
   SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) != SharedFailure::kThere) return false;
   if (failed()) return true;
-  const auto kind = static_cast<ErrorKind>(shared.kind);
-  const bool is_known =
-      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
-  kind_ = is_known ? kind : ErrorKind::kState;
+  kind_ = kind_of(shared);
   failure_ = text_of(shared.text);
   return true;
 }

@@ -11,15 +11,20 @@
 // Tests     tests/test_process_faults.py, tests/cpp/process_test.cpp
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "cpu/os_wait.h"
 #include "cpu/process_segment.h"
 
 namespace pyringar {
+
+// The failure that all ranks share: the first counts.
+void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text);
 
 class PeerWatch {
  public:
@@ -30,7 +35,11 @@ class PeerWatch {
 
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
-  std::chrono::nanoseconds timeout() const { return timeout_; }
+  // Any thread may set it, for the waits that begin later.
+  std::chrono::nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
+  void set_timeout(std::chrono::nanoseconds timeout) {
+    timeout_.store(timeout, std::memory_order_relaxed);
+  }
 
   // A new deadline. In the background: beside threads of its own process that want the core.
   void begin_call(bool is_background);
@@ -51,6 +60,8 @@ class PeerWatch {
   // Whether some rank has failed before.
   bool adopt_shared_failure();
   [[noreturn]] void raise() const;
+  // Throws if the group has failed or one of these ranks is gone; any thread may call.
+  void check_peers(const std::vector<int>& peers) const;
   // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
@@ -61,11 +72,12 @@ class PeerWatch {
   void keep_apart();
   bool give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
   int most_behind(int suspect) const;
+  const char* how_gone(int rank) const;  // null: it is there
   std::string waited_for(int peer, const char* what) const;
 
   const Segment& segment_;
   const int rank_;
-  const std::chrono::nanoseconds timeout_;
+  std::atomic<std::chrono::nanoseconds> timeout_;
   const int num_pauses_;
   const int num_yields_;
   const bool has_core_per_rank_;

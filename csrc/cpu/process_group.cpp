@@ -19,6 +19,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
       segment_(segment),
       rank_(rank),
       checks_digests_(options.checks_digests),
+      compares_shapes_(options.compares_shapes),
       fork_generation_(fork_generation()),
       watch_(segment_, rank, options.timeout),
       self_{segment_, rank, watch_} {
@@ -153,6 +154,16 @@ void ProcessGroup::close() {
   memory_.close_fd();
   const std::lock_guard<std::mutex> regions_lock(regions_mutex_);
   regions_.clear();
+}
+
+void ProcessGroup::abort() {
+  if (forked() || closed_.load(std::memory_order_acquire)) return;
+  tell_failure(segment_, ErrorKind::kState, join(watch_.name_of(rank_), " aborted the group"));
+}
+
+void ProcessGroup::check_peers(const std::vector<int>& peers) const {
+  check_usable();
+  watch_.check_peers(peers);
 }
 
 ProcessStats ProcessGroup::stats() {

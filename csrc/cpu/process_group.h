@@ -29,6 +29,7 @@ namespace pyringar {
 struct ProcessGroupOptions {
   std::chrono::nanoseconds timeout{};
   bool checks_digests = false;
+  bool compares_shapes = true;  // or only numbers of elements, which correspond by index
 };
 
 struct ProcessStats {
@@ -64,6 +65,12 @@ class ProcessGroup {
   void run_program(const Program& program);
   std::shared_ptr<Work> submit_program(Program program);
   void close();
+  // Fails what runs and what is queued, here and on the other ranks, without waiting for it.
+  void abort();
+  // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
+  void check_peers(const std::vector<int>& peers) const;
+  void set_timeout(std::chrono::nanoseconds timeout) { watch_.set_timeout(timeout); }
+  bool compares_shapes() const { return compares_shapes_; }
   ProcessStats stats();
   ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
     return plan_all_reduce(bytes, dtype, wants_ring, segment_);
@@ -101,6 +108,7 @@ class ProcessGroup {
   const Segment segment_;
   const int rank_;
   const bool checks_digests_;
+  const bool compares_shapes_;
   const std::uint32_t fork_generation_;
 
   std::mutex run_mutex_;  // held while a call runs; guards all below down to stats_
