@@ -69,6 +69,16 @@ def test_what_gloo_does_ends_when_a_rank_goes():
     assert (destroyed, destroy_s < 10) == ("none", True), (why, destroy_s)
 
 
+def wrong_dtype(rank: int, size: int) -> Any:
+    return error_of(lambda: dist.reduce(torch.ones(2, dtype=torch.int16), 0))
+
+
+def test_what_gloo_refuses_is_not_blamed_on_a_rank():
+    for kind, _, text, _ in process_ranks.run(wrong_dtype, 2):
+        assert kind == "RuntimeError", text
+        assert "rank" not in text, text
+
+
 def leave_early(rank: int, size: int) -> Any:
     """Rank 2 has sent its part, and is gone, when rank 1 comes."""
     x = torch.arange(2.0) + rank
