@@ -40,7 +40,9 @@ class _Group(Collectives):
         self._global_ranks = list(options.global_ranks_in_group)
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
-        inner = InnerBackends(store, rank, size, options.timeout, self._backend_for)
+        inner = InnerBackends(
+            *(store, rank, size, options.timeout, self._backend_for), set_timeout=self.set_timeout
+        )
         try:
             seconds = options.timeout.total_seconds()
             comm = make_communicator(store, rank, size, seconds, options.group_id)

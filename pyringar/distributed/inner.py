@@ -30,6 +30,7 @@ class InnerBackends:
         size: Number of ranks.
         timeout: For all calls.
         backend_of: The backend that the user asked for, by device type; None: none.
+        set_timeout: The group's own: torch up to 2.13 gives a new timeout to its gloo alone.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class InnerBackends:
         size: int,
         timeout: timedelta,
         backend_of: Callable[[str], str | None],
+        set_timeout: Callable[[timedelta], None],
     ) -> None:
         self._place = (store, rank, size, timeout)
         self._backend_of = backend_of
@@ -48,7 +50,7 @@ class InnerBackends:
         self._is_closed = False
         self._error: Exception | None = None
         try:
-            self._gloo = _make_gloo(*self._place)
+            self._gloo = _make_gloo(*self._place, set_timeout)
             close_at_exit(self, InnerBackends.close)
         except Exception as error:  # raised when it is needed: many programs never do
             self._error = error
@@ -123,7 +125,13 @@ class InnerBackends:
             self._nccl = None
 
 
-def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_gloo(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    set_timeout: Callable[[timedelta], None],
+) -> Any:
     if not dist.is_gloo_available():
         raise UnsupportedError("this torch was built without it")
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
@@ -133,7 +141,12 @@ def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     options._threads = 2
     options._devices = [kind.create_default_device(lazy_init=True)]
-    return kind(PrefixStore("gloo/", store), rank, size, options)
+
+    class Gloo(kind):  # type: ignore[misc]
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            set_timeout(timeout)
+
+    return Gloo(PrefixStore("gloo/", store), rank, size, options)
 
 
 def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
