@@ -310,6 +310,7 @@ def test_machines_that_call_different_things_are_told(pool, what):
         assert first[0] in (pr.ArgumentError, pr.PeerLostError), first
         assert first[2] < 5, first
         assert "cannot be used again" in second[1]
+        assert second[0] is first[0], "a call after it fails as it did"
         assert is_untouched
 
 
