@@ -5,9 +5,7 @@ One process drives all ranks: every call takes one tensor (or list) per rank, in
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +26,7 @@ from pyringar.call import (
     op_name,
 )
 from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.exits import close_at_exit
 from pyringar.topology import Plan, Topology, check_devices
 
 __all__ = ["ALGORITHMS", "Communicator", "Work", "allreduce"]
@@ -383,9 +382,7 @@ class _Default:
         self._communicators: dict[tuple[torch.device, ...], Communicator] = {}
         # What reduces CPU ranks, by their number.
         self._hosts: dict[int, Communicator | None] = {}
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-        atexit.register(self._close)
+        close_at_exit(self, _Default._close, in_child=_Default._forget)
 
     def group(self) -> Any:
         """What fuses the tensors of any number of CPU ranks, and refuses what is none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import weakref
@@ -26,6 +25,7 @@ from pyringar.call import (
     op_name,
 )
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.exits import close_at_exit
 from pyringar.rendezvous import Member, Rendezvous, default_store
 from pyringar.shared_tensors import memory_of
 from pyringar.topology import Plan, check_device
@@ -36,17 +36,6 @@ ALGORITHMS = ("auto", "direct", "ring")
 _CHECKS = ("", "digest")
 
 Tensors = Tensor | Sequence[Tensor]
-
-_living: weakref.WeakSet[ProcessCommunicator] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    # Tells the others that this rank has left, sooner than they would find its process gone.
-    for communicator in list(_living):
-        communicator.close()
-
-
-atexit.register(_close_all)
 
 
 class ProcessCommunicator(EngineCommunicator):
@@ -73,6 +62,8 @@ class ProcessCommunicator(EngineCommunicator):
             for all. A call in which all ranks move may take longer.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
             ranks a GPU, or on none.
+        compares_shapes: Refuse tensors of other shapes than on other ranks. False: as many elements
+            will do, and correspond by index; on the CPU only.
 
     Raises:
         ArgumentError: Wrong arguments; no store; ranks on several machines (names them); a device
@@ -104,6 +95,7 @@ class ProcessCommunicator(EngineCommunicator):
         order: str = "any",
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
+        compares_shapes: bool = True,
     ) -> None:
         self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
         self._order = check_choice("order", order, ORDERS)
@@ -124,6 +116,8 @@ class ProcessCommunicator(EngineCommunicator):
         if self._device.type == "cuda":
             engine = _native.cuda_engine()
             options["device"] = self._device.index
+        elif not compares_shapes:
+            options["compares_shapes"] = False
         meeting = Rendezvous(
             *(self._store, self._rank, self._world_size, name, self._timeout_s),
             kind=self._device.type,
@@ -150,7 +144,8 @@ class ProcessCommunicator(EngineCommunicator):
             self._group.connect()
         self._in_flight = InFlight()
         self._num_regions = 0
-        _living.add(self)
+        # Tells the others that this rank has left, sooner than they would find its process gone.
+        close_at_exit(self, ProcessCommunicator.close)
 
     @property
     def rank(self) -> int:
@@ -171,6 +166,43 @@ class ProcessCommunicator(EngineCommunicator):
     def members(self) -> tuple[Member, ...]:
         """Every rank's process and host, in rank order."""
         return tuple(self._members)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a call waits for other ranks."""
+        return self._timeout_s
+
+    def set_timeout(self, timeout: float) -> None:
+        """Let the calls that begin from now on wait for other ranks as long as this.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            ArgumentError: It is no positive number of seconds.
+        """
+        self._timeout_s = check_timeout(timeout)
+        self._group.set_timeout(self._timeout_s)
+
+    def check_peers(self, ranks: Sequence[int]) -> None:
+        """Raise what the next call would, as far as it is known. Never waits.
+
+        Args:
+            ranks: Those that must be there.
+
+        Raises:
+            PeerLostError: One of them is gone or has left: names it.
+            RingarError: The group failed before, with that error's class; or it is closed.
+        """
+        self._group.check_peers(ranks)
+
+    def abort(self) -> None:
+        """Fail what runs, here and on the other ranks, then :meth:`close`.
+
+        Calls and works under way end soon with a :class:`RingarError` that names this rank.
+        """
+        if self._group.abort():
+            self._in_flight.clear()
 
     # -- collectives -------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Here machines are names that processes give themselves; in `test_two_machines.py
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -99,6 +100,38 @@ def test_machines_are_added_after_ranks_and_rounded_once(pool, dtype):
     expected = ((a + b) + (c + d)).to(dtype)
     for tensor in pool.check(rounding_as_rank, dtype):
         assert torch.equal(tensor, expected)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def extremes_as_rank(rank, world_size, store, op, dtype):
+    with join(rank, world_size, store) as comm:
+        tensor = extremes(rank, dtype)
+        comm.all_reduce(tensor, op)
+        return tensor
+
+
+def extremes(rank: int, dtype: torch.dtype) -> Tensor:
+    """A NaN of every rank in turn, of either sign, beside infinities; no NaN; then floats."""
+    nans = [NAN if rank == at else value for value in (1, INF, -INF) for at in range(4)]
+    negative = [-NAN if rank == at else -INF for at in range(4)]
+    plain = [rank - 1.5, -INF if rank else INF, 0.25 * rank, 65504.0 - rank]
+    flat = torch.tensor([*nans, *negative, *plain]).to(dtype)
+    return torch.cat([flat, floats(999, rank, dtype)])
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_nan_of_any_machine_wins(pool, dtype, op):
+    parts = [extremes(rank, dtype) for rank in range(4)]
+    expected = functools.reduce(torch.maximum if op == "max" else torch.minimum, parts)
+    answers = pool.check(extremes_as_rank, op, dtype)
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for tensor in answers:
+        assert torch.equal(tensor.isnan(), expected.isnan())
+        assert torch.equal(tensor[~tensor.isnan()], expected[~expected.isnan()])
+        assert torch.equal(tensor.view(kind), answers[0].view(kind)), "other bits on other ranks"
 
 
 def layouts_as_rank(rank, world_size, store):
@@ -277,6 +310,7 @@ def test_machines_that_call_different_things_are_told(pool, what):
         assert first[0] in (pr.ArgumentError, pr.PeerLostError), first
         assert first[2] < 5, first
         assert "cannot be used again" in second[1]
+        assert second[0] is first[0], "a call after it fails as it did"
         assert is_untouched
 
 

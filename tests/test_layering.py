@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     "errors",
     "_files",
+    "exits",
     "_toolchain",
     "_compile",
     "_build",

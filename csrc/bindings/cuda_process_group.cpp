@@ -118,7 +118,7 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
       options_(options),
       host_(std::make_shared<ProcessGroup>(
           std::move(memory), segment, rank,
-          ProcessGroupOptions{options.timeout, false, options.on_nap})) {}
+          ProcessGroupOptions{options.timeout, false, true, options.on_nap})) {}
 
 CudaProcessGroup::~CudaProcessGroup() { close(); }
 

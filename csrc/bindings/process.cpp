@@ -81,7 +81,7 @@ struct Calls {
   using GroupPtr = pyringar::GroupPtr;
   static ProcessGroup& host(ProcessGroup& group) { return group; }
   static LocalRank local_rank(const ProcessGroup& group) {
-    return {group.rank(), group.world_size()};
+    return {group.rank(), group.world_size(), kHostDevice, group.compares_shapes()};
   }
   static PreparedCall prepare_all_reduce(ProcessGroup& group, py::handle tensors, py::handle op,
                                          py::handle algorithm, const char* operation) {
@@ -108,10 +108,11 @@ struct Calls {
 };
 
 GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                    double timeout_s, bool checks_digests) {
+                    double timeout_s, bool checks_digests, bool compares_shapes) {
   const Segment segment =
       Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests, &look_at_signals};
+  const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests, compares_shapes,
+                                    &look_at_signals};
   return GroupPtr(new ProcessGroup(std::move(memory), segment, rank, options), GroupDeleter{});
 }
 
@@ -166,7 +167,8 @@ void bind_process_group(py::module_& m) {
   def_process_calls<Calls>(group);
   group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"))
+           py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"),
+           py::arg("compares_shapes") = true)
       .def("add_region", &add_region)
       .def("remove_region", &ProcessGroup::remove_region, py::call_guard<PythonCall>())
       .def("plan",

@@ -30,13 +30,13 @@ class CallBuilder {
 
   // in place: an output that is its own input.
   void add_in_place(py::handle given, Place place, bool is_read_only = false) {
-    add(given, place, {.is_input = true, .is_output = !is_read_only, .is_flat = false});
+    add(given, place, {.is_input = true, .is_output = !is_read_only, .is_in_place = true});
   }
   void add_input(py::handle given, Place place) {
-    add(given, place, {.is_input = true, .is_output = false, .is_flat = true});
+    add(given, place, {.is_input = true, .is_output = false, .is_in_place = false});
   }
   void add_output(py::handle given, Place place) {
-    add(given, place, {.is_input = false, .is_output = true, .is_flat = true});
+    add(given, place, {.is_input = false, .is_output = true, .is_in_place = false});
   }
 
   // whole holds a part per rank.
@@ -58,7 +58,7 @@ class CallBuilder {
       const Use& use = uses_[i];
       const TensorSpan span = dense(i, prepared);
       (use.is_output ? prepared.written : prepared.read).append(py::handle(views_[i].object));
-      const bool is_result = use.is_output || !use.is_flat;
+      const bool is_result = use.is_output || use.is_in_place;
       (is_result ? call_.outputs : call_.inputs).push_back(span);
     }
     if (call_.kind == CallKind::kBroadcast) call_.inputs = call_.outputs;
@@ -70,7 +70,7 @@ class CallBuilder {
   struct Use {
     bool is_input;
     bool is_output;
-    bool is_flat;  // only the order of elements counts, not the shape
+    bool is_in_place;
   };
 
   void add(py::handle given, Place place, Use use) {
@@ -89,14 +89,15 @@ class CallBuilder {
     tensors_.push_back(std::move(tensor));
   }
 
-  // Elements side by side: the tensor's own, or a packed copy. Those in another order than that of
-  // their index must be so on all ranks.
+  // Elements side by side: the tensor's own, or a packed copy. Where ranks compare shapes, those in
+  // another order than that of their index must be so on all; else only their index counts.
   TensorSpan dense(std::size_t i, PreparedCall& prepared) {
     const TensorView& view = views_[i];
     const Use& use = uses_[i];
     const bool is_contiguous = has_index_order(view);
-    if (!use.is_flat) mix_sizes(view);
-    if (view.is_dense && (!use.is_flat || is_contiguous)) {
+    const bool is_flat = !use.is_in_place || !self_.compares_shapes;
+    if (!is_flat) mix_sizes(view);
+    if (view.is_dense && (!is_flat || is_contiguous)) {
       if (!is_contiguous) mix_strides(view, i);
       return {view.data, view.numel, view.dtype};
     }

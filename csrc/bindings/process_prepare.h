@@ -10,6 +10,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "bindings/convert.h"
 #include "bindings/python_call.h"
@@ -31,6 +32,7 @@ struct LocalRank {
   int rank;
   int world_size;
   int device = kHostDevice;
+  bool compares_shapes = true;
 };
 
 // tensors: one, or a list or tuple.
@@ -113,6 +115,17 @@ void def_process_calls(Class& cls) {
              Calls::host(*group).check_usable();
              return Calls::bind(group,
                                 Calls::prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
+           })
+      .def("abort",
+           [](Ptr group) {
+             const PythonCall python_call(Calls::host(*group).turn());
+             return group->close(true);
+           })
+      .def("check_peers",
+           [](Ptr group, const std::vector<int>& ranks) { Calls::host(*group).check_peers(ranks); })
+      .def("set_timeout",
+           [](Ptr group, double seconds) {
+             Calls::host(*group).set_timeout(to_nanoseconds(seconds));
            })
       .def("close",
            [](Ptr group) {

@@ -31,6 +31,14 @@ std::string text_of(const std::array<char, kSize>& chars) {
   return {chars.data(), strnlen(chars.data(), kSize)};
 }
 
+// Shared memory may hold anything.
+ErrorKind kind_of(const SharedFailure& shared) {
+  const auto kind = static_cast<ErrorKind>(shared.kind);
+  const bool is_known =
+      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
+  return is_known ? kind : ErrorKind::kState;
+}
+
 }  // namespace
 
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
@@ -145,17 +153,33 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
   return is_lost(flag, wanted, peer, what) || is_late(peer, what);
 }
 
+const char* PeerWatch::how_gone(int rank) const {
+  const RankLine& line = segment_.line(rank);
+  if (line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft)) {
+    return "has left the group";
+  }
+  return is_alive(line.process) ? nullptr : "is gone";
+}
+
 bool PeerWatch::is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
-  const RankLine& line = segment_.line(peer);
-  const bool has_left =
-      line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft);
-  if (!has_left && is_alive(line.process)) return false;
+  const char* how = how_gone(peer);
   // What it did before it went counts.
-  if (reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
+  if (how == nullptr || reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
   report(ErrorKind::kPeerLost,
-         join(waited_for(peer, what), ", which ", has_left ? "has left the group" : "is gone", "; ",
-              last_call_of(peer)));
+         join(waited_for(peer, what), ", which ", how, "; ", last_call_of(peer)));
   return true;
+}
+
+void PeerWatch::check_peers(const std::vector<int>& peers) const {
+  const SharedFailure& shared = segment_.failure();
+  if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {
+    throw Error(kind_of(shared), text_of(shared.text));
+  }
+  for (const int rank : peers) {
+    if (const char* how = how_gone(rank)) {
+      throw Error(ErrorKind::kPeerLost, join(name_of(rank), " ", how, "; ", last_call_of(rank)));
+    }
+  }
 }
 
 bool PeerWatch::is_late(int peer, const char* what) {
@@ -257,10 +281,7 @@ bool PeerWatch::adopt_shared_failure() {
   SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) != SharedFailure::kThere) return false;
   if (failed()) return true;
-  const auto kind = static_cast<ErrorKind>(shared.kind);
-  const bool is_known =
-      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
-  kind_ = is_known ? kind : ErrorKind::kState;
+  kind_ = kind_of(shared);
   failure_ = text_of(shared.text);
   return true;
 }

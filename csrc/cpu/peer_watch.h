@@ -16,6 +16,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "cpu/os_wait.h"
@@ -39,6 +40,8 @@ class PeerWatch {
 
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
+  // Any thread may set it.
+  void set_timeout(std::chrono::nanoseconds timeout) { stillness_.set_timeout(timeout); }
 
   // In the background: beside threads of its own process that want the core.
   void begin_call(bool is_background);
@@ -66,6 +69,8 @@ class PeerWatch {
   // Whether some rank has failed before.
   bool adopt_shared_failure();
   [[noreturn]] void raise() const;
+  // Throws if the group has failed or one of these ranks is gone; any thread may call.
+  void check_peers(const std::vector<int>& peers) const;
   // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
@@ -83,6 +88,7 @@ class PeerWatch {
   std::uint64_t mark_of(int rank) const;
   int most_behind(int suspect) const;
   std::string last_heard_of(int rank) const;
+  const char* how_gone(int rank) const;  // null: it is there
   std::string waited_for(int peer, const char* what) const;
 
   const Segment& segment_;

@@ -19,6 +19,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
       segment_(segment),
       rank_(rank),
       checks_digests_(options.checks_digests),
+      compares_shapes_(options.compares_shapes),
       fork_generation_(fork_generation()),
       on_nap_(std::move(options.on_nap)),
       watch_(segment_, rank, options.timeout),
@@ -205,8 +206,13 @@ bool ProcessGroup::close(bool leaves_at_once) {
 void ProcessGroup::leave_at_once() {
   if (closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,
-               join(watch_.name_of(rank_), " has closed its communicator in the midst of a call; ",
+               join(watch_.name_of(rank_), " has left the group in the midst of a call; ",
                     watch_.last_call_of(rank_)));
+}
+
+void ProcessGroup::check_peers(const std::vector<int>& peers) const {
+  check_usable();
+  watch_.check_peers(peers);
 }
 
 ProcessStats ProcessGroup::stats() {

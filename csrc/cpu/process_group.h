@@ -32,6 +32,7 @@ namespace pyringar {
 struct ProcessGroupOptions {
   std::chrono::nanoseconds timeout{};
   bool checks_digests = false;
+  bool compares_shapes = true;  // or only numbers of elements, which correspond by index
   OnNap on_nap = &ignore_naps;
 };
 
@@ -76,6 +77,10 @@ class ProcessGroup {
   bool end_calls(bool leaves_at_once);
   // The same, then leaves the group. Unless it was false: then the next close() does.
   bool close(bool leaves_at_once = false);
+  // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
+  void check_peers(const std::vector<int>& peers) const;
+  void set_timeout(std::chrono::nanoseconds timeout) { watch_.set_timeout(timeout); }
+  bool compares_shapes() const { return compares_shapes_; }
   ProcessStats stats();
   ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
     return plan_all_reduce(bytes, dtype, wants_ring, segment_);
@@ -116,6 +121,7 @@ class ProcessGroup {
   const Segment segment_;
   const int rank_;
   const bool checks_digests_;
+  const bool compares_shapes_;
   const std::uint32_t fork_generation_;
   const OnNap on_nap_;
 

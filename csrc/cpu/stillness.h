@@ -8,11 +8,12 @@
 //           itself, or does something else, is not held against the others. And it counts anew
 //           whenever the one who waits has moved, since others may have waited for that.
 //           A rank that stands still is found within the timeout and two naps.
-// Threads   one thread at a time.
+// Threads   one thread at a time; any may set the timeout.
 // Tests     tests/cpp/stillness_test.cpp, tests/test_deadlines.py
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <vector>
@@ -30,10 +31,14 @@ class Stillness {
   Stillness(int world_size, std::chrono::nanoseconds timeout)
       : timeout_(timeout), seen_(static_cast<std::size_t>(world_size)) {}
 
-  std::chrono::nanoseconds timeout() const { return timeout_; }
+  std::chrono::nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
+  // From any thread.
+  void set_timeout(std::chrono::nanoseconds timeout) {
+    timeout_.store(timeout, std::memory_order_relaxed);
+  }
   // How long to sleep between two looks.
   std::chrono::nanoseconds nap() const {
-    return std::clamp<std::chrono::nanoseconds>(timeout_ / 4, std::chrono::milliseconds(1),
+    return std::clamp<std::chrono::nanoseconds>(timeout() / 4, std::chrono::milliseconds(1),
                                                 std::chrono::milliseconds(50));
   }
 
@@ -65,10 +70,10 @@ class Stillness {
   }
 
   std::chrono::nanoseconds still(int rank) const { return at(rank).still; }
-  bool is_late(int rank) const { return still(rank) >= timeout_; }
+  bool is_late(int rank) const { return still(rank) >= timeout(); }
   bool all_are_late() const {
     return std::all_of(seen_.begin(), seen_.end(),
-                       [this](const Seen& seen) { return seen.still >= timeout_; });
+                       [this](const Seen& seen) { return seen.still >= timeout(); });
   }
   // When a look found that the rank had moved; the clock's zero if none has.
   Clock::time_point moved_at(int rank) const { return at(rank).moved_at; }
@@ -81,7 +86,7 @@ class Stillness {
   };
   const Seen& at(int rank) const { return seen_[static_cast<std::size_t>(rank)]; }
 
-  const std::chrono::nanoseconds timeout_;
+  std::atomic<std::chrono::nanoseconds> timeout_;
   std::vector<Seen> seen_;
   bool has_looked_ = false;
   Clock::time_point last_look_{};

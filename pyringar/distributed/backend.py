@@ -7,7 +7,6 @@ body, :class:`pyringar.distributed.collectives.Collectives`.
 
 from __future__ import annotations
 
-import atexit
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,8 @@ from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.inner import InnerBackends
 from pyringar.distributed.work import Completer, DoneWork
+from pyringar.errors import UnsupportedError
+from pyringar.exits import close_at_exit, is_inherited
 
 __all__ = ["NAME", "register"]
 
@@ -32,15 +33,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 _living: set[Any] = set()
 
 
-def _close_all() -> None:
-    # Threads of gloo's and of ours that outlive the interpreter would abort the process.
-    for group in list(_living):
-        group.shutdown()
-
-
-atexit.register(_close_all)
-
-
 class _Group(Collectives):
     """What both ways share: how a group is made, named and ended."""
 
@@ -48,7 +40,9 @@ class _Group(Collectives):
         self._global_ranks = list(options.global_ranks_in_group)
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
-        inner = InnerBackends(store, rank, size, options.timeout, self._backend_for)
+        inner = InnerBackends(
+            *(store, rank, size, options.timeout, self._backend_for), set_timeout=self.set_timeout
+        )
         try:
             seconds = options.timeout.total_seconds()
             comm = make_communicator(store, rank, size, seconds, options.group_id)
@@ -57,6 +51,8 @@ class _Group(Collectives):
             raise
         super()._init_collectives(comm, inner, Completer(f"of group {options.group_id}"))
         _living.add(self)
+        # Threads of gloo's and of ours that outlive the interpreter would abort the process.
+        close_at_exit(self, _Group.shutdown)
 
     def _backend_for(self, device: str) -> str | None:
         """The backend that the user asked for, for tensors on another type of device."""
@@ -71,19 +67,34 @@ class _Group(Collectives):
         return NAME
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For what is handed to other backends; the engine keeps the one it was made with."""
+        """For all calls to come, the engine's and those of other backends."""
+        self._timeout = timeout
+        self._comm.set_timeout(timeout.total_seconds())
         self._inner.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again."""
-        self._comm.close()
+        if is_inherited(self):
+            return
+        try:
+            self._inner.finish()
+            self._comm.close()
+        except BaseException:  # Ctrl-C, while it waited for others
+            self.abort()
+            raise
+        self._end()
+
+    def abort(self) -> None:
+        """Fail what runs, here and on the other ranks, then leave the group."""
+        if is_inherited(self):
+            return
+        self._comm.abort()
+        self._end()
+
+    def _end(self) -> None:
         self._completer.close()
         self._inner.close()
         _living.discard(self)
-
-    def abort(self) -> None:
-        """:meth:`shutdown`."""
-        self.shutdown()
 
     def setSequenceNumberForGroup(self) -> None:  # noqa: N802
         """The engine counts calls itself, and compares the counts of all ranks."""
@@ -121,6 +132,19 @@ class RingarBackend(_Group, _Backend):  # type: ignore[misc]
     def options(self) -> Any:
         """The timeout; torch asks."""
         return self._options
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Refuse, before anything is received: torch would not learn from whom.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "recv: backend ringar needs src, expected a rank: torch does not ask a backend written "
+            "in Python which rank a message came from"
+        )
+
+    recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
 
     # Without these torch asks us, and we torch, without end.
     supports_splitting = False

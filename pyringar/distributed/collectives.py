@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from pyringar.call import OPS
-from pyringar.distributed.convert import NATIVE, as_bytes, for_copy, for_reduction
+from pyringar.distributed.convert import NATIVE, for_copy, for_reduction
+from pyringar.distributed.delegated import Delegated, WatchedPart, by_any_name, given_or_default
 from pyringar.distributed.inner import InnerBackends
-from pyringar.distributed.work import Completer, DelegatedPart, DoneWork, Part, PendingWork
+from pyringar.distributed.work import Completer, DoneWork, Part, PendingWork
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = ["Collectives"]
@@ -47,7 +48,7 @@ def _op_name(reduce_op: Any, operation: str) -> str:
     )
 
 
-class Collectives:
+class Collectives(Delegated):
     """What torch calls, by torch's names and with its arguments.
 
     Tensors lie on the CPU, in any layout without overlap, and have any dtype that torch.distributed
@@ -61,10 +62,6 @@ class Collectives:
     Cost: as :class:`pyringar.ProcessCommunicator`'s calls. Lists of tensors to gather into or
     scatter from are copied once more than the ``_into_tensor`` and ``_tensor`` forms.
     """
-
-    _comm: Any
-    _inner: InnerBackends
-    _completer: Completer
 
     def _init_collectives(self, comm: Any, inner: InnerBackends, completer: Completer) -> None:
         self._comm = comm
@@ -119,7 +116,11 @@ class Collectives:
         if whole is not tensor:
             finishes.insert(0, lambda: tensor.copy_(whole))
         gloo = self._inner.for_tensors([whole], "all_reduce")
-        return DelegatedPart(gloo.allreduce([whole], opts))
+        part = WatchedPart(
+            self._comm, "all_reduce", self._others(), lambda: gloo.allreduce([whole], opts)
+        )
+        self._inner.add(part)
+        return part
 
     # -- broadcast, barrier ------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Collectives:
             return DoneWork(output)
         if _are_elsewhere([output, input]):
             inner = self._inner.for_tensors([input], "all_gather")
-            return inner._allgather_base(output, input, _given(opts, "AllgatherOptions"))
+            return inner._allgather_base(output, input, given_or_default(opts, "AllgatherOptions"))
         parts: list[Part] = []
         finishes: list[Finish] = []
         self._gather_into(output, input, parts, finishes)
@@ -187,9 +188,9 @@ class Collectives:
         _check_pairs(outputs, inputs, "all_gather_into_tensor_coalesced")
         if _are_elsewhere([*outputs, *inputs]):
             inner = self._inner.for_tensors(inputs, "all_gather_into_tensor_coalesced")
-            return _by_any_name(
+            return by_any_name(
                 inner, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
-            )(outputs, inputs, _given(opts, "AllgatherOptions"))
+            )(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
         parts: list[Part] = []
         finishes: list[Finish] = []
         for output, input in zip(outputs, inputs, strict=True):
@@ -212,7 +213,7 @@ class Collectives:
         _check_pairs(outputs, inputs, "all_gather")
         if _are_elsewhere(inputs):
             inner = self._inner.for_tensors(inputs, "all_gather")
-            return inner.allgather(outputs, inputs, _given(opts, "AllgatherOptions"))
+            return inner.allgather(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
         parts: list[Part] = []
         finishes: list[Finish] = []
         for row, input in zip(outputs, inputs, strict=True):
@@ -276,7 +277,7 @@ class Collectives:
             input: ``size * n`` elements; part ``r`` is for rank ``r``.
             opts: ``ReduceScatterOptions``.
         """
-        opts = _given(opts, "ReduceScatterOptions")
+        opts = given_or_default(opts, "ReduceScatterOptions")
         op = _op_name(opts.reduceOp, "reduce_scatter")
         if not opts.asyncOp and op in OPS and _is_plain(output) and _is_plain(input):
             self._comm.reduce_scatter(output, _apart(input, output), op)
@@ -295,11 +296,11 @@ class Collectives:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         """:meth:`reduce_scatter_single` of each pair."""
-        opts = _given(opts, "ReduceScatterOptions")
+        opts = given_or_default(opts, "ReduceScatterOptions")
         _check_pairs(outputs, inputs, "reduce_scatter_tensor_coalesced")
         if _are_elsewhere([*outputs, *inputs]):
             inner = self._inner.for_tensors(inputs, "reduce_scatter_tensor_coalesced")
-            return _by_any_name(
+            return by_any_name(
                 inner, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             )(outputs, inputs, opts)
         op = _op_name(opts.reduceOp, "reduce_scatter_tensor_coalesced")
@@ -408,55 +409,6 @@ class Collectives:
             lambda: target.copy_(flat[begin : begin + target.numel()].view(target.shape))
         )
 
-    # -- handed to another backend -----------------------------------------------------------------
-
-    def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Any:
-        """Handed to gloo, or to the backend for the tensors' device; so are all below."""
-        return self._inner.for_tensors(tensors, "reduce").reduce(tensors, opts, *more)
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Any dtype; bytes are moved."""
-        inner = self._inner.for_tensors(inputs, "gather")
-        rows = [[_movable(t) for t in row] for row in outputs]
-        return inner.gather(rows, [_movable(t) for t in inputs], opts, *more)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Any dtype; bytes are moved."""
-        inner = self._inner.for_tensors(outputs, "scatter")
-        rows = [[_movable(t) for t in row] for row in inputs]
-        return inner.scatter([_movable(t) for t in outputs], rows, opts, *more)
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Any dtype; bytes are moved."""
-        opts = _given(opts, "AllToAllOptions")
-        outs, ins = [_movable(t) for t in outputs], [_movable(t) for t in inputs]
-        return self._inner.for_tensors(outputs, "all_to_all").alltoall(outs, ins, opts, *more)
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Any:
-        """Any dtype; bytes are moved."""
-        inner = self._inner.for_tensors([output], "all_to_all_single")
-        opts = _given(opts, "AllToAllOptions")
-        call = _by_any_name(inner, "all_to_all_single", "alltoall_base")
-        return call(_movable(output), _movable(input), out_splits, in_splits, opts)
-
-    all_to_all_single = alltoall_base
-
-    def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
-        """Any dtype."""
-        return self._inner.for_tensors(tensors, "send").send(tensors, rank, tag)
-
-    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
-        """Any dtype."""
-        return self._inner.for_tensors(tensors, "recv").recv(tensors, rank, tag)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Any dtype."""
-        return self._inner.for_tensors(tensors, "recv").recv_anysource(tensors, tag)
-
-    recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
-
     # -- helpers -----------------------------------------------------------------------------------
 
     def _pending(self, parts: Sequence[Part], results: Any, finish: Finish | None = None) -> Any:
@@ -516,10 +468,6 @@ def _is_async(opts: Any) -> bool:
     return opts is None or bool(opts.asyncOp)
 
 
-def _given(opts: Any, kind: str) -> Any:
-    return getattr(c10d, kind)() if opts is None else opts
-
-
 def _reduce_options(options: Any, reduce_op: Any) -> Any:
     if reduce_op is not None:
         options.reduceOp = reduce_op
@@ -531,17 +479,3 @@ def _check_pairs(outputs: Sequence[Any], inputs: Sequence[Any], operation: str) 
         raise ArgumentError(
             f"{operation}: {len(outputs)} outputs and {len(inputs)} inputs, expected one each"
         )
-
-
-def _movable(tensor: Tensor) -> Tensor:
-    """A tensor that gloo can move: as it is, or its bytes, with the same first dimension."""
-    is_movable = tensor.dtype in NATIVE or not tensor.is_contiguous()
-    return tensor if is_movable or tensor.device.type != "cpu" else as_bytes(tensor)
-
-
-def _by_any_name(inner: Any, *names: str) -> Any:
-    """A method that has another name in older versions of torch."""
-    for name in names:
-        if hasattr(inner, name):
-            return getattr(inner, name)
-    raise UnsupportedError(f"this torch's {type(inner).__name__} has no {names[-1]}")

@@ -3,8 +3,6 @@
 No string annotations here: torch reads those of a hook and takes no strings.
 """
 
-import atexit
-import weakref
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.futures import Future
 from pyringar.call import check_choice, check_timeout
 from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.work import Completer, PendingWork
+from pyringar.exits import close_at_exit, is_inherited
 from pyringar.rendezvous import default_store
 
 __all__ = ["HookState", "ddp_hook"]
@@ -40,7 +39,7 @@ class HookState:
         self._comm = comm
         self._owns_comm = comm is None
         self._completer = Completer("of ddp_hook")
-        _living.add(self)
+        close_at_exit(self, HookState.close)
 
     @property
     def comm(self) -> Any:
@@ -61,20 +60,11 @@ class HookState:
 
     def close(self) -> None:
         """Wait for what runs, then leave the communicator made here. Runs at exit by itself."""
+        if is_inherited(self):
+            return
         if self._owns_comm and self._comm is not None:
             self._comm.close()
         self._completer.close()
-
-
-_living: weakref.WeakSet[HookState] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for state in list(_living):
-        state.close()
-
-
-atexit.register(_close_all)
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:

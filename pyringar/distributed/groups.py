@@ -14,6 +14,8 @@ def make_communicator(
 ) -> ProcessCommunicator:
     """This rank's communicator; all ranks of the group call it.
 
+    Tensors correspond by the index of their elements, as torch.distributed has it.
+
     Args:
         store: A torch.distributed store that all ranks share.
         rank: This process's rank.
@@ -25,4 +27,4 @@ def make_communicator(
         ArgumentError: The ranks are on several machines.
         PeerLostError, CollectiveTimeout, RingarError: As :class:`ProcessCommunicator`.
     """
-    return ProcessCommunicator(store, rank, size, name=name, timeout=timeout)
+    return ProcessCommunicator(store, rank, size, name=name, timeout=timeout, compares_shapes=False)

@@ -7,11 +7,9 @@ hands 1 / L of its bytes to the network.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,6 +30,7 @@ from pyringar.call import (
 from pyringar.distributed.inter import Inter, TorchInter, Wait
 from pyringar.distributed.packing import Job, check_tensor, describe, divide, views_of, wide
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
+from pyringar.exits import close_at_exit, is_inherited
 from pyringar.process_communicator import ProcessCommunicator
 from pyringar.rendezvous import Member, Rendezvous, default_store
 from pyringar.topology import Plan
@@ -40,17 +39,6 @@ __all__ = ["HierarchicalCommunicator", "communicator_for"]
 
 _PIECE_BYTES = 4 * 2**20
 Tensors = Tensor | Sequence[Tensor]
-
-_living: weakref.WeakSet[HierarchicalCommunicator] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    # gloo's threads must end before the interpreter does.
-    for communicator in list(_living):
-        communicator.close()
-
-
-atexit.register(_close_all)
 
 
 def communicator_for(
@@ -178,11 +166,11 @@ class HierarchicalCommunicator(Closing):
         self._inter = inter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyringar-machines")
         self._lock = threading.Lock()
-        self._failure = ""
+        self._failure: BaseException | None = None
         self._is_closed = False
         self._stats = {"hierarchical": {"calls": 0, "bytes": 0, "busy_s": 0.0}}
         self._stats["inter"] = {"calls": 0, "bytes": 0}
-        _living.add(self)
+        close_at_exit(self, HierarchicalCommunicator.close)  # gloo's threads must end before
 
     @property
     def rank(self) -> int:
@@ -346,6 +334,8 @@ class HierarchicalCommunicator(Closing):
 
         Other ranks that go on calling get a :class:`PeerLostError`.
         """
+        if is_inherited(self):
+            return
         self._is_closed = True
         self._thread.shutdown(wait=True)
         self._intra.close()
@@ -364,6 +354,11 @@ class HierarchicalCommunicator(Closing):
     def _submit(
         self, what: str, call: Callable[[], None], keep_alive: object, async_op: bool
     ) -> Work | None:
+        if is_inherited(self):
+            raise RingarError(
+                "this communicator was made before fork() and is the parent process's rank. Make a "
+                "new one in the child"
+            )
         if self._is_closed:
             raise RingarError("this communicator is closed")
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
@@ -374,22 +369,23 @@ class HierarchicalCommunicator(Closing):
         return None
 
     def _run(self, what: str, call: Callable[[], None]) -> None:
-        if self._failure:
-            raise RingarError(
-                f"this communicator failed before and cannot be used again: {self._failure}"
-            )
+        if self._failure is not None:
+            kind = type(self._failure) if isinstance(self._failure, RingarError) else RingarError
+            why = str(self._failure) or type(self._failure).__name__
+            raise kind(f"this communicator failed before and cannot be used again: {why}")
         began = time.perf_counter()
         try:
             with torch.no_grad():
                 call()
         except BaseException as error:
-            self._failure = str(error)
+            is_wire = isinstance(error, RuntimeError) and not isinstance(error, RingarError)
+            self._failure = self._wire_error(what, error) if is_wire else error
             self._intra.close()  # those who wait for this rank are told, in the machine
             if self._inter is not None:  # and on the others
                 self._inter.abort()
-            if isinstance(error, RingarError) or not isinstance(error, RuntimeError):
+            if self._failure is error:
                 raise
-            raise self._wire_error(what, error) from error
+            raise self._failure from error
         with self._lock:
             row = self._stats["hierarchical"]
             row["calls"] += 1
@@ -405,7 +401,7 @@ class HierarchicalCommunicator(Closing):
                 f"{self._nodes[self._node]} count from 0 in what follows: {error}"
             ) from error
 
-    def _wire_error(self, what: str, error: RuntimeError) -> RingarError:
+    def _wire_error(self, what: str, error: BaseException) -> RingarError:
         others = [ranks[self._local_rank] for ranks in self._nodes]
         text = (
             f"{what} over {len(self._nodes)} machines: rank {self._rank} waited for ranks "

@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.distributed.work import Part
 from pyringar.errors import RingarError, UnsupportedError
+from pyringar.exits import close_at_exit, is_inherited, never_destroy
 
 __all__ = ["InnerBackends"]
 
@@ -28,6 +30,7 @@ class InnerBackends:
         size: Number of ranks.
         timeout: For all calls.
         backend_of: The backend that the user asked for, by device type; None: none.
+        set_timeout: The group's own: torch up to 2.13 gives a new timeout to its gloo alone.
     """
 
     def __init__(
@@ -37,15 +40,18 @@ class InnerBackends:
         size: int,
         timeout: timedelta,
         backend_of: Callable[[str], str | None],
+        set_timeout: Callable[[timedelta], None],
     ) -> None:
         self._place = (store, rank, size, timeout)
         self._backend_of = backend_of
         self._gloo: Any = None
         self._nccl: Any = None
+        self._under_way: list[Part] = []
         self._is_closed = False
         self._error: Exception | None = None
         try:
-            self._gloo = _make_gloo(*self._place)
+            self._gloo = _make_gloo(*self._place, set_timeout)
+            close_at_exit(self, InnerBackends.close)
         except Exception as error:  # raised when it is needed: many programs never do
             self._error = error
 
@@ -89,17 +95,43 @@ class InnerBackends:
             if inner is not None:
                 inner.set_timeout(timeout)
 
+    def add(self, part: Part) -> None:
+        """Take note of a call of gloo's that runs."""
+        self._under_way = [p for p in self._under_way if not p.is_completed()]
+        self._under_way.append(part)
+
+    def finish(self) -> None:
+        """Wait until gloo's calls are done, or fail."""
+        for part in self._under_way:
+            with contextlib.suppress(RuntimeError):  # its work has it
+                part.wait()
+
     def close(self) -> None:
-        """Let both go: held at exit, gloo's threads would abort the process."""
+        """Let both go: held at exit, gloo's threads would abort the process.
+
+        A gloo with a call that still runs is left in memory: to destroy it is to wait for the call,
+        without letting Python run.
+        """
+        if is_inherited(self):
+            return
         self._is_closed = True
+        if not all(part.is_completed() for part in self._under_way):
+            never_destroy(self._gloo)
         self._gloo = None
+        self._under_way = []
         if self._nccl is not None:
             with contextlib.suppress(RuntimeError):
                 self._nccl.shutdown()
             self._nccl = None
 
 
-def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_gloo(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    set_timeout: Callable[[timedelta], None],
+) -> Any:
     if not dist.is_gloo_available():
         raise UnsupportedError("this torch was built without it")
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
@@ -109,7 +141,12 @@ def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     options._threads = 2
     options._devices = [kind.create_default_device(lazy_init=True)]
-    return kind(PrefixStore("gloo/", store), rank, size, options)
+
+    class Gloo(kind):  # type: ignore[misc]
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            set_timeout(timeout)
+
+    return Gloo(PrefixStore("gloo/", store), rank, size, options)
 
 
 def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -89,7 +90,16 @@ class TorchInter:
         """As :class:`Inter` has it."""
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, _OPS[op])
-        return self._waiter(self._group.allreduce([tensor], options))
+        if op not in ("max", "min") or not tensor.is_floating_point():
+            return self._waiter(self._group.allreduce([tensor], options))
+        image = _as_integers(tensor, op)  # backends lose NaNs
+        arrived = self._waiter(self._group.allreduce([image], options))
+
+        def wait() -> None:
+            arrived()
+            tensor.copy_(_flip_negative(image).view(tensor.dtype))
+
+        return wait
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """As :class:`Inter` has it."""
@@ -127,6 +137,18 @@ class TorchInter:
         if group is not None and dist.is_initialized():
             with suppress(RuntimeError, ValueError, AssertionError):  # it is none of its groups
                 dist.destroy_process_group(group)
+
+
+def _as_integers(floats: Tensor, op: str) -> Tensor:
+    """Integers in the order of the floats, in which a NaN is the most, or for ``min`` the least."""
+    kind = {4: torch.int32, 8: torch.int64}[floats.itemsize]
+    extreme = torch.iinfo(kind).max if op == "max" else torch.iinfo(kind).min
+    return _flip_negative(floats.view(kind)).masked_fill_(floats.isnan(), extreme)
+
+
+def _flip_negative(bits: Tensor) -> Tensor:
+    """Turn the order of negative numbers round, sign apart: there and back."""
+    return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)
 
 
 def _new_groups(

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.futures import Future
 
-__all__ = ["Completer", "DelegatedPart", "DoneWork", "Part", "PendingWork"]
+__all__ = ["Completer", "DoneWork", "Part", "PendingWork"]
 
 # Parts end by the deadlines of the engines that run them; this one is for a bug.
 _FOREVER_S = 1e8
@@ -32,21 +32,6 @@ class Part(Protocol):
 
     def is_completed(self) -> bool:
         """Whether it is done. Never blocks."""
-
-
-class DelegatedPart:
-    """A work of another backend as a :class:`Part`."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, timeout: float | None = None) -> object:
-        """As there; its own deadline counts."""
-        return self._work.wait()
-
-    def is_completed(self) -> bool:
-        """As there."""
-        return bool(self._work.is_completed())
 
 
 class DoneWork(_BaseWork):  # type: ignore[misc]

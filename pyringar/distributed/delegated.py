@@ -1,0 +1,301 @@
+"""Calls handed to gloo, which waits 30 s for a rank that is gone and names none: so we look."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from pyringar.distributed.convert import NATIVE, as_bytes
+from pyringar.distributed.inner import InnerBackends
+from pyringar.distributed.work import Completer, PendingWork
+from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
+
+__all__ = ["Delegated", "WatchedPart", "by_any_name", "given_or_default"]
+
+_LOOK = timedelta(milliseconds=200)
+# What a rank sent before it went is on its way for less than this.
+_GRACE_S = 1.0
+
+
+class WatchedPart:
+    """A call of gloo's that runs, as a :class:`pyringar.distributed.work.Part`.
+
+    Args:
+        comm: The group's communicator: knows who is there.
+        operation: For messages.
+        peers: The ranks without which the call cannot end.
+        begin: Begins it; returns gloo's work.
+        is_message: A send or receive: gloo breaks these off when a wait for them times out.
+
+    Raises:
+        PeerLostError: One of ``peers`` is gone already.
+        RingarError: The group has failed, or is closed.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        operation: str,
+        peers: Sequence[int],
+        begin: Callable[[], Any],
+        *,
+        is_message: bool = False,
+    ) -> None:
+        self._comm = comm
+        self._operation = f"{operation} over {comm.world_size} ranks"
+        self._peers = [rank for rank in peers if rank != comm.rank]
+        self._is_message = is_message
+        self._gone_since = 0.0
+        self._check(self._peers)
+        try:
+            self.work = begin()
+        except RuntimeError:
+            self._check(self._peers)  # a message that could not connect, or an argument
+            raise
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Block until it is done.
+
+        Args:
+            timeout: Seconds; None: the group's own deadlines count.
+
+        Raises:
+            PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
+            RingarError: The group was aborted.
+        """
+        ends = time.monotonic() + (float("inf") if timeout is None else timeout)
+        try:
+            while not self._is_done_soon(ends):
+                if time.monotonic() > ends:
+                    raise CollectiveTimeout(f"{self._operation} is not done after {timeout} s")
+                self._check_while_waiting()
+        except (PeerLostError, CollectiveTimeout):
+            raise
+        except RuntimeError as error:
+            if "/transport/" not in str(error):  # not what gloo says of a connection
+                raise
+            raise self._named(error) from error
+        return True
+
+    def _is_done_soon(self, ends: float) -> bool:
+        if self._is_message:
+            self.work.wait()
+            return True
+        left = max(0.001, min(_LOOK.total_seconds(), ends - time.monotonic()))
+        try:
+            self.work.wait(timedelta(seconds=left))
+        except RuntimeError:
+            if self.work.is_completed():  # its own error, else it is not done yet
+                raise
+            return False
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done. Never blocks."""
+        return bool(self.work.is_completed())
+
+    def _check(self, peers: Sequence[int]) -> None:
+        try:
+            self._comm.check_peers(peers)
+        except PeerLostError as error:
+            raise PeerLostError(f"{self._operation}: {error}") from None
+
+    def _check_while_waiting(self) -> None:
+        """Some ranks may have done their part and gone, while others are late."""
+        self._check([])
+        try:
+            self._check(self._peers)
+        except PeerLostError:
+            now = time.monotonic()
+            self._gone_since = self._gone_since or now
+            is_alone = len(self._peers) == 1
+            if now - self._gone_since > (_GRACE_S if is_alone else self._comm.timeout_s):
+                raise
+
+    def _named(self, error: RuntimeError) -> RuntimeError:
+        is_late = "timed out" in str(error).lower()
+        ends = time.monotonic() + (0 if is_late else _GRACE_S)
+        while True:  # a process closes its connections before it is gone
+            try:
+                self._check(self._peers)
+            except RuntimeError as cause:
+                return cause
+            if time.monotonic() >= ends:
+                break
+            time.sleep(0.05)
+        text = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}: {error}"
+        return CollectiveTimeout(text) if is_late else PeerLostError(text)
+
+
+class _DelegatedWork(PendingWork):
+    """The work of one call of gloo's.
+
+    Args:
+        completer: As :class:`PendingWork` has it.
+        part: The call.
+        results: The tensors that hold the result in the end.
+    """
+
+    def __init__(self, completer: Completer, part: WatchedPart, results: Any) -> None:
+        super().__init__(completer, (part,), results)
+        self._handed_over = part.work
+
+    def _source_rank(self) -> int:
+        """The rank that a message received from any came from."""
+        rank: int = self._handed_over._source_rank()
+        return rank
+
+
+class Delegated:
+    """The calls of a process group that the engine does not know."""
+
+    _comm: Any
+    _inner: InnerBackends
+    _completer: Completer
+    _timeout: timedelta
+
+    def reduce(self, tensors: Any, opts: Any, *more: Any) -> Any:
+        """Handed to gloo, or to the backend for the tensors' device; so are all below."""
+        return self._hand_over(
+            "reduce", tensors, lambda inner: inner.reduce(tensors, opts, *more), tensors
+        )
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
+        """Any dtype; bytes are moved."""
+        rows = [[_movable(t) for t in row] for row in outputs]
+        moved = [_movable(t) for t in inputs]
+        gathered = outputs[0] if outputs else []  # as gloo's future has it
+        return self._hand_over(
+            *("gather", inputs, lambda inner: inner.gather(rows, moved, opts, *more), gathered),
+            peers=self._others(opts.rootRank),
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
+        """Any dtype; bytes are moved."""
+        rows = [[_movable(t) for t in row] for row in inputs]
+        moved = [_movable(t) for t in outputs]
+        return self._hand_over(
+            *("scatter", outputs, lambda inner: inner.scatter(moved, rows, opts, *more), outputs),
+            peers=self._others(opts.rootRank),
+        )
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
+        """Any dtype; bytes are moved."""
+        opts = given_or_default(opts, "AllToAllOptions")
+        outs, ins = [_movable(t) for t in outputs], [_movable(t) for t in inputs]
+        return self._hand_over(
+            "all_to_all", outputs, lambda inner: inner.alltoall(outs, ins, opts, *more), outputs
+        )
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
+    ) -> Any:
+        """Any dtype; bytes are moved."""
+        opts = given_or_default(opts, "AllToAllOptions")
+
+        def begin(inner: Any) -> Any:
+            call = by_any_name(inner, "all_to_all_single", "alltoall_base")
+            return call(_movable(output), _movable(input), out_splits, in_splits, opts)
+
+        return self._hand_over("all_to_all_single", [output], begin, output)
+
+    all_to_all_single = alltoall_base
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        """Any dtype."""
+        return self._hand_over(
+            *("send", tensors, lambda inner: inner.send(tensors, rank, tag), tensors),
+            peers=[rank],
+            is_message=True,
+        )
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        """Any dtype."""
+        return self._hand_over(
+            *("recv", tensors, lambda inner: inner.recv(tensors, rank, tag), tensors),
+            peers=[rank],
+            is_message=True,
+        )
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Any dtype."""
+        return self._hand_over(
+            *("recv", tensors, lambda inner: inner.recv_anysource(tensors, tag), tensors),
+            peers=[],
+            is_message=True,
+        )
+
+    recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called it; raise on rank 0 if some have not, naming them.
+
+        Args:
+            timeout: Instead of the group's; torch's own ProcessGroup gives ``BarrierOptions``.
+            wait_all_ranks: Name all that are missing, and not only the first.
+
+        Raises:
+            CollectiveTimeout: Some ranks, which it names, have not called it in time.
+        """
+        gloo = self._inner.for_device("cpu", "monitored_barrier")
+        limit = getattr(timeout, "timeout", timeout)
+        if limit is None or limit < timedelta(0):  # torch's sign for none
+            limit = self._timeout
+        try:
+            gloo.monitored_barrier(limit, wait_all_ranks)
+        except RuntimeError as error:
+            text = f"monitored_barrier over {self._comm.world_size} ranks: {error}"
+            raise CollectiveTimeout(text) from error
+
+    def _hand_over(
+        self,
+        operation: str,
+        tensors: Sequence[Tensor],
+        begin: Callable[[Any], Any],
+        results: Any,
+        *,
+        peers: Sequence[int] | None = None,
+        is_message: bool = False,
+    ) -> Any:
+        """The work of a call that another backend begins; ``peers`` are all ranks if not given."""
+        inner = self._inner.for_tensors(tensors, operation)
+        if tensors and tensors[0].device.type != "cpu":
+            return begin(inner)
+        part = WatchedPart(
+            *(self._comm, operation, self._others() if peers is None else peers),
+            lambda: begin(inner),
+            is_message=is_message,
+        )
+        if not is_message:
+            self._inner.add(part)
+        return _DelegatedWork(self._completer, part, results)
+
+    def _others(self, root: int | None = None) -> Sequence[int]:
+        """The ranks that this one needs: all, or where the others are the root's affair, it."""
+        if root is None or root == self._comm.rank:
+            return range(self._comm.world_size)
+        return [root]
+
+
+def given_or_default(opts: Any, kind: str) -> Any:
+    """The options of a call, if there are some, or those of this class of torch's."""
+    return getattr(c10d, kind)() if opts is None else opts
+
+
+def by_any_name(inner: Any, *names: str) -> Any:
+    """A method that has another name in older versions of torch."""
+    for name in names:
+        if hasattr(inner, name):
+            return getattr(inner, name)
+    raise UnsupportedError(f"this torch's {type(inner).__name__} has no {names[-1]}")
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """A tensor that gloo can move: as it is, or its bytes, with the same first dimension."""
+    is_movable = tensor.dtype in NATIVE or not tensor.is_contiguous()
+    return tensor if is_movable or tensor.device.type != "cpu" else as_bytes(tensor)

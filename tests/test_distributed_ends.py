@@ -1,0 +1,181 @@
+"""Does a call of torch.distributed end when a rank is gone, the group aborted, or its time up?"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import process_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_faults import error_of
+
+DELEGATED = {
+    "all_to_all": lambda x: dist.all_to_all_single(torch.empty(4), x),
+    "async": lambda x: dist.all_to_all_single(torch.empty(4), x, async_op=True).wait(),
+    "future": lambda x: (
+        dist.all_to_all_single(torch.empty(4), x, async_op=True).get_future().wait()
+    ),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "gather": lambda x: dist.gather(x, [torch.empty(4), torch.empty(4)], dst=0),
+    "band": lambda x: dist.all_reduce(x.int(), dist.ReduceOp.BAND),
+    "send": lambda x: dist.send(x, 1),
+    "recv": lambda x: dist.recv(x, 1),
+}
+
+
+def gone_before(rank: int, size: int) -> Any:
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while error_of(dist.barrier)[0] == "none" and time.monotonic() < deadline:
+        pass  # it is not quite dead
+    x = torch.arange(4.0)
+    return {name: error_of(functools.partial(call, x)) for name, call in DELEGATED.items()}
+
+
+def gone_meanwhile(rank: int, size: int) -> Any:
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        time.sleep(1)  # the other waits for a connection then
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(lambda: DELEGATED["all_to_all"](torch.arange(4.0)))
+    return error, error_of(dist.destroy_process_group)
+
+
+def test_what_gloo_does_ends_when_a_rank_was_gone_before():
+    survivor, _ = process_ranks.run(gone_before, 2)
+    assert set(survivor) == set(DELEGATED), survivor
+    for name, (kind, _, text, seconds) in survivor.items():
+        assert "PeerLostError" in kind + text, (name, kind, text)
+        assert "rank 1 (process" in text, text
+        assert seconds < 10, "gloo alone takes 30 s"
+
+
+def test_what_gloo_does_ends_when_a_rank_goes():
+    survivor, _ = process_ranks.run(gone_meanwhile, 2)
+    assert not isinstance(survivor, str), survivor
+    (kind, _, text, seconds), (destroyed, _, why, destroy_s) = survivor
+    assert kind == "PeerLostError", text
+    assert "all_to_all_single over 2 ranks: rank 1 (process" in text
+    assert seconds < 15, "gloo alone takes 30 s"
+    assert (destroyed, destroy_s < 10) == ("none", True), (why, destroy_s)
+
+
+def wrong_dtype(rank: int, size: int) -> Any:
+    return error_of(lambda: dist.reduce(torch.ones(2, dtype=torch.int16), 0))
+
+
+def test_what_gloo_refuses_is_not_blamed_on_a_rank():
+    for kind, _, text, _ in process_ranks.run(wrong_dtype, 2):
+        assert kind == "RuntimeError", text
+        assert "rank" not in text, text
+
+
+def leave_early(rank: int, size: int) -> Any:
+    """Rank 2 has sent its part, and is gone, when rank 1 comes."""
+    x = torch.arange(2.0) + rank
+    into = [torch.empty(2) for _ in range(size)] if rank == 0 else None
+    if rank == 1:
+        time.sleep(1.5)
+    dist.gather(x, into, dst=0)
+    return [t.tolist() for t in into] if into else None
+
+
+def test_a_rank_that_did_its_part_may_leave():
+    results = process_ranks.run(leave_early, 3)
+    assert results[0] == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]], results
+
+
+def aborted(rank: int, size: int) -> Any:
+    dist.all_reduce(torch.ones(3))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["aborted"], timedelta(seconds=20))
+        return {"peer": error_of(dist.barrier)}
+    errors: dict[str, Any] = {}
+    works = {
+        "engine": dist.all_reduce(torch.ones(4), async_op=True),
+        "queued": dist.broadcast(torch.ones(4), 0, async_op=True),
+        "gloo": dist.all_to_all_single(torch.empty(4), torch.ones(4), async_op=True),
+    }
+
+    def wait_for(name: str) -> None:
+        errors[name] = error_of(works[name].wait)
+
+    threads = [threading.Thread(target=wait_for, args=(name,)) for name in works]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    errors["abort"] = error_of(dist.distributed_c10d._get_default_group().abort)
+    for thread in threads:
+        thread.join(20)
+    store.set("aborted", "")
+    return errors
+
+
+def test_abort_ends_what_waits_here_and_there():
+    first, second = process_ranks.run(aborted, 2)
+    assert not isinstance(first, str), first
+    kind, _, text, seconds = first.pop("abort")
+    assert (kind, seconds < 10) == ("none", True), text
+    assert set(first) == {"engine", "queued", "gloo"}, first
+    for name, (kind, _, text, _) in {**first, **second}.items():
+        assert kind == "RingarError", (name, kind, text)
+        assert name == "gloo" or "rank 0 (process" in text, (name, text)
+        assert name == "gloo" or "aborted" in text, (name, text)
+
+
+def given_less_time(rank: int, size: int, how: str) -> Any:
+    dist.all_reduce(torch.ones(3))
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    if how == "deprecated":
+        set_timeout = dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=1))
+    dist.all_reduce(torch.ones(3))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["late"], timedelta(seconds=35))
+        return None
+    error = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    store.set("late", "")
+    return error
+
+
+@pytest.mark.parametrize("how", ["set_timeout", "deprecated"])
+def test_set_timeout_reaches_the_engine(how):
+    waiter, _ = process_ranks.run(given_less_time, 2, how)
+    kind, _, text, seconds = waiter
+    assert kind == "CollectiveTimeout", waiter
+    assert "for 1 s" in text
+    assert 0.9 < seconds < 15, "not the 30 s that the group was made with"
+
+
+def stays_away(rank: int, size: int) -> Any:
+    refused = error_of(dist.monitored_barrier)
+    if refused[0] != "none":
+        return refused
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        store.wait(["reported"], timedelta(seconds=35))
+        return None
+    error = error_of(
+        lambda: dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=True)
+    )
+    store.set("reported", "")
+    return error
+
+
+def test_monitored_barrier_names_all_who_are_missing():
+    error, *_ = process_ranks.run(stays_away, 3)
+    if error[0] == "ValueError":
+        pytest.skip(f"this torch: {error[2]}")
+    assert error[0] == "CollectiveTimeout", error
+    assert "1, 2" in error[2], error

@@ -1,0 +1,143 @@
+"""Do tensors of equal size and different shape reduce under torch.distributed, as with gloo?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import process_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pyringar as pr
+
+# What ranks 0 and 1 pass; elements correspond by index.
+SHAPES = {
+    "scalar and vector": ((), (1,)),
+    "flat and square": ((4,), (2, 2)),
+    "wide and tall": ((2, 6), (6, 2)),
+    "with ones": ((3, 1, 2), (1, 6)),
+}
+LAYOUTS = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "strided": lambda t: torch.stack([t, t], -1)[..., 0],
+}
+
+
+def filled(rank: int, shape: tuple[int, ...]) -> Tensor:
+    numel = torch.Size(shape).numel()
+    return (torch.arange(numel) * 3 % 17 + 10 * rank).float().reshape(shape)
+
+
+def reduce_and_copy(rank: int, size: int, shapes: Any) -> Any:
+    found = {}
+    for how in ("sync", "async"):
+        reduced, copied = filled(rank, shapes[rank]), filled(rank, shapes[rank])
+        for call in (
+            lambda x=reduced, **k: dist.all_reduce(x, **k),
+            lambda x=copied, **k: dist.broadcast(x, 1, **k),
+        ):
+            if how == "sync":
+                call()
+            else:
+                call(async_op=True).wait()
+        found[how] = reduced.shape, reduced.flatten().tolist(), copied.flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ringar", "gloo"])
+@pytest.mark.parametrize("what", SHAPES)
+def test_shapes(what, backend):
+    shapes = SHAPES[what]
+    results = process_ranks.run(reduce_and_copy, 2, shapes, backend=backend)
+    parts = [filled(rank, shapes[rank]).flatten() for rank in range(2)]
+    for rank, found in enumerate(results):
+        for shape, reduced, copied in found.values():
+            assert shape == torch.Size(shapes[rank])
+            assert reduced == (parts[0] + parts[1]).tolist()
+            assert copied == parts[1].tolist()
+
+
+def reduce_layouts(rank: int, size: int) -> Any:
+    """One rank's elements lie in another order; that of another dtype is copied on the way."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        for dtype in (torch.float32, torch.int16):
+            plain = filled(rank, (3, 4)).to(dtype)
+            for root in (None, 0, 1):
+                x = layout(plain) if rank == 0 else plain.clone()
+                if root is None:
+                    dist.all_reduce(x)
+                else:
+                    dist.broadcast(x, root)
+                found[name, dtype, root] = x.tolist()
+    image = filled(rank, (2, 3, 4, 5))
+    if rank == 1:
+        image = image.to(memory_format=torch.channels_last)
+    dist.all_reduce(image)
+    dist.all_reduce_coalesced([image]) if hasattr(dist, "all_reduce_coalesced") else None
+    found["image"] = image.tolist()
+    return found
+
+
+def test_elements_correspond_by_index_whatever_their_strides():
+    results = process_ranks.run(reduce_layouts, 2)
+    parts = [filled(rank, (3, 4)) for rank in range(2)]
+    image = sum(filled(rank, (2, 3, 4, 5)) for rank in range(2))
+    for found in results:
+        assert not isinstance(found, str), found
+        assert found.pop("image") == (2 * image).tolist()
+        for (name, dtype, root), values in found.items():
+            expected = parts[0] + parts[1] if root is None else parts[root]
+            assert values == expected.to(dtype).tolist(), (name, dtype, root)
+
+
+def expanded(rank: int, size: int) -> Any:
+    x = torch.tensor([1.0 + rank]).expand(4)
+    texts = []
+    for call in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.all_gather_into_tensor(torch.empty(4 * size), x),
+        lambda: dist.reduce_scatter_tensor(torch.empty(4 // size), x),
+    ):
+        with pytest.raises(pr.ArgumentError) as raised:
+            call()
+        texts.append(str(raised.value))
+    whole = x.contiguous()
+    dist.all_reduce(whole)
+    return texts, whole.tolist()
+
+
+def test_expanded_tensors_are_refused_before_other_ranks_are_told():
+    for texts, whole in process_ranks.run(expanded, 2):
+        assert all("expanded" in text for text in texts), texts
+        assert whole == [3.0] * 4, "the group goes on"
+
+
+def differ(rank: int, size: int) -> Any:
+    try:
+        dist.all_reduce(torch.ones(4 + rank))
+    except pr.ArgumentError as error:
+        return str(error)
+    return "no error"
+
+
+def test_sizes_that_differ_are_still_refused():
+    for text in process_ranks.run(differ, 2):
+        assert "4 float32" in text, text
+        assert "5 float32" in text, text
+
+
+def strict(rank: int, size: int) -> Any:
+    comm = pr.ProcessCommunicator(name="strict")
+    try:
+        comm.all_reduce(torch.ones((4,) if rank else (2, 2)))
+    except pr.ArgumentError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_communicator_of_its_own_still_compares_shapes():
+    assert all("4 float32" in text for text in process_ranks.run(strict, 2))

@@ -1,0 +1,159 @@
+"""Is everything closed at exit, newest first, and left alone by a forked child that ends?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CLOSING = """
+import os, sys
+from pyringar.exits import close_at_exit, is_inherited
+
+class Owner:
+    def __init__(self, name):
+        self.name = name
+        close_at_exit(self, Owner.close)
+    def close(self):
+        print("close", self.name, flush=True)
+        if self.name == "b":
+            raise ValueError("in the middle")
+    def __del__(self):
+        print("del", self.name, flush=True)
+
+class Shared:
+    def close(self):
+        print("close shared", os.getpid() == parent, flush=True)
+    def forget(self):
+        print("forget", flush=True)
+
+parent = os.getpid()
+a, b, c = Owner("a"), Owner("b"), Owner("c")
+shared = Shared()
+close_at_exit(shared, Shared.close, in_child=Shared.forget)
+Owner("dropped")
+pid = os.fork()
+if pid == 0:
+    assert is_inherited(a) and not is_inherited(shared)
+    del a
+    own = Owner("child")
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert not is_inherited(a)
+print("parent", flush=True)
+"""
+
+
+def test_newest_first_whatever_one_raises_and_only_by_its_maker():
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    before, parent = done.stdout.split("parent\n")
+    in_child = before.splitlines()
+    assert in_child[:4] == ["del dropped", "forget", "close child", "close shared False"]
+    assert not {"del a", "del b", "del c"} & set(in_child), "threads behind it are the parent's"
+    assert [line for line in parent.splitlines() if line.startswith("close")] == [
+        *("close shared True", "close c", "close b", "close a"),
+    ]
+    assert "in the middle" in done.stderr
+
+
+# Everything of ours that lives in a process, and gloo connected.
+GROUPS = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import pyringar as pr
+import pyringar.distributed as prd
+
+rank, size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+torch.set_num_threads(1)
+
+def store(name):
+    return dist.FileStore(path + name, size)
+
+dist.init_process_group("ringar", store=store("group"), rank=rank, world_size=size)
+x = torch.arange(4.0) + rank
+dist.all_reduce(x)
+dist.reduce(x, 0)
+dist.all_reduce(x, async_op=True).get_future().wait()
+comm = pr.ProcessCommunicator(store("comm"), rank, size)
+state = prd.HookState(comm)
+state.reduce(torch.ones(4)).wait()
+os.environ["PYRINGAR_NODE_ID"] = f"machine {rank}"
+machines = prd.HierarchicalCommunicator(store("machines"), rank, size)
+machines.all_reduce(x)
+pr.allreduce([torch.ones(2), torch.ones(2)])
+pid = os.fork()
+if pid == 0:
+    if how == "exit":
+        sys.exit(0)
+    if how == "destroy":
+        machines.close()
+        state.close()
+        comm.close()
+        dist.destroy_process_group()
+    if how == "use":
+        for call in (dist.all_reduce, lambda t: dist.reduce(t, 0), machines.all_reduce):
+            try:
+                call(x)
+            except pr.RingarError as error:
+                assert "before fork()" in str(error), error
+            else:
+                raise SystemExit("used the parent's rank")
+        ours = [torch.ones(2), torch.ones(2)]
+        pr.allreduce(ours)
+        assert ours[0].tolist() == [2.0, 2.0]
+    # else: the end of the program
+else:
+    deadline = time.monotonic() + 60
+    while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if found[0] == 0:
+        os.kill(pid, 9)
+    assert found == (pid, 0), f"the child: {found}"
+    y = torch.arange(3.0) + rank
+    for reduce in (dist.all_reduce, comm.all_reduce, machines.all_reduce):
+        reduce(y)
+    assert y.tolist() == [size**2 * (i * size + size * (size - 1) / 2) for i in range(3)], y
+    dist.reduce(y, 0)
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "size"), [("end", 1), ("end", 2), ("exit", 2), ("destroy", 2), ("use", 2)]
+)
+def test_a_forked_child_ends_and_its_parent_goes_on(how, size, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(GROUPS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(size), str(tmp_path / "store"), how],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=180)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, text in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, text
+        assert "Traceback" not in text
+        assert "terminate called" not in text
