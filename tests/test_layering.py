@@ -34,6 +34,7 @@ FLOORS = [
     "schedule",
     "topology",
     "interop",
+    "float_mode",
     "reference",
     "call",
     "communicator",
