@@ -155,7 +155,9 @@ class Ranked {
   py::object bind(Prepared prepared) {
     if (py::len(prepared.copies) > 0) {
       fail(ErrorKind::kUnsupported, prepared.collective.operation,
-           ": tensors with gaps between their elements cannot be bound; pass .contiguous() ones");
+           ": tensors with gaps, or that lie otherwise on other ranks, cannot be bound on GPUs; "
+           "pass "
+           ".contiguous() ones");
     }
     py::list storages;
     for (const py::handle tensor : prepared.written) {

@@ -93,6 +93,7 @@ class ProcessGroup {
   };
 
   void run_locked(const ProcessCall& call, bool is_background);
+  bool attempt(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
   void check_ready();
   void check_not_failed() const;

@@ -15,7 +15,7 @@ namespace pyringar {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kPage = 4096;
 // Small enough that what is under way stays in a core's L2: own tensor, own slot, the others'.
 constexpr std::size_t kSlotBytes = 256 * 1024;
@@ -57,7 +57,7 @@ bool CallRecord::agrees(const CallRecord& other) const {
   return sequence == other.sequence && kind == other.kind && op == other.op &&
          dtype == other.dtype && divisor == other.divisor && root == other.root &&
          algorithm == other.algorithm && numel == other.numel && num_tensors == other.num_tensors &&
-         shapes == other.shapes && places == other.places;
+         shapes == other.shapes;
 }
 
 std::string CallRecord::text() const {
