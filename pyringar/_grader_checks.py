@@ -45,6 +45,13 @@ _LAYOUTS = {
     ),
 }
 
+# Rank r has the layout r modulo how many there are.
+_MIXES = {
+    "contiguous beside transposed": ("contiguous", "transposed"),
+    "contiguous beside channels_last": ("contiguous", "channels_last"),
+    "inner columns beside contiguous": ("inner columns", "contiguous", "slice of a buffer"),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -110,15 +117,17 @@ class Call:
 
     def __init__(self, case: Case, devices: Sequence[torch.device]) -> None:
         self.case = case
-        self.layout = _LAYOUTS[case.layout]
+        names = _MIXES.get(case.layout, (case.layout,))
+        self.layouts = [_LAYOUTS[names[rank % len(names)]] for rank in range(case.k)]
         self.inputs = [_values(case, rank) for rank in range(case.k)]
         self.bases: list[Tensor] = []
         self.given: list[Tensor] = []
         for rank, values in enumerate(self.inputs):
             # What lies around a view differs by rank too: copying it from another rank shows.
-            shape = self.layout.base_shape(case.shape)
+            layout = self.layouts[rank]
+            shape = layout.base_shape(case.shape)
             base = torch.full(shape, -50 - rank, dtype=case.dtype, device=devices[rank])
-            tensor = self.layout.view(base, case.shape)
+            tensor = layout.view(base, case.shape)
             tensor.copy_(values.view(case.shape))
             self.bases.append(base)
             self.given.append(tensor)
@@ -142,7 +151,7 @@ class Call:
 
     def own_memory(self, rank: int) -> Tensor:
         """The memory that the caller handed in, whatever the tensor object points to now."""
-        return self.layout.view(self.bases[rank], self.case.shape)
+        return self.layouts[rank].view(self.bases[rank], self.case.shape)
 
 
 class RaisedError(Exception):
@@ -398,11 +407,21 @@ def _strides(subject: Subject) -> Failure | None:
     return _all_ranks(subject, _strided_cases(subject))
 
 
+def _mixed_strides(subject: Subject) -> Failure | None:
+    def cases() -> Iterator[Case]:
+        for k in subject.few(2, 3):
+            yield Case(k, (5, 7), layout="contiguous beside transposed")
+            yield Case(k, (5, 7), layout="inner columns beside contiguous")
+            yield Case(k, (3, 4, 14, 14), torch.float16, "contiguous beside channels_last")
+
+    return _all_ranks(subject, cases())
+
+
 def _outside(subject: Subject) -> Failure | None:
     for case in _strided_cases(subject):
         call = subject.run(case)
         outside = torch.ones(call.bases[0].shape, dtype=torch.bool)
-        call.layout.view(outside, case.shape).fill_(False)
+        call.layouts[0].view(outside, case.shape).fill_(False)
         for rank, (base, before) in enumerate(zip(call.bases, call.bases_before, strict=True)):
             after = base.cpu()
             changed = ((after != before) & outside).reshape(-1).nonzero()
@@ -471,6 +490,7 @@ CHECKS = (
     Check("sizes", "0, 1, k-1, k, k+1, primes, 65,536 and 1,000,003 elements", _sizes),
     Check("dtypes", "float32, float64, float16, bfloat16, int32, int64", _dtypes),
     Check("strides", "slices, every other element, columns, transposed, channels_last", _strides),
+    Check("mixed strides", "equal shapes that lie otherwise on every rank", _mixed_strides),
     Check("outside", "memory between and around strided views is left alone", _outside),
     Check("returns", "", _returns, "reported"),
     Check("aliased", "", _aliased, "reported"),

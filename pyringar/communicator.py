@@ -61,8 +61,9 @@ class Communicator(EngineCommunicator):
         devices: One device per rank, for example ``["cpu"] * 4``. Ranks may share a device.
         algorithm: ``"auto"``, or one of ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"``,
             ``"naive"`` for every call that names none itself.
-        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"any"`` lets the ring
-            add in its own order. Bits are equal on all ranks and in every run either way.
+        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...`` (a NaN stays a NaN, its
+            payload and sign are not promised); ``"any"`` lets the ring add in its own order. Bits
+            are equal on all ranks and in every run either way.
         timeout: Seconds that a call waits for a rank which makes no progress. A call in which all
             ranks move may take longer.
 
@@ -140,8 +141,9 @@ class Communicator(EngineCommunicator):
         """Reduce one tensor per rank; every rank's tensor then holds the result.
 
         Args:
-            tensors: ``world_size`` tensors of equal shape, dtype and strides, any layout without
-                overlap. float64, float32, float16, bfloat16, int8, uint8, int32 or int64.
+            tensors: ``world_size`` tensors of equal shape and dtype, each in any layout without
+                overlap: elements belong together by index. float64, float32, float16, bfloat16,
+                int8, uint8, int32 or int64.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
                 ``torch.distributed.ReduceOp``. Means divide once, after the sum; those of integers
                 towards zero.
@@ -157,7 +159,9 @@ class Communicator(EngineCommunicator):
                 refuses further calls.
 
         Cost: ``fused`` reads and writes every byte once, ``2 k N`` in all. ``ring`` takes
-        ``2 (k - 1)`` steps, each rank sending ``2 (k - 1) / k`` of its bytes.
+        ``2 (k - 1)`` steps, each rank sending ``2 (k - 1) / k`` of its bytes. Tensors with gaps
+        are packed first and unpacked after; so are those not in the order of their index, unless
+        all ranks' lie alike.
         """
         chosen = self._resolve(algorithm, order)
         name = op_name(op)
@@ -189,7 +193,7 @@ class Communicator(EngineCommunicator):
         Raises:
             ArgumentError, UnsupportedError, CollectiveTimeout: As :meth:`all_reduce`.
 
-        Cost: one dispatch for all tensors; nothing is packed or copied.
+        Cost: one dispatch for all tensors; packed is only what :meth:`all_reduce` would pack.
         """
         chosen = self._resolve(algorithm, order)
         name = op_name(op)
@@ -364,6 +368,7 @@ class Communicator(EngineCommunicator):
     def _run_in_python(
         self, algorithm: str, lists: Sequence[TensorList], op: str, async_op: bool
     ) -> Work | None:
+        lists = [interop.as_tensors(tensors) for tensors in lists]
         if algorithm == "sharded":
             reference.sharded_all_reduce(lists, op)
         else:
@@ -399,7 +404,7 @@ class _Default:
         # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if has_cuda or not isinstance(data[0], Tensor):
-            tensors = [interop.as_tensor(t) if interop.is_array(t) else t for t in data]
+            tensors = interop.as_tensors(data)
             if not all(isinstance(t, Tensor) for t in tensors):
                 return None
             if any(t.is_cuda for t in tensors):
@@ -438,8 +443,9 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
     """Sum one tensor per rank into all of them, in place: the book's function, made right.
 
     Args:
-        data: One tensor per rank, any number of them, of equal shape, dtype and strides, on the
-            CPU or on GPUs. The caller's own tensors are written; the list itself is left alone.
+        data: One tensor per rank, any number of them, of equal shape and dtype, in any layout
+            without overlap, on the CPU or on GPUs. The caller's own tensors are written; the list
+            itself is left alone.
         op: As in :meth:`Communicator.all_reduce`.
 
     Raises:

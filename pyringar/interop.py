@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["as_tensor", "is_array"]
+__all__ = ["as_tensor", "as_tensors", "is_array"]
 
 
 def is_array(value: Any) -> bool:
@@ -27,7 +28,7 @@ def as_tensor(array: Any) -> Tensor:
         array: An object with ``__dlpack__`` or ``__cuda_array_interface__``.
 
     Raises:
-        ArgumentError: It is read-only.
+        ArgumentError: It is read-only, or describes itself wrongly.
         BufferError, RuntimeError: What the array's library or torch says of one that cannot be
             shared, such as a dtype without an equal.
 
@@ -35,11 +36,30 @@ def as_tensor(array: Any) -> Tensor:
     """
     for name in ("__array_interface__", "__cuda_array_interface__"):
         interface = getattr(array, name, None)
-        if interface is not None and interface["data"][1]:  # torch would write to it nevertheless
+        if interface is None:
+            continue
+        try:
+            _, is_read_only = interface["data"]
+            shape = interface["shape"]
+        except (KeyError, TypeError, ValueError):
             raise ArgumentError(
-                f"the {type(array).__name__} of shape {interface['shape']} is read-only; "
-                "expected one that can be written (a copy?)"
+                f"the {type(array).__name__}'s {name} is {interface!r}, expected a dict with "
+                "'shape' and 'data': (address, is_read_only)"
+            ) from None
+        if is_read_only:  # torch would write to it nevertheless
+            raise ArgumentError(
+                f"the {type(array).__name__} of shape {shape} is read-only; expected one that can "
+                "be written (a copy?)"
             )
     if hasattr(array, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(array)
     return torch.as_tensor(array, device="cuda")
+
+
+def as_tensors(values: Iterable[Any]) -> list[Any]:
+    """A list with a tensor in place of every array; what is neither stays as it is.
+
+    Args:
+        values: Tensors, arrays, and whatever else.
+    """
+    return [as_tensor(value) if is_array(value) else value for value in values]

@@ -56,8 +56,9 @@ class ProcessCommunicator(EngineCommunicator):
         name: Tells groups on one store apart. Groups of one name must be made in the same order by
             all ranks.
         algorithm: ``"auto"``, ``"direct"`` or ``"ring"`` for every call that names none itself.
-        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"any"`` allows
-            the ring's own order. Bits are equal on all ranks and in every run either way.
+        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...`` (a NaN stays a NaN, its
+            payload and sign are not promised); ``"any"`` allows the ring's own order. Bits are
+            equal on all ranks and in every run either way.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
             for all. A call in which all ranks move may take longer.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
@@ -219,9 +220,9 @@ class ProcessCommunicator(EngineCommunicator):
 
         Args:
             tensors: One tensor, or a list of them, any layout without overlap, on this rank's
-                device: equal on all ranks in number, dtype, sizes and, where elements do not lie in
-                the order of their index, strides. float64, float32, float16, bfloat16, int8, uint8,
-                int32 or int64.
+                device: equal on all ranks in number, dtype and sizes. Elements belong together by
+                index; on GPUs, dense tensors must have the same strides on all ranks. float64,
+                float32, float16, bfloat16, int8, uint8, int32 or int64.
             op: As in :meth:`Communicator.all_reduce`.
             algorithm: Instead of the communicator's.
             order: Instead of the communicator's.
@@ -236,6 +237,9 @@ class ProcessCommunicator(EngineCommunicator):
                 captured in a CUDA graph.
             PeerLostError, CollectiveTimeout: A rank is gone, or late: names it, its process, host
                 and last call. Tensors may be half reduced; the communicator refuses further calls.
+
+        Where ranks' tensors lie otherwise (in other strides; registered, but not at one place), the
+        call is announced twice and the data packed in the order of its index.
 
         Cost: data goes through slots that fit the caches, in pieces of up to 256 KiB (of two ranks:
         128 KiB). Two ranks, and up to 32 KiB any number, reduce everything each: a wait per piece,

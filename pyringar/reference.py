@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["naive_all_reduce", "shard_owners", "sharded_all_reduce"]
+from pyringar.float_mode import Pieces, default_float_mode
+
+__all__ = ["divide", "naive_all_reduce", "shard_owners", "sharded_all_reduce", "wide"]
 
 
 def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int = 0) -> None:
@@ -34,22 +36,41 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
     if world_size == 1:
         return
     device = tensors[owner].device
-    with torch.inference_mode():  # inference tensors can be written nowhere else
-        if tensors[0].dtype in (torch.float16, torch.bfloat16):
-            total = tensors[0].to(device, torch.float32, copy=True)
-        elif owner == 0:
-            total = tensors[0]
-        else:
-            total = tensors[0].to(device, copy=True)
+    partial = wide(tensors[0].dtype)
+    # Inference tensors can be written nowhere else.
+    with torch.inference_mode(), default_float_mode() as pieces:
+        total = tensors[0].to(device, partial).resolve_neg().contiguous()
+        if total is tensors[0] and owner != 0:
+            total = total.clone()
         for tensor in tensors[1:]:
-            _fold(total, tensor.to(device), op)
-        if op == "mean" and total.is_floating_point():
-            total.div_(world_size)
-        elif op == "mean":  # as int64: world_size may not fit an int8
-            total.copy_(total.long().div_(world_size, rounding_mode="trunc"))
+            for into, term in zip(pieces(total), pieces(tensor.to(device)), strict=True):
+                _fold(into, term, op)
+        if op == "mean":
+            divide(total, world_size, pieces)
+        result = total.to(tensors[0].dtype)  # once for all: how a NaN is rounded depends on strides
         for tensor in tensors:
-            if tensor is not total:
-                tensor.copy_(total)
+            if tensor is not result:
+                tensor.copy_(result)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a dtype is added up in: 16-bit floats are rounded once, at the end."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def divide(total: Tensor, count: int, pieces: Pieces) -> None:
+    """Make a sum the mean of ``count``, in place; that of integers towards zero.
+
+    Args:
+        total: Contiguous.
+        count: How many were added.
+        pieces: Of :func:`default_float_mode`, in which this is called.
+    """
+    for piece in pieces(total):
+        if piece.is_floating_point():
+            piece.div_(count)
+        else:  # as int64: count may not fit an int8
+            piece.copy_(piece.long().div_(count, rounding_mode="trunc"))
 
 
 def _fold(total: Tensor, part: Tensor, op: str) -> None:

@@ -30,7 +30,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's bits as integers, in the order of its index."""
-    return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+    return tensor.detach().resolve_neg().contiguous().view(_BITS[tensor.element_size()])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

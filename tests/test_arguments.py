@@ -53,7 +53,7 @@ WRONG = {
     "expanded": (
         lambda t: [t[0], t[1], torch.zeros(1, 3).expand(2, 3)],
         pr.ArgumentError,
-        (r"tensors\[2\]", "strides|overlaps itself"),
+        (r"tensors\[2\]", r"\(2, 3\)", "overlaps itself"),
     ),
     "all expanded": (
         lambda t: [torch.zeros(1, 3).expand(2, 3) for _ in t],
@@ -69,11 +69,6 @@ WRONG = {
         lambda t: [t[0], t[1], t[2].double()],
         pr.ArgumentError,
         (r"tensors\[2\]", "float64", "float32"),
-    ),
-    "other strides": (
-        lambda t: [t[0], t[1].t().contiguous().t(), t[2]],
-        pr.ArgumentError,
-        (r"tensors\[1\]", r"\(1, 2\)", r"\(3, 1\)"),
     ),
     "sparse coo": (
         lambda t: [t[0], t[1].to_sparse(), t[2]],
@@ -157,15 +152,12 @@ def test_allreduce_refuses_an_empty_list_and_takes_any_number():
         assert all(torch.equal(t, total) for t in tensors)
 
 
-def test_fake_and_negated_tensors(comm):
+def test_fake_tensors(comm):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(t) for t in ranks()]
     refuse(lambda: comm.all_reduce(fakes), pr.UnsupportedError, r"tensors\[0\]")
-    negated = [torch.zeros(4, dtype=torch.complex64).conj().imag for _ in range(3)]
-    assert negated[0].is_neg()
-    refuse(lambda: comm.all_reduce(negated), pr.UnsupportedError, r"tensors\[0\]", "negated")
 
 
 def test_grad_is_refused_only_while_autograd_records(comm):

@@ -36,6 +36,7 @@ FLOORS = [
     "schedule",
     "topology",
     "interop",
+    "float_mode",
     "reference",
     "call",
     "communicator",

@@ -193,6 +193,172 @@ def test_checking_a_thin_slice_of_a_large_tensor_is_quick(comm_of):
         assert time.perf_counter() - start < 1
 
 
+# -- another layout on every rank ------------------------------------------------------------------
+
+MIXES = {
+    "transposed": ((4, 4), [lambda t: t.clone(), lambda t: t.t().contiguous().t()]),
+    "channels_last": (
+        (3, 4, 5, 6),
+        [lambda t: t.clone(), lambda t: t.contiguous(memory_format=torch.channels_last)],
+    ),
+    "all permuted, each its own way": (
+        (3, 4, 5),
+        [
+            lambda t: t.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+            lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+            lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        ],
+    ),
+    "steps beside dense": (
+        (6, 7),
+        [lambda t: t.clone(), lambda t: torch.stack([t, -t], 2)[:, :, 0]],
+    ),
+    "other offsets": (
+        (6, 7),
+        [lambda t: torch.cat([t, t])[6:], lambda t: torch.cat([t, t])[:6], lambda t: t.clone()],
+    ),
+    "columns of wider rows": (
+        (6, 7),
+        [lambda t: torch.cat([t, t], 1)[:, :7], lambda t: torch.cat([t, t, t], 1)[:, 7:14]],
+    ),
+}
+
+
+def mixed(name, dtype=torch.float32, world_size=3):
+    """Tensors of the same values whatever the mix; what they hold in the order of their index."""
+    shape, layouts = MIXES[name]
+    numel = int(np.prod(shape))
+    flats = inputs(numel, dtype, world_size, seed=3)
+    tensors = [layouts[rank % len(layouts)](flat.view(shape)) for rank, flat in enumerate(flats)]
+    return tensors, flats, shape
+
+
+def assert_mixed(tensors, wanted, shape, context=""):
+    for rank, tensor in enumerate(tensors):
+        assert_bits(tensor, wanted.view(shape), f"{context} rank {rank}")
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_elements_belong_together_by_index(comm_of, name):
+    comm = comm_of(3)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for algorithm in ALGORITHMS:
+            tensors, flats, shape = mixed(name, dtype)
+            comm.all_reduce(tensors, algorithm=algorithm)
+            assert_mixed(tensors, expected(flats, "sum", algorithm), shape, algorithm)
+            tensors, flats, shape = mixed(name, dtype)
+            comm.all_reduce(tensors, "max", algorithm=algorithm, async_op=True).wait()
+            assert_mixed(tensors, expected(flats, "max", algorithm), shape, algorithm)
+            lists = [[t, t.new_ones(5)] for t in mixed(name, dtype)[0]]
+            comm.all_reduce_coalesced(lists, algorithm=algorithm)
+            wanted = expected(flats, "sum", algorithm)
+            assert_mixed([ts[0] for ts in lists], wanted, shape, algorithm)
+            assert all((ts[1] == 3).all() for ts in lists)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_mixed_layouts_in_the_other_calls(comm_of, name):
+    comm = comm_of(3)
+    tensors, flats, shape = mixed(name)
+    pr.allreduce(tensors)
+    assert_mixed(tensors, expected(flats, "sum", "fused"), shape, "the book's call")
+    for algorithm in NATIVE:
+        tensors, flats, shape = mixed(name)
+        bound = comm.bind(tensors, algorithm=algorithm)
+        for _ in range(2):
+            for tensor, flat in zip(tensors, flats, strict=True):
+                tensor.copy_(flat.view(shape))
+            bound()
+            assert_mixed(tensors, expected(flats, "sum", algorithm), shape, algorithm)
+    for root in range(3):
+        tensors, flats, shape = mixed(name)
+        comm.broadcast(tensors, root)
+        assert_mixed(tensors, flats[root], shape, "broadcast")
+    tensors, flats, shape = mixed(name)
+    parts = [torch.empty(2, flats[0].numel() // 3)[rank % 2] for rank in range(3)]
+    if flats[0].numel() % 3 == 0:
+        parts[1] = torch.empty(flats[0].numel() // 3, 2)[:, 0]
+        comm.reduce_scatter(parts, tensors)
+        assert_bits(torch.cat(parts), expected(flats, "sum", "fused"), "reduce_scatter")
+        comm.all_gather(tensors, parts)
+        assert_mixed(tensors, expected(flats, "sum", "fused"), shape, "all_gather")
+
+
+def test_replicas_of_different_memory_formats(make_comm):
+    """Gradients lie as their parameters do, so that those of replicas lie otherwise."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 2)
+    )
+    replicas = pr.replicate(plain, ["cpu"] * 2)
+    replicas[1].to(memory_format=torch.channels_last)
+    assert replicas[0][0].weight.stride() != replicas[1][0].weight.stride()
+    halves = torch.randn(4, 3, 5, 5).chunk(2)
+    own = [torch.autograd.grad(plain(x).sum(), list(plain.parameters())) for x in halves]
+    bucketer = pr.GradientBucketer([list(r.parameters()) for r in replicas])
+    for replica, x in zip(replicas, halves, strict=True):
+        replica(x).sum().backward()
+    bucketer.wait()
+    bucketer.close()
+    for i, pair in enumerate(zip(*[r.parameters() for r in replicas], strict=True)):
+        assert torch.equal(pair[0].grad, pair[1].grad)
+        assert torch.allclose(pair[0].grad, own[0][i] + own[1][i], atol=1e-5)
+
+
+# -- negated views ---------------------------------------------------------------------------------
+
+
+def negated_views(dtype=torch.float32):
+    """They hold 1, 2, 3 and ten and a hundred times as much, two of them with other signs."""
+    dense = torch._neg_view(torch.tensor([-1, -2, -3]).to(dtype))
+    with_steps = torch._neg_view(torch.tensor([-10, 0, -20, 0, -30]).to(dtype)[::2])
+    return [dense, with_steps, torch.tensor([100, 200, 300]).to(dtype)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_negated_views_have_their_sign(comm_of, algorithm):
+    comm, total = comm_of(3), [111, 222, 333]
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.int64):
+        tensors = negated_views(dtype)
+        assert [t.is_neg() for t in tensors] == [True, True, False]
+        comm.all_reduce(tensors, algorithm=algorithm)
+        assert [t.tolist() for t in tensors] == [total] * 3
+        tensors = negated_views(dtype)
+        comm.all_reduce_coalesced([[t] for t in tensors], algorithm=algorithm)
+        assert [t.tolist() for t in tensors] == [total] * 3
+    if algorithm in NATIVE:
+        tensors = negated_views()
+        comm.bind(tensors, algorithm=algorithm)()
+        assert [t.tolist() for t in tensors] == [total] * 3
+
+
+def test_negated_views_in_the_other_calls(comm_of):
+    comm = comm_of(3)
+    tensors = negated_views()
+    pr.allreduce(tensors)
+    assert [t.tolist() for t in tensors] == [[111, 222, 333]] * 3
+    tensors = negated_views()
+    comm.broadcast(tensors, 0)
+    assert [t.tolist() for t in tensors] == [[1, 2, 3]] * 3
+    outputs = [torch._neg_view(torch.zeros(1)) for _ in range(3)]
+    comm.reduce_scatter(outputs, negated_views())
+    assert [t.item() for t in outputs] == [111, 222, 333]
+    wholes = [torch._neg_view(torch.zeros(3)) for _ in range(3)]
+    comm.all_gather(wholes, outputs)
+    assert [t.tolist() for t in wholes] == [[111, 222, 333]] * 3
+    imaginary = torch.tensor([1 - 2j, 3 - 4j]).conj().imag
+    assert imaginary.is_neg()
+    pr.allreduce([imaginary, torch.tensor([10.0, 20.0])])
+    assert imaginary.tolist() == [12, 24]
+    # Where all but one rank's lie alike, and not in the order of their index.
+    tall = [torch.arange(6.0).view(2, 3).t() * 10**rank for rank in range(3)]
+    wanted = sum(t.clone() for t in tall)
+    tall[1] = torch._neg_view((-tall[1]).t().contiguous().t())
+    assert tall[1].stride() == tall[0].stride()
+    comm.all_reduce(tall)
+    assert all(torch.equal(t, wanted) for t in tall)
+
+
 # -- any layout ------------------------------------------------------------------------------------
 
 

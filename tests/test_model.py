@@ -193,6 +193,15 @@ def test_refused_calls_end_on_every_rank(check: Check, ranks: int) -> None:
     prove(check, [*refused, *lists], ranks=ranks, base=WRAPS)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_go_on_after_refused_ones(check: Check, ranks: int) -> None:
+    """A call that ranks make again, since their tensors lie otherwise than those of others."""
+    refused = ["refused:1", "refused:2", "refused-exchange:1", "refused-exchange:3"]
+    lists = [f"{a},{b},{c}" for a, b, c in itertools.product(SINGLE, refused, STAGED)]
+    lists += ["direct:3,refused:3,direct:3", "exchange:1,refused:2,ring:1,refused:2,direct:2"]
+    prove(check, lists, ranks=ranks, base=WRAPS)
+
+
 # -- Rings -----------------------------------------------------------------------------------------
 
 

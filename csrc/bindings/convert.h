@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <exception>
 #include <string>
 
@@ -38,9 +37,10 @@ template <typename Enum>
 // The value whose name Python passed; names[i] belongs to value i.
 template <typename Enum>
 Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
-  const char* text = PyUnicode_Check(given.ptr()) ? PyUnicode_AsUTF8(given.ptr()) : nullptr;
-  for (int i = 0; text != nullptr && i < count; ++i) {
-    if (std::strcmp(text, name_of(static_cast<Enum>(i))) == 0) return static_cast<Enum>(i);
+  const bool is_text = PyUnicode_Check(given.ptr()) != 0;
+  for (int i = 0; is_text && i < count; ++i) {
+    const char* name = name_of(static_cast<Enum>(i));
+    if (PyUnicode_CompareWithASCIIString(given.ptr(), name) == 0) return static_cast<Enum>(i);
   }
   fail_unknown(given, argument, name_of, count);
 }
@@ -63,6 +63,8 @@ inline void set_python_error(std::exception_ptr pointer) {
     PyErr_SetString(python_class(error.kind()).ptr(), error.what());
   } catch (const PythonErrorPending&) {
     // What Python raised is what the caller gets.
+  } catch (py::error_already_set& error) {
+    error.restore();
   } catch (const std::bad_alloc& error) {
     PyErr_SetString(PyExc_MemoryError, error.what());
   } catch (const std::exception& error) {

@@ -167,7 +167,9 @@ class Ranked {
   py::object bind(Prepared prepared) {
     if (py::len(prepared.copies) > 0) {
       fail(ErrorKind::kUnsupported, prepared.collective.operation,
-           ": tensors with gaps between their elements cannot be bound; pass .contiguous() ones");
+           ": tensors with gaps, or that lie otherwise on other ranks, cannot be bound on GPUs; "
+           "pass "
+           ".contiguous() ones");
     }
     const py::list storages = storages_of({prepared.written});
     auto collective = std::make_shared<cuda::Collective>(translated(prepared.collective));

@@ -210,7 +210,10 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
   const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
   if (staging_ == nullptr) fail(ErrorKind::kState, "this communicator is closed");
   if (!cuda::run_staged(translated(call, is_direct), *staging_, board, self.messages, stream)) {
-    return false;
+    if (!self.lies_otherwise) return false;
+    fail(ErrorKind::kUnsupported, call_name(call.kind),
+         ": the ranks' tensors lie in different strides, which ranks in processes of their own "
+         "cannot mix on GPUs; pass .contiguous() ones");
   }
   const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
   if (options_.checks_digests && is_alike && !digests_agree(call, self, stream)) return false;

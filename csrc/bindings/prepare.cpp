@@ -12,7 +12,7 @@ namespace pyringar {
 
 namespace {
 
-// A Python list or tuple, borrowed items, its length checked.
+// The items of a Python list or tuple, its length checked.
 class Sequence {
  public:
   Sequence(py::handle object, const char* operation, const std::string& argument,
@@ -22,7 +22,8 @@ class Sequence {
       fail(ErrorKind::kArgument, operation, ": ", argument, " is a ", Py_TYPE(raw)->tp_name,
            ", expected a list or tuple with one ", per);
     }
-    // A tuple of its own: a list could change under us while the GIL is released.
+    // A tuple, which is the caller's own or a new one: a list could change under us while the GIL
+    // is released.
     items_ = py::reinterpret_steal<py::tuple>(PySequence_Tuple(raw));
     if (!items_) throw_python_error();
     if (expected >= 0 && size() != expected) {
@@ -33,11 +34,16 @@ class Sequence {
 
   // Arrays of other libraries become tensors that share their memory.
   void adopt_arrays() {
-    for (Py_ssize_t i = 0; i < size(); ++i) {
-      if (is_plain_tensor((*this)[i])) continue;
-      // The tuple is ours and nobody has seen it yet.
-      PyTuple_SetItem(items_.ptr(), i, as_tensor((*this)[i]).release().ptr());
+    const auto is_plain = [&](Py_ssize_t i) { return is_plain_tensor((*this)[i]); };
+    Py_ssize_t i = 0;
+    while (i < size() && is_plain(i)) ++i;
+    if (i == size()) return;
+    auto adopted = py::reinterpret_steal<py::tuple>(PyTuple_New(size()));
+    if (!adopted) throw_python_error();
+    for (i = 0; i < size(); ++i) {
+      PyTuple_SET_ITEM(adopted.ptr(), i, as_tensor((*this)[i]).release().ptr());
     }
+    items_ = std::move(adopted);
   }
 
   Py_ssize_t size() const { return PyTuple_GET_SIZE(items_.ptr()); }
@@ -71,9 +77,14 @@ class Builder {
     collective_.divisor = op == ReduceOp::kMean ? world_size : 1;
   }
 
+  void reserve(std::size_t num_tensors) {
+    views_.reserve(num_tensors);
+    places_.reserve(num_tensors);
+  }
+
   // Returns the index of the view. Written tensors must not be part of an autograd graph.
   std::size_t add(PyObject* object, Place place, bool is_written) {
-    views_.push_back(read_tensor(object, operation_, place));
+    read_tensor(object, operation_, place, &views_.emplace_back());
     places_.push_back(place);
     check_device(views_.back(), place);
     if (is_written) grad_.check(object, place);
@@ -93,6 +104,14 @@ class Builder {
     check_agrees(views_[i], places_[i], views_[first], places_[first], operation_);
   }
 
+  // Whether views first, first + step, ..., one per rank, lie alike.
+  bool all_lie_alike(std::size_t first, std::size_t step) const {
+    for (std::size_t i = first + step; i < views_.size(); i += step) {
+      if (!lie_alike(views_[i], views_[first])) return false;
+    }
+    return true;
+  }
+
   // One output of world_size chunks against one chunk, in dtype and number of elements.
   void check_chunk(std::size_t whole, std::size_t chunk) const {
     const TensorView& w = views_[whole];
@@ -107,12 +126,12 @@ class Builder {
 
   void check_all_disjoint() const { check_disjoint(views_, places_, operation_); }
 
-  // Memory of view i in the order of its index: its own, or a packed copy. Dense tensors of equal
-  // strides need no copy, whatever their order; is_flat says that index order is needed.
+  // Memory of view i in the order of its index: its own, or a packed copy. Dense tensors that lie
+  // alike on all ranks need no copy, whatever their order; is_flat says that index order is needed.
   void* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
     const TensorView& v = views_[i];
     if (v.numel == 0) return v.data;
-    if (v.is_dense && (!is_flat || is_c_contiguous(v))) return v.data;
+    if (v.is_dense && (!is_flat || has_index_order(v))) return v.data;
     if (devices_ != nullptr) return torch_copy(v, places_[i], is_output);
     auto dense = std::make_unique_for_overwrite<std::byte[]>(v.bytes());
     collective_.staged.push_back({v.strided(), std::move(dense), is_input, is_output});
@@ -147,21 +166,14 @@ class Builder {
 
   // Made by torch, on its current stream, where our kernels also go.
   void* torch_copy(const TensorView& view, Place place, bool is_output) {
-    const py::object dense = contiguous(view.object);
+    const py::object dense = packed(view.object);
     PyObject* target = is_output ? view.object : Py_None;
     const auto pair = py::reinterpret_steal<py::object>(PyTuple_Pack(2, target, dense.ptr()));
     if (!pair) throw_python_error();
     append(copies_, pair.ptr());
-    return read_tensor(dense.ptr(), operation_, place).data;
-  }
-
-  static bool is_c_contiguous(const TensorView& v) {
-    std::int64_t expected = 1;
-    for (int dim = v.ndim - 1; dim >= 0; --dim) {
-      if (v.shape[dim] != 1 && v.strides[dim] != expected) return false;
-      expected *= v.shape[dim];
-    }
-    return true;
+    TensorView copy;
+    read_tensor(dense.ptr(), operation_, place, &copy);
+    return copy.data;
   }
 
   const char* operation_;
@@ -196,6 +208,7 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoi
   ranks.adopt_arrays();
   const int k = static_cast<int>(ranks.size());
   Builder builder(operation, op, k, who.devices);
+  builder.reserve(static_cast<std::size_t>(k));
   for (int rank = 0; rank < k; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, true);
     builder.check_pair(static_cast<std::size_t>(rank), 0);
@@ -203,9 +216,10 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoi
   builder.check_all_disjoint();
   builder.choose(choice, builder.view(0).bytes());
   builder.reserve_pointers(static_cast<std::size_t>(k));
+  const bool is_flat = !builder.all_lie_alike(0, 1);
   void* const* table = builder.table_end();
   for (int rank = 0; rank < k; ++rank) {
-    builder.push(builder.memory(static_cast<std::size_t>(rank), true, true, false), rank);
+    builder.push(builder.memory(static_cast<std::size_t>(rank), true, true, is_flat), rank);
   }
   add_in_place(builder, table, builder.view(0));
   return builder.finish(ranks.items());
@@ -225,6 +239,7 @@ Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, const Algor
     tensors.emplace_back(ranks[rank], kOperation, join("lists[", rank, "]"), expected,
                          "tensor per parameter, as in lists[0]");
     tensors.back().adopt_arrays();
+    if (rank == 0) builder.reserve(static_cast<std::size_t>(k * tensors[0].size()));
     for (Py_ssize_t i = 0; i < tensors.back().size(); ++i) {
       PyObject* tensor = tensors.back()[i];
       const std::size_t at = builder.add(tensor, {"lists", rank, static_cast<int>(i)}, true);
@@ -239,10 +254,11 @@ Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, const Algor
   builder.choose(choice, bytes_per_rank);
   builder.reserve_pointers(num_tensors * static_cast<std::size_t>(k));
   for (std::size_t i = 0; i < num_tensors; ++i) {
+    const bool is_flat = !builder.all_lie_alike(i, num_tensors);
     void* const* table = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * num_tensors + i;
-      builder.push(builder.memory(at, true, true, false), rank);
+      builder.push(builder.memory(at, true, true, is_flat), rank);
     }
     add_in_place(builder, table, builder.view(i));
   }
@@ -403,12 +419,13 @@ Prepared prepare_broadcast(py::handle tensors, int root, Ranks who) {
   }
   builder.check_all_disjoint();
   builder.reserve_pointers(static_cast<std::size_t>(world_size));
+  const bool is_flat = !builder.all_lie_alike(0, 1);
   void* const* source = builder.table_end();
-  builder.push(builder.memory(static_cast<std::size_t>(root), true, false, false), root);
+  builder.push(builder.memory(static_cast<std::size_t>(root), true, false, is_flat), root);
   void* const* destinations = builder.table_end();
   for (int rank = 0; rank < world_size; ++rank) {
     if (rank == root) continue;
-    builder.push(builder.memory(static_cast<std::size_t>(rank), false, true, false), rank);
+    builder.push(builder.memory(static_cast<std::size_t>(rank), false, true, is_flat), rank);
   }
   const TensorView& first = builder.view(0);
   Collective& collective = builder.collective();

@@ -76,33 +76,33 @@ class CallBuilder {
   void add(py::handle given, Place place, Use use) {
     py::object tensor = is_plain_tensor(given.ptr()) ? py::reinterpret_borrow<py::object>(given)
                                                      : as_tensor(given.ptr());
-    const TensorView view = read_tensor(tensor.ptr(), operation_, place);
+    TensorView& view = views_.emplace_back();
+    read_tensor(tensor.ptr(), operation_, place, &view);
     if (view.device != self_.device) {
       fail(ErrorKind::kArgument, operation_, ": ", place.text(), " is on ",
            device_name(view.device), ", expected ", device_name(self_.device),
            ", this rank's device");
     }
     if (use.is_output) grad_.check(tensor.ptr(), place);
-    views_.push_back(view);
     places_.push_back(place);
     uses_.push_back(use);
     tensors_.push_back(std::move(tensor));
   }
 
-  // Elements side by side: the tensor's own, or a packed copy. Where ranks compare shapes, those in
-  // another order than that of their index must be so on all; else only their index counts.
+  // Elements side by side: the tensor's own, or a packed copy. In another order than that of their
+  // index only where all ranks may have that order.
   TensorSpan dense(std::size_t i, PreparedCall& prepared) {
     const TensorView& view = views_[i];
     const Use& use = uses_[i];
-    const bool is_contiguous = has_index_order(view);
-    const bool is_flat = !use.is_in_place || !self_.compares_shapes;
-    if (!is_flat) mix_sizes(view);
-    if (view.is_dense && (!is_flat || is_contiguous)) {
-      if (!is_contiguous) mix_strides(view, i);
+    if (use.is_in_place && self_.compares_shapes) mix_sizes(view);
+    if (view.is_dense && has_index_order(view)) return {view.data, view.numel, view.dtype};
+    if (view.is_dense && use.is_in_place) {
+      mix_strides(view, i);
+      call_.permuted.push_back({i, view.strided(), use.is_output});
       return {view.data, view.numel, view.dtype};
     }
     if (self_.device != kHostDevice) return torch_copy(i, prepared);
-    auto memory = std::make_unique_for_overwrite<std::byte[]>(view.bytes());
+    std::shared_ptr<std::byte[]> memory = std::make_unique_for_overwrite<std::byte[]>(view.bytes());
     std::byte* data = memory.get();
     call_.staged.push_back({view.strided(), std::move(memory), use.is_input, use.is_output});
     return {data, view.numel, view.dtype};
@@ -111,8 +111,9 @@ class CallBuilder {
   // Made by torch, on its current stream.
   TensorSpan torch_copy(std::size_t i, PreparedCall& prepared) const {
     const py::handle tensor = views_[i].object;
-    py::object copy = contiguous(tensor.attr("detach")().ptr());
-    const TensorView copied = read_tensor(copy.ptr(), operation_, places_[i]);
+    py::object copy = packed(tensor.attr("detach")().ptr());
+    TensorView copied;
+    read_tensor(copy.ptr(), operation_, places_[i], &copied);
     if (uses_[i].is_output) {
       prepared.copies.append(py::make_tuple(tensor, copy));
     } else {
@@ -121,26 +122,16 @@ class CallBuilder {
     return {copied.data, copied.numel, copied.dtype};
   }
 
-  static bool has_index_order(const TensorView& view) {
-    std::int64_t expected = 1;
-    for (int dim = view.ndim - 1; dim >= 0; --dim) {
-      if (view.shape[dim] == 1) continue;
-      if (view.strides[dim] != expected) return view.numel <= 1;
-      expected *= view.shape[dim];
-    }
-    return true;
-  }
-
-  // What ranks compare; not where only the order of elements counts.
+  // What ranks must have alike; not where only the order of elements counts.
   void mix_sizes(const TensorView& view) {
-    std::uint64_t& digest = call_.layouts;
+    std::uint64_t& digest = call_.shapes;
     digest = mix(digest, static_cast<std::uint64_t>(view.ndim));
     for (int dim = 0; dim < view.ndim; ++dim) {
       digest = mix(digest, static_cast<std::uint64_t>(view.shape[dim]));
     }
   }
   void mix_strides(const TensorView& view, std::size_t index) {
-    std::uint64_t& digest = call_.layouts;
+    std::uint64_t& digest = call_.strides;
     digest = mix(digest, index + 1);
     for (int dim = 0; dim < view.ndim; ++dim) {
       if (view.shape[dim] == 1) continue;  // its stride means nothing

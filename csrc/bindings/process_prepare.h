@@ -3,8 +3,8 @@
 //
 // Floor     bindings
 // Contract  Either a ProcessCall that can run as it is, or an Error: nothing was changed, and no
-//           other rank was told. What the ranks must have alike (sizes; strides where elements do
-//           not lie in the order of their index) goes into the call's digest.
+//           other rank was told. What the ranks must have alike (sizes) goes into one digest of the
+//           call; strides of elements that do not lie in the order of their index into another.
 // Threads   with the GIL held.
 // Tests     tests/test_processes.py, tests/test_cuda_processes.py
 #pragma once

@@ -62,14 +62,46 @@ std::string take_python_error() {
   return value ? to_text(value.ptr()) : "no reason given";
 }
 
+// Yes or no about a tensor: an attribute, or a method without arguments, of torch.Tensor. Asked of
+// every tensor of every call, so the C function behind it is called at once.
+class TensorQuestion {
+ public:
+  TensorQuestion(const py::object& tensor_type, const char* name)
+      : descriptor_(attribute(tensor_type.ptr(), name)) {
+    if (Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type)) {
+      getter_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
+    } else if (Py_IS_TYPE(descriptor_.ptr(), &PyMethodDescr_Type)) {
+      const auto* method = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method;
+      if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
+    }
+    name_ = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
+    if (!name_) throw_python_error();
+  }
+
+  bool operator()(PyObject* tensor) const {
+    const auto answer = py::reinterpret_steal<py::object>(
+        getter_ != nullptr   ? getter_->get(tensor, getter_->closure)
+        : method_ != nullptr ? method_(tensor, nullptr)
+                             : PyObject_CallMethodNoArgs(tensor, name_.ptr()));
+    if (!answer) throw_python_error();
+    return answer.ptr() == Py_True;
+  }
+
+ private:
+  py::object descriptor_;  // owns what the two point to
+  py::object name_;
+  const PyGetSetDef* getter_ = nullptr;
+  PyCFunction method_ = nullptr;
+};
+
 // Python objects that every call needs, looked up once; never destroyed, since the interpreter may
 // be gone by then.
 struct TorchNames {
   py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
   py::object is_grad_enabled = attribute(import_module("torch").ptr(), "is_grad_enabled");
   py::object increment_version = find_increment_version();
-  py::object requires_grad =
-      py::reinterpret_steal<py::object>(PyUnicode_InternFromString("requires_grad"));
+  TensorQuestion requires_grad{tensor_type, "requires_grad"};
+  TensorQuestion is_neg{tensor_type, "is_neg"};
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
@@ -137,18 +169,8 @@ bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
   }
 }
 
-bool is_contiguous(const TensorView& view) {
-  std::int64_t expected = 1;
-  for (int dim = view.ndim - 1; dim >= 0; --dim) {
-    if (view.shape[dim] == 1) continue;
-    if (view.strides[dim] != expected) return false;
-    expected *= view.shape[dim];
-  }
-  return true;
-}
-
 bool is_dense(const TensorView& view) {
-  if (view.numel <= 1 || is_contiguous(view)) return true;
+  if (has_index_order(view)) return true;
   std::vector<int> dims(static_cast<std::size_t>(view.ndim));
   std::iota(dims.begin(), dims.end(), 0);
   std::sort(dims.begin(), dims.end(),
@@ -175,7 +197,8 @@ bool is_dense(const TensorView& view) {
 }  // namespace
 
 StridedView TensorView::strided() const {
-  return {data, item_bytes(dtype), {shape, shape + ndim}, {strides, strides + ndim}};
+  const Sign sign = !is_negated ? Sign::kPlain : is_float(dtype) ? Sign::kBit : Sign::kComplement;
+  return {data, item_bytes(dtype), {shape, shape + ndim}, {strides, strides + ndim}, sign};
 }
 
 std::string Place::text() const {
@@ -184,7 +207,7 @@ std::string Place::text() const {
   return join(argument, "[", index, "]");
 }
 
-TensorView read_tensor(PyObject* object, const char* operation, Place place) {
+void read_tensor(PyObject* object, const char* operation, Place place, TensorView* view) {
   const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   if (api == nullptr) {
     fail(ErrorKind::kArgument, operation, ": ", place.text(), " is a ", Py_TYPE(object)->tp_name,
@@ -192,35 +215,29 @@ TensorView read_tensor(PyObject* object, const char* operation, Place place) {
   }
   dlpack::Tensor raw{};
   if (api->dltensor_from_py_object(object, &raw) != 0) refuse_layout(object, operation, place);
-  TensorView view{};
-  view.object = object;
-  view.data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
-  view.ndim = raw.ndim;
-  view.shape = raw.shape;
-  view.strides = raw.strides;
-  view.numel = 1;
-  for (int dim = 0; dim < raw.ndim; ++dim) view.numel *= static_cast<std::size_t>(raw.shape[dim]);
+  view->object = object;
+  view->data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
+  view->ndim = raw.ndim;
+  view->shape = raw.shape;
+  view->strides = raw.strides;
+  view->numel = 1;
+  for (int dim = 0; dim < raw.ndim; ++dim) view->numel *= static_cast<std::size_t>(raw.shape[dim]);
   if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) {
     fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " is on device ",
          text_of(object, "device"), "; supported are cpu and cuda");
   }
-  view.device = raw.device_type == dlpack::kCpu ? kHostDevice : raw.device_id;
-  if (!read_dtype(raw, &view.dtype)) {
+  view->device = raw.device_type == dlpack::kCpu ? kHostDevice : raw.device_id;
+  if (!read_dtype(raw, &view->dtype)) {
     fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " has dtype ",
          text_of(object, "dtype"),
          "; supported are float64, float32, float16, bfloat16, int8, uint8, int32 and int64");
   }
-  if (raw.data == nullptr && view.numel > 0) {
+  if (raw.data == nullptr && view->numel > 0) {
     fail(ErrorKind::kUnsupported, operation, ": ", place.text(),
          " has no memory behind it (a fake or functional tensor?); expected a real tensor");
   }
-  view.is_dense = is_dense(view);
-  // Such views are every other number of a complex tensor, so dense ones have one element.
-  if ((!view.is_dense || view.numel == 1) && call(attribute(object, "is_neg")).ptr() == Py_True) {
-    fail(ErrorKind::kUnsupported, operation, ": ", place.text(),
-         " is a lazily negated view; pass .resolve_neg()");
-  }
-  return view;
+  view->is_negated = TorchNames::get().is_neg(object);
+  view->is_dense = !view->is_negated && is_dense(*view);
 }
 
 std::string device_name(int device) {
@@ -235,7 +252,9 @@ void* current_stream(int device) {
   return stream;
 }
 
-py::object contiguous(PyObject* tensor) { return call(attribute(tensor, "contiguous")); }
+py::object packed(PyObject* tensor) {
+  return call(attribute(call(attribute(tensor, "resolve_neg")).ptr(), "contiguous"));
+}
 
 bool is_plain_tensor(PyObject* object) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == TorchNames::get().tensor_type.ptr();
@@ -268,15 +287,26 @@ void check_agrees(const TensorView& view, Place place, const TensorView& first, 
   if (view.ndim != first.ndim || !std::equal(view.shape, view.shape + view.ndim, first.shape)) {
     differs("shape", describe_shape(view), describe_shape(first));
   }
-  if (view.numel <= 1) return;
+}
+
+bool lie_alike(const TensorView& view, const TensorView& first) {
+  if (view.numel <= 1) return true;
+  if (view.is_negated != first.is_negated) return false;
   for (int dim = 0; dim < view.ndim; ++dim) {
-    if (view.shape[dim] != 1 && view.strides[dim] != first.strides[dim]) {
-      const auto strides = [](const TensorView& v) {
-        return to_text(call(attribute(v.object, "stride")).ptr());
-      };
-      differs("strides", strides(view), strides(first));
-    }
+    if (view.shape[dim] != 1 && view.strides[dim] != first.strides[dim]) return false;
   }
+  return true;
+}
+
+bool has_index_order(const TensorView& view) {
+  if (view.numel <= 1) return true;
+  std::int64_t expected = 1;
+  for (int dim = view.ndim - 1; dim >= 0; --dim) {
+    if (view.shape[dim] == 1) continue;
+    if (view.strides[dim] != expected) return false;
+    expected *= view.shape[dim];
+  }
+  return true;
 }
 
 void check_disjoint(std::span<const TensorView> views, std::span<const Place> places,
@@ -324,10 +354,7 @@ GradGuard::GradGuard(const char* operation) : operation_(operation) {
 
 void GradGuard::check(PyObject* tensor, Place place) const {
   if (!recording_) return;
-  const py::object requires_grad = py::reinterpret_steal<py::object>(
-      PyObject_GetAttr(tensor, TorchNames::get().requires_grad.ptr()));
-  if (!requires_grad) throw_python_error();
-  if (requires_grad.ptr() == Py_True) {
+  if (TorchNames::get().requires_grad(tensor)) {
     fail(ErrorKind::kArgument, operation_, ": ", place.text(),
          " requires grad, and autograd would not see this in-place change; "
          "call it under torch.no_grad(), or pass .detach()");

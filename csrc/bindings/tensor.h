@@ -31,7 +31,8 @@ struct TensorView {
   std::byte* data;
   int device;  // index of the GPU, or kHostDevice
   DType dtype;
-  bool is_dense;  // its elements fill one block of memory, in whatever order
+  bool is_negated;  // torch's lazy negation: memory holds the elements with the other sign
+  bool is_dense;    // its elements fill one block of memory as they are, in whatever order
   int ndim;
   const std::int64_t* shape;
   const std::int64_t* strides;
@@ -49,7 +50,8 @@ struct Place {
   std::string text() const;
 };
 
-TensorView read_tensor(PyObject* object, const char* operation, Place place);
+// Into a view where it is to stay: copying one that was just written costs as much as reading it.
+void read_tensor(PyObject* object, const char* operation, Place place, TensorView* view);
 
 // "cpu" or "cuda:1".
 std::string device_name(int device);
@@ -57,8 +59,8 @@ std::string device_name(int device);
 // torch's current stream on a GPU, as the CUDA runtime knows it.
 void* current_stream(int device);
 
-// tensor.contiguous()
-py::object contiguous(PyObject* tensor);
+// A tensor of its elements side by side in the order of their index: itself, or a copy.
+py::object packed(PyObject* tensor);
 
 // torch.Tensor itself, not a subclass: what needs no second look.
 bool is_plain_tensor(PyObject* object);
@@ -69,9 +71,16 @@ py::object as_tensor(PyObject* object);
 
 std::string describe_shape(const TensorView& view);
 
-// Tensors of one collective that must agree: dtype, shape and strides of view against first.
+// Tensors of one collective that must agree: dtype and shape of view against first.
 void check_agrees(const TensorView& view, Place place, const TensorView& first, Place first_place,
                   const char* operation);
+
+// Whether two tensors of one shape have the same elements at the same offsets. The strides of
+// dimensions of one element mean nothing, nor do any where there is one element or none.
+bool lie_alike(const TensorView& view, const TensorView& first);
+
+// Whether elements lie side by side in the order of their index.
+bool has_index_order(const TensorView& view);
 
 // No two of these share a byte, none overlaps itself. places[i] belongs to views[i].
 void check_disjoint(std::span<const TensorView> views, std::span<const Place> places,

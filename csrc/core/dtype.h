@@ -57,6 +57,8 @@ PYRINGAR_HD constexpr std::size_t item_bytes(DType dtype) {
   return 0;
 }
 
+PYRINGAR_HD constexpr bool is_float(DType dtype) { return dtype <= DType::kBFloat16; }
+
 // Bytes of one partial sum while it is being reduced.
 PYRINGAR_HD constexpr std::size_t partial_bytes(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 4 : item_bytes(dtype);

@@ -267,15 +267,13 @@ class DigestEngine : public StagedEngine {
 template <class Engine>
 bool exchange(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
   const StagedProgram program{self.messages, num_pieces};
-  self.messages += static_cast<std::uint32_t>(num_pieces);
-  return run_staged_exchange(engine, program);
+  return self.count_messages(program, run_staged_exchange(engine, program));
 }
 
 template <class Engine>
 bool direct(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
   const StagedProgram program{self.messages, num_pieces};
-  self.messages += static_cast<std::uint32_t>(num_pieces);
-  return run_staged_direct(engine, program);
+  return self.count_messages(program, run_staged_direct(engine, program));
 }
 
 std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
@@ -293,6 +291,11 @@ std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
 ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
   const bool is_exchange = segment.world_size() == 2 || bytes <= kExchangeBytes;
   return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
+}
+
+ProcessAlgorithm unregistered_algorithm(const ProcessCall& call, const Segment& segment) {
+  if (call.wants_ring) return ProcessAlgorithm::kRing;
+  return staged_algorithm(call.bytes(), segment);
 }
 
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
@@ -362,13 +365,18 @@ void ProcessRank::sleep_in(Phase phase) {
   std::this_thread::sleep_for(time);
 }
 
+bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
+  messages = program.base +
+             (lies_otherwise ? kMostRefused : static_cast<std::uint32_t>(program.num_pieces));
+  return is_done;
+}
+
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
     return ProcessAlgorithm::kExchange;
   }
   if (call.places != 0) return ProcessAlgorithm::kRegistered;
-  if (call.wants_ring) return ProcessAlgorithm::kRing;
-  return staged_algorithm(call.bytes(), segment);
+  return unregistered_algorithm(call, segment);
 }
 
 ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
@@ -391,7 +399,8 @@ CallRecord ProcessCall::record() const {
   record.root = root;
   record.num_tensors = static_cast<std::uint32_t>(outputs.size());
   record.places = places;
-  record.shapes = layouts;
+  record.strides = strides;
+  record.shapes = shapes;
   if (!outputs.empty()) record.dtype = outputs[0].dtype;
   for (const TensorSpan& tensor : outputs) {
     record.numel += tensor.numel;
@@ -408,6 +417,7 @@ void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank
   record = call.record();
   record.sequence = self.sequence;
   record.algorithm = static_cast<std::uint8_t>(algorithm);
+  self.lies_otherwise = false;
   self.watch.begin_call(is_background);
 }
 
@@ -427,16 +437,34 @@ void unpack_outputs(const ProcessCall& call, ProcessRank& self) {
 
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
   const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
-  begin_call(call, algorithm, self, is_background);
+  const bool is_registered = algorithm == ProcessAlgorithm::kRegistered;
+  begin_call(call, is_registered ? unregistered_algorithm(call, self.segment) : algorithm, self,
+             is_background);
   if (call.kind == CallKind::kAllReduce) {
     if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);
-    if (algorithm != ProcessAlgorithm::kRegistered) return run_all_reduce(call, self, algorithm);
+    if (!is_registered) return run_all_reduce(call, self, algorithm);
     RegisteredEngine engine(self, call);
     return direct(engine, self, 1);
   }
   if (call.kind != CallKind::kBarrier) return run_shares(call, self);
   EmptyEngine engine(self, call);
   return exchange(engine, self, 1);
+}
+
+ProcessCall in_index_order(const ProcessCall& call) {
+  ProcessCall packed = call;
+  packed.strides = 0;
+  packed.places = 0;
+  packed.registered.clear();
+  packed.permuted.clear();
+  for (const ProcessCall::Permuted& permuted : call.permuted) {
+    TensorSpan& span = packed.outputs[permuted.output];
+    std::shared_ptr<std::byte[]> dense = std::make_unique_for_overwrite<std::byte[]>(span.bytes());
+    span.data = dense.get();
+    packed.staged.push_back({permuted.view, std::move(dense), true, permuted.is_output});
+  }
+  if (call.kind == CallKind::kBroadcast) packed.inputs = packed.outputs;
+  return packed;
 }
 
 bool compare_digests(std::uint64_t digest, ProcessRank& self) {

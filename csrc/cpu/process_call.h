@@ -37,16 +37,26 @@ struct ProcessCall {
   // outputs[0] one part. all_gather: the other way round.
   std::vector<TensorSpan> inputs;
   std::vector<TensorSpan> outputs;
-  std::uint64_t layouts = 0;  // digest of sizes, and of strides where memory order is another
+  std::uint64_t shapes = 0;   // digest of sizes
+  std::uint64_t strides = 0;  // digest of those of `permuted`; 0: there are none
 
   // Tensors with gaps are packed before, and unpacked after.
   struct Staged {
     StridedView view;
-    std::unique_ptr<std::byte[]> dense;
+    std::shared_ptr<std::byte[]> dense;
     bool is_input;
     bool is_output;
   };
   std::vector<Staged> staged;
+
+  // Outputs whose memory is theirs, but not in the order of their index: fine where it is so on all
+  // ranks.
+  struct Permuted {
+    std::size_t output;
+    StridedView view;
+    bool is_output;
+  };
+  std::vector<Permuted> permuted;
 
   // Where all ranks' copies of each output lie, if every one is registered: peers[i][rank].
   std::vector<std::vector<void*>> registered;
@@ -75,7 +85,12 @@ struct ProcessRank {
   std::uint32_t messages = 0;       // announced so far
   std::uint32_t ring_messages = 0;  // on every link
   PhaseDelay delay{};               // for tests
+  bool lies_otherwise = false;      // why the last call was refused: see in_index_order()
 
+  // What the next call's messages follow. Ranks whose tensors lie otherwise may have meant to send
+  // another number of pieces: no more than kMostRefused were announced when they noticed.
+  static constexpr std::uint32_t kMostRefused = 2;
+  bool count_messages(const StagedProgram& program, bool is_done);
   void sleep_in(Phase phase);
 };
 
@@ -98,9 +113,13 @@ void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank
 void pack_inputs(const ProcessCall& call, ProcessRank& self);
 void unpack_outputs(const ProcessCall& call, ProcessRank& self);
 
-// Announces, compares, moves the data. False: a wait failed, or the ranks do not agree; the watch
-// says why.
+// Announces, compares, moves the data. False: a wait failed, or the ranks do not agree, and the
+// watch says why; or self.lies_otherwise, on all ranks, and nothing was written.
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background);
+
+// The same call for ranks whose tensors lie otherwise than others' (in other strides, or registered
+// here and not there): all in the order of their index, through slots.
+ProcessCall in_index_order(const ProcessCall& call);
 
 // One more exchange, of digests of the results of the call just run.
 bool compare_digests(std::uint64_t digest, ProcessRank& self);

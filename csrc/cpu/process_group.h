@@ -109,6 +109,7 @@ class ProcessGroup {
 
   std::string describe(const ProcessCall& call, bool has_begun) const;
   void run_locked(const ProcessCall& call, bool is_background);
+  bool attempt(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
   Turn::Held take_turn();
   Turn::Held take_background_turn();

@@ -44,21 +44,26 @@ enum class CallKind : std::uint8_t {
 inline constexpr int kNumCallKinds = 5;
 const char* call_name(CallKind kind);
 
-// What a rank has called, for the others to compare with their own. 64 bytes, no padding.
+// What a rank has called, for the others to compare with their own.
 struct alignas(64) CallRecord {
   std::uint64_t sequence = 0;  // calls of this rank, this one included; 0: not made yet
   std::uint64_t numel = 0;     // of all its tensors
-  std::uint64_t shapes = 0;    // digest of sizes, dtypes and layouts of all its tensors
+  std::uint64_t shapes = 0;    // digest of sizes and dtypes of all its tensors
+  std::uint64_t strides = 0;   // of those not in the order of their index; 0: all are
   std::uint64_t places = 0;    // digest of where registered tensors lie; 0: not all are registered
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
   DType dtype = DType::kFloat32;  // of the first tensor
   ReduceOp op = ReduceOp::kSum;
-  std::uint8_t algorithm = 0;
+  std::uint8_t algorithm = 0;  // were nothing registered
   std::uint32_t divisor = 1;
 
+  // Whether it is the same call. How each rank's own tensors lie is another question.
   bool agrees(const CallRecord& other) const;
+  bool lies_like(const CallRecord& other) const {
+    return strides == other.strides && places == other.places;
+  }
   std::string text() const;
 };
 static_assert(sizeof(CallRecord) == 64, "one cache line");

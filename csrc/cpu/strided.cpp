@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 namespace pyringar {
 
@@ -46,19 +45,37 @@ void for_each_element(const StridedView& view, Visit&& visit) {
   }
 }
 
-// Calls run(item) with the size as a constant: a copy is then an instruction, not a call.
+// Calls run(word) with an unsigned type of the element's size: a copy is then an instruction.
 template <typename Run>
-void with_item_bytes(std::size_t item, Run&& run) {
+void with_word(std::size_t item, Run&& run) {
   switch (item) {
     case 1:
-      return run(std::integral_constant<std::size_t, 1>());
+      return run(std::uint8_t());
     case 2:
-      return run(std::integral_constant<std::size_t, 2>());
+      return run(std::uint16_t());
     case 4:
-      return run(std::integral_constant<std::size_t, 4>());
+      return run(std::uint32_t());
     default:
-      return run(std::integral_constant<std::size_t, 8>());
+      return run(std::uint64_t());
   }
+}
+
+// Calls run(word, change): what to do with an element's bits on their way in or out.
+template <typename Run>
+void with_sign(const StridedView& view, Run&& run) {
+  with_word(view.item, [&](auto word) {
+    using Word = decltype(word);
+    switch (view.sign) {
+      case Sign::kPlain:
+        return run(word, [](Word bits) { return bits; });
+      case Sign::kBit:
+        return run(word, [](Word bits) {
+          return static_cast<Word>(bits ^ Word{1} << (8 * sizeof(Word) - 1));
+        });
+      case Sign::kComplement:
+        return run(word, [](Word bits) { return static_cast<Word>(Word{0} - bits); });
+    }
+  });
 }
 
 // Dimensions of more than one element, the smallest stride first.
@@ -117,20 +134,24 @@ bool mark(const StridedView& view, ByteSpan window, std::vector<bool>& marked) {
 }  // namespace
 
 void pack(const StridedView& from, std::byte* to) {
-  with_item_bytes(from.item, [&](auto item) {
+  with_sign(from, [&](auto word, auto change) {
     for_each_element(from, [&](const std::byte* element) {
-      std::memcpy(to, element, item());
-      to += item();
+      std::memcpy(&word, element, sizeof word);
+      word = change(word);
+      std::memcpy(to, &word, sizeof word);
+      to += sizeof word;
       return true;
     });
   });
 }
 
 void unpack(const std::byte* from, const StridedView& to) {
-  with_item_bytes(to.item, [&](auto item) {
+  with_sign(to, [&](auto word, auto change) {
     for_each_element(to, [&](std::byte* element) {
-      std::memcpy(element, from, item());
-      from += item();
+      std::memcpy(&word, from, sizeof word);
+      word = change(word);
+      std::memcpy(element, &word, sizeof word);
+      from += sizeof word;
       return true;
     });
   });

@@ -3,7 +3,8 @@
 // Floor     cpu
 // Units     shape and strides in elements; data borrowed.
 // Contract  pack() and unpack() visit elements in the order of their index, so that tensors of
-//           equal shape pack to equal positions. Gaps between elements are never touched.
+//           equal shape pack to equal positions; packed elements have their own sign. Gaps between
+//           elements are never touched.
 // Threads   pure functions of their arguments, any.
 // Tests     tests/test_layouts.py
 #pragma once
@@ -15,11 +16,16 @@
 
 namespace pyringar {
 
+// How memory holds an element: as it is, or negated as torch does lazily, in a float's sign bit or
+// an integer's two's complement.
+enum class Sign : std::uint8_t { kPlain, kBit, kComplement };
+
 struct StridedView {
   std::byte* data;
   std::size_t item;
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;
+  Sign sign = Sign::kPlain;
 };
 
 void pack(const StridedView& from, std::byte* to);

@@ -28,10 +28,12 @@ from pyringar.call import (
     op_name,
 )
 from pyringar.distributed.inter import Inter, TorchInter, Wait
-from pyringar.distributed.packing import Job, check_tensor, describe, divide, views_of, wide
+from pyringar.distributed.packing import Job, check_tensor, describe, views_of
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 from pyringar.exits import close_at_exit, is_inherited
+from pyringar.float_mode import default_float_mode
 from pyringar.process_communicator import ProcessCommunicator
+from pyringar.reference import divide, wide
 from pyringar.rendezvous import Member, Rendezvous, default_store
 from pyringar.topology import Plan
 
@@ -425,7 +427,8 @@ class HierarchicalCommunicator(Closing):
                 view.copy_(tensor)
             self._reduce_flat(flat, "sum" if op == "mean" else op, agreed)
             if op == "mean":
-                divide(flat, self._world_size)
+                with default_float_mode() as pieces:
+                    divide(flat, self._world_size, pieces)
             packed.append((views, mine))
         agreed()
         for views, mine in packed:  # not before all is well

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyringar.errors import ArgumentError, PeerLostError, RingarError
+from pyringar.float_mode import default_float_mode
 
 __all__ = ["Inter", "TorchInter"]
 
@@ -74,10 +75,11 @@ class TorchInter:
         timeout = timedelta(seconds=timeout_s)
         place = next(i for i, ranks in enumerate(columns) if rank in ranks)
         try:
-            if dist.is_initialized():
-                self._group = _new_groups(columns, rank, backend, timeout)[place]
-            else:
-                self._group = _make_gloo(store, columns[place], rank, backend, timeout, place)
+            with default_float_mode():  # of this thread, and of those that gloo adds in
+                if dist.is_initialized():
+                    self._group = _new_groups(columns, rank, backend, timeout)[place]
+                else:
+                    self._group = _make_gloo(store, columns[place], rank, backend, timeout, place)
         except RingarError:
             raise
         except RuntimeError as error:

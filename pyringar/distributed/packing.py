@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
-__all__ = ["Job", "check_tensor", "describe", "divide", "views_of", "wide"]
+__all__ = ["Job", "check_tensor", "describe", "views_of"]
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -81,11 +81,6 @@ class Job:
         self._future.result()
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a dtype is added up in: 16-bit floats are rounded once, at the end."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Where each tensor has its place in flat memory, end to end."""
     views, begin = [], 0
@@ -93,14 +88,6 @@ def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         views.append(flat[begin : begin + tensor.numel()].view(tensor.shape))
         begin += tensor.numel()
     return views
-
-
-def divide(flat: Tensor, count: int) -> None:
-    """A sum becomes a mean, in place; that of integers towards zero."""
-    if flat.is_floating_point():
-        flat.div_(count)
-    else:  # as int64: count may not fit an int8
-        flat.copy_(flat.long().div_(count, rounding_mode="trunc"))
 
 
 def describe(tensors: Sequence[Tensor]) -> str:

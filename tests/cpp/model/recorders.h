@@ -88,7 +88,7 @@ enum class CallKind { kDirect, kRegistered, kExchange, kDigest, kRing, kScatter,
 struct Call {
   CallKind kind;
   std::size_t pieces;
-  bool refused = false;  // agree() says no, on every rank: the last call of its group
+  bool refused = false;  // agree() says no, on every rank; nothing of it is read
   bool is_staged() const { return kind < CallKind::kRing; }
 };
 

@@ -144,6 +144,9 @@ RingPhases phases_of(CallKind kind) {
   return kind == CallKind::kGather ? RingPhases::kAllGather : RingPhases::kAllReduce;
 }
 
+// As ProcessRank::count_messages() does, whatever the ranks meant to send.
+constexpr std::uint32_t kMostRefused = 2;
+
 // One rank's calls, one after the other.
 void record_rank(const Setup& setup, int rank, Recording& recording) {
   std::uint32_t staged = setup.base;
@@ -159,7 +162,8 @@ void record_rank(const Setup& setup, int rank, Recording& recording) {
       const bool is_exchange = call.kind == CallKind::kExchange || call.kind == CallKind::kDigest;
       returned =
           is_exchange ? run_staged_exchange(engine, program) : run_staged_direct(engine, program);
-      if (setup.bug != Bug::kBaseStays) staged += static_cast<std::uint32_t>(call.pieces);
+      const auto pieces = static_cast<std::uint32_t>(call.pieces);
+      if (setup.bug != Bug::kBaseStays) staged += call.refused ? kMostRefused : pieces;
     } else {
       RingProgram program{};
       program.rank = rank;
@@ -176,7 +180,6 @@ void record_rank(const Setup& setup, int rank, Recording& recording) {
     if (returned == call.refused) {
       recording.complain(join("rank ", rank, ": a call returned ", returned));
     }
-    if (!returned) return;
   }
 }
 
