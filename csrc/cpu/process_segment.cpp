@@ -15,7 +15,7 @@ namespace pyringar {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kPage = 4096;
 // Small enough that what is under way stays in a core's L2: own tensor, own slot, the others'.
 constexpr std::size_t kSlotBytes = 256 * 1024;
