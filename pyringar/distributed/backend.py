@@ -48,13 +48,11 @@ class _Group(Collectives):
         self._global_ranks = list(options.global_ranks_in_group)
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
-        inner = InnerBackends(store, rank, size, options.timeout, self._backend_for)
-        try:
-            seconds = options.timeout.total_seconds()
-            comm = make_communicator(store, rank, size, seconds, options.group_id)
-        except BaseException:
-            inner.close()
-            raise
+        seconds = options.timeout.total_seconds()
+        comm = make_communicator(store, rank, size, seconds, options.group_id)
+        # In the part of the store that is this group's: where a restarted job finds its store as it
+        # was, gloo would take the addresses of processes that are gone.
+        inner = InnerBackends(comm.store, rank, size, options.timeout, self._backend_for)
         super()._init_collectives(comm, inner, Completer(f"of group {options.group_id}"))
         _living.add(self)
 
