@@ -109,6 +109,10 @@ class RankCommunicator(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def store(self) -> Any:
+        """The part of the torch.distributed store that belongs to this group and to no other."""
+
     def all_reduce_coalesced(
         self,
         tensors: Sequence[Tensor],

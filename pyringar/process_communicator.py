@@ -72,13 +72,16 @@ class ProcessCommunicator(EngineCommunicator):
         CudaError: CUDA refuses to show memory to other processes, or to map theirs.
         CollectiveTimeout: Ranks did not come in time (names them).
         PeerLostError: A rank died, or the store is gone.
-        RingarError: The shared memory is not to be had, with the reason.
+        RingarError: A rank cannot make or map the shared memory; all ranks name it, and why.
         UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
             is tried with real data); ``algorithm="ring"`` on GPUs.
 
     A failed communicator refuses further calls with the reason; a new one can be made by the same
     processes. With ``PYRINGAR_CHECK=digest`` in the environment, ranks compare a digest of every
     result, and an error names the two that differ.
+
+    A store may be one that was used before: what another attempt to meet left there, by processes
+    dead or alive, is not taken for a rank of this one (:mod:`pyringar.rendezvous`).
 
     Cost: a megabyte and a half of shared memory per rank; nothing has a name in a file system, so
     nothing stays behind, whatever is killed when. On a GPU 64 MiB of its memory beside that, which
@@ -109,7 +112,7 @@ class ProcessCommunicator(EngineCommunicator):
         check = os.environ.get("PYRINGAR_CHECK", "")
         if check not in _CHECKS:
             raise ArgumentError(f"PYRINGAR_CHECK is {check!r}, expected 'digest', or nothing")
-        self._store, self._rank, self._world_size = _check_store(store, rank, world_size)
+        store, self._rank, self._world_size = _check_store(store, rank, world_size)
         self._name = name
         # Before the clock starts: they may have to be compiled.
         engine = _native.engine()
@@ -119,27 +122,28 @@ class ProcessCommunicator(EngineCommunicator):
             options["device"] = self._device.index
         elif not compares_shapes:
             options["compares_shapes"] = False
-        meeting = Rendezvous(
-            *(self._store, self._rank, self._world_size, name, self._timeout_s),
+        with Rendezvous(
+            *(store, self._rank, self._world_size, name, self._timeout_s),
             kind=self._device.type,
             engine=engine,
-        )
-        self._members = meeting.exchange_members()
-        _check_one_node(self._members)
-        _check_one_check(self._members)
-        _check_one_kind(self._members)
-        memory, token, note = meeting.share_memory(self._own_choices())
-        self._auto["any"] = _parse_choices(note, self._members[0])
-        self._group = engine.ProcessGroup(
-            memory=memory,
-            rank=self._rank,
-            world_size=self._world_size,
-            token=token,
-            timeout_s=self._timeout_s,
-            checks_digests=check == "digest",
-            **options,
-        )
-        meeting.wait_until(self._group.absent_ranks, "to map the group's memory")
+        ) as meeting:
+            self._members = meeting.exchange_members()
+            _check_one_node(self._members)
+            _check_one_check(self._members)
+            _check_one_kind(self._members)
+            memory, token, note = meeting.share_memory(self._own_choices())
+            self._auto["any"] = _parse_choices(note, self._members[0])
+            self._group = engine.ProcessGroup(
+                memory=memory,
+                rank=self._rank,
+                world_size=self._world_size,
+                token=token,
+                timeout_s=self._timeout_s,
+                checks_digests=check == "digest",
+                **options,
+            )
+            meeting.wait_until_mapped(self._group.absent_ranks)
+            self._store = meeting.store
         self._group.seal()
         if self._device.type == "cuda":
             self._group.connect()
@@ -157,6 +161,11 @@ class ProcessCommunicator(EngineCommunicator):
     def world_size(self) -> int:
         """Number of ranks."""
         return self._world_size
+
+    @property
+    def store(self) -> Any:
+        """The part of the torch.distributed store that belongs to this group and to no other."""
+        return self._store
 
     @property
     def device(self) -> torch.device:
@@ -588,6 +597,10 @@ def _check_one_node(members: Sequence[Member]) -> None:
         nodes.setdefault(member.node, []).append(member.rank)
     if len(nodes) > 1:
         where = "; ".join(f"ranks {ranks} on {members[ranks[0]].host}" for ranks in nodes.values())
+        if len({member.host for member in members}) < len(nodes):
+            where += (
+                "; process numbers or clocks of their own, or no /proc, make one of a container"
+            )
         raise ArgumentError(
             f"the ranks are on {len(nodes)} machines ({where}), a ProcessCommunicator is for one; "
             "take pyringar.distributed.HierarchicalCommunicator, or make one per machine"

@@ -40,6 +40,7 @@ FLOORS = [
     "reference",
     "call",
     "communicator",
+    "patient_store",
     "rendezvous",
     "shared_tensors",
     "process_communicator",

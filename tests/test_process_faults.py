@@ -9,24 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import os
 import random as python_random
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 
 import pytest
 import torch
 from oracle import assert_bits, inputs, reduced, same_bits
-from ranks import Crew, Outcome, connect, join, new_name, value_of
+from ranks import Crew, Outcome, join, new_name, value_of
 
 import pyringar as pr
 from pyringar import _native
-from pyringar.rendezvous import Member
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
@@ -561,76 +558,6 @@ def test_a_rank_that_comes_late(new_crew):
     crew.run(reduce)
 
 
-def announce_member(state, port: int, name: str, rank: int) -> None:
-    """As far as the store knows it has come."""
-    store = connect(port)
-    store.set(f"pyringar/{name}/0/member/{rank}", Member.this_process(rank).text())
-
-
-def test_killed_while_joining(new_crew):
-    """It has come, and dies before the others have mapped the memory."""
-    crew = new_crew(3)
-    name = new_name()
-    crew[0].call(announce_member, port=crew.port, name=name, rank=0)
-    try_join(crew, [1, 2], 3, name=name)
-    time.sleep(0.3)
-    died_at = crew[0].kill()
-    for outcome in crew.outcomes([1, 2]):
-        assert outcome.error == "PeerLostError", outcome
-        assert names_rank(outcome.text, 0, crew), outcome.text
-        assert outcome.at - died_at < DEATH_S + BUSY_S
-    crew.join([1, 2])
-    crew.run(reduce, [1, 2])
-
-
-def offer_memory(state, port: int, name: str, world_size: int) -> None:
-    """Rank 0 as far as offering its memory."""
-    store = connect(port)
-    state.memory = _native.engine().create_segment(world_size, b"t" * 32)
-    store.set(f"pyringar/{name}/0/member/0", Member.this_process(0).text())
-    offer = {"fd": state.memory.fd, "token": (b"t" * 32).hex()}
-    store.set(f"pyringar/{name}/0/segment", json.dumps(offer))
-
-
-def test_killed_after_it_has_offered_its_memory(new_crew):
-    crew = new_crew(3)
-    name = new_name()
-    crew[0].call(offer_memory, port=crew.port, name=name, world_size=3)
-    crew[0].kill()
-    try_join(crew, [1, 2], 3, name=name)
-    for outcome in crew.outcomes([1, 2]):
-        assert outcome.error == "PeerLostError", outcome
-        assert names_rank(outcome.text, 0, crew), outcome.text
-    assert crew.run(mapped_memories, [1, 2]) == [[], []]
-
-
-def test_killed_while_others_map_its_memory(new_crew):
-    """Rank 2 never maps; then rank 0 dies, when rank 1 has mapped."""
-    crew = new_crew(3)
-    name = new_name()
-    crew[2].call(announce_member, port=crew.port, name=name, rank=2)
-    try_join(crew, [0, 1], 3, name=name)
-    time.sleep(0.4)
-    died_at = crew[0].kill()
-    outcome = crew[1].outcome()
-    assert outcome.error == "PeerLostError"
-    assert names_rank(outcome.text, 0, crew)
-    assert outcome.at - died_at < DEATH_S + BUSY_S
-
-
-def test_stopped_while_joining(new_crew):
-    crew = new_crew(2)
-    name = new_name()
-    crew[1].call(announce_member, port=crew.port, name=name, rank=1)
-    crew[1].send(signal.SIGSTOP)
-    try_join(crew, [0], 2, name=name, timeout=1.0)
-    outcome = crew[0].outcome()
-    assert outcome.error == "CollectiveTimeout"
-    assert "to map the group's memory" in outcome.text
-    assert names_rank(outcome.text, 1, crew), outcome.text
-    assert crew.run(holds_nothing, [0]) == [[]]
-
-
 def join_without_room(state, limit: int, **options) -> None:
     """No file of this process may be larger, memory that others map included."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -857,181 +784,7 @@ def test_interrupted_while_joining(new_crew):
     assert crew.run(holds_nothing, [0]) == [[]]
 
 
-# -- what comes out of the store is not trusted ----------------------------------------------------
-
-GOOD_MEMBER = {
-    "version": 1,
-    "rank": 1,
-    "node": "here",
-    "host": "here",
-    "pid": 1,
-    "start_ticks": 1,
-    "check": "",
-}
-
-
-def member(**changes: object) -> bytes:
-    return json.dumps(GOOD_MEMBER | changes).encode()
-
-
-GARBAGE = [b"", b"\0\xff\xfe", b"null", b"[]", b"3", b'"text"', b"{", b"{}", b"[" * 100_000]
-GARBAGE += [b"9" * 5000, b"{" + b" " * 1_000_000 + b"}"]
-BAD_MEMBERS = [
-    *GARBAGE,
-    member(version=2),
-    member(version="1"),
-    member(rank=0),
-    member(rank=True),
-    member(rank=-1),
-    member(rank=10**40),
-    member(pid=0),
-    member(pid=-1),
-    member(pid=2**31),
-    member(pid=10**30),
-    member(pid="1"),
-    member(pid=1.5),
-    member(start_ticks=-1),
-    member(start_ticks=2**64),
-    member(node=5),
-    member(host=None),
-    member(host="x" * 1000),
-    member(check=["digest"]),
-    member(more=1),
-    json.dumps({k: v for k, v in GOOD_MEMBER.items() if k != "pid"}).encode(),
-    json.dumps({k: v for k, v in GOOD_MEMBER.items() if k != "version"}).encode(),
-]
-
-
-@pytest.mark.parametrize("text", BAD_MEMBERS, ids=range(len(BAD_MEMBERS)))
-def test_a_member_that_is_none(store_port, text):
-    store, name = connect(store_port), new_name()
-    store.set(f"pyringar/{name}/0/member/1", text.decode("latin-1"))
-    start = time.monotonic()
-    with pytest.raises(pr.RingarError, match=r"^rank 1 wrote .* into the store") as caught:
-        pr.ProcessCommunicator(store, 0, 2, name=name, timeout=20)
-    assert time.monotonic() - start < 5
-    assert len(str(caught.value)) < 1000
-    assert open_memories() == []
-
-
-def test_this_process_is_a_member_that_passes():
-    text = Member.this_process(1).text().encode()
-    assert Member.parse(text, 1) == Member.this_process(1)
-    assert Member.parse(member(), 1).pid == 1
-
-
-TOKEN = "ab" * 32
-BAD_SEGMENTS = [
-    *GARBAGE,
-    json.dumps({"fd": 3}).encode(),
-    json.dumps({"token": TOKEN}).encode(),
-    json.dumps({"fd": "3", "token": TOKEN}).encode(),
-    json.dumps({"fd": 3.5, "token": TOKEN}).encode(),
-    json.dumps({"fd": True, "token": TOKEN}).encode(),
-    json.dumps({"fd": -1, "token": TOKEN}).encode(),
-    json.dumps({"fd": 2**31, "token": TOKEN}).encode(),
-    json.dumps({"fd": float("inf"), "token": TOKEN}).encode(),
-    json.dumps({"fd": 3, "token": TOKEN[:-2]}).encode(),
-    json.dumps({"fd": 3, "token": TOKEN + "ab"}).encode(),
-    json.dumps({"fd": 3, "token": "x" * 64}).encode(),
-    json.dumps({"fd": 3, "token": 5}).encode(),
-]
-
-
-@pytest.mark.parametrize("text", BAD_SEGMENTS, ids=range(len(BAD_SEGMENTS)))
-def test_a_segment_that_is_none(store_port, text):
-    store, name = connect(store_port), new_name()
-    store.set(f"pyringar/{name}/0/member/0", Member.this_process(0).text())
-    store.set(f"pyringar/{name}/0/segment", text.decode("latin-1"))
-    with pytest.raises(pr.RingarError, match=r"^rank 0 wrote .* into the store, no segment"):
-        pr.ProcessCommunicator(store, 1, 2, name=name, timeout=20)
-
-
-def test_an_error_of_rank_0_is_passed_on(store_port):
-    store, name = connect(store_port), new_name()
-    store.set(f"pyringar/{name}/0/member/0", Member.this_process(0).text())
-    store.set(f"pyringar/{name}/0/segment", json.dumps({"error": "no room"}))
-    with pytest.raises(pr.RingarError, match=r"rank 0 \(process .*could not make .*: no room"):
-        pr.ProcessCommunicator(store, 1, 2, name=name, timeout=20)
-
-
-def segment_bytes() -> int:
-    return _native.engine().create_segment(2, b"t" * 32).nbytes
-
-
-@contextlib.contextmanager
-def descriptor(kind: str):
-    """Something that is no segment."""
-    size = segment_bytes()
-    if kind == "fifo":
-        other_end, fd = os.pipe()
-        os.close(other_end)
-    elif kind == "zero":
-        fd = os.open("/dev/zero", os.O_RDWR)
-    elif kind == "socket":
-        pair = socket.socketpair()
-        fd = os.dup(pair[0].fileno())
-    elif kind == "folder":
-        fd = os.open("/tmp", os.O_RDONLY)
-    elif kind == "file":
-        fd = os.memfd_create("file")
-        os.ftruncate(fd, size)
-    elif kind == "unsealed":
-        fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size)
-    else:
-        import fcntl
-
-        fd = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size - 4096 if kind == "small" else size)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        seals |= fcntl.F_SEAL_WRITE if kind == "read-only" else 0
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("fifo", "is not the shared memory"),
-        ("zero", "is not the shared memory"),
-        ("socket", "cannot open"),
-        ("folder", "cannot open"),
-        ("file", "is not the shared memory"),
-        ("unsealed", "is not the shared memory"),
-        ("small", "is not the shared memory"),
-        ("read-only", "cannot"),
-        ("empty", "another group's, or none of ours"),
-        ("closed", "cannot open"),
-    ],
-)
-def test_a_descriptor_that_is_no_segment(store_port, kind, words):
-    store, name = connect(store_port), new_name()
-    store.set(f"pyringar/{name}/0/member/0", Member.this_process(0).text())
-    with descriptor(kind) as fd:
-        if kind == "closed":
-            fd = 1_000_000
-        store.set(f"pyringar/{name}/0/segment", json.dumps({"fd": fd, "token": TOKEN}))
-        start = time.monotonic()
-        with pytest.raises(pr.RingarError, match=words):
-            pr.ProcessCommunicator(store, 1, 2, name=name, timeout=20)
-        assert time.monotonic() - start < 5
-    gc.collect()
-    assert mapped_memories() == []
-
-
-def test_another_groups_memory(store_port):
-    """The right kind of memory, another token."""
-    store, name = connect(store_port), new_name()
-    memory = _native.engine().create_segment(2, b"t" * 32)
-    store.set(f"pyringar/{name}/0/member/0", Member.this_process(0).text())
-    offer = {"fd": memory.fd, "token": TOKEN}
-    store.set(f"pyringar/{name}/0/segment", json.dumps(offer))
-    with pytest.raises(pr.RingarError, match="another group's, or none of ours"):
-        pr.ProcessCommunicator(store, 1, 2, name=name, timeout=20)
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_a_rank_joins_once():

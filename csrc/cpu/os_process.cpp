@@ -27,10 +27,13 @@ namespace {
 
 struct Stat {
   char state = 0;  // 0: no such process, or no /proc
+  std::uint64_t num_threads = 0;
   std::uint64_t start_ticks = 0;
+  std::uint64_t stack_start = 0;
 };
 
-// "PID (name) S ..." with the start time as field 22; the name may hold anything, ')' included.
+// "PID (name) S ..." with threads, start time and stack as fields 20, 22 and 28; the name may hold
+// anything, ')' included.
 Stat read_stat(std::int32_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   // Not through iterators, which throw if the process goes between opening and reading.
@@ -42,14 +45,18 @@ Stat read_stat(std::int32_t pid) {
   Stat stat;
   fields >> stat.state;
   std::string skipped;
-  for (int field = 4; field < 22; ++field) fields >> skipped;
-  fields >> stat.start_ticks;
+  for (int field = 4; field < 20; ++field) fields >> skipped;
+  fields >> stat.num_threads >> skipped >> stat.start_ticks;
+  for (int field = 23; field < 28; ++field) fields >> skipped;
+  fields >> stat.stack_start;
   return fields ? stat : Stat{};
 }
 
 ProcessId read_own() {
   const auto pid = static_cast<std::int32_t>(getpid());
-  return {pid, read_stat(pid).start_ticks};
+  const Stat stat = read_stat(pid);
+  // Emulators of a processor count no threads, and tell this process other addresses than others.
+  return {pid, stat.start_ticks, stat.num_threads == 0 ? 0 : stat.stack_start};
 }
 
 // Once for all threads: under qemu each is told another time.
@@ -68,8 +75,13 @@ bool is_alive(const ProcessId& process) {
   }
   const Stat stat = read_stat(process.pid);
   if (stat.state != 0) {
-    const bool is_same = process.start_ticks == 0 || stat.start_ticks == process.start_ticks;
-    return is_same && stat.state != 'Z' && stat.state != 'X';
+    const auto agree = [](std::uint64_t known, std::uint64_t found) {
+      return known == 0 || found == 0 || known == found;
+    };
+    if (!agree(process.start_ticks, stat.start_ticks)) return false;
+    // The state is the main thread's, which may end before others do (pthread_exit).
+    if (stat.state == 'Z' || stat.state == 'X') return stat.num_threads > 1;
+    return agree(process.stack_start, stat.stack_start);
   }
   // No /proc, or hidden from us: a process of somebody else's is alive, too.
   return kill(process.pid, 0) == 0 || errno == EPERM;

@@ -91,6 +91,10 @@ int find_pages(int fd, std::size_t bytes) {
   return 0;
 }
 
+constexpr const char* kWhoMayOpen =
+    ". Processes that share memory must run as one user, in one user namespace, see each other in "
+    "/proc, and must not have forbidden others to look into them (PR_SET_DUMPABLE 0, as setuid "
+    "programs and file capabilities do)";
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 }  // namespace
@@ -109,7 +113,10 @@ SharedMemory SharedMemory::create(std::size_t bytes, const char* purpose) {
 SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, const char* purpose) {
   const std::string path = join("/proc/", pid, "/fd/", fd);
   const Descriptor own(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (own.get() < 0) fail_with(errno, purpose, bytes, join("open ", path, ", ").c_str());
+  if (own.get() < 0) {
+    fail(ErrorKind::kState, "cannot open ", path, ", the ", bytes, " bytes of shared memory for ",
+         purpose, ": ", std::strerror(errno), kWhoMayOpen);
+  }
   struct stat status;
   if (fstat(own.get(), &status) != 0) fail_with(errno, purpose, bytes, "look at");
   const int seals = fcntl(own.get(), F_GET_SEALS);
@@ -117,7 +124,7 @@ SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, con
       static_cast<std::size_t>(status.st_size) != bytes) {
     fail(ErrorKind::kState, path, " is not the shared memory for ", purpose, ": expected ", bytes,
          " bytes of sealed memory of user ", geteuid(), ", found ", status.st_size,
-         " bytes of user ", status.st_uid);
+         " bytes of user ", status.st_uid, kWhoMayOpen);
   }
   return {map(own.get(), bytes, purpose), bytes, -1};
 }

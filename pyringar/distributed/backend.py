@@ -40,15 +40,14 @@ class _Group(Collectives):
         self._global_ranks = list(options.global_ranks_in_group)
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
+        seconds = options.timeout.total_seconds()
+        comm = make_communicator(store, rank, size, seconds, options.group_id)
+        # In the part of the store that is this group's: where a restarted job finds its store as it
+        # was, gloo would take the addresses of processes that are gone.
         inner = InnerBackends(
-            *(store, rank, size, options.timeout, self._backend_for), set_timeout=self.set_timeout
+            *(comm.store, rank, size, options.timeout, self._backend_for),
+            set_timeout=self.set_timeout,
         )
-        try:
-            seconds = options.timeout.total_seconds()
-            comm = make_communicator(store, rank, size, seconds, options.group_id)
-        except BaseException:
-            inner.close()
-            raise
         super()._init_collectives(comm, inner, Completer(f"of group {options.group_id}"))
         _living.add(self)
         # Threads of gloo's and of ours that outlive the interpreter would abort the process.

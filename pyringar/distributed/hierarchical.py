@@ -75,11 +75,12 @@ def communicator_for(
         raise ArgumentError(
             f"rank is {rank!r} and world_size {world_size!r}, expected integers beside store"
         )
-    meeting = Rendezvous(store, rank, world_size, f"{name}/where", check_timeout(timeout))
-    nodes = _ranks_by_node(meeting.exchange_members())
+    with Rendezvous(store, rank, world_size, f"{name}/where", check_timeout(timeout)) as meeting:
+        nodes = _ranks_by_node(meeting.exchange_members())
     if len(nodes) == 1:
+        place = (meeting.store, rank, world_size)
         return ProcessCommunicator(
-            *(store, rank, world_size), name=name, algorithm=algorithm, order=order, timeout=timeout
+            *place, name=name, algorithm=algorithm, order=order, timeout=timeout
         )
     if algorithm != "auto" or order != "any":
         raise ArgumentError(
@@ -87,7 +88,7 @@ def communicator_for(
             "machines, whose sums are added to each other: expected 'auto' and 'any'"
         )
     return HierarchicalCommunicator(
-        store, rank, world_size, name=name, timeout=timeout, backend=backend
+        meeting.store, rank, world_size, name=name, timeout=timeout, backend=backend
     )
 
 
@@ -150,21 +151,22 @@ class HierarchicalCommunicator(Closing):
                 f"rank is {rank!r} and world_size {world_size!r}, expected integers beside store"
             )
         self._rank, self._world_size, self._name = rank, world_size, name
-        meeting = Rendezvous(store, rank, world_size, f"{name}/machines", self._timeout_s)
-        members = meeting.exchange_members()
+        with Rendezvous(store, rank, world_size, f"{name}/machines", self._timeout_s) as meeting:
+            members = meeting.exchange_members()
+        self._store = meeting.store
         nodes = _ranks_by_node(members)
         _check_equal_nodes(nodes, members)
         self._node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
         self._local_rank = nodes[self._node].index(rank)
         self._nodes = nodes
         self._intra = ProcessCommunicator(
-            *(store, self._local_rank, len(nodes[0])),
-            name=f"{meeting.name}/{self._node}",  # once: machines may have made others before
+            *(self._store, self._local_rank, len(nodes[0])),
+            name=f"machine {self._node}",
             timeout=timeout,
         )
         if inter is None and len(nodes) > 1:
             columns = list(zip(*nodes, strict=True))
-            inter = TorchInter(meeting.store, columns, rank, backend, self._timeout_s)
+            inter = TorchInter(self._store, columns, rank, backend, self._timeout_s)
         self._inter = inter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyringar-machines")
         self._lock = threading.Lock()
@@ -183,6 +185,11 @@ class HierarchicalCommunicator(Closing):
     def world_size(self) -> int:
         """Number of ranks on all machines."""
         return self._world_size
+
+    @property
+    def store(self) -> Any:
+        """As :attr:`ProcessCommunicator.store`."""
+        return self._store
 
     @property
     def local_rank(self) -> int:

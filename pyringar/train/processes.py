@@ -7,7 +7,6 @@ learned has the bits of one process that has all ranks.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
 import time
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 3600.0  # a download may take that long
 _POLL_S = 0.05
-_runs = itertools.count()  # of this process: every rank makes them in the same order
 
 
 def num_processes() -> int:
@@ -93,7 +91,6 @@ class TrainGroup:
             store, rank, world_size, name="pyringar train", algorithm=config.allreduce
         )
         self.digest = ""
-        self._store = _store_of_this_run(store)
         if self.is_main and torch.cuda.device_count():
             logger.warning(
                 "the GPUs stay idle: ranks in processes of their own reduce on the CPU; one "
@@ -128,22 +125,22 @@ class TrainGroup:
         try:
             data = load()
         except BaseException as error:
-            self._store.set(f"data/{rank}", f"{type(error).__name__}: {error}")
+            self.comm.store.set(f"data/{rank}", f"{type(error).__name__}: {error}")
             raise
-        self._store.set(f"data/{rank}", "")
+        self.comm.store.set(f"data/{rank}", "")
         return data
 
     def _wait_for_load(self, other: int) -> None:
         key, rank = f"data/{other}", self.comm.rank
         deadline = time.monotonic() + _LOAD_TIMEOUT_S
         try:
-            while not self._store.check([key]):
+            while not self.comm.store.check([key]):
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(
                         f"rank {rank} waited {_LOAD_TIMEOUT_S:g} s for rank {other} to load images"
                     )
                 time.sleep(_POLL_S)
-            failure = self._store.get(key).decode(errors="replace")
+            failure = self.comm.store.get(key).decode(errors="replace")
         except RingarError:
             raise
         except RuntimeError as error:
@@ -202,12 +199,6 @@ class TrainGroup:
                 f"the replicas have diverged: the parameters of ranks {odd} differ from rank 0's"
             )
         self.digest = digest.hexdigest()
-
-
-def _store_of_this_run(store: Any) -> Any:
-    from torch._C._distributed_c10d import PrefixStore  # not in every build
-
-    return PrefixStore(f"pyringar/train/{next(_runs)}", store)
 
 
 def _check_config(config: TrainConfig, world_size: int | None) -> None:

@@ -1,0 +1,114 @@
+"""A torch store that answers by a deadline, whatever its own process and its own time-outs do."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
+
+__all__ = ["PatientStore"]
+
+# Of an answer, once the deadline has passed: time for last words, if the store is well.
+_LEAST_S = 0.25
+T = TypeVar("T")
+
+
+class PatientStore:
+    """A store, asked by a thread: one that is stopped neither answers nor breaks off.
+
+    The thread starts with the first question and ends with :meth:`close`, or, where the store never
+    answers, with the process.
+
+    Args:
+        store: A torch.distributed store.
+        group: What it is asked for, in messages.
+        rank: Who asks, likewise.
+        deadline: Of all answers, on the monotonic clock.
+
+    Every method raises :class:`CollectiveTimeout` at the deadline, :class:`PeerLostError` where the
+    store's process is gone, and :class:`RingarError` where it fails otherwise or no thread can
+    start.
+    """
+
+    def __init__(self, store: Any, group: str, rank: int, deadline: float) -> None:
+        self.store = store
+        self._group = group
+        self._rank = rank
+        self._deadline = deadline
+        self._questions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def set(self, key: str, value: str) -> None:
+        """Write ``value``."""
+        self._ask(lambda: self.store.set(key, value))
+
+    def add(self, key: str) -> None:
+        """Count one up, so that whoever looks at ``key`` sees a change."""
+        self._ask(lambda: self.store.add(key, 1))
+
+    def look_up(self, keys: Sequence[str]) -> list[Any]:
+        """Return what stands at each of ``keys`` now, None where nothing does; never waits for it.
+
+        What the store hands out is for the caller to check: bytes, if nobody tampers with it.
+        """
+        store = self.store
+        return self._ask(lambda: [store.get(k) if store.check([k]) else None for k in keys])
+
+    def close(self) -> None:
+        """Let the thread go; it is not waited for."""
+        self._questions.put(None)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        if self._thread is None:
+            self._thread = self._start()
+        # Of this question alone: one that comes late answers nothing else.
+        answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+        def answer() -> None:
+            try:
+                answers.put((question(), None))
+            except Exception as error:  # for the caller, below
+                answers.put((None, error))
+
+        self._questions.put(answer)
+        left_s = min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX)
+        try:
+            value, error = answers.get(timeout=max(_LEAST_S, left_s))
+        except queue.Empty:
+            raise CollectiveTimeout(
+                f"the store of group {self._group} did not answer rank {self._rank} in time"
+            ) from None
+        if isinstance(error, (RuntimeError, OSError)):
+            raise PeerLostError(
+                f"the store of group {self._group} does not answer rank {self._rank}, so its "
+                f"process is gone: {error}"
+            ) from error
+        if error is not None:
+            raise RingarError(
+                f"the store of group {self._group} failed rank {self._rank}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return value  # type: ignore[return-value]
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(
+            target=_answer_all, args=(self._questions,), name="pyringar store", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise RingarError(
+                f"rank {self._rank} of group {self._group} cannot start a thread, which it needs "
+                f"to ask the store: {error}; the limit is that of the user (`ulimit -u`) or of the "
+                "container (pids.max)"
+            ) from error
+        return thread
+
+
+def _answer_all(questions: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (question := questions.get()) is not None:
+        question()

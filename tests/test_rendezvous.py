@@ -1,0 +1,551 @@
+"""Do ranks in processes find each other, and each other only, on stores that outlive attempts?
+
+Processes and stores come and go in every order: restarts on one store, survivors on a new one,
+ranks that give up and come again, ranks that die at any step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Crew, connect, join, new_name, value_of
+
+import pyringar as pr
+from pyringar import _native
+from pyringar.rendezvous import Member, Rendezvous, node_id
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
+
+# A death is heard of within this, whatever else runs here; deadlines are far behind it.
+PROMPT_S = 5.0
+LONG_S = 30.0
+
+
+# -- what ranks do ---------------------------------------------------------------------------------
+
+
+def reduce(state) -> None:
+    """The sum of what only this rank knows."""
+    k = state.comm.world_size
+    tensor = torch.arange(1000, dtype=torch.int64) % 17 + state.comm.rank
+    state.comm.all_reduce(tensor)
+    wanted = k * (torch.arange(1000, dtype=torch.int64) % 17) + k * (k - 1) // 2
+    assert torch.equal(tensor, wanted)
+
+
+def meet(state, **arguments) -> None:
+    """Join, reduce and leave; ``arguments`` as `ranks.join` has them."""
+    join(state, **arguments)
+    reduce(state)
+    state.comm.close()
+
+
+def meet_on_file(state, path: str, rank: int, world_size: int) -> None:
+    store = dist.FileStore(path, world_size)
+    state.comm = pr.ProcessCommunicator(store, rank, world_size, timeout=LONG_S)
+    reduce(state)
+    state.comm.close()
+
+
+def meet_only(state, port: int, name: str, rank: int, world_size: int) -> None:
+    """As far as the others know it has come; it never maps the memory."""
+    with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
+        meeting.exchange_members()
+
+
+def call_only(state, port: int, name: str) -> None:
+    """Rank 0 at its first step."""
+    caller = Member.this_process(0, attempt="ca11" * 8)
+    connect(port).set(f"pyringar/{name}/call", caller.text())
+
+
+def retry(state, port: int, rank: int, name: str, tries: int, timeout: float) -> int:
+    """Come again whenever the time is up; how often it was."""
+    for i in range(tries):
+        try:
+            meet(state, port=port, rank=rank, world_size=2, name=name, timeout=timeout)
+        except pr.CollectiveTimeout:
+            continue
+        return i
+    raise AssertionError(f"never met in {tries} tries")
+
+
+def start(crew: Crew, ranks: dict[int, int], name: str, **options) -> None:
+    """``{process: its rank}`` in one group."""
+    for process, rank in ranks.items():
+        crew[process].start(
+            meet, port=crew.port, rank=rank, world_size=len(ranks), name=name, **options
+        )
+
+
+def assert_all_met(crew: Crew, ranks: list[int] | None = None) -> None:
+    for outcome in crew.outcomes(ranks):
+        value_of(outcome)
+
+
+# -- stores that were used before ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("killed", [False, True])
+def test_new_processes_on_the_store_of_ended_ones(new_crew, late, killed):
+    """As after a restart by torchrun, whose agent keeps the store; more than once."""
+    name = new_name()
+    before = new_crew(2)
+    before.join(name=name, timeout=LONG_S)
+    before.run(reduce)
+    for _ in range(2):
+        for rank in before.ranks:
+            rank.kill() if killed else rank.end()
+        crew = before = new_crew(2)
+        options = {"port": crew.port, "world_size": 2, "name": name, "timeout": LONG_S}
+        crew[1 - late].start(meet, rank=1 - late, **options)
+        time.sleep(0.3)
+        crew[late].start(meet, rank=late, **options)
+        assert_all_met(crew)
+
+
+@pytest.mark.parametrize("step", ["call", "members"])
+def test_new_processes_on_the_store_of_some_that_died_while_meeting(new_crew, step):
+    name = new_name()
+    first = new_crew(3)
+    if step == "call":
+        first[0].call(call_only, port=first.port, name=name)
+    else:
+        for rank in range(3):
+            first[rank].start(meet_only, port=first.port, name=name, rank=rank, world_size=3)
+        assert_all_met(first)
+    for rank in first.ranks:
+        rank.kill()
+    crew = new_crew(3)
+    for rank in (1, 2, 0):
+        crew[rank].start(meet, port=crew.port, rank=rank, world_size=3, name=name, timeout=LONG_S)
+        time.sleep(0.2)
+    assert_all_met(crew)
+
+
+def test_a_dead_call_is_no_call_and_the_error_says_so(new_crew):
+    """Nobody comes instead: the deadline passes, and names who left it."""
+    name = new_name()
+    crew = new_crew(2)
+    crew[0].call(call_only, port=crew.port, name=name)
+    crew[0].kill()
+    crew[1].start(meet, port=crew.port, rank=1, world_size=2, name=name, timeout=1.0)
+    outcome = crew[1].outcome()
+    assert outcome.error == "CollectiveTimeout", outcome
+    assert "waited 1 s for ranks [0] to join" in outcome.text
+    assert outcome.seconds >= 1.0
+
+
+@pytest.mark.parametrize("newcomer", [0, 1])
+def test_survivors_and_newcomers(new_crew, tmp_path, newcomer):
+    """A process that has made groups meets one that has made none, on a new store and the old."""
+    crew = new_crew(2)
+    survivor = 1 - newcomer
+    crew[survivor].call(meet_on_file, path=str(tmp_path / "a"), rank=0, world_size=1)
+    for path in ("b", "b", "a"):
+        for rank in range(2):
+            crew[rank].start(meet_on_file, path=str(tmp_path / path), rank=rank, world_size=2)
+        assert_all_met(crew)
+
+
+def test_two_stores_with_a_common_process(new_crew, tmp_path):
+    crew = new_crew(3)
+    crew[0].start(meet_on_file, path=str(tmp_path / "a"), rank=0, world_size=2)
+    crew[1].call(meet_on_file, path=str(tmp_path / "a"), rank=1, world_size=2)
+    crew[2].start(meet_on_file, path=str(tmp_path / "b"), rank=1, world_size=2)
+    crew[1].call(meet_on_file, path=str(tmp_path / "b"), rank=0, world_size=2)
+    assert_all_met(crew, [0, 2])
+
+
+def new_groups(state, path: str, rank: int, members: list[int], backend: str) -> float:
+    """Initialise torch.distributed, make a sub-group, end it all."""
+    import pyringar.distributed  # noqa: F401
+
+    wait = timedelta(seconds=LONG_S)
+    dist.init_process_group(
+        backend, init_method=f"file://{path}", rank=rank, world_size=3, timeout=wait
+    )
+    try:
+        group = dist.new_group(members, timeout=wait)
+        tensor = torch.full((3,), float(rank + 1))
+        if rank in members:
+            dist.all_reduce(tensor, group=group)
+        dist.barrier()
+        return tensor[0].item()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_process_groups_made_again_with_other_sub_groups(new_crew, tmp_path):
+    """Ranks that have made different numbers of groups under one name."""
+    crew = new_crew(3)
+    for i, members in enumerate(([0, 1], [1, 2], [0, 2])):
+        path = str(tmp_path / str(i))
+        for rank in range(3):
+            crew[rank].start(new_groups, path=path, rank=rank, members=members, backend="ringar")
+        values = [value_of(outcome) for outcome in crew.outcomes()]
+        total = sum(float(rank + 1) for rank in members)
+        assert values == [total if rank in members else rank + 1.0 for rank in range(3)]
+
+
+def gloo_on(state, port: int, prefix: str, rank: int) -> None:
+    """A call that goes to gloo, on a store that another job has used."""
+    import pyringar.distributed  # noqa: F401
+
+    store = dist.PrefixStore(prefix, connect(port))
+    wait = timedelta(seconds=LONG_S)
+    dist.init_process_group("ringar", store=store, rank=rank, world_size=2, timeout=wait)
+    if rank == 0:
+        dist.send(torch.arange(4), 1)
+    else:
+        got = torch.zeros(4, dtype=torch.int64)
+        dist.recv(got, 0)
+        assert torch.equal(got, torch.arange(4))
+    dist.barrier()
+    os._exit(0)  # nothing is taken back
+
+
+def test_gloo_does_not_find_addresses_of_processes_that_are_gone(new_crew):
+    prefix = new_name()
+    for _ in range(2):
+        crew = new_crew(2)
+        for rank in (1, 0):  # rank 1 sees the store before rank 0 has written anything
+            crew[rank].start(gloo_on, port=crew.port, prefix=prefix, rank=rank)
+            time.sleep(0.3)
+        for rank in crew.ranks:
+            rank._channel.settimeout(LONG_S)
+            assert rank._lines.readline() == ""  # it has ended, without an error
+            rank.reap()
+
+
+# -- ranks that give up, and come again ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_one_side_gave_up_and_came_again(new_crew, late):
+    crew = new_crew(2)
+    name = new_name()
+    options = {"port": crew.port, "name": name, "tries": 20, "timeout": 1.0}
+    crew[1 - late].start(retry, rank=1 - late, **options)
+    time.sleep(1.5)
+    crew[late].start(retry, rank=late, **options)
+    tries = [value_of(outcome) for outcome in crew.outcomes()]
+    assert tries[1 - late] >= 1
+
+
+def test_rank_0_gave_up_then_ended_and_another_came(new_crew):
+    """What it called is over before its process is: rank 1 waits for the newcomer."""
+    crew = new_crew(3)
+    name = new_name()
+    crew[0].start(meet, port=crew.port, rank=0, world_size=2, name=name, timeout=0.5)
+    assert crew[0].outcome().error == "CollectiveTimeout"
+    crew[1].start(meet, port=crew.port, rank=1, world_size=2, name=name, timeout=LONG_S)
+    time.sleep(0.3)
+    crew[0].kill()
+    time.sleep(0.3)
+    crew[2].start(meet, port=crew.port, rank=0, world_size=2, name=name, timeout=LONG_S)
+    assert_all_met(crew, [1, 2])
+
+
+def test_one_that_answers_twice_counts_with_its_last_answer(new_crew):
+    """Rank 1 gives up and comes again while rank 0 still waits for rank 2."""
+    crew = new_crew(3)
+    name = new_name()
+    options = {"port": crew.port, "world_size": 3, "name": name}
+    crew[0].start(meet, rank=0, timeout=LONG_S, **options)
+    crew[1].start(meet, rank=1, timeout=0.5, **options)
+    assert crew[1].outcome().error == "CollectiveTimeout"
+    crew[1].start(meet, rank=1, timeout=LONG_S, **options)
+    time.sleep(0.5)
+    crew[2].start(meet, rank=2, timeout=LONG_S, **options)
+    assert_all_met(crew)
+
+
+def interrupted(state, port: int, name: str, rank: int) -> None:
+    threading.Timer(0.4, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pr.ProcessCommunicator(connect(port), rank, 2, name=name, timeout=LONG_S)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_was_interrupted_comes_again(new_crew, rank):
+    crew = new_crew(2)
+    name = new_name()
+    crew[rank].call(interrupted, port=crew.port, name=name, rank=rank)
+    start(crew, {0: 0, 1: 1}, name, timeout=LONG_S)
+    assert_all_met(crew)
+
+
+# -- ranks that die --------------------------------------------------------------------------------
+
+
+def assert_lost(outcome, dead: int, crew: Crew, died_at: float) -> None:
+    assert outcome.error == "PeerLostError", outcome
+    who = f"rank {dead} (process {crew[dead].pid} on {os.uname().nodename})"
+    assert who in outcome.text, outcome.text
+    assert outcome.at - died_at < PROMPT_S, outcome.at - died_at
+
+
+def test_rank_0_dies_when_it_has_called(new_crew):
+    crew = new_crew(3)
+    name = new_name()
+    crew[0].call(call_only, port=crew.port, name=name)
+    for rank in (1, 2):
+        crew[rank].start(join, port=crew.port, rank=rank, world_size=3, name=name, timeout=60.0)
+    time.sleep(0.4)
+    died_at = crew[0].kill()
+    for outcome in crew.outcomes([1, 2]):
+        assert_lost(outcome, 0, crew, died_at)
+    crew.join([1, 2], name=name)
+    crew.run(reduce, [1, 2])
+
+
+def test_one_that_answered_dies_while_another_is_missing(new_crew):
+    """Rank 0 sees it, and tells rank 1, which knows only rank 0."""
+    crew = new_crew(4)
+    name = new_name()
+    for rank in (0, 1, 2):
+        crew[rank].start(join, port=crew.port, rank=rank, world_size=4, name=name, timeout=60.0)
+    time.sleep(0.7)
+    died_at = crew[2].kill()
+    for outcome in crew.outcomes([0, 1]):
+        assert_lost(outcome, 2, crew, died_at)
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_one_dies_when_all_have_come(new_crew, dead):
+    """Rank 2 never maps the memory; 0 and 1 have."""
+    crew = new_crew(3)
+    name = new_name()
+    crew[2].start(meet_only, port=crew.port, name=name, rank=2, world_size=3)
+    for rank in (0, 1):
+        crew[rank].start(join, port=crew.port, rank=rank, world_size=3, name=name, timeout=60.0)
+    value_of(crew[2].outcome())
+    time.sleep(0.4)
+    died_at = crew[dead].kill()
+    for outcome in crew.outcomes([rank for rank in (0, 1) if rank != dead]):
+        assert_lost(outcome, dead, crew, died_at)
+
+
+def test_one_is_stopped_when_all_have_come(new_crew):
+    crew = new_crew(2)
+    name = new_name()
+    crew[1].start(meet_only, port=crew.port, name=name, rank=1, world_size=2)
+    crew[0].start(join, port=crew.port, rank=0, world_size=2, name=name, timeout=1.0)
+    value_of(crew[1].outcome())
+    crew[1].send(signal.SIGSTOP)
+    outcome = crew[0].outcome()
+    assert outcome.error == "CollectiveTimeout"
+    assert f"for ranks [1] to map the group's memory in group {name} of 2 ranks" in outcome.text
+    assert f"rank 1 (process {crew[1].pid} on" in outcome.text
+
+
+# -- why there is no group -------------------------------------------------------------------------
+
+
+def join_undumpable(state, port: int, rank: int, name: str) -> None:
+    """As `nobody`, whom others may not look into; then join."""
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    pr_set_dumpable = 4
+    ctypes.CDLL(None).prctl(pr_set_dumpable, int(rank != 0), 0, 0, 0)
+    join(state, port=port, rank=rank, world_size=3, name=name, timeout=60.0)
+
+
+def test_memory_that_cannot_be_opened_is_everyones_error(new_crew):
+    if os.geteuid() != 0:
+        pytest.skip("must be root to become somebody else")
+    crew = new_crew(3)
+    name = new_name()
+    for rank in range(3):
+        crew[rank].start(join_undumpable, port=crew.port, rank=rank, name=name)
+    outcomes = crew.outcomes()
+    for outcome in outcomes:
+        assert outcome.error == "RingarError", outcome
+        assert outcome.seconds < PROMPT_S + 5
+        assert "Permission denied" in outcome.text
+        for cause in ("one user", "one user namespace", "PR_SET_DUMPABLE 0"):
+            assert cause in outcome.text
+        assert "  " not in outcome.text
+    assert re.search(r"^rank [12] \(process \d+ .*could not make the group", outcomes[0].text)
+
+
+def fail_to_map(state, port: int, name: str) -> None:
+    with Rendezvous(connect(port), 1, 3, name, LONG_S) as meeting:
+        meeting.exchange_members()
+        raise KeyboardInterrupt
+
+
+def test_one_that_is_interrupted_when_all_have_come_says_so(new_crew):
+    crew = new_crew(3)
+    name = new_name()
+    for rank in (0, 2):
+        crew[rank].start(join, port=crew.port, rank=rank, world_size=3, name=name, timeout=60.0)
+    crew[1].start(fail_to_map, port=crew.port, name=name)
+    for outcome in crew.outcomes([0, 2]):
+        assert outcome.error == "RingarError", outcome
+        assert f"rank 1 (process {crew[1].pid} on" in outcome.text
+        assert "could not make the group: KeyboardInterrupt" in outcome.text
+        assert outcome.seconds < PROMPT_S + 5
+
+
+def test_different_world_sizes(new_crew):
+    crew = new_crew(2)
+    name = new_name()
+    crew[1].start(join, port=crew.port, rank=1, world_size=3, name=name, timeout=60.0)
+    crew[0].start(join, port=crew.port, rank=0, world_size=2, name=name, timeout=60.0)
+    for outcome in crew.outcomes():
+        assert "world_size is 3 for rank 1 and 2 for rank 0 (process" in outcome.text, outcome
+        assert outcome.seconds < PROMPT_S + 5
+
+
+def test_no_thread_can_start(monkeypatch, store_port):
+    def refuse(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = connect(store_port)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(pr.RingarError, match=r"rank 0 of group .* cannot start a thread, .*ulimit"):
+        pr.ProcessCommunicator(store, 0, 2, name=new_name(), timeout=1)
+
+
+# -- cost ------------------------------------------------------------------------------------------
+
+
+class CountingStore(dist.Store):
+    """A store in memory that counts what each thread asks; which thread is in its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dist.HashStore()
+        self.num_calls = 0
+
+    def set(self, key, value):
+        self.num_calls += 1
+        self.inner.set(key, value)
+
+    def get(self, key):
+        self.num_calls += 1
+        return self.inner.get(key)
+
+    def add(self, key, number):
+        self.num_calls += 1
+        return self.inner.add(key, number)
+
+    def check(self, keys):
+        self.num_calls += 1
+        return self.inner.check(keys)
+
+
+def meet_in_threads(stores: list, world_size: int) -> None:
+    errors: list[BaseException] = []
+    name = new_name()
+
+    def run(rank: int) -> None:
+        try:
+            options = {"name": name, "timeout": 60.0}
+            pr.ProcessCommunicator(stores[rank], rank, world_size, **options).close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_calls_per_rank_do_not_grow_with_their_number():
+    """Beside polls, whose number is that of milliseconds doubled: few, however long it takes."""
+    world_size = 48
+    store = CountingStore()
+    meet_in_threads([store] * world_size, world_size)
+    assert store.num_calls < 120 * world_size, store.num_calls  # k^2: 3 * 48 * 48 and the polls
+
+
+def test_threads_end_with_the_meeting():
+    before = threading.active_count()
+    store = dist.HashStore()
+    meet_in_threads([store] * 4, 4)
+    deadline = time.monotonic() + LONG_S
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_other_stores(kind, tmp_path):
+    path = str(tmp_path / "store")
+    hash_store = dist.HashStore()
+    stores = [hash_store if kind == "hash" else dist.FileStore(path, 6) for _ in range(6)]
+    meet_in_threads(stores, 6)
+
+
+# -- who is alive, and where -----------------------------------------------------------------------
+
+
+def test_another_clock_is_another_machine(monkeypatch):
+    monkeypatch.delenv("PYRINGAR_NODE_ID", raising=False)
+    link = Path("/proc/self/ns/time")
+    if not link.is_symlink():
+        pytest.skip("this kernel has no time namespaces")
+    assert os.readlink(link) in node_id()
+
+
+def run_program(text: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+
+
+def test_a_process_whose_main_thread_ended_is_alive():
+    program = run_program(
+        "import ctypes, sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "print('ready', flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    try:
+        assert program.stdout.readline() == "ready\n"
+        stat = Path(f"/proc/{program.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        start_ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+        assert _native.engine().is_alive(program.pid, start_ticks)
+        program.kill()
+        deadline = time.monotonic() + LONG_S
+        while _native.engine().is_alive(program.pid, start_ticks):  # a zombie, not waited for
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def become_another_program(state) -> None:
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
+
+
+def test_a_process_that_became_another_program_is_gone(new_crew):
+    crew = new_crew(2)
+    crew.join(timeout=60.0)
+    crew.run(reduce)
+    started_at = time.monotonic()
+    crew[1].start(become_another_program)
+    crew[0].start(reduce)
+    assert_lost(crew[0].outcome(), 1, crew, started_at)
