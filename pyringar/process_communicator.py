@@ -308,6 +308,13 @@ class ProcessCommunicator(EngineCommunicator):
         submitted = self._group.barrier(async_op)
         return self._in_flight.add(submitted) if async_op else None
 
+    def _submit_step(self, step: Callable[[], object]) -> Work:
+        """Call ``step`` in the engine's thread, after all calls made before and before later ones.
+
+        It must neither call this communicator nor wait for its works.
+        """
+        return self._in_flight.add((self._group.submit_step(step), None, None))
+
     def bind(
         self,
         tensors: Tensors,

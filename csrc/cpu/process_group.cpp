@@ -97,6 +97,11 @@ std::shared_ptr<Work> ProcessGroup::submit_program(Program program) {
   });
 }
 
+std::shared_ptr<Work> ProcessGroup::submit_step(std::function<void()> step) {
+  check_usable();
+  return queue_.submit(std::move(step));
+}
+
 void ProcessGroup::run_program_locked(const Program& program) {
   check_ready();
   self_.sleep_in(Phase::kIdle);

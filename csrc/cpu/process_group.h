@@ -63,6 +63,8 @@ class ProcessGroup {
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program);
   std::shared_ptr<Work> submit_program(Program program);
+  // A step on this rank alone, after all that was submitted before and before what comes later.
+  std::shared_ptr<Work> submit_step(std::function<void()> step);
   void close();
   ProcessStats stats();
   ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
