@@ -141,7 +141,7 @@ class InFlight:
         # Without a lock: a signal handler may come in between, and a fork. Each use is one step.
         self._works: set[Work] = set()
 
-    def add(self, submitted: tuple[Any, object, object]) -> Work:
+    def add(self, submitted: tuple[Any, ...]) -> Work:
         """The work for what an engine's ``submit`` returned."""
         native, *keep_alive = submitted
         work = Work(native, keep_alive)

@@ -26,7 +26,7 @@ from pyringar.call import (
 )
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.exits import close_at_exit
-from pyringar.rendezvous import Member, Rendezvous, default_store
+from pyringar.rendezvous import Member, Rendezvous, checked_store
 from pyringar.shared_tensors import memory_of
 from pyringar.topology import Plan, check_device
 
@@ -112,7 +112,7 @@ class ProcessCommunicator(EngineCommunicator):
         check = os.environ.get("PYRINGAR_CHECK", "")
         if check not in _CHECKS:
             raise ArgumentError(f"PYRINGAR_CHECK is {check!r}, expected 'digest', or nothing")
-        store, self._rank, self._world_size = _check_store(store, rank, world_size)
+        store, self._rank, self._world_size = checked_store(store, rank, world_size)
         self._name = name
         # Before the clock starts: they may have to be compiled.
         engine = _native.engine()
@@ -356,6 +356,13 @@ class ProcessCommunicator(EngineCommunicator):
         submitted = self._group.barrier(async_op)
         return self._in_flight.add(submitted) if async_op else None
 
+    def _submit_step(self, step: Callable[[], object]) -> Work:
+        """Call ``step`` in the engine's thread, after all calls made before and before later ones.
+
+        It must neither call this communicator nor wait for its works.
+        """
+        return self._in_flight.add((self._group.submit_step(step),))
+
     def bind(
         self,
         tensors: Tensors,
@@ -545,32 +552,6 @@ def _remove_region(group: weakref.ref[Any], region: int) -> None:
     alive = group()
     if alive is not None:
         alive.remove_region(region)
-
-
-def _check_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
-    if store is None:
-        if rank is not None or world_size is not None:
-            raise ArgumentError(
-                f"rank is {rank!r} and world_size {world_size!r} without a store; pass all three "
-                "or none"
-            )
-        return default_store()
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentError(f"{name} is {value!r}, expected an integer beside store")
-    if not (world_size >= 1 and 0 <= rank < world_size):
-        raise ArgumentError(
-            f"rank is {rank} and world_size {world_size}, expected 0 <= rank < world_size"
-        )
-    if not (torch.distributed.is_available() and isinstance(store, _store_type())):
-        raise ArgumentError(f"store is {store!r}, expected a torch.distributed.Store")
-    return store, rank, world_size
-
-
-def _store_type() -> type:
-    from torch._C._distributed_c10d import Store
-
-    return Store
 
 
 def _check_one_check(members: Sequence[Member]) -> None:

@@ -58,7 +58,7 @@ from pyringar.errors import (
 )
 from pyringar.patient_store import PatientStore
 
-__all__ = ["Member", "Rendezvous", "default_store", "node_id"]
+__all__ = ["Member", "Rendezvous", "checked_store", "default_store", "node_id"]
 
 _VERSION = 2
 _TOKEN_BYTES = 32
@@ -210,6 +210,32 @@ def default_store() -> tuple[Any, int, int]:
             "and world_size"
         )
     return _environment_store()
+
+
+def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
+    """Return the store, rank and world size that a caller gave, or :func:`default_store`'s.
+
+    Raises:
+        ArgumentError: Only a part of them is given, or one is not what it should be.
+        UnsupportedError: As :func:`default_store`.
+    """
+    if store is None:
+        if rank is not None or world_size is not None:
+            raise ArgumentError(
+                f"rank is {rank!r} and world_size {world_size!r} without a store; pass all three "
+                "or none"
+            )
+        return default_store()
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentError(f"{name} is {value!r}, expected an integer beside store")
+    if not (world_size >= 1 and 0 <= rank < world_size):
+        raise ArgumentError(
+            f"rank is {rank} and world_size {world_size}, expected 0 <= rank < world_size"
+        )
+    if not (dist.is_available() and isinstance(store, dist.distributed_c10d.Store)):
+        raise ArgumentError(f"store is {store!r}, expected a torch.distributed.Store")
+    return store, rank, world_size
 
 
 @functools.cache  # one per process: rank 0's listens on the port that the environment names

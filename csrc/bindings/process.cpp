@@ -5,6 +5,8 @@
 
 #include "bindings/process.h"
 
+#include <pybind11/functional.h>
+
 #include <memory>
 #include <vector>
 
@@ -177,6 +179,7 @@ void bind_process_group(py::module_& m) {
              const auto parsed = parse<DType>(dtype, "dtype", &dtype_name, kNumDTypes);
              return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm, nbytes)));
            })
+      .def("submit_step", &ProcessGroup::submit_step)  // the step takes the GIL by itself
       .def("stats", [](ProcessGroup& group) { return process_stats_dict(group.stats()); })
       .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next, py::call_guard<PythonCall>());
 }

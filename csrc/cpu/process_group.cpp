@@ -127,6 +127,19 @@ std::shared_ptr<Work> ProcessGroup::submit_program(Program program,
       [this, call = std::move(call)](bool has_begun) { return describe(*call, has_begun); });
 }
 
+std::shared_ptr<Work> ProcessGroup::submit_step(std::function<void()> step) {
+  check_usable();
+  return queue_.submit(
+      [this, step = std::move(step)] {
+        const Turn::Held turn = take_background_turn();
+        step();
+      },
+      [](bool has_begun) {
+        return join("a copy on this rank, which ",
+                    has_begun ? "runs" : "waits for the calls before it");
+      });
+}
+
 void ProcessGroup::run_program_locked(const Program& program) {
   check_ready();
   self_.sleep_in(Phase::kIdle);

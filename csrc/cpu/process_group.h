@@ -70,6 +70,8 @@ class ProcessGroup {
   void run_program(const Program& program);
   // call: for messages.
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const ProcessCall> call);
+  // A step on this rank alone, after all that was submitted before and before what comes later.
+  std::shared_ptr<Work> submit_step(std::function<void()> step);
   // Waits for the calls that other threads or the background make; refuses all that come later.
   // leaves_at_once: they end with an error, and the other ranks are told; so they do where on_nap
   // ends the wait. False in a forked child, and where on_nap of a call of this thread has called

@@ -1,12 +1,15 @@
 """The torch.distributed backend ``ringar``: a process group's calls to the engine, or to gloo.
 
-torch up to 2.13 cannot subclass a Backend in Python: there a whole ProcessGroup is made. Later ones
-get a Backend, which torch combines with others' (``cpu:ringar,cuda:nccl``). Both are one class
-body, :class:`pyringar.distributed.collectives.Collectives`.
+A group that is ours alone is a ProcessGroup: torch.distributed calls it directly and hands on its
+works. From torch 2.14 on, a Backend in Python may be one of several in torch's own ProcessGroup
+(``cpu:ringar,cuda:nccl``); torch then wraps works in one of its own that passes on ``wait`` and
+``get_future`` alone, and whose ``is_completed`` is never true. Both are one class body,
+:class:`pyringar.distributed.collectives.Collectives`.
 """
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch._C import _distributed_c10d
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.inner import InnerBackends
-from pyringar.distributed.work import Completer, DoneWork
+from pyringar.distributed.work import Completer
 from pyringar.errors import UnsupportedError
 from pyringar.exits import close_at_exit, is_inherited
 
@@ -105,32 +108,38 @@ class _Group(Collectives):
     _set_sequence_number_for_group = setSequenceNumberForGroup
     _get_sequence_number_for_group = getSequenceNumberForGroup
 
-    def _start_coalescing(self, device: Any) -> None:
-        """Calls run as they come."""
 
-    def _end_coalescing(self, device: Any = None) -> DoneWork:
-        return DoneWork([])
-
-    def start_coalescing(self, *_: Any) -> None:
-        """Calls run as they come."""
-
-    def end_coalescing(self, *_: Any) -> DoneWork:
-        """Nothing was held back."""
-        return DoneWork([])
-
-
-class RingarBackend(_Group, _Backend):  # type: ignore[misc]
-    """A Backend for one type of device, from torch 2.14 on."""
+class _NamedBackend(_Backend):  # type: ignore[misc]
+    """What torch asks of a Backend beside calls."""
 
     def __init__(self, options: Any) -> None:
         _Backend.__init__(self, options.group_rank, options.group_size)
         self._options = _Backend.Options(NAME, timeout=options.timeout)
-        self._start(options)
 
     @property
     def options(self) -> Any:
         """The timeout; torch asks."""
         return self._options
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """``ringar``."""
+        return NAME
+
+    # Without these torch asks us, and we torch, without end.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_reconfigure = False
+    supports_shrinking = False
+    supports_window = False
+    _supports_time_estimate = False
+
+
+class RingarBackend(_Group, _NamedBackend):
+    """A Backend for one type of device, beside others', from torch 2.14 on."""
+
+    def __init__(self, options: Any) -> None:
+        _NamedBackend.__init__(self, options)
+        self._start(options)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Refuse, before anything is received: torch would not learn from whom.
@@ -145,17 +154,9 @@ class RingarBackend(_Group, _Backend):  # type: ignore[misc]
 
     recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
 
-    # Without these torch asks us, and we torch, without end.
-    supports_splitting = False
-    supports_coalescing = False
-    supports_reconfigure = False
-    supports_shrinking = False
-    supports_window = False
-    _supports_time_estimate = False
-
 
 class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
-    """A ProcessGroup, up to torch 2.13, in place of torch's own and of all backends in it."""
+    """A ProcessGroup, in place of torch's own and of all backends in it."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
@@ -165,6 +166,11 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         self._group_name: str = options.group_id
         self._group_desc = "undefined"
         self._start(options)
+        if _backends_can_be_python():
+            # What torch asks in C++, as its flight recorder does, wants a backend to be there.
+            custom = _ProcessGroup.BackendType.CUSTOM
+            self._set_default_backend(custom)
+            self._register_backend(torch.device("cpu"), custom, _NamedBackend(options))
 
     def _backend_for(self, device: str) -> str | None:
         config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
@@ -221,8 +227,19 @@ def _backends_can_be_python() -> bool:
     return True
 
 
+def _is_one_of_several(options: Any) -> bool:
+    """Whether torch's ProcessGroup has other backends too, or checks calls on the way to ours."""
+    accelerator = torch.accelerator.current_accelerator()
+    is_known = accelerator is None or accelerator.type in ("cuda", "xpu", "mps")
+    # Its name is that of the accelerator's backend if there is one; "custom": one in Python, ours.
+    is_alone = is_known and options.process_group.name() == "custom"
+    is_checked = _distributed_c10d.get_debug_level() == _distributed_c10d.DebugLevel.DETAIL
+    return not is_alone or is_checked or os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
+
+
 def _create(options: Any, _: Any) -> Any:
-    return (RingarBackend if _backends_can_be_python() else RingarProcessGroup)(options)
+    is_backend = _backends_can_be_python() and _is_one_of_several(options)
+    return (RingarBackend if is_backend else RingarProcessGroup)(options)
 
 
 def register() -> None:

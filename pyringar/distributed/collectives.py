@@ -6,46 +6,47 @@ at: that keeps every check out of the way of the calls that need none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from pyringar.call import OPS
-from pyringar.distributed.convert import NATIVE, for_copy, for_reduction
+from pyringar.distributed.convert import (
+    NATIVE,
+    SUM,
+    Copy,
+    StandIn,
+    are_same,
+    copy_all,
+    for_copy,
+    for_reduction,
+    reduction_name,
+)
 from pyringar.distributed.delegated import Delegated, WatchedPart, by_any_name, given_or_default
 from pyringar.distributed.inner import InnerBackends
-from pyringar.distributed.work import Completer, DoneWork, Part, PendingWork
+from pyringar.distributed.work import (
+    Completer,
+    DelegatedPart,
+    DoneWork,
+    Part,
+    PendingWork,
+    StepPart,
+    error_of,
+    one_or_all,
+)
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = ["Collectives"]
 
-_SUM = dist.ReduceOp.SUM
-_OP_NAMES: list[tuple[Any, str]] = [
-    (dist.ReduceOp.AVG, "mean"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.PRODUCT, "prod"),
-    (dist.ReduceOp.BAND, "band"),
-    (dist.ReduceOp.BOR, "bor"),
-    (dist.ReduceOp.BXOR, "bxor"),
-]
 
-Finish = Callable[[], object]
+class _Call(NamedTuple):
+    """The parts of a call, and what is copied when they have ended well."""
 
-
-def _op_name(reduce_op: Any, operation: str) -> str:
-    if reduce_op == _SUM:
-        return "sum"
-    for theirs, ours in _OP_NAMES:
-        if reduce_op == theirs:
-            return ours
-    raise UnsupportedError(
-        f"{operation}: backend ringar does not know {getattr(reduce_op, 'op', reduce_op)}"
-    )
+    parts: list[Part]
+    copies: list[Copy]
 
 
 class Collectives(Delegated):
@@ -67,11 +68,12 @@ class Collectives(Delegated):
         self._comm = comm
         self._inner = inner
         self._completer = completer
+        self._batch = None
 
     # -- all_reduce --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce each tensor over all ranks, in place.
+        """Reduce each tensor over all ranks, in place; those of a list are not added to each other.
 
         Args:
             tensors: A list of tensors, or one.
@@ -82,7 +84,7 @@ class Collectives(Delegated):
             opts = _reduce_options(c10d.AllreduceOptions(), opts)
         reduce_op = opts.reduceOp
         try:
-            op = "sum" if reduce_op == _SUM else _op_name(reduce_op, "all_reduce")
+            op = "sum" if reduce_op == SUM else reduction_name(reduce_op, "all_reduce")
             if opts.asyncOp:
                 return self._pending((self._comm.all_reduce(tensors, op, async_op=True),), tensors)
             self._comm.all_reduce(tensors, op)
@@ -98,29 +100,39 @@ class Collectives(Delegated):
         tensors = [given] if isinstance(given, Tensor) else list(given)
         if _are_elsewhere(tensors):
             return self._inner.for_tensors(tensors, "all_reduce").allreduce(tensors, opts)
-        op = _op_name(opts.reduceOp, "all_reduce")
+        op = reduction_name(opts.reduceOp, "all_reduce")
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
-        if _are_same(tensors, [s.tensor for s in stand_ins]) and op in OPS:
+        if are_same(tensors, [s.tensor for s in stand_ins]) and op in OPS:
             raise error
-        finishes = [s.finish for s in stand_ins if s.finish is not None]
-        parts: list[Part] = []
+        call = _Call([], [])
         for stand_in in stand_ins:
-            if stand_in.op in OPS:
-                parts.append(self._comm.all_reduce(stand_in.tensor, stand_in.op, async_op=True))
-            else:
-                parts.append(self._gloo_all_reduce(stand_in.tensor, opts, finishes))
-        return self._finished(parts, given, finishes, opts)
+            self._reduce_stand_in(stand_in, opts.reduceOp, call)
+        return self._finished(call, tensors, opts)
 
-    def _gloo_all_reduce(self, tensor: Tensor, opts: Any, finishes: list[Finish]) -> Part:
+    def _reduce_stand_in(self, stand_in: StandIn, reduce_op: Any, call: _Call, *more: Copy) -> None:
+        """All-reduce it in the engine or, with an op that the engine does not have, in gloo."""
+        tensor, op, original = stand_in
+        before = [] if original is None else [(tensor, original)]
+        after = [*((into, part) for part, into in before), *more]
+        if op in OPS:
+            self._copy_in_turn(before)
+            call.parts.append(self._comm.all_reduce(tensor, op, async_op=True))
+            call.copies.extend(after)
+            return
+        copy_all(before)
         whole = tensor.contiguous()
         if whole is not tensor:
-            finishes.insert(0, lambda: tensor.copy_(whole))
+            after.insert(0, (tensor, whole))
+        options = _reduce_options(c10d.AllreduceOptions(), reduce_op)
         gloo = self._inner.for_tensors([whole], "all_reduce")
         part = WatchedPart(
-            self._comm, "all_reduce", self._others(), lambda: gloo.allreduce([whole], opts)
+            *(self._comm, "all_reduce", self._others()),
+            lambda: gloo.allreduce([whole], options),
         )
         self._inner.add(part)
-        return part
+        call.parts.append(part)
+        if after:
+            call.parts.append(StepPart(part.work.get_future(), lambda: copy_all(after)))
 
     # -- broadcast, barrier ------------------------------------------------------------------------
 
@@ -135,6 +147,11 @@ class Collectives(Delegated):
         if not hasattr(opts, "rootRank"):
             root, opts = opts, c10d.BroadcastOptions()
             opts.rootRank = 0 if root is None else root
+        if opts.rootTensor:
+            raise UnsupportedError(
+                f"broadcast: rootTensor is {opts.rootTensor}, expected 0: every tensor of a list "
+                "is copied into its counterpart on the other ranks"
+            )
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         root = opts.rootRank
         if not opts.asyncOp and len(tensors) == 1 and _is_plain(tensors[0]):
@@ -142,19 +159,28 @@ class Collectives(Delegated):
             return DoneWork(tensors)
         if _are_elsewhere(tensors):
             return self._inner.for_tensors(tensors, "broadcast").broadcast(tensors, opts)
-        parts, finishes = [], []
-        is_written = self._comm.rank != root
+        call = _Call([], [])
         for tensor in tensors:
-            stand_in, finish = for_copy(tensor, is_written=is_written)
-            parts.append(self._comm.broadcast(stand_in, root, async_op=True))
-            if finish is not None:
-                finishes.append(finish)
-        return self._finished(parts, tensors, finishes, opts)
+            self._broadcast_one(tensor, root, call)
+        return self._finished(call, tensors, opts)
+
+    def _broadcast_one(self, tensor: Tensor, root: int, call: _Call) -> None:
+        stand_in, whole = for_copy(tensor)
+        if whole is not None and self._comm.rank == root:
+            self._copy_in_turn([(whole, tensor.detach())])
+        elif whole is not None:
+            call.copies.append((tensor.detach(), whole))
+        call.parts.append(self._comm.broadcast(stand_in, root, async_op=True))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Return when all ranks have called it. Says nothing about work on GPUs."""
+        """Return when all ranks have called it, and what was called before has ended on this one.
+
+        Says nothing about messages, nor about work on GPUs.
+        """
         if getattr(opts, "asyncOp", False):
-            return self._pending((self._comm.barrier(async_op=True),), [])
+            parts = self._inner.under_way()
+            return self._pending((*parts, self._comm.barrier(async_op=True)), [])
+        self._inner.finish()
         self._comm.barrier()
         return DoneWork([])
 
@@ -168,16 +194,15 @@ class Collectives(Delegated):
             input: Of one size and dtype on all ranks; may be its part of ``output``.
             opts: ``AllgatherOptions``.
         """
-        if not _is_async(opts) and _is_plain(output) and _is_plain(input):
-            self._comm.all_gather(output, _apart(input, output))
-            return DoneWork(output)
+        if not _is_async(opts) and _are_plain(output, input):
+            self._comm.all_gather(output, input)
+            return DoneWork(lambda: self._pieces_of(output))
         if _are_elsewhere([output, input]):
             inner = self._inner.for_tensors([input], "all_gather")
             return inner._allgather_base(output, input, given_or_default(opts, "AllgatherOptions"))
-        parts: list[Part] = []
-        finishes: list[Finish] = []
-        self._gather_into(output, input, parts, finishes)
-        return self._finished(parts, output, finishes, opts)
+        call = _Call([], [])
+        self._gather_into(output, input, call)
+        return self._finished(call, lambda: self._pieces_of(output), opts)
 
     _allgather_base = all_gather_single
 
@@ -191,11 +216,10 @@ class Collectives(Delegated):
             return by_any_name(
                 inner, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
             )(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
-        parts: list[Part] = []
-        finishes: list[Finish] = []
+        call = _Call([], [])
         for output, input in zip(outputs, inputs, strict=True):
-            self._gather_into(output, input, parts, finishes)
-        return self._finished(parts, outputs, finishes, opts)
+            self._gather_into(output, input, call)
+        return self._finished(call, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -214,36 +238,39 @@ class Collectives(Delegated):
         if _are_elsewhere(inputs):
             inner = self._inner.for_tensors(inputs, "all_gather")
             return inner.allgather(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
-        parts: list[Part] = []
-        finishes: list[Finish] = []
+        call = _Call([], [])
         for row, input in zip(outputs, inputs, strict=True):
             self._check_row(row, "all_gather")
-            self._gather_row(row, input, parts, finishes)
-        return self._finished(parts, outputs, finishes, opts)
+            self._gather_row(row, input, call)
+        return self._finished(call, one_or_all(outputs), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Put rank ``r``'s ``inputs[i]`` into every rank's ``outputs[r][i]``."""
         self._check_row(outputs, "all_gather_coalesced")
-        by_input = [[row[i] for row in outputs] for i in range(len(inputs))]
-        work = self.allgather(by_input, inputs, opts)
-        return work
+        if _are_elsewhere(inputs):
+            inner = self._inner.for_tensors(inputs, "all_gather_coalesced")
+            return inner.allgather_coalesced(
+                outputs, inputs, given_or_default(opts, "AllgatherOptions")
+            )
+        call = _Call([], [])
+        for i, input in enumerate(inputs):
+            self._gather_row([row[i] for row in outputs], input, call)
+        return self._finished(call, one_or_all(outputs), opts)
 
-    def _gather_into(
-        self, output: Tensor, input: Tensor, parts: list[Part], finishes: list[Finish]
-    ) -> None:
+    def _gather_into(self, output: Tensor, input: Tensor, call: _Call) -> None:
         if output.dtype != input.dtype:
             raise ArgumentError(
                 f"all_gather: output has dtype {output.dtype} and input {input.dtype}"
             )
-        whole, finish = for_copy(output, is_written=True)
-        part, _ = for_copy(_apart(input, output), is_written=False)
-        parts.append(self._comm.all_gather(whole, part, async_op=True))
-        if finish is not None:
-            finishes.append(finish)
+        into, whole = for_copy(output)
+        if whole is not None:
+            call.copies.append((output.detach(), whole))
+        part, source = for_copy(input, apart=_share_memory(input, output))
+        if source is not None:
+            self._copy_in_turn([(source, input.detach())])
+        call.parts.append(self._comm.all_gather(into, part, async_op=True))
 
-    def _gather_row(
-        self, row: Sequence[Tensor], input: Tensor, parts: list[Part], finishes: list[Finish]
-    ) -> None:
+    def _gather_row(self, row: Sequence[Tensor], input: Tensor, call: _Call) -> None:
         rank = self._comm.rank
         if row[rank].numel() != input.numel() or any(t.dtype != input.dtype for t in row):
             raise ArgumentError(
@@ -253,19 +280,15 @@ class Collectives(Delegated):
             )
         if all(t.numel() == input.numel() for t in row):
             flat = torch.empty(len(row) * input.numel(), dtype=input.dtype)
-            self._gather_into(flat, input, parts, finishes)
+            self._gather_into(flat, input, call)
             pieces = flat.chunk(len(row)) if flat.numel() else []
-            targets = [t.detach() for t in row]
-            finishes.append(
-                lambda: [t.copy_(p.view(t.shape)) for t, p in zip(targets, pieces, strict=False)]
+            call.copies.extend(
+                (t.detach(), p.view(t.shape)) for t, p in zip(row, pieces, strict=False)
             )
             return
-        row[rank].detach().copy_(input.detach().reshape(row[rank].shape))
+        self._copy_in_turn([(row[rank].detach(), input.detach().reshape(row[rank].shape))])
         for root, tensor in enumerate(row):
-            stand_in, finish = for_copy(tensor, is_written=root != rank)
-            parts.append(self._comm.broadcast(stand_in, root, async_op=True))
-            if finish is not None:
-                finishes.append(finish)
+            self._broadcast_one(tensor, root, call)
 
     # -- reduce_scatter ----------------------------------------------------------------------------
 
@@ -278,17 +301,16 @@ class Collectives(Delegated):
             opts: ``ReduceScatterOptions``.
         """
         opts = given_or_default(opts, "ReduceScatterOptions")
-        op = _op_name(opts.reduceOp, "reduce_scatter")
-        if not opts.asyncOp and op in OPS and _is_plain(output) and _is_plain(input):
-            self._comm.reduce_scatter(output, _apart(input, output), op)
-            return DoneWork(output)
+        op = reduction_name(opts.reduceOp, "reduce_scatter")
+        if not opts.asyncOp and op in OPS and _are_plain(output, input):
+            self._comm.reduce_scatter(output, input, op)
+            return DoneWork([output])
         if _are_elsewhere([output, input]):
             inner = self._inner.for_tensors([input], "reduce_scatter")
             return inner._reduce_scatter_base(output, input, opts)
-        parts: list[Part] = []
-        finishes: list[Finish] = []
-        self._scatter_from(output, input, op, opts, parts, finishes)
-        return self._finished(parts, output, finishes, opts)
+        call = _Call([], [])
+        self._scatter_from(output, input, op, opts, call)
+        return self._finished(call, [output], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -303,12 +325,11 @@ class Collectives(Delegated):
             return by_any_name(
                 inner, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
             )(outputs, inputs, opts)
-        op = _op_name(opts.reduceOp, "reduce_scatter_tensor_coalesced")
-        parts: list[Part] = []
-        finishes: list[Finish] = []
+        op = reduction_name(opts.reduceOp, "reduce_scatter_tensor_coalesced")
+        call = _Call([], [])
         for output, input in zip(outputs, inputs, strict=True):
-            self._scatter_from(output, input, op, opts, parts, finishes)
-        return self._finished(parts, outputs, finishes, opts)
+            self._scatter_from(output, input, op, opts, call)
+        return self._finished(call, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -332,44 +353,32 @@ class Collectives(Delegated):
             return self._inner.for_tensors(outputs, "reduce_scatter").reduce_scatter(
                 outputs, inputs, opts
             )
-        op = _op_name(opts.reduceOp, "reduce_scatter")
-        parts: list[Part] = []
-        finishes: list[Finish] = []
+        op = reduction_name(opts.reduceOp, "reduce_scatter")
+        call = _Call([], [])
         for output, row in zip(outputs, inputs, strict=True):
             self._check_row(row, "reduce_scatter")
-            self._scatter_row(output, row, op, opts, parts, finishes)
-        return self._finished(parts, outputs, finishes, opts)
+            self._scatter_row(output, row, op, opts, call)
+        return self._finished(call, outputs, opts)
 
-    def _scatter_from(
-        self,
-        output: Tensor,
-        input: Tensor,
-        op: str,
-        opts: Any,
-        parts: list[Part],
-        finishes: list[Finish],
-    ) -> None:
+    def _scatter_from(self, output: Tensor, input: Tensor, op: str, opts: Any, call: _Call) -> None:
         size = self._comm.world_size
         if output.dtype != input.dtype or output.numel() * size != input.numel():
             raise ArgumentError(
                 f"reduce_scatter: input has {input.numel()} elements of {input.dtype} and output "
                 f"{output.numel()} of {output.dtype}; expected one dtype and {size} times as many"
             )
-        flat = _apart(input, output).detach().reshape(-1)
-        if flat.dtype in NATIVE and op in OPS:
-            parts.append(self._comm.reduce_scatter(output.detach(), flat, op, async_op=True))
-            return
-        n = output.numel()
-        self._scatter_slice(output, flat.clone(), self._comm.rank * n, op, opts, parts, finishes)
+        is_native = input.dtype in NATIVE and op in OPS
+        if is_native and input.is_contiguous() and not _share_memory(input, output):
+            flat = input.detach().view(-1)
+        else:
+            flat = self._flat_copy([input], op)
+        if is_native:
+            call.parts.append(self._comm.reduce_scatter(output.detach(), flat, op, async_op=True))
+        else:
+            self._scatter_slice(output, flat, self._comm.rank * output.numel(), op, opts, call)
 
     def _scatter_row(
-        self,
-        output: Tensor,
-        row: Sequence[Tensor],
-        op: str,
-        opts: Any,
-        parts: list[Part],
-        finishes: list[Finish],
+        self, output: Tensor, row: Sequence[Tensor], op: str, opts: Any, call: _Call
     ) -> None:
         rank = self._comm.rank
         if row[rank].numel() != output.numel() or any(t.dtype != output.dtype for t in row):
@@ -378,52 +387,67 @@ class Collectives(Delegated):
                 f"input_list[{rank}], {tuple(row[rank].shape)} of {row[rank].dtype}, and the dtype "
                 f"of all {len(row)}"
             )
-        flat = torch.cat([t.detach().reshape(-1) for t in row])
+        flat = self._flat_copy(row, op)
         if all(t.numel() == output.numel() for t in row):
-            self._scatter_from(output, flat, op, opts, parts, finishes)
+            self._scatter_from(output, flat, op, opts, call)
         else:
             begin = sum(t.numel() for t in row[:rank])
-            self._scatter_slice(output, flat, begin, op, opts, parts, finishes)
+            self._scatter_slice(output, flat, begin, op, opts, call)
 
     def _scatter_slice(
-        self,
-        output: Tensor,
-        flat: Tensor,
-        begin: int,
-        op: str,
-        opts: Any,
-        parts: list[Part],
-        finishes: list[Finish],
+        self, output: Tensor, flat: Tensor, begin: int, op: str, opts: Any, call: _Call
     ) -> None:
         """All-reduce ``flat``, which is ours, and copy a slice of it: for what is rare."""
-        stand_in = for_reduction(flat, op)
-        if stand_in.op in OPS:
-            parts.append(self._comm.all_reduce(stand_in.tensor, stand_in.op, async_op=True))
-        else:
-            options = _reduce_options(c10d.AllreduceOptions(), opts.reduceOp)
-            parts.append(self._gloo_all_reduce(stand_in.tensor, options, finishes))
-        if stand_in.finish is not None:
-            finishes.append(stand_in.finish)
         target = output.detach()
-        finishes.append(
-            lambda: target.copy_(flat[begin : begin + target.numel()].view(target.shape))
-        )
+        part = flat[begin : begin + target.numel()].view(target.shape)
+        self._reduce_stand_in(for_reduction(flat, op), opts.reduceOp, call, (target, part))
+
+    def _flat_copy(self, tensors: Sequence[Tensor], op: str) -> Tensor:
+        """The elements of all, end to end, in memory of ours."""
+        sizes = [t.numel() for t in tensors]
+        flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
+        pieces = zip(torch.split(flat, sizes), tensors, strict=True)
+        copies = [(piece.view(t.shape), t.detach()) for piece, t in pieces]
+        # Gloo, which has the other ops, reads it at once.
+        (self._copy_in_turn if op in OPS else copy_all)(copies)
+        return flat
+
+    # -- several calls with one work ---------------------------------------------------------------
+
+    def start_coalescing(self, *_: Any) -> None:
+        """Begin calls that :meth:`end_coalescing` returns one work for; they run as they come."""
+        self._batch = []
+
+    def end_coalescing(self, *_: Any) -> Any:
+        """Return the work of all calls since :meth:`start_coalescing`."""
+        works, self._batch = self._batch or [], None
+        return self._pending([DelegatedPart(work) for work in works], [])
+
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _pending(self, parts: Sequence[Part], results: Any, finish: Finish | None = None) -> Any:
-        return PendingWork(self._completer, parts, results, finish)
+    def _pending(self, parts: Sequence[Part], results: Any) -> Any:
+        return self._noted(PendingWork(self._completer, parts, results))
 
-    def _finished(
-        self, parts: Sequence[Part], results: Any, finishes: list[Finish], opts: Any
-    ) -> Any:
-        """The work of these parts; waited for already if the caller does not ask for it later."""
+    def _pieces_of(self, output: Tensor) -> list[Tensor]:
+        return list(output.chunk(self._comm.world_size)) if output.dim() else [output]
+
+    def _copy_in_turn(self, copies: Sequence[Copy]) -> Any:
+        """Copy in the engine's thread, after earlier calls and their copies, before later ones."""
+        return self._comm._submit_step(lambda: copy_all(copies)) if copies else None
+
+    def _finished(self, call: _Call, results: Any, opts: Any) -> Any:
+        """The work of a call; waited for already if the caller does not ask for it later."""
+        parts, copies = call
 
         def finish() -> None:
-            for step in finishes:
-                step()
+            if not any(part.is_completed() and error_of(part) for part in parts):
+                copy_all(copies)
 
-        work = self._pending(parts, results, finish)
+        every = [*parts, self._comm._submit_step(finish)] if copies else parts
+        work = self._pending(every, results)
         if not _is_async(opts):
             work.wait()
         return work
@@ -446,22 +470,19 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _apart(input: Tensor, output: Tensor) -> Tensor:
-    """``input``, or a copy: callers may pass a part of ``output``, or the other way round."""
-    is_part = input.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
-    return input.detach().clone() if is_part else input
+def _share_memory(input: Tensor, output: Tensor) -> bool:
+    """Whether one may be a part of the other."""
+    return input.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+
+
+def _are_plain(output: Tensor, input: Tensor) -> bool:
+    """Whether the engine takes both as they are."""
+    return _is_plain(output) and _is_plain(input) and not _share_memory(input, output)
 
 
 def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
     """Whether they are another backend's: on another device, or not strided."""
     return any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors)
-
-
-def _are_same(tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> bool:
-    """Whether standing in changed nothing that the engine looks at."""
-    return all(
-        s.dtype == t.dtype and not t.requires_grad for t, s in zip(tensors, stand_ins, strict=True)
-    )
 
 
 def _is_async(opts: Any) -> bool:

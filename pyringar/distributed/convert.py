@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pyringar.errors import UnsupportedError
 
-__all__ = ["NATIVE", "StandIn", "as_bytes", "for_copy", "for_reduction"]
+__all__ = [
+    "NATIVE",
+    "SUM",
+    "Copy",
+    "StandIn",
+    "are_same",
+    "as_bytes",
+    "copy_all",
+    "for_copy",
+    "for_reduction",
+    "reduction_name",
+]
+
+Copy = tuple[Tensor, Tensor]  # into, from
 
 NATIVE = frozenset(
     (
@@ -18,6 +32,17 @@ NATIVE = frozenset(
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     )
 )
+
+SUM = dist.ReduceOp.SUM
+_OP_NAMES: list[tuple[Any, str]] = [
+    (dist.ReduceOp.AVG, "mean"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+    (dist.ReduceOp.BAND, "band"),
+    (dist.ReduceOp.BOR, "bor"),
+    (dist.ReduceOp.BXOR, "bxor"),
+]
 
 # Summed in the wider type and narrowed once: integers wrap as they would have.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -32,12 +57,35 @@ _COMPLEX_OPS = ("sum", "mean")
 _UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # the same bits as of int64
 
 
+def reduction_name(reduce_op: Any, operation: str) -> str:
+    """Return how the engine calls a ReduceOp; ``"band"``, ``"bor"`` and ``"bxor"`` are gloo's.
+
+    Raises:
+        UnsupportedError: It has no such op.
+    """
+    if reduce_op == SUM:
+        return "sum"
+    for theirs, ours in _OP_NAMES:
+        if reduce_op == theirs:
+            return ours
+    raise UnsupportedError(
+        f"{operation}: backend ringar does not know {getattr(reduce_op, 'op', reduce_op)}"
+    )
+
+
 class StandIn(NamedTuple):
     """What the engine gets instead of a tensor."""
 
     tensor: Tensor
     op: str
-    finish: Callable[[], object] | None  # copies the result back, if it is not there already
+    original: Tensor | None  # what ``tensor`` is to be a copy of; None: it is the same memory
+
+
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Make copies, also into tensors of an inference mode, which other threads are not in."""
+    for target, source in copies:
+        with torch.inference_mode(target.is_inference()):
+            target.copy_(source)
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:
@@ -55,8 +103,7 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     if dtype in NATIVE:
         return StandIn(tensor, op, None)
     if dtype in _WIDER and not (dtype.is_floating_point and op[0] == "b"):
-        wide = tensor.to(_WIDER[dtype])
-        return StandIn(wide, op, lambda: tensor.copy_(wide))
+        return StandIn(torch.empty_like(tensor, dtype=_WIDER[dtype]), op, tensor)
     if dtype is torch.bool and op != "mean":
         return StandIn(tensor.view(torch.uint8), _BOOL_OPS.get(op, op), None)
     if dtype is torch.uint64 and op in _UINT64_OPS:
@@ -64,6 +111,13 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     if dtype.is_complex and op in _COMPLEX_OPS:
         return StandIn(torch.view_as_real(tensor), op, None)
     raise UnsupportedError(f"backend ringar cannot reduce {dtype} with {op}")
+
+
+def are_same(tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> bool:
+    """Return whether standing in changed nothing that the engine looks at."""
+    return all(
+        s.dtype == t.dtype and not t.requires_grad for t, s in zip(tensors, stand_ins, strict=True)
+    )
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -74,12 +128,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
-def for_copy(tensor: Tensor, *, is_written: bool) -> tuple[Tensor, Callable[[], object] | None]:
-    """A tensor of one of :data:`NATIVE` with the same bytes, and what copies them back."""
+def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor of one of :data:`NATIVE` with the bytes of ``tensor``, or for them.
+
+    Args:
+        tensor: On the CPU, strided.
+        apart: In other memory in any case.
+
+    Returns:
+        The stand-in; and None if it is the same memory, else what ``tensor`` is to be copied into
+        before it is read, or from after it was written.
+    """
     tensor = tensor.detach()
-    if tensor.dtype in NATIVE:
-        return tensor, None
-    whole = tensor.contiguous()
-    if whole.data_ptr() == tensor.data_ptr() or not is_written:
-        return as_bytes(whole), None
-    return as_bytes(whole), lambda: tensor.copy_(whole)
+    if apart or (tensor.dtype not in NATIVE and not tensor.is_contiguous()):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return (whole if whole.dtype in NATIVE else as_bytes(whole)), whole
+    return (tensor if tensor.dtype in NATIVE else as_bytes(tensor)), None

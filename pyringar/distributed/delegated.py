@@ -158,6 +158,7 @@ class Delegated:
     _inner: InnerBackends
     _completer: Completer
     _timeout: timedelta
+    _batch: list[Any] | None  # the works of what is coalesced now
 
     def reduce(self, tensors: Any, opts: Any, *more: Any) -> Any:
         """Handed to gloo, or to the backend for the tensors' device; so are all below."""
@@ -202,7 +203,7 @@ class Delegated:
             call = by_any_name(inner, "all_to_all_single", "alltoall_base")
             return call(_movable(output), _movable(input), out_splits, in_splits, opts)
 
-        return self._hand_over("all_to_all_single", [output], begin, output)
+        return self._hand_over("all_to_all_single", [output], begin, [output])
 
     all_to_all_single = alltoall_base
 
@@ -265,7 +266,7 @@ class Delegated:
         """The work of a call that another backend begins; ``peers`` are all ranks if not given."""
         inner = self._inner.for_tensors(tensors, operation)
         if tensors and tensors[0].device.type != "cpu":
-            return begin(inner)
+            return self._noted(begin(inner))
         part = WatchedPart(
             *(self._comm, operation, self._others() if peers is None else peers),
             lambda: begin(inner),
@@ -273,7 +274,13 @@ class Delegated:
         )
         if not is_message:
             self._inner.add(part)
-        return _DelegatedWork(self._completer, part, results)
+        return self._noted(_DelegatedWork(self._completer, part, results))
+
+    def _noted(self, work: Any) -> Any:
+        """Return a work, which belongs to what is coalesced now."""
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
     def _others(self, root: int | None = None) -> Sequence[int]:
         """The ranks that this one needs: all, or where the others are the root's affair, it."""

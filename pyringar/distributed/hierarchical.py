@@ -34,7 +34,7 @@ from pyringar.exits import close_at_exit, is_inherited
 from pyringar.float_mode import default_float_mode
 from pyringar.process_communicator import ProcessCommunicator
 from pyringar.reference import divide, wide
-from pyringar.rendezvous import Member, Rendezvous, default_store
+from pyringar.rendezvous import Member, Rendezvous, checked_store
 from pyringar.topology import Plan
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]
@@ -69,12 +69,7 @@ def communicator_for(
     Raises:
         ArgumentError: As both, or an algorithm or order that several machines do not have.
     """
-    if store is None:
-        store, rank, world_size = default_store()
-    if rank is None or world_size is None:
-        raise ArgumentError(
-            f"rank is {rank!r} and world_size {world_size!r}, expected integers beside store"
-        )
+    store, rank, world_size = checked_store(store, rank, world_size)
     with Rendezvous(store, rank, world_size, f"{name}/where", check_timeout(timeout)) as meeting:
         nodes = _ranks_by_node(meeting.exchange_members())
     if len(nodes) == 1:
@@ -144,20 +139,16 @@ class HierarchicalCommunicator(Closing):
         if isinstance(piece_bytes, bool) or not isinstance(piece_bytes, int) or piece_bytes < 1:
             raise ArgumentError(f"piece_bytes is {piece_bytes!r}, expected a number of bytes")
         self._piece_bytes = piece_bytes
-        if store is None:
-            store, rank, world_size = default_store()
-        if rank is None or world_size is None:
-            raise ArgumentError(
-                f"rank is {rank!r} and world_size {world_size!r}, expected integers beside store"
-            )
-        self._rank, self._world_size, self._name = rank, world_size, name
-        with Rendezvous(store, rank, world_size, f"{name}/machines", self._timeout_s) as meeting:
+        store, self._rank, self._world_size = checked_store(store, rank, world_size)
+        self._name = name
+        place = (store, self._rank, self._world_size)
+        with Rendezvous(*place, f"{name}/machines", self._timeout_s) as meeting:
             members = meeting.exchange_members()
         self._store = meeting.store
         nodes = _ranks_by_node(members)
         _check_equal_nodes(nodes, members)
-        self._node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
-        self._local_rank = nodes[self._node].index(rank)
+        self._node = next(i for i, ranks in enumerate(nodes) if self._rank in ranks)
+        self._local_rank = nodes[self._node].index(self._rank)
         self._nodes = nodes
         self._intra = ProcessCommunicator(
             *(self._store, self._local_rank, len(nodes[0])),
@@ -166,7 +157,7 @@ class HierarchicalCommunicator(Closing):
         )
         if inter is None and len(nodes) > 1:
             columns = list(zip(*nodes, strict=True))
-            inter = TorchInter(self._store, columns, rank, backend, self._timeout_s)
+            inter = TorchInter(self._store, columns, self._rank, backend, self._timeout_s)
         self._inter = inter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyringar-machines")
         self._lock = threading.Lock()

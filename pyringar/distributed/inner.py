@@ -97,8 +97,11 @@ class InnerBackends:
 
     def add(self, part: Part) -> None:
         """Take note of a call of gloo's that runs."""
-        self._under_way = [p for p in self._under_way if not p.is_completed()]
-        self._under_way.append(part)
+        self._under_way = [*self.under_way(), part]
+
+    def under_way(self) -> list[Part]:
+        """Return gloo's calls that still run."""
+        return [part for part in self._under_way if not part.is_completed()]
 
     def finish(self) -> None:
         """Wait until gloo's calls are done, or fail."""
@@ -115,7 +118,7 @@ class InnerBackends:
         if is_inherited(self):
             return
         self._is_closed = True
-        if not all(part.is_completed() for part in self._under_way):
+        if self.under_way():
             never_destroy(self._gloo)
         self._gloo = None
         self._under_way = []

@@ -3,12 +3,16 @@
 Three rules, each bought with a crash or a wrong result in the versions of torch that we run on:
 ``wait`` raises by itself; ``get_future`` returns a ``then()`` child, because a future that fails by
 ``set_exception`` crashes DistributedDataParallel; a future's value is a tensor or a list of them.
+
+A work only looks: what it stands for ends without it, in the engine's thread or gloo's, whether
+somebody waits, is interrupted while waiting, or has dropped it.
 """
 
 from __future__ import annotations
 
-import queue
+import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,10 +20,21 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.futures import Future
 
-__all__ = ["Completer", "DoneWork", "Part", "PendingWork"]
+__all__ = [
+    "Completer",
+    "DelegatedPart",
+    "DoneWork",
+    "Part",
+    "PendingWork",
+    "StepPart",
+    "error_of",
+    "one_or_all",
+]
 
 # Parts end by the deadlines of the engines that run them; this one is for a bug.
 _FOREVER_S = 1e8
+# How long a callback may run before another thread completes the futures behind it, at first.
+_GRACE_S = 0.01
 
 _BaseWork: Any = dist.distributed_c10d.Work
 
@@ -31,43 +46,104 @@ class Part(Protocol):
         """Block until it is done; raise what it failed with."""
 
     def is_completed(self) -> bool:
-        """Whether it is done. Never blocks."""
+        """Return whether it is done. Never blocks."""
+
+
+class DelegatedPart:
+    """A work of torch.distributed's as a :class:`Part`."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Block until it is done; its own deadline counts."""
+        return self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+        return bool(self._work.is_completed())
+
+
+class StepPart:
+    """What follows a call of another backend's, in that backend's thread, as a :class:`Part`.
+
+    Args:
+        future: Of that call.
+        step: Called when it has ended well; waits for nobody.
+    """
+
+    def __init__(self, future: Future[Any], step: Callable[[], object]) -> None:
+        def run(done: Future[Any]) -> None:
+            done.value()  # raises what the call failed with
+            step()
+
+        self._future = future.then(run)
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Block until the step is done."""
+        return self._future.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the step is done."""
+        return self._future.done()
+
+
+def error_of(part: Part) -> Exception | None:
+    """Return what a part failed with; None if it ended well. Waits for it."""
+    try:
+        part.wait(_FOREVER_S)
+    except Exception as error:
+        return error
+    return None
+
+
+def one_or_all(rows: Sequence[Any]) -> Any:
+    """Return lists of tensors as torch's own backends give them: one alone is not nested."""
+    return rows[0] if len(rows) == 1 else rows
+
+
+def _value(results: Any) -> Any:
+    return results() if callable(results) else results
 
 
 class DoneWork(_BaseWork):  # type: ignore[misc]
-    """The work of a collective that has run: nothing is left to wait for."""
+    """The work of a collective that has run: nothing is left to wait for.
+
+    Args:
+        results: As :class:`PendingWork` has them.
+    """
 
     def __init__(self, results: Any) -> None:
         super().__init__()
         self._results = results
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, at once."""
+        """Return True, at once."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def exception(self) -> None:
-        """None: an error was raised by the collective itself."""
+        """Return None: an error was raised by the collective itself."""
         return
 
     def result(self) -> Any:
-        """The tensors that hold the result."""
-        return self._results
+        """Return the tensors that hold the result."""
+        return _value(self._results)
 
     def synchronize(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def get_future(self) -> Future[Any]:
-        """A completed future of the tensors."""
+        """Return a completed future of the tensors."""
         future: Future[Any] = Future()
-        future.set_result(self._results)
+        future.set_result(_value(self._results))
         return future
 
 
@@ -77,54 +153,18 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     Args:
         completer: Completes the future, if one is asked for.
         parts: What must end first.
-        results: The tensors that hold the result in the end.
-        finish: Called once, when all parts have ended well, by whoever notices first: copies what
-            lies in temporary memory into ``results``.
+        results: A list of the tensors that hold the result in the end, or a function that makes it.
     """
 
-    def __init__(
-        self,
-        completer: Completer,
-        parts: Sequence[Part],
-        results: Any,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, completer: Completer, parts: Sequence[Part], results: Any) -> None:
         super().__init__()
         self._completer = completer
         self._parts = parts
         self._results = results
-        self._finish = finish
-        self._lock = threading.Lock()
-        self._is_settled = False
-        self._error: BaseException | None = None
         self._future: Future[Any] | None = None
 
-    def settle(self, timeout_s: float = _FOREVER_S) -> None:
-        """Block until it is done, well or not; other Python threads run meanwhile.
-
-        Raises:
-            CollectiveTimeout: It is not done after ``timeout_s``; it goes on nevertheless.
-        """
-        if timeout_s < _FOREVER_S:
-            for part in self._parts:
-                _ended_by_itself(part, timeout_s)
-        with self._lock:
-            if self._is_settled:  # by another thread, meanwhile
-                return
-            try:
-                for part in self._parts:
-                    part.wait(_FOREVER_S)
-                if self._finish is not None:
-                    self._finish()
-            except Exception as error:
-                self._error = error
-            finally:
-                self._finish = None
-                self._parts = ()
-                self._is_settled = True
-
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done.
+        """Block until it is done; other Python threads run meanwhile.
 
         Args:
             timeout: How long; none, or zero, is until the communicator's own deadline.
@@ -136,94 +176,141 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
             RingarError: What the collective failed with.
             CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless.
         """
-        seconds = timeout.total_seconds() if timeout else _FOREVER_S
-        self.settle(seconds if seconds > 0 else _FOREVER_S)
-        if self._error is not None:
-            raise self._error
+        seconds = timeout.total_seconds() if timeout else 0.0
+        deadline = time.monotonic() + seconds
+        for part in self._parts:
+            part.wait(max(0.0, deadline - time.monotonic()) if seconds > 0 else _FOREVER_S)
         return True
 
     def synchronize(self) -> None:
-        """:meth:`wait`."""
+        """Do as :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not."""
-        if not self._is_settled and all(part.is_completed() for part in self._parts):
-            self.settle()
-        return self._is_settled
+        """Return whether it is done, well or not."""
+        return all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
-        """Whether it is done, and well."""
-        return self.is_completed() and self._error is None
+        """Return whether it is done, and well."""
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with; None while it runs and when all went well."""
-        return self._error if self.is_completed() else None
+        """Return what it failed with; None while it runs and when all went well."""
+        return self._error() if self.is_completed() else None
 
     def result(self) -> Any:
-        """The tensors that hold the result; waits for it."""
+        """Wait, and return the tensors that hold the result."""
         self.wait()
-        return self._results
+        return _value(self._results)
 
     def get_future(self) -> Future[Any]:
-        """A future of the tensors; it fails with what the collective failed with."""
+        """Return a future of the tensors; it fails with what the collective failed with."""
         if self._future is None:
-            self._future = self._completer.future_of(self)
+            base: Future[None] = Future()
+            self._future = base.then(self._outcome)
+            if self.is_completed():
+                base.set_result(None)
+            else:
+                self._completer.complete(base, self._error)
         return self._future
 
-    def outcome(self, _: Future[Any]) -> Any:
-        """The future's value, or its error: raised here, it becomes the child's."""
-        if self._error is not None:
-            raise self._error
-        return self._results
+    def _error(self) -> Exception | None:
+        """Return the first error of its parts, waiting for them in turn."""
+        return next((e for e in map(error_of, self._parts) if e is not None), None)
 
-
-def _ended_by_itself(part: Part, timeout_s: float) -> None:
-    try:
-        part.wait(timeout_s)
-    except RuntimeError:  # all of pyringar.errors, and what torch's own works raise
-        # One that ended so keeps its error, which settle() collects; others are late.
-        if not part.is_completed():
-            raise
+    def _outcome(self, _: Future[None]) -> Any:
+        """Return the future's value, or raise its error, which becomes the child's."""
+        error = self._error()
+        if error is not None:
+            raise error
+        return _value(self._results)
 
 
 class Completer:
-    """Completes futures of works, in the order in which they were asked for.
+    """Completes futures of works, in the order in which they were asked for, in its own threads.
 
-    Its thread starts with the first future: who only waits for works pays for none.
+    A future's callbacks run in the thread that completes it, and may wait for other futures. At
+    most one thread waits for a work; the others run callbacks, or are idle. When only one is idle
+    and the callbacks do not return, because they wait for futures that are not completed yet, it
+    starts another and goes on: there are as many threads as callbacks were blocked at once, and
+    two. The first future starts them, :meth:`close` ends them.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[PendingWork, Future[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._queue: collections.deque[tuple[Future[None], Callable[[], object]]]
+        self._queue = collections.deque()
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        self._is_led = False  # a thread waits for the work of the next future
+        self._is_closing = False
 
-    def future_of(self, work: PendingWork) -> Future[Any]:
-        """A future that is completed when ``work`` is done."""
-        base: Future[Any] = Future()
-        child: Future[Any] = base.then(work.outcome)
-        with self._lock:
-            if self._thread is None:
-                # A daemon: at exit it is joined by close(), which ends what it waits for first.
-                self._thread = threading.Thread(
-                    target=self._run, name=f"pyringar futures {self._name}", daemon=True
-                )
-                self._thread.start()
-        self._queue.put((work, base))
-        return child
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, base = item
-            work.settle()
-            base.set_result(None)
-            del item, work, base  # a waiting thread keeps no tensors
+    def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
+        """Complete ``future`` when ``settle``, which waits for a work, has returned."""
+        with self._changed:
+            if not self._is_closing:
+                while len(self._threads) < 2:
+                    self._start_thread()
+                self._queue.append((future, settle))
+                self._changed.notify()
+                return
+        settle()
+        future.set_result(None)
 
     def close(self) -> None:
-        """Complete what was asked for, then end the thread. Call when the engine is closed."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            self._queue.put(None)
-            thread.join()
+        """Complete what was asked for, then end the threads. Call when the engine is closed."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        for thread in self._threads:  # grows while callbacks are blocked
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _start_thread(self) -> None:
+        # A daemon: at exit it is joined by close(), which ends what it waits for first.
+        name = f"pyringar futures {self._name}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads.append(thread)
+        self._num_idle += 1
+        thread.start()
+
+    def _run(self) -> None:
+        while self._complete_next():
+            pass
+
+    def _complete_next(self) -> bool:
+        """Complete the next future. False: there will be none."""
+        with self._changed:
+            if not self._wait_for_turn():
+                return False
+            future, settle = self._queue.popleft()
+            self._num_idle -= 1
+            self._is_led = True
+        settle()
+        with self._changed:
+            self._is_led = False
+            self._changed.notify_all()
+        future.set_result(None)
+        with self._changed:
+            self._num_idle += 1
+        return True
+
+    def _wait_for_turn(self) -> bool:
+        """Wait, holding the lock, until this thread is to take a future. False: none will come."""
+        until: float | None = None
+        while True:
+            if self._is_led or not self._queue:
+                if self._is_closing and not self._queue:
+                    return False
+                until = None
+                self._changed.wait()
+            elif self._num_idle > 1:
+                return True
+            elif until is None:
+                # With the number of threads, so that callbacks that are only slow start few.
+                until = time.monotonic() + _GRACE_S * len(self._threads)
+            elif (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            else:
+                self._start_thread()

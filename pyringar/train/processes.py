@@ -21,7 +21,7 @@ from pyringar.data_parallel import shard_sizes
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 from pyringar.process_communicator import ALGORITHMS
-from pyringar.rendezvous import default_store
+from pyringar.rendezvous import checked_store
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 
@@ -82,8 +82,7 @@ class TrainGroup:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if store is None:
-            store, rank, world_size = default_store()
+        store, rank, world_size = checked_store(store, rank, world_size)
         _check_config(config, world_size)
         self.devices = (torch.device("cpu"),)
         # On one machine "auto" and "direct" add in rank order.

@@ -1,0 +1,538 @@
+"""What ranks do in ``test_distributed_works.py``: works that are polled, dropped, interrupted.
+
+Cases that compare with gloo have a group of each in the same processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_cases import assert_equal, values
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import pyringar as pr
+from pyringar.distributed.work import PendingWork
+
+Case = Callable[[int, int], None]
+LATE_S = 30.0
+HAS_EXCEPTIONS = torch.__version__.split(".")[:2] >= ["2", "14"]  # torch 2.11's works raise
+N = 5
+
+
+def store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def wait_until(is_true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LATE_S
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def assert_alike(actual: Any, expected: Any, context: str) -> None:
+    """The same lists of the same tensors."""
+    if isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor), (context, actual)
+        assert actual.shape == expected.shape, (context, actual, expected)
+        assert_equal(actual, expected, context)
+        return
+    assert isinstance(actual, list), (context, actual)
+    assert len(actual) == len(expected), (context, actual, expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert_alike(one, other, context)
+
+
+# -- every collective, in a form that both backends take -------------------------------------------
+
+Begin = Callable[..., tuple[Any, Any]]  # (rank, size, group) -> a work or future, what it writes
+
+
+def numbers(rank: int, numel: int = N) -> Tensor:
+    """Whole numbers, so that no order of adding changes the sum."""
+    return torch.arange(numel, dtype=torch.float32) % 17 + 10 * rank + 1
+
+
+def all_reduce(rank: int, size: int, group: Any) -> Any:
+    x = numbers(rank)
+    return dist.all_reduce(x, group=group, async_op=True), x
+
+
+def all_reduce_coalesced(rank: int, size: int, group: Any) -> Any:
+    xs = [numbers(rank), numbers(rank, 2)]
+    return dist.all_reduce_coalesced(xs, group=group, async_op=True), xs
+
+
+def broadcast(rank: int, size: int, group: Any) -> Any:
+    x = numbers(rank)
+    return dist.broadcast(x, 1, group=group, async_op=True), x
+
+
+def all_gather(rank: int, size: int, group: Any) -> Any:
+    rows = [torch.zeros(N) for _ in range(size)]
+    return dist.all_gather(rows, numbers(rank), group=group, async_op=True), rows
+
+
+def all_gather_into_tensor(rank: int, size: int, group: Any) -> Any:
+    out = torch.zeros(N * size)
+    return dist.all_gather_into_tensor(out, numbers(rank), group=group, async_op=True), out
+
+
+def all_gather_coalesced(rank: int, size: int, group: Any) -> Any:
+    rows = [[torch.zeros(N), torch.zeros(2)] for _ in range(size)]
+    inputs = [numbers(rank), numbers(rank, 2)]
+    return dist.all_gather_coalesced(rows, inputs, group=group, async_op=True), rows
+
+
+def reduce_scatter(rank: int, size: int, group: Any) -> Any:
+    out, row = torch.zeros(N), [numbers(rank + 3 * i) for i in range(size)]
+    return dist.reduce_scatter(out, row, group=group, async_op=True), out
+
+
+def reduce_scatter_tensor(rank: int, size: int, group: Any) -> Any:
+    out = torch.zeros(N)
+    work = dist.reduce_scatter_tensor(out, numbers(rank, N * size), group=group, async_op=True)
+    return work, out
+
+
+def barrier(rank: int, size: int, group: Any) -> Any:
+    return dist.barrier(group=group, async_op=True), []
+
+
+def reduce(rank: int, size: int, group: Any) -> Any:
+    x = numbers(rank)
+    return dist.reduce(x, 1, group=group, async_op=True), x if rank == 1 else []
+
+
+def gather(rank: int, size: int, group: Any) -> Any:
+    rows = [torch.zeros(N) for _ in range(size)] if rank == 0 else []
+    return dist.gather(numbers(rank), rows or None, 0, group=group, async_op=True), rows
+
+
+def scatter(rank: int, size: int, group: Any) -> Any:
+    out, rows = torch.zeros(N), [numbers(r) for r in range(size)] if rank == 0 else None
+    return dist.scatter(out, rows, 0, group=group, async_op=True), out
+
+
+def all_to_all(rank: int, size: int, group: Any) -> Any:
+    out = torch.zeros(N * size)
+    return dist.all_to_all_single(out, numbers(rank, N * size), group=group, async_op=True), out
+
+
+COLLECTIVES: tuple[Begin, ...] = (
+    *(all_reduce, all_reduce_coalesced, broadcast, all_gather, all_gather_into_tensor),
+    *(all_gather_coalesced, reduce_scatter, reduce_scatter_tensor, barrier),
+    *(reduce, gather, scatter, all_to_all),
+)
+
+
+def is_future(handle: Any) -> bool:
+    return not hasattr(handle, "is_completed")
+
+
+def answers(rank: int, size: int) -> None:
+    """What a work says, and what its future holds, beside gloo's."""
+    gloo = dist.new_group(backend="gloo")
+    for begin in COLLECTIVES:
+        name = begin.__name__
+        control, expected = begin(rank, size, gloo)
+        handle, written = begin(rank, size, None)
+        control.wait()
+        if is_future(handle):
+            assert_alike(handle.wait(), control.value(), name)
+            continue
+        wait_until(handle.is_completed, f"{name} is never completed")
+        assert handle.is_success(), name
+        if isinstance(handle, PendingWork) or HAS_EXCEPTIONS:
+            assert handle.exception() is None, name
+        assert_alike(written, expected, name)
+        assert handle.wait() is True, name
+        assert handle.is_completed(), name
+        assert handle.get_future().done(), f"{name}: a future of what is done already"
+        if "reduce_scatter" in name:  # gloo's work has no future
+            assert_alike(handle.get_future().value(), [expected], name)
+        else:
+            assert_alike(handle.get_future().value(), control.get_future().wait(), name)
+        assert_alike(handle.result(), handle.get_future().value(), name)
+
+
+def answers_of_messages(rank: int, size: int) -> None:
+    if rank > 1:
+        return
+    x = numbers(rank)
+    work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+    assert work is not None
+    work.wait()
+    assert work.is_completed()
+    assert rank == 0 or work._source_rank() == 0
+    assert_equal(x, numbers(0))
+
+
+def message_from_any(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.send(numbers(0), 1)
+    elif rank == 1:
+        x = torch.zeros(N)
+        assert dist.recv(x) == 0
+        assert_equal(x, numbers(0))
+
+
+def answers_while_it_runs(rank: int, size: int) -> None:
+    x = numbers(rank)
+    if rank == 1:
+        store().wait(["asked"])
+    work = dist.all_reduce(x, async_op=True)
+    if rank == 0:
+        for _ in range(3):
+            assert not work.is_completed()
+            assert not work.is_success()
+            assert work.exception() is None
+        assert not work.get_future().done()
+        store().set("asked", "")
+    assert_alike(work.get_future().wait(), work.result(), "future")
+
+
+def coalesced_by_torch(rank: int, size: int) -> None:
+    """One work for all calls inside, also those that torch does not join."""
+    x, y = numbers(rank), numbers(rank, 3)
+    if rank != 0:
+        store().wait(["left"])
+    manager = dist._coalescing_manager(device=torch.device("cpu"), async_ops=True)
+    with manager as coalesced:
+        dist.broadcast(x, 0, async_op=True)
+        dist.broadcast(y, 1, async_op=True)
+    if rank == 0:
+        assert not any(work.is_completed() for work in coalesced.works)
+        store().set("left", "")
+    coalesced.wait()
+    assert_equal(x, numbers(0))
+    assert_equal(y, numbers(1, 3))
+
+
+def lists_are_not_copies_on_devices(rank: int, size: int) -> None:
+    """The old form of one call for a rank's many devices: a root among a rank's own tensors."""
+    options = dist.BroadcastOptions()
+    options.rootTensor = 1
+    with pytest.raises(pr.UnsupportedError, match="rootTensor is 1, expected 0"):
+        dist.group.WORLD.broadcast([numbers(rank), numbers(rank)], options)
+
+
+# -- nobody waits ----------------------------------------------------------------------------------
+
+
+def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, Any]]:
+    """Calls whose results are copied from other memory, not waited for: name, tensors, expected."""
+    begun: list[tuple[str, Any, Any]] = []
+    for dtype in (torch.int16, torch.float8_e4m3fn):
+        parts = [(numbers(r) % 5).to(dtype) for r in range(size)]
+        total = sum((p.float() for p in parts), torch.zeros(N)).to(dtype)
+        mine = parts[rank].clone()
+        dist.all_reduce(mine, group=group, async_op=True)
+        begun.append((f"all_reduce {dtype}", mine, total))
+    flags = (
+        torch.zeros(N, 2, dtype=torch.bool).t() if rank else values(2 * N, torch.bool, 3).view(2, N)
+    )
+    dist.broadcast(flags, 0, group=group, async_op=True)
+    begun.append(("broadcast bool", flags, values(2 * N, torch.bool, 3).view(2, N)))
+    rows = [torch.zeros(2 + r) for r in range(size)]
+    dist.all_gather(rows, numbers(rank, 2 + rank), group=group, async_op=True)
+    begun.append(("uneven all_gather", rows, [numbers(r, 2 + r) for r in range(size)]))
+    out = torch.zeros(2 + rank)
+    uneven = [numbers(rank, 2 + r) for r in range(size)]
+    dist.reduce_scatter(out, uneven, group=group, async_op=True)
+    total = sum((numbers(r, 2 + rank) for r in range(size)), torch.zeros(2 + rank))
+    begun.append(("uneven reduce_scatter", out, total))
+    bits = torch.arange(12, dtype=torch.int16).view(3, 4).t() + rank
+    dist.all_reduce(bits, dist.ReduceOp.BXOR, group=group, async_op=True)
+    wanted = torch.zeros(4, 3, dtype=torch.int16)
+    for r in range(size):
+        wanted ^= torch.arange(12, dtype=torch.int16).view(3, 4).t() + r
+    begun.append(("bxor", bits, wanted))
+    return begun
+
+
+def nobody_waits(rank: int, size: int) -> None:
+    """A barrier says that all is done, also with handles dropped."""
+    gloo = dist.new_group(backend="gloo")
+    for asynchronous in (False, True):
+        for begin in COLLECTIVES:
+            control, expected = begin(rank, size, gloo)
+            control.wait()
+            written = begin(rank, size, None)[1]
+            work = dist.barrier(async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert_alike(written, expected, begin.__name__)
+        begun = converted(rank, size)
+        dist.barrier()
+        for name, tensors, wanted in begun:
+            assert_alike(tensors, wanted, name)
+
+
+def nobody_waits_before_the_end(rank: int, size: int) -> None:
+    group = dist.new_group()
+    begun = converted(rank, size, group)
+    rows = all_gather(rank, size, group)[1]
+    dist.destroy_process_group(group)
+    for name, tensors, wanted in begun:
+        assert_alike(tensors, wanted, name)
+    assert_alike(rows, [numbers(r) for r in range(size)], "all_gather")
+
+
+def later_calls_see_the_result(rank: int, size: int) -> None:
+    """On the same tensors, with nobody waiting in between."""
+    for asynchronous in (False, True):
+        small = torch.full((N,), rank + 1, dtype=torch.int16)
+        rows = [torch.zeros(N) for _ in range(size)]
+        out, total = torch.zeros(N), torch.zeros(size * N)
+        if rank == size - 1:
+            store().wait([f"begun {asynchronous}"])
+        works = [
+            dist.all_reduce(small, async_op=True),
+            dist.all_gather(rows, numbers(rank), async_op=True),
+            dist.all_reduce(small, async_op=True),
+            dist.reduce_scatter(out, rows, async_op=True),
+        ]
+        if rank == 0:
+            assert not any(work.is_completed() for work in works)
+            store().set(f"begun {asynchronous}", "")
+        last = dist.all_gather_into_tensor(total, out, async_op=asynchronous)
+        if last is not None:
+            last.wait()
+        sum_of_ranks = size * (size + 1) // 2
+        assert_equal(small, torch.full((N,), sum_of_ranks * size, dtype=torch.int16))
+        assert_equal(total, torch.cat([size * numbers(r) for r in range(size)]))
+
+
+# -- interrupted -----------------------------------------------------------------------------------
+
+
+def interrupt(call: Callable[[], object]) -> None:
+    """Ctrl-C while it waits."""
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    timer.join()
+
+
+def interrupted(rank: int, size: int) -> None:
+    """A wait that is broken off leaves the work as it was."""
+    x, small = numbers(rank), torch.full((N,), rank + 1, dtype=torch.int16)
+    rows = [torch.zeros(N) for _ in range(size)]
+    if rank == 1:
+        store().wait(["interrupted"])
+    works = [
+        dist.all_reduce(x, async_op=True),
+        dist.all_gather(rows, numbers(rank), async_op=True),
+        dist.all_reduce(small, async_op=True),
+    ]
+    if rank == 0:
+        for work in works:
+            interrupt(work.wait)
+        interrupt(works[0].result)
+        assert not any(work.is_completed() or work.is_success() for work in works)
+        assert not works[1].get_future().done()
+        store().set("interrupted", "")
+    for work in works:
+        assert work.wait()
+        assert work.is_success()
+    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
+    assert_equal(x, total)
+    assert_alike(rows, [numbers(r) for r in range(size)], "all_gather")
+    assert_equal(small, torch.full((N,), size * (size + 1) // 2, dtype=torch.int16))
+
+
+# -- inference mode --------------------------------------------------------------------------------
+
+
+def in_inference_mode(rank: int, size: int) -> None:
+    """Begun inside, ended inside or outside, by a wait or a future."""
+    for is_inside in (True, False):
+        for how in ("wait", "future", "nobody"):
+            with torch.inference_mode():
+                begun = converted(rank, size)
+                wanted = [numbers(r) for r in range(size)]
+                work, rows = all_gather(rank, size, None)
+                begun.append(("all_gather", rows, wanted))
+                scattered, out = reduce_scatter(rank, size, None)
+                total = sum((numbers(r + 3 * rank) for r in range(size)), torch.zeros(N))
+                begun.append(("reduce_scatter", out, total))
+                if is_inside:
+                    end(how, work, scattered)
+            if not is_inside:
+                end(how, work, scattered)
+            dist.barrier()
+            for name, tensors, expected in begun:
+                assert_alike(tensors, expected, f"{name} {how} {is_inside}")
+
+
+def end(how: str, *works: Any) -> None:
+    for work in works:
+        if how == "future":
+            work.get_future().wait()
+        elif how == "wait":
+            work.wait()
+
+
+# -- futures ---------------------------------------------------------------------------------------
+
+
+def future_of(x: Tensor) -> Any:
+    return dist.all_reduce(x, async_op=True).get_future()
+
+
+def num_future_threads() -> int:
+    return sum("pyringar futures" in thread.name for thread in threading.enumerate())
+
+
+def callbacks_wait(rank: int, size: int) -> None:
+    """A callback waits for a future of the same group, and its callback for another, and so on."""
+    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
+
+    def nested(depth: int) -> Tensor:
+        x = numbers(rank)
+        future = future_of(x)
+        if depth:
+            future = future.then(lambda _: nested(depth - 1))
+        future.wait()
+        return x
+
+    for _ in range(2):
+        assert_equal(nested(6), total)
+    assert num_future_threads() <= 9
+
+
+def callbacks_wait_for_later_ones(rank: int, size: int) -> None:
+    """For a future that was asked for before the callback ran."""
+    xs = [numbers(rank) for _ in range(8)]
+    if rank == 0:
+        store().wait(["all begun"])
+    futures = [future_of(x) for x in xs]
+    chained = [
+        first.then(lambda _, second=second: second.wait()[0].clone())
+        for first, second in itertools.pairwise(futures)
+    ]
+    if rank == 1:
+        store().set("all begun", "")
+    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
+    for future in chained:
+        assert_equal(future.wait(), total)
+
+
+def many_futures(rank: int, size: int) -> None:
+    """Need no more threads than a few, and their group's end ends these."""
+    group = dist.new_group()
+    before = num_future_threads()
+    seen: list[int] = []
+    futures = []
+    for i in range(300):
+        x = numbers(rank)
+        future = dist.all_reduce(x, async_op=True, group=group).get_future()
+        futures.append(future.then(lambda _, i=i: seen.append(i)))
+    torch.futures.wait_all(futures)
+    assert sorted(seen) == list(range(300))
+    assert num_future_threads() - before <= 6
+    dist.destroy_process_group(group)
+    assert num_future_threads() == before
+
+
+def hooks_of_torch(rank: int, size: int) -> None:
+    """DistributedDataParallel with torch's communication hooks ends with gloo's parameters.
+
+    With one bucket: of several, the calls that callbacks make have no order that all ranks share.
+    """
+    gloo = dist.new_group(backend="gloo")
+    ours = dist.new_group()
+    for name in ("allreduce", "fp16", "bf16", "powersgd"):
+        trained = [train_with(name, rank, group) for group in (gloo, ours)]
+        assert_equal(trained[1], trained[0], name)
+
+
+def train_with(hook: str, rank: int, group: Any) -> Tensor:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    ddp = DistributedDataParallel(net, process_group=group)
+    if hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        name = "allreduce_hook" if hook == "allreduce" else f"{hook}_compress_hook"
+        ddp.register_comm_hook(group, getattr(default_hooks, name))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        answers,
+        answers_of_messages,
+        message_from_any,
+        answers_while_it_runs,
+        coalesced_by_torch,
+        lists_are_not_copies_on_devices,
+        nobody_waits,
+        nobody_waits_before_the_end,
+        later_calls_see_the_result,
+        interrupted,
+        in_inference_mode,
+        callbacks_wait,
+        callbacks_wait_for_later_ones,
+        many_futures,
+    )
+}
+
+
+# -- failures, and what torch wraps ----------------------------------------------------------------
+
+
+def peer_killed(rank: int, size: int) -> Any:
+    """What the survivor's work says, asked without waiting for it."""
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rows = [torch.zeros(N) for _ in range(size)]
+    works = [
+        dist.all_reduce(numbers(rank), async_op=True),
+        dist.all_gather(rows, numbers(rank), async_op=True),
+    ]
+    for work in works:
+        wait_until(work.is_completed, "a work whose peer was killed is never completed")
+    answers = [(work.is_success(), type(work.exception()).__name__) for work in works]
+    late = [work.get_future() for work in works]
+    assert all(future.done() for future in late)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        late[0].wait()
+    for work in works:
+        with pytest.raises(RuntimeError):
+            work.wait()
+    return answers, [row.tolist() for row in rows]
+
+
+def wrapped(rank: int, size: int) -> Any:
+    """What torch hands on of a Backend's work."""
+    work, x = all_reduce(rank, size, None)
+    work.wait()
+    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
+    assert_equal(x, total)
+    assert work.get_future().done()
+    return type(dist.group.WORLD).__name__, work.is_completed()

@@ -1,0 +1,112 @@
+"""Do works and futures of the backend `ringar` tell the truth, and end without anybody waiting?"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import Any
+
+import distributed_works
+import process_ranks
+import pytest
+import torch
+from process_ranks import Died, Failed
+from torch.futures import Future
+
+from pyringar.distributed.work import Completer
+
+IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
+
+
+@functools.cache
+def verdicts(size: int) -> list[Any]:
+    work = list(distributed_works.CASES.items())
+    return process_ranks.run(process_ranks.run_cases, size, work)
+
+
+def check(results: list[Any], case: str) -> None:
+    assert all(isinstance(verdict, dict) for verdict in results), results
+    failures = [verdict[case] for verdict in results if verdict[case] is not None]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", distributed_works.CASES)
+def test_works(case, size):
+    check(verdicts(size), case)
+
+
+# -- threads that complete futures -----------------------------------------------------------------
+
+
+def threads_of(name: str) -> int:
+    return sum(name in thread.name for thread in threading.enumerate())
+
+
+def test_blocked_callbacks():
+    """As many threads as callbacks are blocked at once, and two; none when it is closed."""
+    completer = Completer("of test_blocked_callbacks")
+    gates = [threading.Event() for _ in range(6)]
+    futures: list[Future[None]] = [Future() for _ in gates]
+    for i, (future, gate) in enumerate(zip(futures, gates, strict=True)):
+        # Each callback waits for all that come after its own.
+        future.add_done_callback(lambda _, i=i: [g.wait(30) for g in gates[i + 1 :]])
+        completer.complete(future, gate.set)
+    assert all(gate.wait(30) for gate in gates)
+    torch.futures.wait_all(futures)
+    assert 2 <= threads_of("of test_blocked_callbacks") <= len(gates) + 2
+    completer.close()
+    assert threads_of("of test_blocked_callbacks") == 0
+
+
+def test_slow_callbacks_are_not_taken_for_blocked_ones():
+    completer = Completer("of test_few_threads")
+    futures: list[Future[None]] = [Future() for _ in range(100)]
+    for future in futures:
+        future.add_done_callback(lambda _: time.sleep(0.005))
+        completer.complete(future, lambda: None)
+    torch.futures.wait_all(futures)
+    assert threads_of("of test_few_threads") <= 12  # not one for each future
+    completer.close()
+
+
+def test_future_after_the_end():
+    completer = Completer("of test_future_after_the_end")
+    completer.close()
+    future: Future[None] = Future()
+    completer.complete(future, lambda: None)
+    assert future.done()
+
+
+def test_hooks_of_torch():
+    """Two ranks: their sum is the same in every order."""
+    work = [("hooks", distributed_works.hooks_of_torch)]
+    check(process_ranks.run(process_ranks.run_cases, 2, work), "hooks")
+
+
+def test_peer_killed():
+    survivor, dead = process_ranks.run(distributed_works.peer_killed, 2)
+    assert dead == Died(-9)
+    assert not isinstance(survivor, Failed), survivor
+    answers, rows = survivor
+    assert [is_success for is_success, _ in answers] == [False, False]
+    assert answers[0][1] == "PeerLostError"
+    assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
+
+
+@pytest.mark.parametrize(
+    ("backend", "debug", "is_wrapped"),
+    [
+        ("ringar", None, False),
+        ("cpu:ringar", None, False),
+        ("cpu:ringar,cuda:gloo", None, IS_BACKEND_IN_PYTHON),
+        ("ringar", "DETAIL", IS_BACKEND_IN_PYTHON),
+    ],
+)
+def test_what_torch_hands_on(backend, debug, is_wrapped):
+    """Of a Backend's work torch >= 2.14 passes on wait and get_future alone; README says so."""
+    env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
+    results = process_ranks.run(distributed_works.wrapped, 2, backend=backend, env=env)
+    kind = "ProcessGroup" if is_wrapped else "RingarProcessGroup"
+    assert results == [(kind, not is_wrapped)] * 2
