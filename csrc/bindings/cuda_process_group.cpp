@@ -289,8 +289,8 @@ bool CudaProcessGroup::wait_until_idle() const {
   }
 }
 
-bool CudaProcessGroup::close(bool leaves_at_once) {
-  if (!host_->end_calls(leaves_at_once)) return false;
+bool CudaProcessGroup::close(Leaving leaving) {
+  if (!host_->end_calls(leaving)) return false;
   const std::lock_guard<std::mutex> lock(close_mutex_);
   if (is_closed_) return true;
   is_closed_ = true;

@@ -56,9 +56,9 @@ class CudaProcessGroup {
   };
   Submitted submit(ProcessCall call, cudaStream_t after);
 
-  ProcessStats stats();                       // busy_ns: of the host
-  ProcessPlan plan(std::size_t bytes) const;  // of an all_reduce
-  bool close(bool leaves_at_once = false);    // as ProcessGroup's
+  ProcessStats stats();                                // busy_ns: of the host
+  ProcessPlan plan(std::size_t bytes) const;           // of an all_reduce
+  bool close(Leaving leaving = Leaving::kAfterCalls);  // as ProcessGroup's
 
  private:
   struct Outcome;

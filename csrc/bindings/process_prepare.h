@@ -119,7 +119,7 @@ void def_process_calls(Class& cls) {
       .def("abort",
            [](Ptr group) {
              const PythonCall python_call(Calls::host(*group).turn());
-             return group->close(true);
+             return group->close(Leaving::kAborting);
            })
       .def("check_peers",
            [](Ptr group, const std::vector<int>& ranks) { Calls::host(*group).check_peers(ranks); })
@@ -132,7 +132,7 @@ void def_process_calls(Class& cls) {
              const Turn* turn = Calls::host(*group).turn();
              const bool is_interrupted = PythonCall::is_interrupted(turn);
              const PythonCall python_call(turn);
-             return group->close(is_interrupted);
+             return group->close(is_interrupted ? Leaving::kAtOnce : Leaving::kAfterCalls);
            })
       // For tests; see ProcessGroup.
       .def("delay", [](Ptr group, py::handle phase, double seconds) {

@@ -197,23 +197,23 @@ bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
   return true;
 }
 
-bool ProcessGroup::end_calls(bool leaves_at_once) {
+bool ProcessGroup::end_calls(Leaving leaving) {
   if (forked()) return false;
-  if (leaves_at_once || turn_.is_mine()) leave_at_once();
+  if (leaving != Leaving::kAfterCalls || turn_.is_mine()) leave_at_once(leaving);
   if (turn_.is_mine()) return false;
   try {
     queue_.close(on_nap_);
     const Turn::Held turn = turn_.take(on_nap_);
     closed_.store(true, std::memory_order_release);
   } catch (...) {
-    leave_at_once();
+    leave_at_once(leaving);
     throw;
   }
   return true;
 }
 
-bool ProcessGroup::close(bool leaves_at_once) {
-  if (!end_calls(leaves_at_once)) return false;
+bool ProcessGroup::close(Leaving leaving) {
+  if (!end_calls(leaving)) return false;
   segment_.line(rank_).state.store(static_cast<std::uint32_t>(RankState::kLeft),
                                    std::memory_order_release);
   memory_.close_fd();
@@ -223,10 +223,12 @@ bool ProcessGroup::close(bool leaves_at_once) {
 }
 
 // Calls under way find it at their next nap; those that were submitted are refused.
-void ProcessGroup::leave_at_once() {
+void ProcessGroup::leave_at_once(Leaving leaving) {
   if (closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,
-               join(watch_.name_of(rank_), " has left the group in the midst of a call; ",
+               join(watch_.name_of(rank_),
+                    leaving == Leaving::kAborting ? " has aborted the group; "
+                                                  : " has left the group in the midst of a call; ",
                     watch_.last_call_of(rank_)));
 }
 

@@ -36,6 +36,10 @@ struct ProcessGroupOptions {
   OnNap on_nap = &ignore_naps;
 };
 
+// What becomes of calls under way when a rank leaves: they end first; or at once, with an error,
+// here and on the other ranks, which are told that this rank closed, or aborted.
+enum class Leaving { kAfterCalls, kAtOnce, kAborting };
+
 struct ProcessStats {
   std::array<std::uint64_t, kNumProcessAlgorithms> calls{};
   std::array<std::uint64_t, kNumProcessAlgorithms> bytes{};
@@ -73,12 +77,12 @@ class ProcessGroup {
   // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
   // Waits for the calls that other threads or the background make; refuses all that come later.
-  // leaves_at_once: they end with an error, and the other ranks are told; so they do where on_nap
-  // ends the wait. False in a forked child, and where on_nap of a call of this thread has called
-  // it: that call ends, with an error, once on_nap has returned.
-  bool end_calls(bool leaves_at_once);
+  // Where on_nap ends the wait the rank leaves at once. False in a forked child, and where on_nap
+  // of a call of this thread has called it: that call ends, with an error, once on_nap has
+  // returned.
+  bool end_calls(Leaving leaving);
   // The same, then leaves the group. Unless it was false: then the next close() does.
-  bool close(bool leaves_at_once = false);
+  bool close(Leaving leaving = Leaving::kAfterCalls);
   // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
   void check_peers(const std::vector<int>& peers) const;
   void set_timeout(std::chrono::nanoseconds timeout) { watch_.set_timeout(timeout); }
@@ -118,7 +122,7 @@ class ProcessGroup {
   void check_ready();
   void check_not_failed() const;
   [[noreturn]] void raise_failure() const;
-  void leave_at_once();
+  void leave_at_once(Leaving leaving);
 
   SharedMemory memory_;
   const Segment segment_;
