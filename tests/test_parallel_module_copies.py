@@ -142,6 +142,58 @@ def test_what_is_set_in_a_loop_over_modules_is_set_on_all_ranks():
             assert torch.equal(replica[1].running_mean, mean)
 
 
+def draw(part):
+    if isinstance(part, nn.Linear):
+        nn.init.normal_(part.weight)
+
+
+@pytest.mark.parametrize("change", ["loop", "children", "load and loop"])
+def test_parameters_drawn_for_each_rank_are_an_error(change):
+    """All ranks' parameters change equally often, yet to other values."""
+    X, _ = batch()  # noqa: N806
+    with parallel() as net:
+        if change == "load and loop":
+            train(net)
+            net.load_state_dict(net.state_dict())
+        if change == "children":
+            for child in net.children():
+                child.apply(draw)
+        else:
+            for part in net.modules():
+                draw(part)
+        for _ in range(2):
+            with pytest.raises(pr.RingarError, match=r"different values.*net\.apply"):
+                net(X)
+        net.apply(draw)
+        train(net)
+
+
+def test_parameters_set_alike_in_a_loop_are_taken():
+    with parallel() as net:
+        for part in net.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.constant_(part.weight, 0.5)
+                nn.init.constant_(part.bias, float("nan"))
+        net(batch()[0])
+        for part in net.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.eye_(part.weight)
+                nn.init.zeros_(part.bias)
+        train(net)
+
+
+def test_an_optimizer_of_all_ranks_parameters_that_waits_for_no_sums_is_an_error():
+    X, y = batch()  # noqa: N806
+    with parallel(overlap=False) as net:
+        params = [p for part in net.modules() for p in part.parameters(recurse=False)]
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        F.cross_entropy(net(X), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(pr.RingarError, match=r"different values.*net\.optimizer"):
+            net(X)
+
+
 def test_modules_are_walked_through_once_each():
     with parallel() as net:
         found = list(net.modules())
