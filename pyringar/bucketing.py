@@ -147,7 +147,9 @@ class GradientBucketer:
     over processes with one element more per parameter.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
     Under compiled autograd everything is reduced in :meth:`wait`, and a pass that fails is not
-    noticed. ``backward(create_graph=True)`` sums values; the graph stays that of a rank's own part.
+    noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own:
+    call :meth:`wait` before you clear them. ``backward(create_graph=True)`` sums values; the graph
+    stays that of a rank's own part.
     Source: Li et al. 2020, "PyTorch Distributed"; the first bucket's own cap is theirs too.
     """
 
