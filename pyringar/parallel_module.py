@@ -429,6 +429,32 @@ class DataParallel(nn.Module):
         self._remember_parameters()
         return result
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What ``load_state_dict`` of a module that holds this one calls."""
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        try:
+            result = self.load_state_dict(own, strict=False, assign=assign)
+        except RuntimeError as error:  # shapes that differ, which go with what else is wrong
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + name for name in result.missing_keys]
+        if strict:
+            unexpected_keys += [prefix + name for name in result.unexpected_keys]
+
     def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
         """Apply ``fn`` to rank 0's modules, as to initialise them, and copy the result to all.
 

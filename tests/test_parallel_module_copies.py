@@ -216,6 +216,31 @@ def test_a_module_that_holds_one_has_its_parameters():
         assert list(outer.state_dict()) == [f"0.{name}" for name in net.state_dict()]
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_module_that_holds_one_loads_what_it_saved(assign):
+    holder = nn.Sequential(nn.Linear(5, 5), parallel())
+    with holder[1] as net:
+        state = {name: value + 1 for name, value in holder.state_dict().items()}
+        holder.load_state_dict(state, assign=assign)
+        assert_same(holder.state_dict(), state)
+        for replica in net.replicas:
+            assert_same(
+                {f"1.{name}": value for name, value in replica.state_dict().items()},
+                {name: value for name, value in state.items() if name.startswith("1.")},
+            )
+        net(batch()[0])
+        del state["1.0.weight"]
+        with pytest.raises(RuntimeError, match=r'Missing key.*"1\.0\.weight"'):
+            holder.load_state_dict(state)
+        state["1.0.weight"], state["1.other"] = torch.zeros(6, 5), torch.zeros(1)
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"1\.other"'):
+            holder.load_state_dict(state)
+        del state["1.other"]
+        state["1.0.weight"] = torch.zeros(2, 5)
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+            holder.load_state_dict(state)
+
+
 def test_the_mode_of_every_module_is_kept_by_evaluation():
     with parallel() as net:
         net.replicas[2][1].eval()
