@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from weakref import WeakMethod
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from pyringar.call import Work
 from pyringar.errors import RingarError
 
-__all__ = ["BrokenStep", "PassEnd", "in_compiled_autograd", "settle"]
+__all__ = ["BrokenStep", "PassEnd", "are_changed", "in_compiled_autograd", "settle"]
 
 Place = tuple[int, int]  # rank, and index of a parameter
 
@@ -83,6 +83,19 @@ class BrokenStep:
     def places(self) -> list[Place]:
         """All that were noted."""
         return list(self._left)
+
+
+def are_changed(grads: Sequence[Tensor], versions: Sequence[int]) -> bool:
+    """Say whether gradients were changed in place since torch's counts were ``versions``.
+
+    All parts of one storage have one count, which backward advances when it adds to any of them: a
+    flat buffer of the user's, or what backward leaves for parameters that forward concatenates. Of
+    these it says nothing, and they count as unchanged.
+    """
+    return any(
+        grad._version != version and grad.untyped_storage().nbytes() == grad.nbytes
+        for grad, version in zip(grads, versions, strict=True)
+    )
 
 
 def settle(works: Iterable[Work], devices: Iterable[torch.device], *, is_patient: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyringar import _native
-from pyringar.broken_step import BrokenStep, PassEnd, in_compiled_autograd, settle
+from pyringar.broken_step import BrokenStep, PassEnd, are_changed, in_compiled_autograd, settle
 from pyringar.bucket_params import (
     Replica,
     check_alike,
@@ -82,14 +82,14 @@ class _Sent:
         params: Indices of its parameters; fewer than planned where no rank used some.
         lists: Their gradients by rank, as they are in ``grad``.
         work: Their reduction; None where there is nothing to reduce.
-        versions: Torch's counts of changes in place, summed, when it left; None once ``wait()`` has
-            begun.
+        versions: Torch's counts of changes in place of ``lists``, when it left; None if it left in
+            ``wait()``.
     """
 
     params: list[int]
     lists: list[list[Tensor]]
     work: Work | None
-    versions: int | None
+    versions: list[list[int]] | None
 
 
 class GradientBucketer:
@@ -122,8 +122,9 @@ class GradientBucketer:
     use counts as zeros there; one that no rank used is left alone.
 
     A gradient that has left must stay as it is until :meth:`wait` returns: one that ``zero_grad``,
-    an optimizer or a later hook has changed makes :meth:`wait` raise, on all ranks. When a backward
-    pass fails, what it had sent is waited for before the exception comes out of ``backward()``, so
+    an optimizer or a later hook has changed makes :meth:`wait` raise, on all ranks (changes in
+    place of views of one buffer are not told from what backward does to other views). When a pass
+    fails, what it had sent is waited for before the exception comes out of ``backward()``, so
     nothing writes to gradients behind the user's back. Then clear the gradients of all ranks
     (``zero_grad``, with or without ``set_to_none``) and run all passes of the step again; until
     they are cleared, :meth:`wait` and reductions of the next step raise.
@@ -146,7 +147,9 @@ class GradientBucketer:
     over processes with one element more per parameter.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
     Under compiled autograd everything is reduced in :meth:`wait`, and a pass that fails is not
-    noticed. ``backward(create_graph=True)`` sums values; the graph stays that of a rank's own part.
+    noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own:
+    call :meth:`wait` before you clear them. ``backward(create_graph=True)`` sums values; the graph
+    stays that of a rank's own part.
     Source: Li et al. 2020, "PyTorch Distributed"; the first bucket's own cap is theirs too.
     """
 
@@ -391,7 +394,7 @@ class GradientBucketer:
             # Without the graph that create_graph=True has made.
             values = [[g.detach() if g.requires_grad else g for g in grads] for grads in lists]
             work = self._comm.all_reduce_coalesced(values, self._op, async_op=True)
-        versions = sum(sum(map(_version, grads)) for grads in lists) if is_complete else None
+        versions = [list(map(_version, grads)) for grads in lists] if is_complete else None
         self._sent[bucket] = _Sent(wanted, lists, work, versions)
 
     def _gradients(
@@ -436,13 +439,13 @@ class GradientBucketer:
         """Whether gradients were changed, or replaced, since they left in a backward pass."""
         if sent.versions is None:
             return False
-        versions = 0
-        for params, grads in zip(self._params, sent.lists, strict=True):
+        for params, grads, then in zip(self._params, sent.lists, sent.versions, strict=True):
             now = map(_grad, map(params.__getitem__, sent.params))
             if any(map(is_not, now, grads)):
                 return True
-            versions += sum(map(_version, grads))
-        return versions != sent.versions
+            if list(map(_version, grads)) != then and are_changed(grads, then):
+                return True
+        return False
 
     def _check_cleared(self, places: Sequence[tuple[int, int]]) -> None:
         if not self._broken:

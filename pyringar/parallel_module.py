@@ -41,6 +41,7 @@ _REBUILT = (
     "replicas",
     "_gradient_changes",
     "_parameter_changes",
+    "_stats_then",
     "_threads",
     "_lockstep",
     "bucketer",
@@ -86,7 +87,9 @@ class DataParallel(nn.Module):
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
     Whatever changes parameters or gradients must do so on all ranks: :meth:`optimizer`,
     :meth:`clip_grad_norm_`, :meth:`zero_grad`, :meth:`apply` do; where something else did not, the
-    next step or call raises. ``modules()`` gives the modules of all ranks. Copies, pickled ones
+    next step or call raises. ``modules()`` gives the modules of all ranks, to set their modes and
+    options: a loop that draws random parameters, or an optimizer of theirs, drives ranks apart,
+    and the next call raises. Copies, pickled ones
     too, are made of rank 0's module and have a communicator of their own. Gradients that were
     reduced must be cleared before the next backward pass; to accumulate several, put all but the
     last into :meth:`no_sync`. As with ``nn.DataParallel``, a rank that no sample is left for does
@@ -168,7 +171,8 @@ class DataParallel(nn.Module):
         Raises:
             ArgumentError: No tensor to cut, lengths that differ, or outputs that cannot be put
                 together.
-            RingarError: Parameters were changed on some ranks only.
+            RingarError: Parameters were changed on some ranks only, or to different values before
+                any step.
         """
         self._check_parameters()
         first = check_batches(batches((args, kwargs)))
@@ -304,10 +308,23 @@ class DataParallel(nn.Module):
                 "optimizer of net.parameters(), which are rank 0's; average net.module, and not "
                 "net; net.load_state_dict() makes the ranks equal again"
             )
+        # Until gradients are reduced, nothing but what goes round them all changes the ranks, as a
+        # loop over modules() does; steps may differ by rounding on devices of different kinds.
+        if self.stats() is self._stats_then and self._parameter_changes.are_there(params):
+            rank = next((r for r, mine in enumerate(params) if not _are_equal(mine, params[0])), 0)
+            if rank:
+                raise RingarError(
+                    f"parameters of rank 0 and of rank {rank} were changed to different values: "
+                    "initialise with net.apply(...), which copies rank 0's to all ranks, and step "
+                    "with net.optimizer(torch.optim.SGD, lr=...), which waits for the sums of all "
+                    "ranks' gradients"
+                )
+            self._remember_parameters()
 
     def _remember_parameters(self) -> None:
         """From now on, changes on some ranks only are noticed."""
         self._parameter_changes.remember([list(r.parameters()) for r in self.replicas])
+        self._stats_then = self.stats()
 
     def stats(self) -> StepStats:
         """What the last step's reductions did, and when."""
@@ -412,6 +429,32 @@ class DataParallel(nn.Module):
         self._remember_parameters()
         return result
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What ``load_state_dict`` of a module that holds this one calls."""
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        try:
+            result = self.load_state_dict(own, strict=False, assign=assign)
+        except RuntimeError as error:  # shapes that differ, which go with what else is wrong
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + name for name in result.missing_keys]
+        if strict:
+            unexpected_keys += [prefix + name for name in result.unexpected_keys]
+
     def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
         """Apply ``fn`` to rank 0's modules, as to initialise them, and copy the result to all.
 
@@ -504,6 +547,10 @@ class _Changes:
         """From now on, changes of ``tensors[rank][i]`` count."""
         self._then = _versions(tensors)
 
+    def are_there(self, tensors: Sequence[Sequence[Tensor]]) -> bool:
+        """Say whether any rank's were changed."""
+        return _versions(tensors) != self._then
+
     def find_odd_rank(self, tensors: Sequence[Sequence[Tensor]]) -> int | None:
         """The first rank whose tensors were not changed as often as rank 0's; None if all were."""
         if not self._then:
@@ -517,6 +564,11 @@ class _Changes:
 
 def _versions(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     return [[tensor._version for tensor in mine] for mine in tensors]
+
+
+def _are_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.allclose(a, b.to(a.device), rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
 
 def _gradients(replicas: Sequence[nn.Module]) -> list[list[Tensor]]:

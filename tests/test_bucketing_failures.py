@@ -370,6 +370,43 @@ def test_changing_what_has_left_is_an_error(how):
             bucketer.wait()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("of", ["one buffer", "concatenated parameters"])
+def test_gradients_that_lie_in_one_storage_may_go_one_by_one(of, overlap):
+    """Torch counts changes by storage: what backward adds to one part is none of the others."""
+    nets, xs = nets_of(), inputs(1)
+    expected = []
+
+    def loss(net: Net, x: Tensor) -> Tensor:
+        if of == "one buffer":
+            return net(x)
+        return (torch.cat([net.early, net.late]) * torch.cat([x, x.square()])).sin().sum()
+
+    def start(net: Net) -> None:
+        if of == "one buffer":
+            flat = torch.zeros(80)
+            net.early.grad, net.late.grad = flat[:40], flat[40:]
+
+    for net, x in zip(copy.deepcopy(nets), xs, strict=True):
+        start(net)
+        for _ in range(2):
+            loss(net, x).backward()
+        expected.append([net.early.grad, net.late.grad])
+    expected = [a + b + c for a, b, c in zip(*expected, strict=True)]
+    with pr.GradientBucketer(nets, overlap=overlap, **EACH) as bucketer:
+        for net, x in zip(nets, xs, strict=True):
+            start(net)
+            with bucketer.no_sync():
+                loss(net, x).backward()
+        late = nets[0].late.grad
+        assert late.untyped_storage().data_ptr() == nets[0].early.grad.untyped_storage().data_ptr()
+        for net, x in zip(nets, xs, strict=True):
+            loss(net, x).backward()
+        bucketer.wait()
+        assert nets[0].late.grad is late
+    assert_reduced(nets, expected)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_hooks_that_change_gradients(first):
     """Before the bucketer's they are part of the gradient; after it they would be lost."""

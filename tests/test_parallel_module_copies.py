@@ -142,6 +142,58 @@ def test_what_is_set_in_a_loop_over_modules_is_set_on_all_ranks():
             assert torch.equal(replica[1].running_mean, mean)
 
 
+def draw(part):
+    if isinstance(part, nn.Linear):
+        nn.init.normal_(part.weight)
+
+
+@pytest.mark.parametrize("change", ["loop", "children", "load and loop"])
+def test_parameters_drawn_for_each_rank_are_an_error(change):
+    """All ranks' parameters change equally often, yet to other values."""
+    X, _ = batch()  # noqa: N806
+    with parallel() as net:
+        if change == "load and loop":
+            train(net)
+            net.load_state_dict(net.state_dict())
+        if change == "children":
+            for child in net.children():
+                child.apply(draw)
+        else:
+            for part in net.modules():
+                draw(part)
+        for _ in range(2):
+            with pytest.raises(pr.RingarError, match=r"different values.*net\.apply"):
+                net(X)
+        net.apply(draw)
+        train(net)
+
+
+def test_parameters_set_alike_in_a_loop_are_taken():
+    with parallel() as net:
+        for part in net.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.constant_(part.weight, 0.5)
+                nn.init.constant_(part.bias, float("nan"))
+        net(batch()[0])
+        for part in net.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.eye_(part.weight)
+                nn.init.zeros_(part.bias)
+        train(net)
+
+
+def test_an_optimizer_of_all_ranks_parameters_that_waits_for_no_sums_is_an_error():
+    X, y = batch()  # noqa: N806
+    with parallel(overlap=False) as net:
+        params = [p for part in net.modules() for p in part.parameters(recurse=False)]
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        F.cross_entropy(net(X), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(pr.RingarError, match=r"different values.*net\.optimizer"):
+            net(X)
+
+
 def test_modules_are_walked_through_once_each():
     with parallel() as net:
         found = list(net.modules())
@@ -162,6 +214,31 @@ def test_a_module_that_holds_one_has_its_parameters():
         assert names[:4] == [f"0.{name}" for name, _ in net.named_parameters()][:4]
         assert len(names) == 3 * len(list(net.parameters()))
         assert list(outer.state_dict()) == [f"0.{name}" for name in net.state_dict()]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_module_that_holds_one_loads_what_it_saved(assign):
+    holder = nn.Sequential(nn.Linear(5, 5), parallel())
+    with holder[1] as net:
+        state = {name: value + 1 for name, value in holder.state_dict().items()}
+        holder.load_state_dict(state, assign=assign)
+        assert_same(holder.state_dict(), state)
+        for replica in net.replicas:
+            assert_same(
+                {f"1.{name}": value for name, value in replica.state_dict().items()},
+                {name: value for name, value in state.items() if name.startswith("1.")},
+            )
+        net(batch()[0])
+        del state["1.0.weight"]
+        with pytest.raises(RuntimeError, match=r'Missing key.*"1\.0\.weight"'):
+            holder.load_state_dict(state)
+        state["1.0.weight"], state["1.other"] = torch.zeros(6, 5), torch.zeros(1)
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"1\.other"'):
+            holder.load_state_dict(state)
+        del state["1.other"]
+        state["1.0.weight"] = torch.zeros(2, 5)
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+            holder.load_state_dict(state)
 
 
 def test_the_mode_of_every_module_is_kept_by_evaluation():
