@@ -161,6 +161,10 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
         "plan": lambda: group.plan(100, "float32", "direct"),
         "stats": group.stats,
         "flip_bit_of_next": group.flip_bit_of_next,
+        "abort": group.abort,
+        "check_peers": lambda: group.check_peers([1]),
+        "set_timeout": lambda: group.set_timeout(7.0),
+        "submit_step": lambda: group.submit_step(print),
     }
     assert set(group_calls) == methods_of(group), methods_of(group) - set(group_calls)
     del group_calls["add_region"]  # wants memory of the others', which register() cannot ask for
@@ -189,7 +193,7 @@ def test_every_method_of_a_rank(new_crew):
     assert_told(
         outcome.value,
         {"absent_ranks", "seal", "close", "remove_region", "plan", "done.wait"}
-        | {"comm.close", "repr"},
+        | {"comm.close", "repr", "abort", "set_timeout"},
     )
     # The parent's call goes on, and is as it was.
     crew[1].outcome()
