@@ -224,7 +224,7 @@ bool ProcessGroup::close(bool leaves_at_once) {
 
 // Calls under way find it at their next nap; those that were submitted are refused.
 void ProcessGroup::leave_at_once() {
-  if (closed_.exchange(true)) return;
+  if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,
                join(watch_.name_of(rank_), " has left the group in the midst of a call; ",
                     watch_.last_call_of(rank_)));
