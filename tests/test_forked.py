@@ -161,6 +161,10 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
         "plan": lambda: group.plan(100, "float32", "direct"),
         "stats": group.stats,
         "flip_bit_of_next": group.flip_bit_of_next,
+        "abort": group.abort,
+        "check_peers": lambda: group.check_peers([1]),
+        "set_timeout": lambda: group.set_timeout(7.0),
+        "submit_step": lambda: group.submit_step(print),
     }
     assert set(group_calls) == methods_of(group), methods_of(group) - set(group_calls)
     del group_calls["add_region"]  # wants memory of the others', which register() cannot ask for
@@ -189,7 +193,7 @@ def test_every_method_of_a_rank(new_crew):
     assert_told(
         outcome.value,
         {"absent_ranks", "seal", "close", "remove_region", "plan", "done.wait"}
-        | {"comm.close", "repr"},
+        | {"comm.close", "repr", "abort", "set_timeout"},
     )
     # The parent's call goes on, and is as it was.
     crew[1].outcome()
@@ -240,3 +244,84 @@ def test_children_of_a_process_whose_threads_call():
     assert_told(outcomes, set())
     assert closed == {"close": HARMLESS}
     comm.close()
+
+
+# -- forked by a signal handler, in the midst of a wait --------------------------------------------
+
+
+def outcome_in_forked_handler(wait: Callable[[], Any]) -> str:
+    """What ``wait`` came to in a child that a signal handler forked while the parent waited."""
+    reader, writer = os.pipe()
+    parent, children = os.getpid(), []
+
+    def fork(*_: object) -> None:
+        child = os.fork()
+        if child != 0:
+            children.append(child)
+        else:
+            signal.alarm(int(LIMIT_S))
+
+    previous = signal.signal(signal.SIGUSR1, fork)
+    killer = threading.Timer(0.3, os.kill, (parent, signal.SIGUSR1))
+    killer.start()
+    text = "returned"
+    try:
+        wait()
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+    finally:
+        if os.getpid() != parent:
+            os.write(writer, text.encode())
+            os._exit(0)
+        signal.signal(signal.SIGUSR1, previous)
+    os.close(writer)
+    assert text == "returned", text
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    assert [os.waitpid(child, 0)[1] for child in children] == [0], said
+    return said
+
+
+def on_rank_forks_in_a_handler(state, wait: str) -> str:
+    comm, tensor = state.comm, torch.full((1000,), float(state.rank + 1))
+    if state.rank != 0:
+        time.sleep(1.5)
+        comm.all_reduce(tensor)
+        if wait in ("turn", "thread"):
+            comm.barrier()
+        said = ""
+    elif wait == "call":
+        said = outcome_in_forked_handler(lambda: comm.all_reduce(tensor))
+    elif wait == "thread":
+        thread = threading.Thread(target=comm.all_reduce, args=(tensor,))
+        thread.start()
+        time.sleep(0.1)
+        said = outcome_in_forked_handler(comm.barrier)
+    else:
+        comm.all_reduce(tensor, async_op=True)
+        said = outcome_in_forked_handler(comm.barrier if wait == "turn" else comm.close)
+    assert torch.equal(tensor, torch.full((1000,), 3.0)), tensor
+    if wait != "close":
+        comm.all_reduce(tensor)  # the parent is as good a rank as before
+    return said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
+@pytest.mark.parametrize("wait", ["call", "turn", "thread", "close"])
+def test_a_handler_forks_while_a_rank_waits(new_crew, wait):
+    """The child returns into the wait, which is not its own: it says so, and changes nothing."""
+    crew = new_crew(2)
+    crew.join(timeout=60)
+    said = crew.run(on_rank_forks_in_a_handler, wait=wait)[0]
+    assert "a signal handler has called fork() while" in said
+
+
+@pytest.mark.parametrize("wait", ["turn", "close"])
+def test_a_handler_forks_while_one_process_waits(wait):
+    with pr.Communicator(["cpu"] * 2) as comm:
+        comm._group.delay_rank(1, 1.5)
+        tensors = [torch.ones(3), torch.ones(3)]
+        comm.all_reduce(tensors, algorithm="ring", async_op=True)
+        call = comm.close if wait == "close" else lambda: comm.all_reduce(tensors)
+        said = outcome_in_forked_handler(call)
+    assert "a signal handler has called fork() while" in said

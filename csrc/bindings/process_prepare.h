@@ -17,6 +17,7 @@
 #include "bindings/tensor.h"
 #include "cpu/os_shared_memory.h"
 #include "cpu/process_call.h"
+#include "cpu/process_group.h"
 
 namespace pyringar {
 

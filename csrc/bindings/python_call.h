@@ -17,6 +17,8 @@
 #include <utility>
 
 #include "bindings/tensor.h"
+#include "core/error.h"
+#include "cpu/os_process.h"
 #include "cpu/work_queue.h"
 
 namespace pyringar {
@@ -67,15 +69,22 @@ class PythonCall {
   PyThreadState* state_;
 };
 
-// Throws what a signal's handler raised, such as KeyboardInterrupt.
+// Throws what a signal's handler raised, such as KeyboardInterrupt; and kState in a process that a
+// handler has forked, since what is waited for is the parent's.
 inline void look_at_signals() {
   PythonCall* const call = PythonCall::innermost_;
   if (call == nullptr || call->signals_ == PythonCall::Signals::kWait) return;
   if (call->state_ == nullptr) return;  // it looks already
+  const std::uint32_t generation = fork_generation();
   take_gil(std::exchange(call->state_, nullptr));
   const bool has_raised = PyErr_CheckSignals() != 0;
   call->state_ = PyEval_SaveThread();
   if (has_raised) throw PythonErrorPending{};
+  if (fork_generation() != generation) {
+    fail(ErrorKind::kState,
+         "a signal handler has called fork() while this call waited; the call is the parent "
+         "process's, and has ended in the child");
+  }
 }
 
 // Before one waits for a work: in a signal handler, while the call that it interrupted has the

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/ring_program.h"
+#include "cpu/os_process.h"
 
 #if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
 #include <linux/futex.h>
@@ -91,18 +92,23 @@ constexpr auto kLongYield = std::chrono::microseconds(200);
 constexpr int kWaitsWithoutYields = 64;
 thread_local int waits_without_yields = 0;
 
-// One who sleeps on a flag, for as long as this lives.
+// One who sleeps on a flag, for as long as this lives. In a forked child it is the parent's, and so
+// is a flag that processes share.
 class Sleeper {
  public:
   explicit Sleeper(Flag& flag) : flag_(flag) {
     flag_.sleepers.fetch_add(1, std::memory_order_seq_cst);
   }
-  ~Sleeper() { flag_.sleepers.fetch_sub(1, std::memory_order_relaxed); }
+  ~Sleeper() {
+    if (fork_generation() != fork_generation_) return;
+    flag_.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  }
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
 
  private:
   Flag& flag_;
+  const std::uint32_t fork_generation_ = fork_generation();
 };
 
 bool yield_until(const Flag& flag, std::uint32_t wanted) {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "cpu/os_process.h"
 #include "cpu/os_wait.h"
 #include "cpu/process_segment.h"
 #include "cpu/stillness.h"
@@ -64,7 +65,7 @@ class PeerWatch {
   bool failed() const { return !failure_.empty(); }
   const std::string& failure() const { return failure_; }
   ErrorKind kind() const { return kind_; }
-  // For this rank to refuse calls with, and for the others to find.
+  // For this rank to refuse calls with, and for the others to find. A forked child is no rank.
   void report(ErrorKind kind, const std::string& text);
   // Whether some rank has failed before.
   bool adopt_shared_failure();
@@ -93,6 +94,7 @@ class PeerWatch {
 
   const Segment& segment_;
   const int rank_;
+  const std::uint32_t fork_generation_ = fork_generation();
   int num_pauses_ = kPausesCrowded;
   bool has_counted_cores_ = false;  // of all ranks
   bool has_core_per_rank_ = false;

@@ -224,7 +224,7 @@ bool ProcessGroup::close(Leaving leaving) {
 
 // Calls under way find it at their next nap; those that were submitted are refused.
 void ProcessGroup::leave_at_once(Leaving leaving) {
-  if (closed_.exchange(true)) return;
+  if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,
                join(watch_.name_of(rank_),
                     leaving == Leaving::kAborting ? " has aborted the group; "

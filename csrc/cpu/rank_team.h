@@ -5,7 +5,9 @@
 //           caller's thread, and returns when all have returned. Programs wait only through Watch,
 //           whose waits end when no rank has moved for the timeout, so run() ends. The first to
 //           find so makes the others give up; of all their failures the one that names the culprit
-//           is kept.
+//           is kept. A program must not throw: all it may want is some hundred bytes of memory,
+//           and where there are none the process ends (std::terminate), since the other ranks could
+//           not be told how far the links have come.
 // Threads   one run() at a time per team (its owner holds a lock). Threads start at first use and
 //           are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, tests/test_ring.py
