@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch._C._dynamo import eval_frame
 
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.inner import InnerBackends
-from pyringar.distributed.work import Completer
+from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 from pyringar.exits import close_at_exit, is_inherited
 
@@ -242,7 +244,22 @@ def _create(options: Any, _: Any) -> Any:
     return (RingarBackend if is_backend else RingarProcessGroup)(options)
 
 
+def _keep_dynamo_out(*classes: type) -> None:
+    """Have ``torch.compile`` run what torch calls of these classes, and their callees, as it is.
+
+    Torch calls it under compiled programs, too, where Dynamo would trace it: the insides of a
+    backend, where an attribute of a ProcessGroup is an error in torch 2.15 and warnings before.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    for kind in classes:
+        for method in (m for base in kind.__mro__ for m in vars(base).values()):
+            if isinstance(method, FunctionType) and method.__module__.startswith("pyringar."):
+                eval_frame.set_code_exec_strategy(method.__code__, strategy)
+
+
 def register() -> None:
     """Make ``init_process_group("ringar")`` work; importing ``pyringar.distributed`` does it."""
+    _keep_dynamo_out(RingarBackend, RingarProcessGroup, PendingWork, DoneWork)
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
