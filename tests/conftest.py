@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pyringar as pr
 from pyringar import _native
 
 os.environ["PYRINGAR_TUNING"] = "shipped"  # not what was measured on the developer's machine
+# A shell's background jobs are started with Ctrl-C ignored, and hand that down.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     from hypothesis import settings

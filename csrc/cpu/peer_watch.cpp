@@ -170,6 +170,12 @@ bool PeerWatch::is_lost(const Flag& flag, std::uint32_t wanted, int peer, const 
   return true;
 }
 
+std::string PeerWatch::shared_failure() const {
+  const SharedFailure& shared = segment_.failure();
+  const bool is_there = shared.state.load(std::memory_order_acquire) == SharedFailure::kThere;
+  return is_there ? text_of(shared.text) : "";
+}
+
 void PeerWatch::check_peers(const std::vector<int>& peers) const {
   const SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {

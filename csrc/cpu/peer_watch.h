@@ -70,6 +70,8 @@ class PeerWatch {
   // Whether some rank has failed before.
   bool adopt_shared_failure();
   [[noreturn]] void raise() const;
+  // What ended the group, from any thread; "" while it goes on.
+  std::string shared_failure() const;
   // Throws if the group has failed or one of these ranks is gone; any thread may call.
   void check_peers(const std::vector<int>& peers) const;
   // "rank 1 (process 4711 on host)"

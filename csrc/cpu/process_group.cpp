@@ -63,7 +63,8 @@ void ProcessGroup::check_not_forked() const {
 void ProcessGroup::check_usable() const {
   check_not_forked();
   if (closed_.load(std::memory_order_acquire)) {
-    fail(ErrorKind::kState, "this communicator is closed");
+    const std::string why = watch_.shared_failure();
+    fail(ErrorKind::kState, "this communicator is closed", why.empty() ? "" : ": ", why);
   }
 }
 

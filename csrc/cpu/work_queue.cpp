@@ -99,6 +99,11 @@ void WorkQueue::work_off() {
     // Under the lock: who sees the work done may close the queue, which waits for this thread.
     next.work->complete(std::move(error));
     changed_.notify_all();
+    // What a step raised in Python goes with its work, and wants the GIL, which whoever submits
+    // has.
+    lock.unlock();
+    next.work.reset();
+    lock.lock();
   }
 }
 

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import io
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,9 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="pyringar: %(message)s", stream=sys.stderr)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except RingarError as error:
         print(f"pyringar: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `| head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:  # of a file that was named: its words name it
         print(f"pyringar: {error}", file=sys.stderr)
         return 1

@@ -115,7 +115,7 @@ class Collectives(Delegated):
         before = [] if original is None else [(tensor, original)]
         after = [*((into, part) for part, into in before), *more]
         if op in OPS:
-            self._copy_in_turn(before)
+            self._copy_in_turn(before, call)
             call.parts.append(self._comm.all_reduce(tensor, op, async_op=True))
             call.copies.extend(after)
             return
@@ -167,7 +167,7 @@ class Collectives(Delegated):
     def _broadcast_one(self, tensor: Tensor, root: int, call: _Call) -> None:
         stand_in, whole = for_copy(tensor)
         if whole is not None and self._comm.rank == root:
-            self._copy_in_turn([(whole, tensor.detach())])
+            self._copy_in_turn([(whole, tensor.detach())], call)
         elif whole is not None:
             call.copies.append((tensor.detach(), whole))
         call.parts.append(self._comm.broadcast(stand_in, root, async_op=True))
@@ -267,7 +267,7 @@ class Collectives(Delegated):
             call.copies.append((output.detach(), whole))
         part, source = for_copy(input, apart=_share_memory(input, output))
         if source is not None:
-            self._copy_in_turn([(source, input.detach())])
+            self._copy_in_turn([(source, input.detach())], call)
         call.parts.append(self._comm.all_gather(into, part, async_op=True))
 
     def _gather_row(self, row: Sequence[Tensor], input: Tensor, call: _Call) -> None:
@@ -286,7 +286,7 @@ class Collectives(Delegated):
                 (t.detach(), p.view(t.shape)) for t, p in zip(row, pieces, strict=False)
             )
             return
-        self._copy_in_turn([(row[rank].detach(), input.detach().reshape(row[rank].shape))])
+        self._copy_in_turn([(row[rank].detach(), input.detach().reshape(row[rank].shape))], call)
         for root, tensor in enumerate(row):
             self._broadcast_one(tensor, root, call)
 
@@ -371,7 +371,7 @@ class Collectives(Delegated):
         if is_native and input.is_contiguous() and not _share_memory(input, output):
             flat = input.detach().view(-1)
         else:
-            flat = self._flat_copy([input], op)
+            flat = self._flat_copy([input], op, call)
         if is_native:
             call.parts.append(self._comm.reduce_scatter(output.detach(), flat, op, async_op=True))
         else:
@@ -387,7 +387,7 @@ class Collectives(Delegated):
                 f"input_list[{rank}], {tuple(row[rank].shape)} of {row[rank].dtype}, and the dtype "
                 f"of all {len(row)}"
             )
-        flat = self._flat_copy(row, op)
+        flat = self._flat_copy(row, op, call)
         if all(t.numel() == output.numel() for t in row):
             self._scatter_from(output, flat, op, opts, call)
         else:
@@ -402,14 +402,17 @@ class Collectives(Delegated):
         part = flat[begin : begin + target.numel()].view(target.shape)
         self._reduce_stand_in(for_reduction(flat, op), opts.reduceOp, call, (target, part))
 
-    def _flat_copy(self, tensors: Sequence[Tensor], op: str) -> Tensor:
+    def _flat_copy(self, tensors: Sequence[Tensor], op: str, call: _Call) -> Tensor:
         """The elements of all, end to end, in memory of ours."""
         sizes = [t.numel() for t in tensors]
         flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
         pieces = zip(torch.split(flat, sizes), tensors, strict=True)
         copies = [(piece.view(t.shape), t.detach()) for piece, t in pieces]
         # Gloo, which has the other ops, reads it at once.
-        (self._copy_in_turn if op in OPS else copy_all)(copies)
+        if op in OPS:
+            self._copy_in_turn(copies, call)
+        else:
+            copy_all(copies)
         return flat
 
     # -- several calls with one work ---------------------------------------------------------------
@@ -434,9 +437,10 @@ class Collectives(Delegated):
     def _pieces_of(self, output: Tensor) -> list[Tensor]:
         return list(output.chunk(self._comm.world_size)) if output.dim() else [output]
 
-    def _copy_in_turn(self, copies: Sequence[Copy]) -> Any:
+    def _copy_in_turn(self, copies: Sequence[Copy], call: _Call) -> None:
         """Copy in the engine's thread, after earlier calls and their copies, before later ones."""
-        return self._comm._submit_step(lambda: copy_all(copies)) if copies else None
+        if copies:
+            call.parts.append(self._comm._submit_step(lambda: copy_all(copies)))
 
     def _finished(self, call: _Call, results: Any, opts: Any) -> Any:
         """The work of a call; waited for already if the caller does not ask for it later."""

@@ -72,7 +72,7 @@ class WatchedPart:
         try:
             while not self._is_done_soon(ends):
                 if time.monotonic() > ends:
-                    raise CollectiveTimeout(f"{self._operation} is not done after {timeout} s")
+                    raise CollectiveTimeout(f"{self._operation} is not done after {timeout:g} s")
                 self._check_while_waiting()
         except (PeerLostError, CollectiveTimeout):
             raise
@@ -247,6 +247,7 @@ class Delegated:
         limit = getattr(timeout, "timeout", timeout)
         if limit is None or limit < timedelta(0):  # torch's sign for none
             limit = self._timeout
+        self._comm.check_peers(range(self._comm.world_size))  # gloo would wait for who is gone
         try:
             gloo.monitored_barrier(limit, wait_all_ranks)
         except RuntimeError as error:

@@ -20,9 +20,8 @@ __all__ = ["InnerBackends"]
 class InnerBackends:
     """A group's gloo, and its NCCL where the user asked for one.
 
-    Gloo's address is in the store from the start, so that a message never waits for a rank that is
-    elsewhere in its program; it connects with the first call. Where it cannot be made, the first
-    call that needs it says why.
+    Gloo connects all ranks when the group is made, so that a message never waits for a rank that is
+    elsewhere in its program. Where it cannot be made, the first call that needs it says why.
 
     Args:
         store: The group's.
@@ -143,7 +142,7 @@ def _make_gloo(
     options = kind._Options()
     options._timeout = timeout
     options._threads = 2
-    options._devices = [kind.create_default_device(lazy_init=True)]
+    options._devices = [kind.create_default_device(lazy_init=False)]
 
     class Gloo(kind):  # type: ignore[misc]
         def _set_default_timeout(self, timeout: timedelta) -> None:
