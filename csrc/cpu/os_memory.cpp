@@ -17,6 +17,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/error.h"
+
 namespace pyringar {
 
 namespace {
@@ -65,7 +67,7 @@ std::optional<std::string> own_cgroup(const std::string& root, bool is_v2) {
     const std::size_t first = line.find(':');
     const std::size_t second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string controllers = join(",", line.substr(first + 1, second - first - 1), ",");
     if (controllers == ",," ? is_v2 : !is_v2 && controllers.find(",memory,") != std::string::npos) {
       return line.substr(second + 1);
     }
@@ -96,7 +98,7 @@ std::vector<Hierarchy> hierarchies(const std::string& root) {
     words >> type >> word >> options;
     const bool is_v2 = type == "cgroup2";
     if (!is_v2 &&
-        (type != "cgroup" || ("," + options + ",").find(",memory,") == std::string::npos)) {
+        (type != "cgroup" || join(",", options, ",").find(",memory,") == std::string::npos)) {
       continue;
     }
     const auto cgroup = own_cgroup(root, is_v2);
