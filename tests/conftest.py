@@ -29,6 +29,14 @@ else:
     settings.load_profile("pyringar")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is thorough is slow, too, whoever marked it."""
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)

@@ -337,6 +337,7 @@ def cuda_includes() -> tuple[Path, ...]:
         pytest.skip(f"no CUDA toolkit: {error}")
 
 
+@pytest.mark.thorough  # minutes, and what includes it in the engine is compiled each time
 @pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("header", [file for file in CSRC_FILES if file.endswith(".h")])
 def test_header_compiles_alone(tmp_path, header):
