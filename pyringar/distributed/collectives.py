@@ -21,6 +21,7 @@ from pyringar.distributed.convert import (
     StandIn,
     are_same,
     copy_all,
+    count_changes,
     for_copy,
     for_reduction,
     reduction_name,
@@ -132,6 +133,7 @@ class Collectives(Delegated):
         self._inner.add(part)
         call.parts.append(part)
         if after:
+            count_changes([into for into, _ in after])
             call.parts.append(StepPart(part.work.get_future(), lambda: copy_all(after)))
 
     # -- broadcast, barrier ------------------------------------------------------------------------
@@ -440,11 +442,13 @@ class Collectives(Delegated):
     def _copy_in_turn(self, copies: Sequence[Copy], call: _Call) -> None:
         """Copy in the engine's thread, after earlier calls and their copies, before later ones."""
         if copies:
+            count_changes([into for into, _ in copies])
             call.parts.append(self._comm._submit_step(lambda: copy_all(copies)))
 
     def _finished(self, call: _Call, results: Any, opts: Any) -> Any:
         """The work of a call; waited for already if the caller does not ask for it later."""
         parts, copies = call
+        count_changes([into for into, _ in copies])
 
         def finish() -> None:
             if not any(part.is_completed() and error_of(part) for part in parts):

@@ -19,6 +19,7 @@ __all__ = [
     "are_same",
     "as_bytes",
     "copy_all",
+    "count_changes",
     "for_copy",
     "for_reduction",
     "reduction_name",
@@ -81,11 +82,15 @@ class StandIn(NamedTuple):
     original: Tensor | None  # what ``tensor`` is to be a copy of; None: it is the same memory
 
 
+def count_changes(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd of writes to come: done later, they would look like the user's."""
+    torch.autograd.graph.increment_version(tensors)
+
+
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Make copies, also into tensors of an inference mode, which other threads are not in."""
+    """Write as the engine does: into tensors of an inference mode, too, and uncounted by torch."""
     for target, source in copies:
-        with torch.inference_mode(target.is_inference()):
-            target.copy_(source)
+        target.data.copy_(source)
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:

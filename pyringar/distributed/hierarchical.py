@@ -27,6 +27,7 @@ from pyringar.call import (
     check_timeout,
     op_name,
 )
+from pyringar.distributed.convert import copy_all, count_changes
 from pyringar.distributed.inter import Inter, TorchInter, Wait
 from pyringar.distributed.packing import Job, check_tensor, describe, views_of
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
@@ -229,7 +230,7 @@ class HierarchicalCommunicator(Closing):
             check_tensor(f"tensors[{i}]", tensor)
         name = op_name(op)
         what = f"all_reduce ({name}) of " + describe(given)
-        return self._submit(what, lambda: self._reduce(given, name, what), given, async_op)
+        return self._submit(what, partial(self._reduce, given, name, what), given, async_op)
 
     def all_reduce_coalesced(
         self,
@@ -278,7 +279,8 @@ class HierarchicalCommunicator(Closing):
             )
         check_tensor("tensor", tensor)
         what = f"broadcast from rank {root} of " + describe([tensor])
-        return self._submit(what, lambda: self._copy(tensor, root, what), tensor, async_op)
+        written = [tensor] if root != self._rank else []
+        return self._submit(what, lambda: self._copy(tensor, root, what), written, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
@@ -295,7 +297,7 @@ class HierarchicalCommunicator(Closing):
             self._compare("barrier")()
             self._inside(self._intra.barrier)
 
-        return self._submit("barrier", meet, None, async_op)
+        return self._submit("barrier", meet, [], async_op)
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
         """What an all_reduce of ``nbytes`` per rank would do, and why.
@@ -352,7 +354,7 @@ class HierarchicalCommunicator(Closing):
     # -- one call, on the communicator's own thread ------------------------------------------------
 
     def _submit(
-        self, what: str, call: Callable[[], None], keep_alive: object, async_op: bool
+        self, what: str, call: Callable[[], None], written: Sequence[Tensor], async_op: bool
     ) -> Work | None:
         if is_inherited(self):
             raise RingarError(
@@ -361,10 +363,11 @@ class HierarchicalCommunicator(Closing):
             )
         if self._is_closed:
             raise RingarError("this communicator is closed")
+        count_changes(written)
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
         job = Job(self._thread, lambda: self._run(what, call), in_words)
         if async_op:
-            return Work(job, keep_alive)
+            return Work(job, written)
         job.result()
         return None
 
@@ -430,8 +433,7 @@ class HierarchicalCommunicator(Closing):
             packed.append((views, mine))
         agreed()
         for views, mine in packed:  # not before all is well
-            for view, tensor in zip(views, mine, strict=True):
-                tensor.copy_(view)
+            copy_all(list(zip(mine, views, strict=True)))
         with self._lock:
             self._stats["hierarchical"]["bytes"] += sum(t.numel() * t.itemsize for t in tensors)
 
@@ -504,7 +506,7 @@ class HierarchicalCommunicator(Closing):
         if self._node != node:
             self._inside(lambda: self._intra.broadcast(data, place))
         if self._rank != root:
-            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+            copy_all([(tensor, data.view(tensor.dtype).view(tensor.shape))])
 
 
 def _nothing() -> None:

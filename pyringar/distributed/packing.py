@@ -32,7 +32,7 @@ class Job:
         what: The same in words, for messages.
 
     Raises:
-        RingarError: The thread has ended.
+        RingarError: The thread has ended, or cannot start.
     """
 
     def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], None], what: str) -> None:
@@ -41,7 +41,7 @@ class Job:
         try:
             self._future: Future[None] = thread.submit(self._run, call)
         except RuntimeError as error:
-            raise RingarError("this communicator is closed") from error
+            raise RingarError(f"this communicator cannot run a call: {error}") from error
 
     def _run(self, call: Callable[[], None]) -> None:
         try:
