@@ -150,7 +150,7 @@ class ProcessCommunicator(EngineCommunicator):
         self._in_flight = InFlight()
         self._num_regions = 0
         # Tells the others that this rank has left, sooner than they would find its process gone.
-        close_at_exit(self, ProcessCommunicator.close)
+        close_at_exit(self, ProcessCommunicator.close, abort=ProcessCommunicator.abort)
 
     @property
     def rank(self) -> int:

@@ -181,3 +181,28 @@ def test_monitored_barrier_names_all_who_are_missing():
         pytest.skip(f"this torch: {error[2]}")
     assert error[0] == "CollectiveTimeout", error
     assert "1, 2" in error[2], error
+
+
+def dies_meanwhile(rank: int, size: int, operation: str) -> Any:
+    """Rank 1 goes without a message, or while rank 0 waits for it in the barrier."""
+    refused = error_of(dist.monitored_barrier)
+    if refused[0] != "none":
+        return refused
+    x = torch.zeros(3)
+    if rank == 1:
+        time.sleep(1)
+        os._exit(1)
+    if operation != "monitored_barrier":
+        time.sleep(1.5)
+    calls = {"send": lambda: dist.send(x, 1), "recv": lambda: dist.recv(x, 1)}
+    return error_of(calls.get(operation, dist.monitored_barrier))
+
+
+@pytest.mark.parametrize("operation", ["send", "recv", "monitored_barrier"])
+def test_who_dies_is_named_also_in_gloos_own_calls(operation):
+    (kind, _, text, seconds), _ = process_ranks.run(dies_meanwhile, 2, operation)
+    if kind == "ValueError":
+        pytest.skip(f"this torch: {text}")
+    assert kind == "PeerLostError", (kind, text)
+    assert "rank 1 (process" in text
+    assert seconds < 10

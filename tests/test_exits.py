@@ -157,3 +157,62 @@ def test_a_forked_child_ends_and_its_parent_goes_on(how, size, tmp_path):
         assert process.returncode == 0, text
         assert "Traceback" not in text
         assert "terminate called" not in text
+
+
+# -- programs that fail ----------------------------------------------------------------------------
+
+FAILING = """
+import sys, time
+import torch
+import torch.distributed as dist
+import pyringar as pr
+import pyringar.distributed
+
+rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+x = torch.arange(4.0) + rank
+if how == "group":
+    dist.init_process_group("ringar", init_method=f"file://{path}", rank=rank, world_size=2)
+    call = dist.all_reduce
+elif how == "gloo's":  # the other side's part of a call that gloo does
+    dist.init_process_group("ringar", init_method=f"file://{path}", rank=rank, world_size=2)
+    call = lambda x, async_op=False: dist.all_to_all_single(x.clone(), x, async_op=async_op)
+else:
+    comm = pr.ProcessCommunicator(dist.FileStore(path, 2), rank, 2)
+    call = comm.all_reduce
+call(x)
+if rank == 0:
+    work = call(x, async_op=True)
+    raise ValueError("of the program")
+sys.stdin.readline()  # busy
+try:
+    call(x)
+except pr.PeerLostError as error:
+    print("lost", error)
+"""
+
+
+@pytest.mark.parametrize("how", ["communicator", "group", "gloo's"])
+def test_a_program_that_fails_waits_for_nobody(how, tmp_path):
+    """Its peers hear of it now, and not when a call that they never join is late."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING, str(rank), str(tmp_path / "store"), how],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, errors = processes[0].communicate(timeout=25)  # while the other is busy; timeout: 30
+        output, _ = processes[1].communicate("go on\n", timeout=25)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert "ValueError: of the program" in errors
+    assert processes[0].returncode == 1
+    assert "rank 0 (process" in output, output

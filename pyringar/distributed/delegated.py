@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,8 @@ __all__ = ["Delegated", "WatchedPart", "by_any_name", "given_or_default"]
 _LOOK = timedelta(milliseconds=200)
 # What a rank sent before it went is on its way for less than this.
 _GRACE_S = 1.0
+# In what gloo says of a connection.
+_CONNECTION = "/transport/"
 
 
 class WatchedPart:
@@ -77,9 +80,10 @@ class WatchedPart:
         except (PeerLostError, CollectiveTimeout):
             raise
         except RuntimeError as error:
-            if "/transport/" not in str(error):  # not what gloo says of a connection
+            if _CONNECTION not in str(error):
                 raise
-            raise self._named(error) from error
+            waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
+            raise _named(error, waited, lambda: self._check(self._peers)) from error
         return True
 
     def _is_done_soon(self, ends: float) -> bool:
@@ -116,20 +120,6 @@ class WatchedPart:
             is_alone = len(self._peers) == 1
             if now - self._gone_since > (_GRACE_S if is_alone else self._comm.timeout_s):
                 raise
-
-    def _named(self, error: RuntimeError) -> RuntimeError:
-        is_late = "timed out" in str(error).lower()
-        ends = time.monotonic() + (0 if is_late else _GRACE_S)
-        while True:  # a process closes its connections before it is gone
-            try:
-                self._check(self._peers)
-            except RuntimeError as cause:
-                return cause
-            if time.monotonic() >= ends:
-                break
-            time.sleep(0.05)
-        text = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}: {error}"
-        return CollectiveTimeout(text) if is_late else PeerLostError(text)
 
 
 class _DelegatedWork(PendingWork):
@@ -241,18 +231,20 @@ class Delegated:
             wait_all_ranks: Name all that are missing, and not only the first.
 
         Raises:
-            CollectiveTimeout: Some ranks, which it names, have not called it in time.
+            PeerLostError, CollectiveTimeout: Some ranks, which it names, are gone, or have not
+                called it in time.
         """
         gloo = self._inner.for_device("cpu", "monitored_barrier")
         limit = getattr(timeout, "timeout", timeout)
         if limit is None or limit < timedelta(0):  # torch's sign for none
             limit = self._timeout
-        self._comm.check_peers(range(self._comm.world_size))  # gloo would wait for who is gone
+        size = self._comm.world_size
+        check = partial(self._comm.check_peers, range(size))
+        check()  # gloo would wait for who is gone
         try:
             gloo.monitored_barrier(limit, wait_all_ranks)
         except RuntimeError as error:
-            text = f"monitored_barrier over {self._comm.world_size} ranks: {error}"
-            raise CollectiveTimeout(text) from error
+            raise _named(error, f"monitored_barrier over {size} ranks", check) from error
 
     def _hand_over(
         self,
@@ -288,6 +280,27 @@ class Delegated:
         if root is None or root == self._comm.rank:
             return range(self._comm.world_size)
         return [root]
+
+
+def _named(error: RuntimeError, what: str, check: Callable[[], object]) -> RuntimeError:
+    """What ``check`` raises, or else gloo's error as one of ours.
+
+    Args:
+        error: What gloo raised.
+        what: Which call that was.
+        check: Raises if a rank is gone.
+    """
+    is_late = "timed out" in str(error).lower() or _CONNECTION not in str(error)
+    ends = time.monotonic() + (0 if is_late else _GRACE_S)
+    while True:  # a process closes its connections before it is gone
+        try:
+            check()
+        except RuntimeError as cause:
+            return cause
+        if time.monotonic() >= ends:
+            break
+        time.sleep(0.05)
+    return (CollectiveTimeout if is_late else PeerLostError)(f"{what}: {error}")
 
 
 def given_or_default(opts: Any, kind: str) -> Any:
