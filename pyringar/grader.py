@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyringar._grader_checks import CHECKS, Check, RaisedError, Subject, fail
+from pyringar._threads import start_thread
 from pyringar.errors import ArgumentError
 from pyringar.topology import check_devices
 
@@ -181,7 +181,7 @@ def _within(timeout_s: float, work: Callable[[], _T]) -> _T:
         except BaseException as error:  # raised again in the caller's thread, below
             answers.put((None, error))
 
-    threading.Thread(target=target, name="pyringar-grader", daemon=True).start()
+    start_thread("grader", target)
     try:
         answer, error = answers.get(timeout=timeout_s)
     except queue.Empty:

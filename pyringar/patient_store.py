@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from pyringar._threads import start_thread
 from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["PatientStore"]
@@ -64,7 +65,8 @@ class PatientStore:
 
     def _ask(self, question: Callable[[], T]) -> T:
         if self._thread is None:
-            self._thread = self._start()
+            name = f"store of rank {self._rank} of group {self._group}"
+            self._thread = start_thread(name, _answer_all, self._questions)
         # Of this question alone: one that comes late answers nothing else.
         answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
@@ -93,20 +95,6 @@ class PatientStore:
                 f"{type(error).__name__}: {error}"
             ) from error
         return value  # type: ignore[return-value]
-
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(
-            target=_answer_all, args=(self._questions,), name="pyringar store", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise RingarError(
-                f"rank {self._rank} of group {self._group} cannot start a thread, which it needs "
-                f"to ask the store: {error}; the limit is that of the user (`ulimit -u`) or of the "
-                "container (pids.max)"
-            ) from error
-        return thread
 
 
 def _answer_all(questions: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -203,7 +203,7 @@ class TestReachable:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(threading.Thread, "start", start)
-        assert data_module._why_unreachable("http://x/", 1.0) == "can't start new thread"
+        assert "can't start new thread" in data_module._why_unreachable("http://x/", 1.0)
 
     @pytest.mark.parametrize("how", ["refused", "silent", "lookup"])
     def test_one_that_does_not_is_given_up_in_time(self, how, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from process_ranks import Died, Failed
 from torch.futures import Future
 
+import pyringar as pr
 from pyringar.distributed.work import Completer
 
 IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
@@ -77,6 +78,44 @@ def test_future_after_the_end():
     future: Future[None] = Future()
     completer.complete(future, lambda: None)
     assert future.done()
+
+
+def refuse_threads(monkeypatch) -> None:
+    def refuse(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_no_thread_can_start(monkeypatch):
+    completer = Completer("of test_no_thread")
+    with monkeypatch.context() as patch:
+        refuse_threads(patch)
+        with pytest.raises(pr.RingarError, match=r"futures of test_no_thread.*ulimit"):
+            completer.complete(Future(), lambda: None)
+    future: Future[None] = Future()
+    completer.complete(future, lambda: None)
+    future.wait()
+    completer.close()
+
+
+def test_no_further_thread_can_start(monkeypatch):
+    """Callbacks that hold all threads up hold up no future that another thread can complete."""
+    completer = Completer("of test_no_further_thread")
+    gate = threading.Event()
+    futures: list[Future[None]] = [Future() for _ in range(3)]
+    for future in futures:
+        completer.complete(future, lambda: None)  # starts the threads
+    torch.futures.wait_all(futures)
+    refuse_threads(monkeypatch)
+    blocked: Future[None] = Future()
+    blocked.add_done_callback(lambda _: gate.wait(30))
+    completer.complete(blocked, lambda: None)
+    last: Future[None] = Future()
+    last.add_done_callback(lambda _: gate.set())
+    completer.complete(last, lambda: None)
+    assert gate.wait(30)
+    completer.close()
 
 
 def test_hooks_of_torch():

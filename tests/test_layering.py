@@ -28,6 +28,7 @@ FLOORS = [
     "errors",
     "_files",
     "exits",
+    "_threads",
     "_toolchain",
     "_compile",
     "_build",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def test_this_machine(capsys, tmp_path):
         ("--ranks-per-node 0", "--ranks-per-node is 0, expected"),
         ("--nics-per-node 0", "nics_per_node is 0, expected"),
         ("--wiring star", "wiring is 'star', expected one of switch, ring"),
-        ("--compute-ms 1 --bucket-cap-mb 0", "bucket_cap_mb is 0.0, expected a positive number"),
+        ("--bucket-cap-mb 0", "--bucket-cap-mb is 0.0, expected a positive number"),
+        ("--first-bucket-mb nan", "--first-bucket-mb is nan, expected a positive number"),
         ("--batch-size 0", "--batch-size is 0, expected"),
         ("--plot out.jpg", "--plot is 'out.jpg', expected a file name that ends in .png"),
         ("--json /no/such/out.json", "--json is '/no/such/out.json', but there is no folder"),
@@ -155,3 +157,18 @@ def test_importing_pyringar_does_not_bring_it():
     code = "import sys, pyringar, pyringar.cli.predict; print('pyringar.predict' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_reader_that_has_enough_ends_it_quietly():
+    """As `pyringar predict | head -0`; the pipe is closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "pyringar", "predict", "--ranks", "2"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")

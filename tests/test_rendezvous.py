@@ -420,7 +420,7 @@ def test_no_thread_can_start(monkeypatch, store_port):
 
     store = connect(store_port)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(pr.RingarError, match=r"rank 0 of group .* cannot start a thread, .*ulimit"):
+    with pytest.raises(pr.RingarError, match=r"cannot start .*rank 0 of group .*ulimit"):
         pr.ProcessCommunicator(store, 0, 2, name=new_name(), timeout=1)
 
 

@@ -217,10 +217,12 @@ def _networks(args: argparse.Namespace) -> list[Network]:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
+    from pyringar.bucket_params import check_caps
     from pyringar.errors import ArgumentError
     from pyringar.predict import Backward, Workload
     from pyringar.predict.algorithms import ITEM_BYTES
 
+    check_caps(**{"--bucket-cap-mb": args.bucket_cap_mb, "--first-bucket-mb": args.first_bucket_mb})
     compute_s = _compute_s(args.compute_ms)
     backward: Backward | None = None
     if args.bytes is not None:

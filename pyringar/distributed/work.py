@@ -20,6 +20,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.futures import Future
 
+from pyringar._threads import start_thread
+from pyringar.errors import RingarError
+
 __all__ = [
     "Completer",
     "DelegatedPart",
@@ -207,11 +210,12 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         """Return a future of the tensors; it fails with what the collective failed with."""
         if self._future is None:
             base: Future[None] = Future()
-            self._future = base.then(self._outcome)
+            future = base.then(self._outcome)
             if self.is_completed():
                 base.set_result(None)
             else:
                 self._completer.complete(base, self._error)
+            self._future = future
         return self._future
 
     def _error(self) -> Exception | None:
@@ -247,7 +251,11 @@ class Completer:
         self._is_closing = False
 
     def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
-        """Complete ``future`` when ``settle``, which waits for a work, has returned."""
+        """Complete ``future`` when ``settle``, which waits for a work, has returned.
+
+        Raises:
+            RingarError: The first threads cannot start.
+        """
         with self._changed:
             if not self._is_closing:
                 while len(self._threads) < 2:
@@ -268,12 +276,9 @@ class Completer:
                 thread.join()
 
     def _start_thread(self) -> None:
-        # A daemon: at exit it is joined by close(), which ends what it waits for first.
-        name = f"pyringar futures {self._name}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._threads.append(thread)
+        # At exit it is joined by close(), which ends what it waits for first.
+        self._threads.append(start_thread(f"futures {self._name}", self._run))
         self._num_idle += 1
-        thread.start()
 
     def _run(self) -> None:
         while self._complete_next():
@@ -313,4 +318,7 @@ class Completer:
             elif (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             else:
-                self._start_thread()
+                try:
+                    self._start_thread()
+                except RingarError:  # then a callback that waits for a later future is stuck
+                    return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import socket
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import platformdirs
 import torch
 from torch import Tensor
 
+from pyringar._threads import start_thread
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.train.config import DATASETS
 from pyringar.train.synthetic import synthetic_images
@@ -257,8 +257,8 @@ def _why_unreachable(url: str, timeout_s: float) -> str | None:
             answer.put(str(error))
 
     try:
-        threading.Thread(target=ask, name="pyringar-reachable", daemon=True).start()
-    except RuntimeError as error:  # no thread is to be had
+        start_thread("reachable", ask)
+    except RingarError as error:
         return str(error)
     try:
         return answer.get(timeout=timeout_s + 0.5)
