@@ -189,6 +189,7 @@ def test_who_stands_still_in_a_long_call_is_named(new_crew, how):
     crew = new_crew(3)
     crew.join(timeout=TIMEOUT_S)
     crew.run(prepare, numel=LARGE, how=how)
+    crew[1].call(pause_in_reduce, seconds=TIMEOUT_S / 2)  # on a fast machine it would be through
     crew.start(reduce, how=how)
     time.sleep(0.01)
     crew[1].send(signal.SIGSTOP)
@@ -204,7 +205,7 @@ def test_who_stands_still_is_named_while_another_rank_moves_on(new_crew):
     crew = new_crew(3)
     crew.join(timeout=TIMEOUT_S)
     crew.run(prepare, numel=LARGE, how="registered")
-    crew[2].call(stop_in_reduce)
+    crew[2].call(pause_in_reduce, seconds=LONG_S)
     with stopped_again_and_again(crew[1]):
         began = time.monotonic()
         crew.start(reduce, how="registered")
@@ -214,9 +215,9 @@ def test_who_stands_still_is_named_while_another_rank_moves_on(new_crew):
     assert_named([crew[1].outcome()], 2, crew)
 
 
-def stop_in_reduce(state) -> None:
-    """Stay in this phase of the next call for good."""
-    state.comm._group.delay("reduce", LONG_S)
+def pause_in_reduce(state, seconds: float) -> None:
+    """Stay in this phase of the next call for so long."""
+    state.comm._group.delay("reduce", seconds)
 
 
 def test_a_rank_that_never_called_was_never_heard_of(new_crew):

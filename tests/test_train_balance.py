@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 import pyringar as pr
 from pyringar.cli import main
 from pyringar.data_parallel import check_replicas_equal
-from pyringar.train import TrainConfig, Trainer, balance, train
+from pyringar.train import ImageData, TrainConfig, Trainer, balance
+from pyringar.train.synthetic import synthetic_images
 
 
 class Slow(nn.Module):
@@ -50,10 +52,11 @@ def test_auto_is_measured_and_shown(capsys):
 
 
 def test_auto_trains_to_the_same_parameters():
-    options = {"dataset": "synthetic", "epochs": 1, "dtype": "float64", "seed": 3}
-    plain = train(2, 2048, 0.1, **options)
-    config = TrainConfig(ranks=2, batch_size=2048, lr=0.1, weights="auto", **options)
-    with Trainer(config) as trainer:
+    data = ImageData("garments", *synthetic_images(600, 1), *synthetic_images(30, 2))
+    config = TrainConfig(ranks=2, batch_size=64, lr=0.1, epochs=1, dtype="float64", seed=3)
+    with Trainer(config, data) as trainer:
+        plain = trainer.run()
+    with Trainer(replace(config, weights="auto"), data) as trainer:
         trainer.weights = (3.0, 1.0)  # as if one had been faster
         uneven = trainer.run()
     for a, b in zip(plain.params, uneven.params, strict=True):
