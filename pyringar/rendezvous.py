@@ -35,6 +35,7 @@ longer. What comes out of it is checked before it is used: another process may h
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import secrets
@@ -85,7 +86,9 @@ def node_id() -> str:
     """
     given = os.environ.get("PYRINGAR_NODE_ID")
     if given:
-        return given
+        # Members tell it each other, and what they write has a limit.
+        is_short = len(given) <= _LONGEST_TEXT
+        return given if is_short else hashlib.sha256(os.fsencode(given)).hexdigest()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespaces = [os.readlink("/proc/self/ns/pid")]

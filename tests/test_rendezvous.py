@@ -508,6 +508,15 @@ def test_another_clock_is_another_machine(monkeypatch):
     assert os.readlink(link) in node_id()
 
 
+@pytest.mark.parametrize("given", ["x" * 100_000, "\udcff", "\N{SNOWMAN}" * 200, "a\nb"])
+def test_any_text_is_a_machine(monkeypatch, given):
+    monkeypatch.setenv("PYRINGAR_NODE_ID", given)
+    member = Member.this_process(0)
+    assert Member.parse(member.text().encode(), 0) == member
+    monkeypatch.setenv("PYRINGAR_NODE_ID", given + "!")
+    assert Member.this_process(0).node != member.node
+
+
 def run_program(text: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
