@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,3 +154,36 @@ def test_above_a_limit_of_a_real_cgroup_nobody_is_killed():
         )
         assert done.returncode == 0, done.stderr
         assert f"{100 * MIB} cannot allocate {250 * MIB} bytes" in done.stdout
+
+
+def runs_out(state) -> list[str]:
+    """Rank 0 has no memory for the dense copies that ranks make whose tensors lie otherwise."""
+    shape = (8, 4, 1024, 512)  # more than malloc keeps in its heap
+    tensors = [torch.full(shape, float(10 * i + state.rank)) for i in range(2)]
+    if state.rank == 0:
+        tensors[0] = tensors[0].to(memory_format=torch.channels_last)
+    state.comm.barrier()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if state.rank == 0:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MIB, hard))
+    found = []
+    for tensor in tensors:
+        try:
+            state.comm.all_reduce(tensor)
+            found.append(f"sum {tensor.flatten()[0].item():g}")
+        except (MemoryError, pr.RingarError) as error:
+            found.append(f"{type(error).__name__} {error}")
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return found
+
+
+def test_who_runs_out_in_the_midst_of_a_call_is_named(new_crew):
+    """Its next call must not be taken for this one."""
+    crew = new_crew(2)
+    crew.join()
+    first, second = crew.run(runs_out)
+    assert first[0].startswith("MemoryError"), first
+    assert second[0].startswith("RingarError rank 0 (process "), second
+    assert "failed before" in first[1]
+    assert "failed before" in second[1]

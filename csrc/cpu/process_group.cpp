@@ -147,11 +147,18 @@ void ProcessGroup::run_program_locked(const Program& program) {
   bool is_done = false;
   try {
     is_done = program(self_);
-  } catch (const Error& error) {
-    watch_.report(error.kind(), join(watch_.name_of(rank_), ": ", error.what()));
+  } catch (const std::exception& error) {
+    tell_of(error);
     throw;
   }
   if (!is_done) raise_failure();
+}
+
+// The others know of this call, and must not take this rank's next one for it.
+void ProcessGroup::tell_of(const std::exception& error) {
+  const auto* ours = dynamic_cast<const Error*>(&error);
+  watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
+                join(watch_.name_of(rank_), ": ", error.what()));
 }
 
 void ProcessGroup::check_ready() {
@@ -171,8 +178,15 @@ void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
   check_ready();
   const DefaultFloatMode mode;
   self_.sleep_in(Phase::kIdle);
-  if (attempt(call, is_background)) return;
-  if (self_.lies_otherwise && attempt(in_index_order(call), is_background)) return;
+  const std::uint64_t calls_before = self_.sequence;
+  try {
+    if (attempt(call, is_background)) return;
+    if (self_.lies_otherwise && attempt(in_index_order(call), is_background)) return;
+    if (self_.lies_otherwise) fail(ErrorKind::kState, "the other ranks are at another call");
+  } catch (const std::exception& error) {
+    if (self_.sequence != calls_before) tell_of(error);
+    throw;
+  }
   raise_failure();
 }
 
@@ -200,8 +214,9 @@ bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
 
 bool ProcessGroup::end_calls(Leaving leaving) {
   if (forked()) return false;
-  if (leaving != Leaving::kAfterCalls || turn_.is_mine()) leave_at_once(leaving);
-  if (turn_.is_mine()) return false;
+  const bool is_inside = turn_.is_mine() || queue_.is_mine();
+  if (leaving != Leaving::kAfterCalls || is_inside) leave_at_once(leaving);
+  if (is_inside) return false;
   try {
     queue_.close(on_nap_);
     const Turn::Held turn = turn_.take(on_nap_);

@@ -94,6 +94,8 @@ class ProcessGroup {
   void check_usable() const;
   void check_not_forked() const;
   bool forked() const;
+  // Whether this is the thread of its work in the background.
+  bool has_this_thread() const { return queue_.is_mine(); }
   // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
   // lie in it, fills in call.registered and call.places, if all do.
   void add_region(std::uint64_t id, std::vector<SharedMemory> mapped, std::vector<std::byte*> bases,
@@ -117,6 +119,7 @@ class ProcessGroup {
   void run_locked(const ProcessCall& call, bool is_background);
   bool attempt(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
+  void tell_of(const std::exception& error);
   Turn::Held take_turn();
   Turn::Held take_background_turn();
   void check_ready();

@@ -35,7 +35,8 @@ void RankTeam::run(const std::function<void(int rank)>& program) {
   places_.look();
   places_.spread_from_caller(threads_);
   started_.set(epoch);
-  program(0);
+  // The other ranks use what lies on this stack.
+  [&]() noexcept { program(0); }();
   for (int rank = 1; rank < world_size_; ++rank) {
     // Without a deadline of its own: the program lies on this stack, and all its waits have one.
     wait_for_flag(finished_[static_cast<std::size_t>(rank)], epoch);
