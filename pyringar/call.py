@@ -20,7 +20,6 @@ __all__ = [
     "ORDERS",
     "Closing",
     "EngineCommunicator",
-    "InFlight",
     "RankCommunicator",
     "Work",
     "check_choice",
@@ -43,15 +42,17 @@ class Work:
     communicator keeps the memory that the tensors had, and reduces that.
     """
 
-    def __init__(self, native: Any, keep_alive: object) -> None:
+    def __init__(self, native: Any, in_flight: dict[Any, object]) -> None:
         self._native = native
-        self._keep_alive = keep_alive
+        self._in_flight = in_flight
 
     def is_completed(self) -> bool:
         """Whether it is done, successfully or not. Never blocks."""
-        done = self._native is None or bool(self._native.is_completed())
+        if self._native is None:
+            return True
+        done = bool(self._native.is_completed())
         if done:
-            self._keep_alive = None
+            self._in_flight.pop(self._native, None)
         return done
 
     def exception(self) -> BaseException | None:
@@ -134,28 +135,6 @@ class RankCommunicator(Protocol):
         """Leave the group; others that go on calling are told."""
 
 
-class InFlight:
-    """The works of a communicator that may still run: they keep their tensors alive."""
-
-    def __init__(self) -> None:
-        # Without a lock: a signal handler may come in between, and a fork. Each use is one step.
-        self._works: set[Work] = set()
-
-    def add(self, submitted: tuple[Any, ...]) -> Work:
-        """The work for what an engine's ``submit`` returned."""
-        native, *keep_alive = submitted
-        work = Work(native, keep_alive)
-        self._works.add(work)
-        for other in tuple(self._works):
-            if other.is_completed():
-                self._works.discard(other)
-        return work
-
-    def clear(self) -> None:
-        """Let all tensors go: nothing runs any more."""
-        self._works.clear()
-
-
 class Closing:
     """A communicator in a ``with`` block, whose end closes it."""
 
@@ -176,14 +155,23 @@ class Closing:
 
 
 # Tensors of communicators whose last close() a signal handler broke off: the engine may write them.
-_interrupted: list[InFlight] = []
+_interrupted: list[dict[Any, object]] = []
 
 
 class EngineCommunicator(Closing):
     """What communicators over an engine's group share: its end."""
 
     _group: Any
-    _in_flight: InFlight
+    # What the engine's works that may still run write and read, by the work: the engine adds it
+    # before it returns. Without a lock: a signal handler may come in between, and a fork.
+    _in_flight: dict[Any, object]
+
+    def _begun(self, native: Any) -> Work:
+        """The work for one of the engine's; lets go of the tensors of those that are done."""
+        for other in tuple(self._in_flight):
+            if other.is_completed():
+                self._in_flight.pop(other, None)
+        return Work(native, self._in_flight)
 
     def close(self) -> None:
         """Wait for what runs in the background, then end all threads. May be called again.

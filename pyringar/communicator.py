@@ -17,7 +17,6 @@ from pyringar import _native, interop, reference, tuning
 from pyringar.call import (
     ORDERS,
     EngineCommunicator,
-    InFlight,
     Work,
     check_choice,
     check_plan,
@@ -100,7 +99,7 @@ class Communicator(EngineCommunicator):
         self._auto = {name: self._choices(name) for name in ORDERS}
         self._resolve(None, None)
         self._group = _make_group(self._devices, self._timeout_s)
-        self._in_flight = InFlight()
+        self._in_flight = {}
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
 
     @property
@@ -168,8 +167,10 @@ class Communicator(EngineCommunicator):
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
             return self._run_in_python(chosen, [[t] for t in tensors], name, async_op)
-        submitted = self._group.all_reduce(tensors, name, chosen, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.all_reduce(
+            tensors, name, chosen, self._in_flight if async_op else None
+        )
+        return self._begun(native) if async_op else None
 
     def all_reduce_coalesced(
         self,
@@ -200,8 +201,10 @@ class Communicator(EngineCommunicator):
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
             return self._run_in_python(chosen, lists, name, async_op)
-        submitted = self._group.all_reduce_coalesced(lists, name, chosen, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.all_reduce_coalesced(
+            lists, name, chosen, self._in_flight if async_op else None
+        )
+        return self._begun(native) if async_op else None
 
     def reduce_scatter(
         self, outputs: TensorList, inputs: TensorList, op: Any = "sum", *, async_op: bool = False
@@ -221,8 +224,10 @@ class Communicator(EngineCommunicator):
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
         algorithm = self._resolve_engine("reduce_scatter")
-        submitted = self._group.reduce_scatter(outputs, inputs, op_name(op), algorithm, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.reduce_scatter(
+            outputs, inputs, op_name(op), algorithm, self._in_flight if async_op else None
+        )
+        return self._begun(native) if async_op else None
 
     def all_gather(
         self, outputs: TensorList, inputs: TensorList, *, async_op: bool = False
@@ -240,8 +245,10 @@ class Communicator(EngineCommunicator):
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
         algorithm = self._resolve_engine("all_gather")
-        submitted = self._group.all_gather(outputs, inputs, algorithm, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.all_gather(
+            outputs, inputs, algorithm, self._in_flight if async_op else None
+        )
+        return self._begun(native) if async_op else None
 
     def broadcast(
         self, tensors: TensorList, root: int = 0, *, async_op: bool = False
@@ -262,8 +269,8 @@ class Communicator(EngineCommunicator):
             raise ArgumentError(
                 f"broadcast: root is {root!r}, expected a rank from 0 to {self.world_size - 1}"
             )
-        submitted = self._group.broadcast(tensors, root, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.broadcast(tensors, root, self._in_flight if async_op else None)
+        return self._begun(native) if async_op else None
 
     def bind(
         self,
@@ -375,7 +382,7 @@ class Communicator(EngineCommunicator):
             for tensors in zip(*lists, strict=True):
                 reference.naive_all_reduce(tensors, op)
         self._python_calls[algorithm] += 1
-        return Work(None, None) if async_op else None
+        return Work(None, {}) if async_op else None
 
 
 class _Default:
@@ -460,4 +467,4 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
     if communicator is not None:
         communicator.all_reduce(data, op)
     else:
-        _default.group().all_reduce(data, op_name(op), "fused", False)
+        _default.group().all_reduce(data, op_name(op), "fused", None)

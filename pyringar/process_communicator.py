@@ -16,7 +16,6 @@ from pyringar._files import parse_json
 from pyringar.call import (
     ORDERS,
     EngineCommunicator,
-    InFlight,
     Work,
     check_choice,
     check_plan,
@@ -147,7 +146,7 @@ class ProcessCommunicator(EngineCommunicator):
         self._group.seal()
         if self._device.type == "cuda":
             self._group.connect()
-        self._in_flight = InFlight()
+        self._in_flight = {}
         self._num_regions = 0
         # Tells the others that this rank has left, sooner than they would find its process gone.
         close_at_exit(self, ProcessCommunicator.close, abort=ProcessCommunicator.abort)
@@ -257,8 +256,10 @@ class ProcessCommunicator(EngineCommunicator):
         change over at 256 KiB. Registered tensors: two waits, ``2 k N`` in all.
         """
         chosen = self._resolve(algorithm, order)
-        submitted = self._group.all_reduce(tensors, op_name(op), chosen, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.all_reduce(
+            tensors, op_name(op), chosen, self._in_flight if async_op else None
+        )
+        return self._begun(native) if async_op else None
 
     def all_reduce_coalesced(
         self,
@@ -303,8 +304,10 @@ class ProcessCommunicator(EngineCommunicator):
             ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
                 :meth:`all_reduce`.
         """
-        submitted = self._group.reduce_scatter(output, input, op_name(op), async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.reduce_scatter(
+            output, input, op_name(op), self._in_flight if async_op else None
+        )
+        return self._begun(native) if async_op else None
 
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
         """Put all ranks' ``input``, end to end in rank order, into ``output``.
@@ -318,8 +321,8 @@ class ProcessCommunicator(EngineCommunicator):
             ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
                 :meth:`all_reduce`.
         """
-        submitted = self._group.all_gather(output, input, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.all_gather(output, input, self._in_flight if async_op else None)
+        return self._begun(native) if async_op else None
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's.
@@ -338,8 +341,8 @@ class ProcessCommunicator(EngineCommunicator):
             raise ArgumentError(
                 f"broadcast: root is {root!r}, expected a rank from 0 to {self._world_size - 1}"
             )
-        submitted = self._group.broadcast(tensor, root, async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.broadcast(tensor, root, self._in_flight if async_op else None)
+        return self._begun(native) if async_op else None
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
@@ -353,15 +356,15 @@ class ProcessCommunicator(EngineCommunicator):
         Raises:
             ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
         """
-        submitted = self._group.barrier(async_op)
-        return self._in_flight.add(submitted) if async_op else None
+        native = self._group.barrier(self._in_flight if async_op else None)
+        return self._begun(native) if async_op else None
 
     def _submit_step(self, step: Callable[[], object]) -> Work:
         """Call ``step`` in the engine's thread, after all calls made before and before later ones.
 
         It must neither call this communicator nor wait for its works.
         """
-        return self._in_flight.add((self._group.submit_step(step),))
+        return Work(self._group.submit_step(step), {})
 
     def bind(
         self,

@@ -505,6 +505,20 @@ CASES: dict[str, Case] = {
 # -- failures, and what torch wraps ----------------------------------------------------------------
 
 
+def copy_fails(rank: int, size: int) -> list[str]:
+    """What is said of a result that has no place: a row whose elements are one."""
+    rows = [torch.zeros(1).expand(N), *(torch.zeros(N) for _ in range(size - 1))]
+    work = dist.all_gather(rows, numbers(rank), async_op=True)
+    wait_until(work.is_completed, "a copy that failed is never completed")
+    answers = []
+    for ask in (work.wait, work.wait, work.get_future().wait, work.result):
+        try:
+            ask()
+        except RuntimeError as error:
+            answers.append(str(error))
+    return [*answers, str(work.exception())]
+
+
 def peer_killed(rank: int, size: int) -> Any:
     """What the survivor's work says, asked without waiting for it."""
     dist.all_reduce(torch.ones(1))

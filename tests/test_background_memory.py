@@ -5,13 +5,18 @@ Tensors lie in NumPy arrays here: those go when the last that uses their memory 
 
 from __future__ import annotations
 
+import functools
+import gc
+import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import pyringar as pr
 
@@ -93,3 +98,78 @@ def test_new_data_of_a_rank_while_others_are_late(new_crew, coalesced):
     crew = new_crew(2)
     crew.join()
     assert crew.run(on_rank_replaces, coalesced=coalesced) == [0.0, 0.0]
+
+
+INTERRUPTED = """
+import random, signal, sys, time
+import torch
+import torch.distributed as dist
+import pyringar as pr
+
+class Alarm(KeyboardInterrupt):
+    pass
+
+def stop(number, frame):
+    raise Alarm
+
+def call(comm, lists):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+    try:
+        comm.all_reduce_coalesced(lists, async_op=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+torch.set_num_threads(1)
+if sys.argv[1] == "ranks in one process":
+    comm, num_ranks = pr.Communicator(["cpu"] * 2), 2
+else:
+    comm, num_ranks = pr.ProcessCommunicator(dist.HashStore(), 0, 1), 1
+signal.signal(signal.SIGALRM, stop)
+interrupts, ends = 0, time.monotonic() + 2
+while time.monotonic() < ends:
+    lists = [[torch.ones(4000) for _ in range(300)] for _ in range(num_ranks)]
+    try:
+        call(comm, lists if num_ranks > 1 else lists[0])
+    except Alarm:
+        interrupts += 1
+        del lists
+        ours = [torch.zeros(4000) for _ in range(300 * num_ranks)]
+        while any(not work.is_completed() for work in tuple(comm._in_flight)):
+            time.sleep(1e-4)
+        assert not any(tensor.any() for tensor in ours), "the memory was somebody else's by then"
+assert interrupts, "this shows nothing"
+comm.close()
+assert not comm._in_flight
+"""
+
+
+@pytest.mark.parametrize("where", ["ranks in one process", "one rank"])
+def test_an_interrupt_of_the_call_that_starts_it(where):
+    """Python raises it when the engine has returned, before the caller has the work."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, where], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
+@pytest.mark.parametrize("collects", [False, True], ids=["closure", "garbage"])
+def test_the_last_reference_goes_in_the_engines_own_thread(collects):
+    comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1, name=f"last {collects}", timeout=5)
+    held: list[object] = [comm]
+    if collects:
+        held.append(held)
+
+    def step(held: object) -> None:
+        time.sleep(0.2)
+        if collects:
+            gc.collect()
+
+    gc.disable()
+    try:
+        last = functools.partial(step, None if collects else held)
+        native = comm._submit_step(last)._native
+        del comm, held, last
+        assert native.wait(5.0)
+    finally:
+        gc.enable()

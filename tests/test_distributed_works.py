@@ -124,6 +124,13 @@ def test_hooks_of_torch():
     check(process_ranks.run(process_ranks.run_cases, 2, work), "hooks")
 
 
+def test_a_copy_that_fails_says_so_each_time():
+    for result in process_ranks.run(distributed_works.copy_fails, 2):
+        assert not isinstance(result, (Failed, Died)), result
+        assert len(result) == 5, result
+        assert all("single memory location" in text for text in result), result
+
+
 def test_peer_killed():
     survivor, dead = process_ranks.run(distributed_works.peer_killed, 2)
     assert dead == Died(-9)

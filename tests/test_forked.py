@@ -87,13 +87,13 @@ def test_every_method_of_a_group_of_threads():
     group.delay_rank(1, 2.0)
     work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
     group_calls = {
-        "all_reduce": lambda: group.all_reduce(two, "sum", "fused", False),
+        "all_reduce": lambda: group.all_reduce(two, "sum", "fused", None),
         "all_reduce_coalesced": lambda: group.all_reduce_coalesced(
-            [[t] for t in two], "sum", "fused", False
+            [[t] for t in two], "sum", "fused", None
         ),
-        "reduce_scatter": lambda: group.reduce_scatter(two, four, "sum", "fused", True),
-        "all_gather": lambda: group.all_gather(four, two, "ring", True),
-        "broadcast": lambda: group.broadcast(two, 0, False),
+        "reduce_scatter": lambda: group.reduce_scatter(two, four, "sum", "fused", {}),
+        "all_gather": lambda: group.all_gather(four, two, "ring", {}),
+        "broadcast": lambda: group.broadcast(two, 0, None),
         "bind": lambda: group.bind(two, "sum", "fused"),
         "check": lambda: group.check(two),
         "check_coalesced": lambda: group.check_coalesced([[t] for t in two]),
@@ -148,11 +148,11 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
     group_calls = {
         "absent_ranks": group.absent_ranks,
         "seal": group.seal,
-        "all_reduce": lambda: group.all_reduce(shared, "sum", "direct", False),
-        "reduce_scatter": lambda: group.reduce_scatter(one, two, "sum", False),
-        "all_gather": lambda: group.all_gather(two, one, True),
-        "broadcast": lambda: group.broadcast(one, 0, False),
-        "barrier": lambda: group.barrier(False),
+        "all_reduce": lambda: group.all_reduce(shared, "sum", "direct", None),
+        "reduce_scatter": lambda: group.reduce_scatter(one, two, "sum", None),
+        "all_gather": lambda: group.all_gather(two, one, {}),
+        "broadcast": lambda: group.broadcast(one, 0, None),
+        "barrier": lambda: group.barrier(None),
         "bind": lambda: group.bind(one, "sum", "direct"),
         "close": group.close,
         "delay": lambda: group.delay("idle", 0.0),

@@ -136,9 +136,9 @@ def test_the_engine_refuses_what_is_no_rule(rule, message):
     group = _native.engine().Group(2, 5.0)
     tensors = [torch.ones(3) for _ in range(2)]
     with pytest.raises(pr.ArgumentError, match=message):
-        group.all_reduce(tensors, "sum", rule, False)
+        group.all_reduce(tensors, "sum", rule, None)
     with pytest.raises(OverflowError):
-        group.all_reduce(tensors, "sum", ("fused", -1, "ring"), False)
+        group.all_reduce(tensors, "sum", ("fused", -1, "ring"), None)
     assert all((t == 1).all() for t in tensors)
     group.close()
 

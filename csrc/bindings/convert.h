@@ -49,6 +49,16 @@ inline ReduceOp parse_op(py::handle op) {
   return parse<ReduceOp>(op, "op", &op_name, kNumReduceOps);
 }
 
+// Notes a work in in_flight, a dict, with what must live until it is done, and returns it. Not left
+// to Python, which raises what signals bring as soon as the call has returned.
+inline py::object keep_until_done(py::handle in_flight, py::object work, py::object memory) {
+  if (PyDict_SetItem(in_flight.ptr(), work.ptr(), memory.ptr()) != 0) {
+    memory.release();  // leaked: the engine writes there
+    throw py::error_already_set();
+  }
+  return work;
+}
+
 // The class of pyringar.errors for each ErrorKind.
 inline py::object python_class(ErrorKind kind) {
   constexpr const char* kClasses[] = {"ArgumentError", "UnsupportedError", "CollectiveTimeout",
@@ -63,8 +73,10 @@ inline void set_python_error(std::exception_ptr pointer) {
     PyErr_SetString(python_class(error.kind()).ptr(), error.what());
   } catch (const PythonErrorPending&) {
     // What Python raised is what the caller gets.
-  } catch (py::error_already_set& error) {
-    error.restore();
+  } catch (const py::error_already_set& error) {
+    // Not its restore(), which may be called once: a work is asked again.
+    PyErr_Restore(error.type().inc_ref().ptr(), error.value().inc_ref().ptr(),
+                  error.trace().inc_ref().ptr());
   } catch (const std::bad_alloc& error) {
     PyErr_SetString(PyExc_MemoryError, error.what());
   } catch (const std::exception& error) {

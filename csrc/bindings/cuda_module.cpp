@@ -132,12 +132,12 @@ class Ranked {
     return *group_;
   }
 
-  py::object run(Prepared prepared, bool async_op) {
+  py::object run(Prepared prepared, py::handle in_flight) {
     group().check_usable();
     mark_written(prepared.written.ptr());
     const cuda::Collective collective = translated(prepared.collective);
     const Streams current = current_streams();
-    if (!async_op) {
+    if (in_flight.is_none()) {
       launch(collective, current, prepared.collective.bytes);
       copy_back(prepared);
       return py::none();
@@ -158,9 +158,10 @@ class Ranked {
       // The copies back are torch's, on the current streams: these have to come after.
       order(comm, current);
       copy_back(prepared);
-      return py::make_tuple(work(current), std::move(storages), prepared.copies);
+      return keep_until_done(in_flight, work(current),
+                             py::make_tuple(std::move(storages), prepared.copies));
     }
-    return py::make_tuple(work(comm), std::move(storages));
+    return keep_until_done(in_flight, work(comm), std::move(storages));
   }
 
   // A checked call; its tensors and their storages stay alive with it.
@@ -239,36 +240,37 @@ py::dict stats_dict(Ranked& ranked) {
 void bind_group(py::module_& m) {
   py::class_<Ranked>(m, "Group")
       .def(py::init<std::vector<int>, double>(), py::arg("place"), py::arg("timeout_s"))
-      .def(
-          "all_reduce",
-          [](Ranked& self, py::handle tensors, py::handle op, py::handle algorithm, bool async_op) {
-            return self.run(prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
-                                               self.ranks(), "all_reduce"),
-                            async_op);
-          })
+      .def("all_reduce",
+           [](Ranked& self, py::handle tensors, py::handle op, py::handle algorithm,
+              py::handle in_flight) {
+             return self.run(prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
+                                                self.ranks(), "all_reduce"),
+                             in_flight);
+           })
       .def("all_reduce_coalesced",
-           [](Ranked& self, py::handle lists, py::handle op, py::handle algorithm, bool async_op) {
+           [](Ranked& self, py::handle lists, py::handle op, py::handle algorithm,
+              py::handle in_flight) {
              return self.run(prepare_all_reduce_coalesced(lists, parse_op(op),
                                                           parse_algorithm(algorithm), self.ranks()),
-                             async_op);
+                             in_flight);
            })
       .def("reduce_scatter",
            [](Ranked& self, py::handle outputs, py::handle inputs, py::handle op,
-              py::handle algorithm, bool async_op) {
+              py::handle algorithm, py::handle in_flight) {
              return self.run(prepare_reduce_scatter(outputs, inputs, parse_op(op),
                                                     parse_algorithm(algorithm), self.ranks()),
-                             async_op);
+                             in_flight);
            })
       .def("all_gather",
            [](Ranked& self, py::handle outputs, py::handle inputs, py::handle algorithm,
-              bool async_op) {
+              py::handle in_flight) {
              return self.run(
                  prepare_all_gather(outputs, inputs, parse_algorithm(algorithm), self.ranks()),
-                 async_op);
+                 in_flight);
            })
       .def("broadcast",
-           [](Ranked& self, py::handle tensors, int root, bool async_op) {
-             return self.run(prepare_broadcast(tensors, root, self.ranks()), async_op);
+           [](Ranked& self, py::handle tensors, int root, py::handle in_flight) {
+             return self.run(prepare_broadcast(tensors, root, self.ranks()), in_flight);
            })
       .def("bind",
            [](Ranked& self, py::handle tensors, py::handle op, py::handle algorithm) {

@@ -25,9 +25,7 @@ namespace py = pybind11;
 // no CUDA either.
 struct GroupDeleter {
   void operator()(CudaProcessGroup* group) const {
-    if (group->host().forked()) return;
-    const PythonCall python_call(PythonCall::Signals::kWait);
-    delete group;
+    if (!group->host().forked()) delete_group(group, group->host().has_this_thread());
   }
 };
 using GroupPtr = std::shared_ptr<CudaProcessGroup>;
@@ -136,26 +134,29 @@ struct Calls {
     check_no_ring(algorithm, operation);
     return prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
   }
-  static py::object run_or_submit(const GroupPtr& group, PreparedCall prepared, bool async_op) {
+  static py::object run_or_submit(const GroupPtr& group, PreparedCall prepared,
+                                  py::handle in_flight) {
     group->host().check_usable();
     mark_written(prepared.written.ptr());
-    if (async_op && py::len(prepared.copies) == 0) {
+    const bool is_async = !in_flight.is_none();
+    if (is_async && py::len(prepared.copies) == 0) {
       const cudaStream_t stream = stream_of(*group);
       py::list storages = storages_of({prepared.written, prepared.read});
       auto submitted = group->submit(std::move(prepared.call), stream);
       auto work = std::make_shared<CudaProcessWork>(group, std::move(submitted));
-      return py::make_tuple(py::cast(work), std::move(storages));
+      return keep_until_done(in_flight, py::cast(work), std::move(storages));
     }
     py::list storages = storages_of({prepared.written, prepared.read});
     run(*group, prepared.call);
     copy_back(prepared);
-    if (!async_op) return py::none();
+    if (!is_async) return py::none();
     // The copies back are torch's, on the current stream: there the work ends.
     auto done = std::make_shared<cuda::Event>(group->device());
     done->record(stream_of(*group));
     auto work = std::make_shared<CudaProcessWork>(
         group, CudaProcessGroup::Submitted{nullptr, std::move(done)});
-    return py::make_tuple(py::cast(work), std::move(storages), prepared.copies);
+    return keep_until_done(in_flight, py::cast(work),
+                           py::make_tuple(std::move(storages), prepared.copies));
   }
   static py::object bind(const GroupPtr& group, PreparedCall prepared) {
     return make_bound(group, std::move(prepared));

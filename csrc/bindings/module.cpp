@@ -88,16 +88,16 @@ py::object make_bound(GroupPtr group, Prepared prepared) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
-// Runs now and returns None, or submits and returns the Work and what must live until it is done:
+// Runs now and returns None, or, with a dict for what is in flight, submits and returns the Work:
 // the caller may drop its lists, or change them.
-py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op) {
+py::object run_or_submit(const GroupPtr& group, Prepared prepared, py::handle in_flight) {
   group->check_usable();
   // Before the first write: a collective that fails half-way has written too.
   mark_written(prepared.written.ptr());
-  if (async_op) {
+  if (!in_flight.is_none()) {
     py::list storages = storages_of({prepared.written, prepared.read});
     auto work = group->submit(std::move(prepared.collective));
-    return py::make_tuple(py::cast(work), std::move(storages));
+    return keep_until_done(in_flight, py::cast(work), std::move(storages));
   }
   const auto ranks = std::max<std::size_t>(1, py::len(prepared.written));
   run(*group, prepared.collective, static_cast<int>(ranks));
@@ -107,13 +107,18 @@ py::object run_or_submit(const GroupPtr& group, Prepared prepared, bool async_op
 // Ctrl-C ends the wait, not the work.
 bool wait_for(Work& work, double timeout_s) {
   check_can_end(work);
-  const PythonCall python_call(work.turn());
-  const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
-  while (true) {
-    const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
-    if (work.wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) return true;
-    if (left <= kNapInterval) return false;
-    look_at_signals();
+  try {
+    const PythonCall python_call(work.turn());
+    const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
+    while (true) {
+      const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
+      if (work.wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) return true;
+      if (left <= kNapInterval) return false;
+      look_at_signals();
+    }
+  } catch (const py::error_already_set&) {  // a step's, which the work keeps
+    set_python_error(std::current_exception());
+    throw PythonErrorPending{};
   }
 }
 
@@ -189,43 +194,43 @@ void bind_group(py::module_& m) {
            py::arg("world_size"), py::arg("timeout_s"))
       .def("all_reduce",
            [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm,
-              bool async_op) {
+              py::handle in_flight) {
              return run_or_submit(
                  group,
                  prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
                                     {group->world_size()}, "all_reduce"),
-                 async_op);
+                 in_flight);
            })
       .def("all_reduce_coalesced",
            [](const GroupPtr& group, py::handle lists, py::handle op, py::handle algorithm,
-              bool async_op) {
+              py::handle in_flight) {
              return run_or_submit(
                  group,
                  prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
                                               {group->world_size()}),
-                 async_op);
+                 in_flight);
            })
       .def("reduce_scatter",
            [](const GroupPtr& group, py::handle outputs, py::handle inputs, py::handle op,
-              py::handle algorithm, bool async_op) {
+              py::handle algorithm, py::handle in_flight) {
              return run_or_submit(
                  group,
                  prepare_reduce_scatter(outputs, inputs, parse_op(op), parse_algorithm(algorithm),
                                         {group->world_size()}),
-                 async_op);
+                 in_flight);
            })
       .def("all_gather",
            [](const GroupPtr& group, py::handle outputs, py::handle inputs, py::handle algorithm,
-              bool async_op) {
+              py::handle in_flight) {
              return run_or_submit(group,
                                   prepare_all_gather(outputs, inputs, parse_algorithm(algorithm),
                                                      {group->world_size()}),
-                                  async_op);
+                                  in_flight);
            })
       .def("broadcast",
-           [](const GroupPtr& group, py::handle tensors, int root, bool async_op) {
+           [](const GroupPtr& group, py::handle tensors, int root, py::handle in_flight) {
              return run_or_submit(group, prepare_broadcast(tensors, root, {group->world_size()}),
-                                  async_op);
+                                  in_flight);
            })
       .def("bind",
            [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm) {

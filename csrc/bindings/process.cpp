@@ -27,9 +27,7 @@ const char* wish_name(int wish) { return kAlgorithms[wish]; }
 // A communicator that was made before fork() is the parent's: its thread is not in the child.
 struct GroupDeleter {
   void operator()(ProcessGroup* group) const {
-    if (group->forked()) return;
-    const PythonCall python_call(PythonCall::Signals::kWait);
-    delete group;
+    if (!group->forked()) delete_group(group, group->has_this_thread());
   }
 };
 using GroupPtr = std::shared_ptr<ProcessGroup>;
@@ -93,13 +91,14 @@ struct Calls {
     group.find_registered(prepared.call);
     return prepared;
   }
-  static py::object run_or_submit(const GroupPtr& group, PreparedCall prepared, bool async_op) {
+  static py::object run_or_submit(const GroupPtr& group, PreparedCall prepared,
+                                  py::handle in_flight) {
     group->check_usable();
     mark_written(prepared.written.ptr());
-    if (async_op) {
+    if (!in_flight.is_none()) {
       py::list storages = storages_of({prepared.written, prepared.read});
       auto work = group->submit(std::move(prepared.call));
-      return py::make_tuple(py::cast(work), std::move(storages));
+      return keep_until_done(in_flight, py::cast(work), std::move(storages));
     }
     run(*group, prepared.call);
     return py::none();

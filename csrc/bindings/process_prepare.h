@@ -74,7 +74,7 @@ py::dict process_plan_dict(const ProcessPlan& plan);
 // The calls that both engines' ProcessGroups have. Calls brings what differs:
 //   host(group)                             the ProcessGroup on the host
 //   local_rank(group)                       prepare_all_reduce(group, tensors, op, algorithm, what)
-//   run_or_submit(group, prepared, async)   bind(group, prepared)
+//   run_or_submit(group, prepared, in_flight)   bind(group, prepared)
 template <typename Calls, typename Class>
 void def_process_calls(Class& cls) {
   using Ptr = const typename Calls::GroupPtr&;
@@ -82,34 +82,35 @@ void def_process_calls(Class& cls) {
           [](Ptr group) { return absent_ranks_list(Calls::host(*group).absent_ranks()); })
       .def("seal", [](Ptr group) { Calls::host(*group).seal(); })
       .def("all_reduce",
-           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, bool async_op) {
+           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
+              py::handle in_flight) {
              return Calls::run_or_submit(
                  group, Calls::prepare_all_reduce(*group, tensors, op, algorithm, "all_reduce"),
-                 async_op);
+                 in_flight);
            })
       .def("reduce_scatter",
-           [](Ptr group, py::handle output, py::handle input, py::handle op, bool async_op) {
+           [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle in_flight) {
              return Calls::run_or_submit(
                  group,
                  prepare_process_reduce_scatter(Calls::local_rank(*group), output, input,
                                                 parse_op(op)),
-                 async_op);
+                 in_flight);
            })
       .def("all_gather",
-           [](Ptr group, py::handle output, py::handle input, bool async_op) {
+           [](Ptr group, py::handle output, py::handle input, py::handle in_flight) {
              return Calls::run_or_submit(
                  group, prepare_process_all_gather(Calls::local_rank(*group), output, input),
-                 async_op);
+                 in_flight);
            })
       .def("broadcast",
-           [](Ptr group, py::handle tensor, int root, bool async_op) {
+           [](Ptr group, py::handle tensor, int root, py::handle in_flight) {
              return Calls::run_or_submit(
                  group, prepare_process_broadcast(Calls::local_rank(*group), tensor, root),
-                 async_op);
+                 in_flight);
            })
       .def("barrier",
-           [](Ptr group, bool async_op) {
-             return Calls::run_or_submit(group, prepare_process_barrier(), async_op);
+           [](Ptr group, py::handle in_flight) {
+             return Calls::run_or_submit(group, prepare_process_barrier(), in_flight);
            })
       .def("bind",
            [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {

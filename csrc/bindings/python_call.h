@@ -13,6 +13,7 @@
 #include <pybind11/pybind11.h>
 
 #include <chrono>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -92,6 +93,22 @@ inline void look_at_signals() {
 inline void check_can_end(const Work& work) {
   if (!work.is_completed() && PythonCall::is_interrupted(work.turn())) {
     work.turn()->check_not_mine();
+  }
+}
+
+// Its end waits for its background thread. That thread itself, where a job held the last reference,
+// leaves it to another.
+template <typename AnyGroup>
+void delete_group(AnyGroup* group, bool is_background) {
+  if (!is_background) {
+    const PythonCall python_call(PythonCall::Signals::kWait);
+    delete group;
+    return;
+  }
+  try {
+    std::thread([group] { delete group; }).detach();
+  } catch (const std::system_error&) {
+    // Left in memory: the system has no thread, and this one cannot wait for itself.
   }
 }
 

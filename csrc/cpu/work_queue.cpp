@@ -77,6 +77,7 @@ void WorkQueue::start_thread() {
 }
 
 void WorkQueue::work_off() {
+  worker_.store(std::this_thread::get_id());
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return is_closing_ || !jobs_.empty(); });

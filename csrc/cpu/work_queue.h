@@ -68,6 +68,8 @@ class WorkQueue {
 
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
   std::shared_ptr<Work> submit(std::function<void()> job, Describe describe);
+  // Whether the caller is a job, or what goes with one: it must not wait for the queue's end.
+  bool is_mine() const { return worker_.load() == std::this_thread::get_id(); }
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
   // Returns when nothing is queued or running, unless on_nap throws.
   void wait_until_idle(const OnNap& on_nap);
@@ -91,6 +93,7 @@ class WorkQueue {
   bool is_busy_ = false;  // the thread runs what it took off the queue
   bool is_closing_ = false;
   std::unique_ptr<std::thread> thread_;
+  std::atomic<std::thread::id> worker_{};
   std::atomic<int> num_waiting_{0};  // queued or running
 };
 

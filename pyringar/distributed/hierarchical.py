@@ -367,7 +367,7 @@ class HierarchicalCommunicator(Closing):
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
         job = Job(self._thread, lambda: self._run(what, call), in_words)
         if async_op:
-            return Work(job, written)
+            return Work(job, {})
         job.result()
         return None
 
