@@ -137,6 +137,7 @@ void add_region(ProcessGroup& group, std::uint64_t id, const py::list& descripto
 void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemory>(m, "SharedMemory", py::buffer_protocol())
       .def(py::init([](std::size_t bytes, const char* purpose) {
+             const PythonCall python_call;  // a tenth of a second for each GiB
              return SharedMemory::create(bytes, purpose);
            }),
            py::arg("nbytes"), py::arg("purpose"))
