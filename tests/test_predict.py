@@ -502,7 +502,7 @@ def test_ring_follows_the_engine(monkeypatch: pytest.MonkeyPatch):
 # -- this machine ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # others' use of the memory cannot be told from a wrong prediction
 @pytest.mark.timeout(600)
 def test_the_engine_takes_what_is_predicted_on_this_machine():
     """Every row within 25 % of its measurement in one of a few runs: others use the machine."""
