@@ -1,12 +1,11 @@
-"""Steps that break off: how a backward pass that fails is noticed, and what it leaves behind."""
+"""Steps that break off: what they leave behind, and when that is cleared."""
 
 from __future__ import annotations
 
-import _thread
-import sys
-import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from weakref import WeakMethod
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 from pyringar.call import Work
 from pyringar.errors import RingarError
 
-__all__ = ["BrokenStep", "PassEnd", "are_changed", "in_compiled_autograd", "settle"]
+__all__ = ["BrokenStep", "are_changed", "settle"]
 
 Place = tuple[int, int]  # rank, and index of a parameter
 
@@ -23,66 +22,100 @@ Place = tuple[int, int]  # rank, and index of a parameter
 class BrokenStep:
     """Gradients that nobody can rely on: partial on some ranks, on others reduced already.
 
-    One is cleared when another tensor, or none, has taken its place, or when it was changed in
-    place since (torch counts these changes). Holds no tensor: what is cleared is freed.
+    One is cleared when it is None or all zeros, or when the user has put another tensor in its
+    place. Scaling does not clear it, nor does a backward pass that adds to it, whether in place or
+    not, counted or under ``no_sync()``: hooks look before such a pass does. Holds no tensor: what
+    is cleared is freed.
+
+    Args:
+        grad_of: The gradient that a rank's parameter has now.
+
+    Cost: nothing until a step breaks off; then each gradient is read once or twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grad_of: Callable[[int, int], Tensor | None]) -> None:
+        self._grad_of = grad_of
         self._reason = ""
-        self._left: dict[Place, tuple[TensorWeakRef, int]] = {}
+        # What was left, or None where backward has added to it since, maybe in another tensor; and
+        # the handle of the hook that sees that.
+        self._left: dict[Place, tuple[TensorWeakRef | None, Any]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
-    def note(self, reason: str, grads: Mapping[Place, Tensor | None]) -> None:
+    def note(self, reason: str, params: Mapping[Place, Tensor]) -> None:
         """Remember gradients as they are now, when nothing writes to them any more.
 
         Args:
             reason: Why the step broke off.
-            grads: By rank and index of the parameter.
+            params: Their parameters, by rank and index.
         """
         if not self._left:
             self._reason = reason  # what came later came of it
-        for place, grad in grads.items():
-            if grad is not None:
-                self._left[place] = (TensorWeakRef(grad), grad._version)
+        for place, param in params.items():
+            grad = self._grad_of(*place)
+            if grad is None:
+                continue
+            _, handle = self._left.get(place, (None, None))
+            if handle is None and param.requires_grad:
+                look = partial(_look_before_backward_adds, weakref.ref(self), place)
+                handle = param.register_hook(look)  # type: ignore[no-untyped-call]
+            self._left[place] = (TensorWeakRef(grad), handle)
 
     def forget(self) -> None:
         """A later step is complete."""
-        self._left.clear()
+        for place in list(self._left):
+            self._drop(place)
 
-    def check(
-        self,
-        places: Iterable[Place],
-        grad_of: Callable[[int, int], Tensor | None],
-        is_marked: Callable[[int, int], bool],
-    ) -> None:
+    def check(self, places: Iterable[Place]) -> None:
         """Refuse to reduce what was not cleared.
 
         Args:
             places: What is about to be reduced.
-            grad_of: The gradient that a rank's parameter has now.
-            is_marked: Whether a backward pass has added to it since.
 
         Raises:
             RingarError: Names the first parameter and rank.
         """
-        for rank, param in places:
-            ref, version = self._left.get((rank, param), (None, 0))
-            grad = grad_of(rank, param)
-            if ref is None or grad is None or ref() is not grad:
-                continue
-            # To add to it is a change as well, but does not clear it.
-            if grad._version <= version + is_marked(rank, param):
+        for place in places:
+            if self.is_left(place):
+                rank, param = place
                 raise RingarError(
                     f"{self._reason}, and the gradient of parameter {param} of rank {rank} still "
                     "is what that step left: clear the gradients of all ranks (zero_grad), and run "
                     "all backward passes of the step again"
                 )
 
+    def is_left(self, place: Place) -> bool:
+        """Whether the gradient there must still be cleared."""
+        if place not in self._left:
+            return False
+        ref, handle = self._left[place]
+        grad = self._grad_of(*place)
+        if grad is None or (ref is not None and ref() is not grad) or not grad.any():
+            self._drop(place)
+            return False
+        self._left[place] = (TensorWeakRef(grad), handle)
+        return True
+
     def places(self) -> list[Place]:
         """All that were noted."""
         return list(self._left)
+
+    def add(self, place: Place) -> None:
+        """Backward is about to add to the gradient there, which may make a new tensor of it."""
+        if self.is_left(place):
+            self._left[place] = (None, self._left[place][1])
+
+    def _drop(self, place: Place) -> None:
+        _, handle = self._left.pop(place, (None, None))
+        if handle is not None:
+            handle.remove()
+
+
+def _look_before_backward_adds(this: weakref.ref[BrokenStep], place: Place, _: Tensor) -> None:
+    broken = this()
+    if broken is not None:
+        broken.add(place)
 
 
 def are_changed(grads: Sequence[Tensor], versions: Sequence[int]) -> bool:
@@ -98,72 +131,30 @@ def are_changed(grads: Sequence[Tensor], versions: Sequence[int]) -> bool:
     )
 
 
-def settle(works: Iterable[Work], devices: Iterable[torch.device], *, is_patient: bool) -> None:
+def settle(
+    works: Iterable[Work], devices: Iterable[torch.device], *, is_patient: bool
+) -> BaseException | None:
     """Wait for what is under way, whatever becomes of it: the tensors are the user's again.
 
     Args:
         works: What is under way.
         devices: Where; GPUs are waited for too, since this may be another thread than the user's.
-        is_patient: An interrupt is raised once all is done, not before.
+        is_patient: Go on waiting after an interrupt, instead of giving that work up.
 
-    Raises:
-        KeyboardInterrupt: It was interrupted.
+    Returns:
+        What a signal's handler has raised meanwhile, to be raised by the caller; None if nothing.
     """
-    interrupt: KeyboardInterrupt | None = None
+    interrupt: BaseException | None = None
     for work in works:
         is_done = False
         while not is_done:
             try:
                 is_done = work.wait()
-            except RingarError:
-                is_done = True
-            except KeyboardInterrupt as error:
-                interrupt = error
-                is_done = not is_patient
+            except BaseException as error:
+                is_done = isinstance(error, RingarError) or not is_patient
+                if not isinstance(error, RingarError) or work.exception() is None:
+                    interrupt = error
     for device in devices:
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(device)
-    if interrupt is not None:
-        raise interrupt
-
-
-class PassEnd:
-    """Tells how a backward pass has ended, once it is given to torch as the pass's callback.
-
-    Torch calls it after a pass that went well. One that failed only drops it, together with all
-    else that belongs to the pass: before ``backward()`` raises, save that a thread of a GPU that
-    still works for the pass may be a little late.
-
-    Args:
-        on_end: Called as ``on_end(number, is_failed)``.
-        number: The pass.
-    """
-
-    def __init__(self, on_end: WeakMethod[Callable[[int, bool], None]], number: int) -> None:
-        self._on_end = on_end
-        self._number = number
-        self._is_called = False
-
-    def __call__(self) -> None:
-        """The pass went well."""
-        self._end(is_failed=False)
-
-    def __del__(self) -> None:
-        if not self._is_called:
-            try:
-                self._end(is_failed=True)
-            except KeyboardInterrupt:
-                # Nothing can be raised in here: once this has returned.
-                threading.Timer(0.01, _thread.interrupt_main).start()
-
-    def _end(self, *, is_failed: bool) -> None:
-        self._is_called = True
-        on_end = self._on_end()
-        if on_end is not None:
-            on_end(self._number, is_failed)
-
-
-def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs this backward pass, which never calls a :class:`PassEnd`."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.in_compiled_autograd_region)
+    return interrupt

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyringar import _native
-from pyringar.broken_step import BrokenStep, PassEnd, are_changed, in_compiled_autograd, settle
+from pyringar.broken_step import BrokenStep, are_changed, settle
 from pyringar.bucket_params import (
     Replica,
     check_alike,
@@ -24,9 +23,10 @@ from pyringar.bucket_params import (
     items_of,
     trainable,
 )
-from pyringar.call import RankCommunicator, Work
+from pyringar.bucket_step import BucketStats, Sent, StepStats, measure
+from pyringar.call import RankCommunicator
 from pyringar.communicator import Communicator
-from pyringar.errors import ArgumentError, RingarError
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.process_buckets import CHANGED, ProcessRanks
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
@@ -34,62 +34,6 @@ __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 FAILED = "a backward pass failed"
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
-
-
-@dataclass(frozen=True)
-class BucketStats:
-    """One bucket of one step; times in seconds since the step's first gradient.
-
-    Attributes:
-        params: Indices of its parameters, in the order of ``parameters()``.
-        nbytes: Bytes of one rank's gradients.
-        ready_s: When the last gradient came; None where some parameter had none.
-        launched_s: When its reduction was asked for; None where there was nothing to reduce.
-        done_s: When it was reduced; None where that is not known (GPUs: nobody waited for it).
-    """
-
-    params: tuple[int, ...]
-    nbytes: int
-    ready_s: float | None
-    launched_s: float | None
-    done_s: float | None
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """The last step that was waited for.
-
-    Attributes:
-        begin_ns: When the first gradient came, as ``time.perf_counter_ns`` counts.
-        buckets: In the order in which they were planned.
-        backward_s: From the first gradient to the call of ``wait()``.
-        communication_s: Sum over buckets of the time from launch to done, where it is known.
-        exposed_s: How long ``wait()`` took: what backward did not hide.
-    """
-
-    begin_ns: int = 0
-    buckets: tuple[BucketStats, ...] = ()
-    backward_s: float = 0.0
-    communication_s: float = 0.0
-    exposed_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Sent:
-    """One bucket of one step.
-
-    Attributes:
-        params: Indices of its parameters; fewer than planned where no rank used some.
-        lists: Their gradients by rank, as they are in ``grad``.
-        work: Their reduction; None where there is nothing to reduce.
-        versions: Torch's counts of changes in place of ``lists``, when it left; None if it left in
-            ``wait()``.
-    """
-
-    params: list[int]
-    lists: list[list[Tensor]]
-    work: Work | None
-    versions: list[list[int]] | None
 
 
 class GradientBucketer:
@@ -127,7 +71,8 @@ class GradientBucketer:
     fails, what it had sent is waited for before the exception comes out of ``backward()``, so
     nothing writes to gradients behind the user's back. Then clear the gradients of all ranks
     (``zero_grad``, with or without ``set_to_none``) and run all passes of the step again; until
-    they are cleared, :meth:`wait` and reductions of the next step raise.
+    each is None, all zeros or another tensor of yours, :meth:`wait` and reductions of the next
+    step raise. To scale them, or to add to them in further passes, clears nothing.
 
     For example:
 
@@ -147,8 +92,10 @@ class GradientBucketer:
     over processes with one element more per parameter.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
     Under compiled autograd everything is reduced in :meth:`wait`, and a pass that fails is not
-    noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own:
-    call :meth:`wait` before you clear them. ``backward(create_graph=True)`` sums values; the graph
+    noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own, or
+    that fails before the hook of its first parameter, as when the loss raises: clear the gradients
+    and run the step again before you call :meth:`wait`, which would count what is there.
+    ``backward(create_graph=True)`` sums values; the graph
     stays that of a rank's own part.
     Source: Li et al. 2020, "PyTorch Distributed"; the first bucket's own cap is theirs too.
     """
@@ -169,10 +116,6 @@ class GradientBucketer:
         check_alike(self._params)
         self._op = op
         self._overlap = bool(overlap)
-        self._is_first_step = True
-        self._sent: dict[int, _Sent] = {}  # by bucket, in this step
-        self._broken = BrokenStep()
-        self._is_waiting = False
         self._process = os.getpid()
         self._stats = StepStats()
         self._owned: Communicator | None = None
@@ -197,12 +140,13 @@ class GradientBucketer:
             items=items_of(self._params),
             first_cap_bytes=caps["first_bucket_mb"],
             cap_bytes=caps["bucket_cap_mb"],
-            on_pass=_method(this, GradientBucketer._begin_pass),
             on_complete=_method(this, GradientBucketer._complete),
             on_trouble=_method(this, GradientBucketer._trouble),
+            on_failed=_method(this, GradientBucketer._settle),
         )
+        self._broken = BrokenStep(_method(this, lambda self, rank, i: self._params[rank][i].grad))
         self._handles: list[Any] = []
-        self._add_hooks()
+        self._add_hooks(self._params)
 
     def _make_comm(self) -> Communicator:
         devices = [params[0].device if params else "cpu" for params in self._params]
@@ -219,49 +163,72 @@ class GradientBucketer:
         """Reduce what has not been, and return when all gradients are reduced.
 
         On GPUs the current streams are ordered after the reductions; the host does not wait. Over
-        processes this is a collective: also a rank without a backward pass takes part. After a
-        ``KeyboardInterrupt`` while it waits, call it again to go on.
+        processes this is a collective: also a rank without a backward pass takes part.
+
+        After a ``KeyboardInterrupt``, or whatever else a signal's handler has raised in it, call it
+        again, before all else: it ends the same step, also where the interrupted call had done so
+        already, or it raises, where nobody knows whether a bucket has left.
 
         Raises:
-            RingarError: A backward pass still runs, or this is a forked child. Or a pass failed, a
-                reduction did, or a gradient was changed after it had left: nothing that is in
-                ``grad`` can be relied on, and every call raises until the gradients of all ranks
-                are cleared. Where ranks are in processes and more than the last bucket is missing,
-                this rank has left the group; it says so.
+            RingarError: A backward pass still runs, or another call of this does (a handler, a
+                callback or a thread has come in between; that call goes on), or this is a forked
+                child. Or a pass failed, a reduction did, a gradient was changed after it had left,
+                or a bucket was interrupted while it left: nothing that is in ``grad`` can be relied
+                on, and every call raises until the gradients of all ranks are cleared. Where ranks
+                are in processes and the others cannot be told in time, this rank has left the
+                group; it says so.
             ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: As
                 ``all_reduce_coalesced`` of the communicator; where that does not refuse further
                 calls, clear the gradients and run the step again.
         """
-        began_ns = time.perf_counter_ns()
         if self._process != os.getpid():
             raise RingarError(
                 "this bucketer was made before fork(), and what it reduces stayed in the parent "
                 "process; make a new GradientBucketer in the child"
             )
+        if not self._native.wait_alone(self._wait):
+            raise RingarError(
+                "wait() runs already, and a signal's handler, a callback or another thread has "
+                "called it again: call it once the first call has returned"
+            )
+        self._native.is_reported = True  # nothing can come between this and the return
+
+    def _wait(self) -> None:
+        began_ns = time.perf_counter_ns()
         if self._native.has_unfinished_pass():
             raise RingarError(
                 "a backward pass still runs: call wait() once all have ended, not inside of one"
             )
+        if not self._native.is_reported:  # the call for this step was interrupted at its very end
+            self._broken.forget()
+            return
+        self._settle()
+        sent = self._native.sent
         try:
-            if not self._launch_rest():
+            if not self._launch_rest(sent):
                 return
-            self._is_waiting = True
-            for sent in self._sent.values():
-                if sent.work is not None:
-                    sent.work.wait()
-            self._is_waiting = False
-            order = self._settle_order()
+            for bucket in list(sent.values()):
+                if bucket.work is not None:
+                    bucket.work.wait()
+            order = self._settle_order(sent)
         except BaseException as error:
-            self._fail(error)
+            self._fail(sent, error)
             raise
-        self._finish_step(began_ns, order)
+        if self._native.has_marks():
+            self._stats = measure(self._native, sent, began_ns, time.perf_counter_ns())
+        if not self._native.finish(sent, order):
+            raise RingarError(
+                "the step was broken off while wait() waited for it: clear the gradients of all "
+                "ranks, and run all backward passes of the step again"
+            )
+        self._broken.forget()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes in here only accumulate; the next step outside reduces."""
         before = self._native.is_counting
-        self._native.is_counting = False
         try:
+            self._native.is_counting = False
             yield
         finally:
             self._native.is_counting = before
@@ -278,8 +245,9 @@ class GradientBucketer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._native.has_marks() or self._sent:
+        if self._native.has_marks() or self._native.sent:
             self._break_off("the bucketer was closed in the middle of a step")
+        self._settle()
         if self._owned is not None:
             self._owned.close()
 
@@ -292,28 +260,25 @@ class GradientBucketer:
     def __del__(self) -> None:
         if hasattr(self, "_handles"):
             self.close()
+            self._broken.forget()
 
     # -- called by hooks ---------------------------------------------------------------------------
 
-    def _begin_pass(self, number: int) -> None:
-        """A new backward pass: have it tell when it ends, well or not."""
-        if in_compiled_autograd():  # which never calls back: nothing may depend on its end
-            self._native.end_pass(number)
-            return
-        end = PassEnd(weakref.WeakMethod(self._end_pass), number)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _complete(self, bucket: int) -> None:
-        if not self._overlap or in_compiled_autograd():
+    def _complete(self, bucket: int, sent: dict[int, Sent]) -> None:
+        if not self._overlap:
             return
         try:
-            turns: Iterable[int] = [bucket]
-            if self._elsewhere is not None:
-                turns = self._elsewhere.take(bucket, len(self._native.buckets()))
-            for turn in turns:
-                self._launch(turn, is_complete=True)
+            if self._elsewhere is None:
+                self._launch(sent, bucket, is_complete=True)
+                return
+            # All ranks keep one order. The last one is for wait(): with it ranks tell each other
+            # what became of the others.
+            turn = self._native.take_turn(has_sent=False)
+            while turn >= 0:
+                self._launch(sent, turn, is_complete=True)
+                turn = self._native.take_turn(has_sent=True)
         except BaseException as error:
-            self._fail(error)
+            self._fail(sent, error, in_backward=True)
             raise
 
     def _trouble(self, what: str, rank: int, param: int, number: int) -> None:
@@ -325,7 +290,7 @@ class GradientBucketer:
                 "at the same time: run the passes of one replica one after the other"
             )
         grad = self._params[rank][param].grad
-        reduced = [old for sent in self._sent.values() for old in sent.lists[rank]]
+        reduced = [old for sent in self._native.sent.values() for old in sent.lists[rank]]
         is_new = what == "launched" and all(grad is not old for old in reduced)
         if is_new and self._elsewhere is None:
             self._break_off("nobody called wait() after the step before", spared_pass=number)
@@ -346,31 +311,30 @@ class GradientBucketer:
             "reentrant checkpoint), take overlap=False"
         )
 
-    def _end_pass(self, number: int, is_failed: bool) -> None:
-        """A backward pass is over; if it failed, what it raised is on its way to the user."""
-        if self._native.end_pass(number) and is_failed:
-            self._break_off(FAILED)
-
     # -- one step ----------------------------------------------------------------------------------
 
-    def _launch_rest(self) -> bool:
+    def _launch_rest(self, sent: dict[int, Sent]) -> bool:
         """What wait() begins with; False if there is nothing to wait for."""
-        changed = self._find_changed()
+        changed = self._find_changed(sent)
+        num_buckets = len(self._native.buckets())
         # Ranks in other processes are told with the last bucket, or by not getting it.
-        if changed and (self._elsewhere is None or not self._elsewhere.can_tell):
+        can_tell = self._elsewhere is not None and self._elsewhere.can_tell
+        if changed and not (can_tell and len(sent) < num_buckets):
             raise RingarError(f"{CHANGED} (among parameters {changed})")
         has_marks = self._adopt_new_parameters() or self._native.has_marks()
+        has_marks = has_marks or any(bucket.has_marks for bucket in sent.values())
         self._check_cleared(self._broken.places())
         if not has_marks and self._elsewhere is None:
             self._broken.forget()
             return False
-        for bucket in range(len(self._native.buckets())):
-            if bucket not in self._sent:
-                self._launch(bucket, has_marks=has_marks, is_changed=bool(changed))
+        for bucket in range(num_buckets):
+            if bucket not in sent:
+                self._launch(sent, bucket, has_marks=has_marks, is_changed=bool(changed))
         return True
 
     def _launch(
         self,
+        sent: dict[int, Sent],
         bucket: int,
         *,
         is_complete: bool = False,
@@ -380,22 +344,31 @@ class GradientBucketer:
         wanted = self._native.buckets()[bucket]
         if self._broken:
             self._check_cleared([(r, i) for r in range(len(self._params)) for i in wanted])
-        work: Work | None = None
         if self._elsewhere is None or is_complete:
             wanted, lists = self._gradients(wanted, is_complete)
-        if self._elsewhere is not None:
-            self._native.launched(bucket)
-            work, grads = self._elsewhere.send(
+        if self._elsewhere is None:
+            one = Sent(wanted, lists)
+        else:
+            one = self._elsewhere.pack(
                 wanted, self._params[0], has_marks=has_marks, is_changed=is_changed
             )
-            lists = [grads]
-        elif wanted and self._comm is not None:
-            self._native.launched(bucket)  # before: it may be done when the call returns
-            # Without the graph that create_graph=True has made.
-            values = [[g.detach() if g.requires_grad else g for g in grads] for grads in lists]
-            work = self._comm.all_reduce_coalesced(values, self._op, async_op=True)
-        versions = [list(map(_version, grads)) for grads in lists] if is_complete else None
-        self._sent[bucket] = _Sent(wanted, lists, work, versions)
+        # Without the graph that create_graph=True has made.
+        values = [[g.detach() if g.requires_grad else g for g in grads] for grads in one.lists]
+        has_work = self._elsewhere is not None or (bool(wanted) and self._comm is not None)
+        if has_work:
+            self._native.launched(bucket, sent)  # before: it may be done when the call returns
+        sent[bucket] = one
+        try:
+            if one.flags is not None and self._elsewhere is not None:
+                one.work = self._elsewhere.send(values, one.flags)
+            elif wanted and self._comm is not None:
+                one.work = self._comm.all_reduce_coalesced(values, self._op, async_op=True)
+        except (ArgumentError, UnsupportedError):
+            del sent[bucket]
+            raise
+        if is_complete:
+            one.versions = [list(map(_version, grads)) for grads in one.lists]
+        one.is_leaving = False
 
     def _gradients(
         self, wanted: list[int], is_complete: bool
@@ -422,10 +395,10 @@ class GradientBucketer:
                 mine.append(grad)
         return wanted, lists
 
-    def _find_changed(self) -> list[int]:
+    def _find_changed(self, all_sent: Mapping[int, Sent]) -> list[int]:
         """Parameters among which some gradient is not what a backward pass has left; or none."""
         for bucket, wanted in enumerate(self._native.buckets()):
-            sent = self._sent.get(bucket)
+            sent = all_sent.get(bucket)
             if sent is not None and self._is_changed(sent):
                 return sent.params
             if sent is None:
@@ -435,7 +408,7 @@ class GradientBucketer:
                             return [i]
         return []
 
-    def _is_changed(self, sent: _Sent) -> bool:
+    def _is_changed(self, sent: Sent) -> bool:
         """Whether gradients were changed, or replaced, since they left in a backward pass."""
         if sent.versions is None:
             return False
@@ -452,113 +425,111 @@ class GradientBucketer:
             return
         if self._elsewhere is not None:
             self._elsewhere.check()
-        self._broken.check(
-            places, lambda rank, i: self._params[rank][i].grad, self._native.is_marked
-        )
+        self._broken.check(places)
 
-    def _settle_order(self) -> list[int] | None:
+    def _settle_order(self, sent: Mapping[int, Sent]) -> list[int] | None:
         """After the first step: the order in which the gradients came, the same on all ranks."""
         has_gradients = self._native.has_marks()
         if self._elsewhere is not None:
-            has_gradients = self._elsewhere.finish_step(self._params[0])
-        if not (self._is_first_step and has_gradients):
+            if self._elsewhere.sees_change(sent):
+                self._break_off(f"a reduction failed ({CHANGED})", is_known=True)
+                raise RingarError(CHANGED)
+            has_gradients = self._elsewhere.finish_step(sent, self._params[0])
+        if not (self._native.is_first_step and has_gradients):
             return None
         order: list[int] = self._native.ready_order()
         return order if self._elsewhere is None else self._elsewhere.agree_on_order(order)
 
-    def _finish_step(self, began_ns: int, order: list[int] | None) -> None:
-        if self._native.has_marks():
-            self._stats = self._measure(began_ns, time.perf_counter_ns())
-        self._sent.clear()
-        self._broken.forget()
-        if self._elsewhere is not None:
-            self._elsewhere.begin_step()
-        if order is not None:
-            self._native.plan(order)
-            self._is_first_step = False
-        self._native.reset()
-
-    def _measure(self, began_ns: int, ended_ns: int) -> StepStats:
-        first_ns = self._native.begin_ns()
-
-        def since(time_ns: int) -> float | None:
-            return (time_ns - first_ns) * 1e-9 if time_ns else None
-
-        rows = []
-        for bucket, (params, (ready_ns, launched_ns)) in enumerate(
-            zip(self._native.buckets(), self._native.times(), strict=True)
-        ):
-            sent = self._sent.get(bucket)
-            done_ns = 0 if sent is None or sent.work is None else sent.work.finished_ns()
-            nbytes = self._native.bytes_of(bucket)
-            rows.append(
-                BucketStats(
-                    tuple(params), nbytes, since(ready_ns), since(launched_ns), since(done_ns)
-                )
-            )
-        spent = [b.done_s - b.launched_s for b in rows if b.done_s and b.launched_s is not None]
-        return StepStats(
-            begin_ns=first_ns,
-            buckets=tuple(rows),
-            backward_s=(began_ns - first_ns) * 1e-9,
-            communication_s=sum(spent),
-            exposed_s=(ended_ns - began_ns) * 1e-9,
-        )
-
-    def _fail(self, error: BaseException) -> None:
+    def _fail(
+        self, sent: Mapping[int, Sent], error: BaseException, *, in_backward: bool = False
+    ) -> None:
         """Break the step off, unless it can go on: interrupted, works are as good as before."""
-        is_waiting, self._is_waiting = self._is_waiting, False
-        if is_waiting and not isinstance(error, Exception):
-            return
+        if sent is not self._native.sent:
+            return  # it was broken off
+        buckets = list(sent.values())
+        is_complete = len(buckets) == len(self._native.buckets())
+        has_failed = any(b.work is not None and b.work.exception() is not None for b in buckets)
         if self._elsewhere is not None:
-            self._elsewhere.lose(error)
-        self._break_off(f"a reduction failed ({error})")
-        if self._comm is not None and isinstance(error, KeyboardInterrupt):
-            # Interrupted while it left, a bucket may run though no work of it was noted.
-            with suppress(RingarError):
-                self._comm.all_reduce([torch.zeros(1, device=d) for d in self._comm.devices])
+            has_failed |= self._elsewhere.lose(error)
+        is_leaving = any(b.is_leaving for b in buckets)
+        is_refused = isinstance(error, RingarError) and not is_complete
+        if in_backward or is_leaving or is_refused or has_failed:
+            what = "a reduction failed" if isinstance(error, RingarError) else "the step broke off"
+            self._break_off(
+                f"{what} ({str(error) or type(error).__name__})",
+                is_known=is_complete and not is_leaving and not in_backward,
+            )
 
-    def _break_off(self, reason: str, spared_pass: int = 0) -> None:
+    def _break_off(self, reason: str, *, spared_pass: int = 0, is_known: bool = False) -> None:
         """End the step: nothing runs afterwards, and what is in the gradients must be cleared.
 
         Args:
             reason: Why, for messages.
             spared_pass: A backward pass whose gradients belong to the next step.
+            is_known: All ranks break this step off.
         """
-        self._tell_others()
-        marked = self._native.break_off(spared_pass)
-        params, sent = self._params, self._sent
-        self._sent = {}
-        grads: dict[tuple[int, int], Tensor | None] = {}
-        if not spared_pass:  # else new gradients may be there already
-            grads = {(rank, i): params[rank][i].grad for rank, i in marked}
-        for bucket in sent.values():
-            for rank, mine in enumerate(bucket.lists):
-                grads |= {(rank, i): g for i, g in zip(bucket.params, mine, strict=True)}
-        try:
-            if self._process == os.getpid():  # else nothing runs here
-                works = [bucket.work for bucket in sent.values() if bucket.work is not None]
-                devices = {param.device for mine in params for param in mine}
-                settle(works, devices, is_patient=self._elsewhere is None)
-        finally:
-            if self._elsewhere is not None:
-                self._elsewhere.leave(len(sent), len(self._native.buckets()))
-                self._elsewhere.begin_step()
-            # Not before: what another thread clears meanwhile is written to once more.
-            self._broken.note(reason, grads)
+        self._native.break_off(reason, spared_pass, is_known)
+        self._settle()
 
-    def _tell_others(self) -> None:
+    def _settle(self) -> None:
+        """See to steps that were broken off. If this is interrupted, the next call does."""
+        broken = self._native.unsettled
+        while broken:
+            reason, sent, is_spared, is_known = step = broken[0]
+            works = [bucket.work for bucket in sent.values() if bucket.work is not None]
+            leaves = self._elsewhere is not None and not is_known and not self._tell_others(sent)
+            interrupt: BaseException | None = None
+            try:
+                if self._process == os.getpid():  # else nothing runs here
+                    devices = {param.device for mine in self._params for param in mine}
+                    interrupt = settle(works, devices, is_patient=not leaves)
+                    self._flush(sent)
+            finally:
+                if self._elsewhere is not None and leaves:
+                    self._elsewhere.leave(len(sent), len(self._native.buckets()))
+            # Not before: what another thread clears meanwhile is written to once more.
+            self._broken.note(reason, self._places_left(sent, is_spared))
+            with suppress(ValueError):  # another thread was here
+                broken.remove(step)
+            if interrupt is not None:
+                raise interrupt
+
+    def _tell_others(self, sent: dict[int, Sent]) -> bool:
         """Where ranks in other processes miss the last bucket only, they learn from it."""
         last = len(self._native.buckets()) - 1
-        ranks = self._elsewhere
-        if ranks is not None and ranks.can_tell and 0 < len(self._sent) == last:
+        is_sure = not any(bucket.is_leaving for bucket in sent.values())
+        can_tell = self._elsewhere is not None and self._elsewhere.can_tell
+        if can_tell and is_sure and 0 < len(sent) == last:
             with suppress(RingarError):  # they are gone, and know
-                self._launch(last, is_changed=True)
+                self._launch(sent, last, has_marks=False, is_changed=True)
+                return True
+        return False
+
+    def _flush(self, sent: Mapping[int, Sent]) -> None:
+        """Interrupted while it left, a bucket may run though no work of it was noted."""
+        if self._comm is not None and any(bucket.is_leaving for bucket in sent.values()):
+            with suppress(RingarError):
+                self._comm.all_reduce([torch.zeros(1, device=d) for d in self._comm.devices])
+
+    def _places_left(
+        self, sent: Mapping[int, Sent], is_spared: bool
+    ) -> dict[tuple[int, int], Tensor]:
+        """Parameters whose gradients a step has left, by rank and index."""
+        if not is_spared:
+            return {(r, i): p for r, mine in enumerate(self._params) for i, p in enumerate(mine)}
+        # Else new gradients may be there already.
+        return {
+            (rank, i): self._params[rank][i]
+            for bucket in sent.values()
+            for rank, mine in enumerate(bucket.lists)
+            for i, grad in zip(bucket.params, mine, strict=True)
+            if self._params[rank][i].grad is grad
+        }
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def _add_hooks(self) -> None:
-        for rank, params in enumerate(self._params):
+    def _add_hooks(self, all_params: Sequence[Sequence[Tensor]]) -> None:
+        for rank, params in enumerate(all_params):
             for i, param in enumerate(params):
                 hook = self._native.hook(rank, i)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -584,17 +555,14 @@ class GradientBucketer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._params = now
-        self._add_hooks()
+        self._add_hooks(now)
+        self._params = now  # last: interrupted, this is done again
         return True
 
 
-def _method(
-    this: weakref.ref[GradientBucketer], method: Callable[..., None]
-) -> Callable[..., None]:
-    def call(*arguments: Any) -> None:
+def _method(this: weakref.ref[GradientBucketer], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
         bucketer = this()
-        if bucketer is not None:
-            method(bucketer, *arguments)
+        return None if bucketer is None else method(bucketer, *arguments)
 
     return call

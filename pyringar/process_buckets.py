@@ -7,13 +7,13 @@ tensor more, which says what this rank has; its sum says what all have.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyringar.bucket_step import Sent
 from pyringar.call import OPS, RankCommunicator, Work, op_name
 from pyringar.errors import (
     ArgumentError,
@@ -34,26 +34,6 @@ CHANGED = (
 
 # Of entries that are 0 or 1 these are above 0 exactly where one entry is.
 _OPS = ("sum", "mean", "max")
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """One bucket of one step.
-
-    Attributes:
-        params: Indices of its parameters.
-        grads: What was handed over for each: its gradient, a copy of it, or zeros.
-        used: 1 or 0 for each; then whether this rank had a backward pass, and whether it changed
-            gradients that had left; then reduced.
-        is_whole: Every parameter had a gradient here.
-        has_marks: This rank had a backward pass.
-    """
-
-    params: list[int]
-    grads: list[Tensor]
-    used: Tensor
-    is_whole: bool
-    has_marks: bool
 
 
 class ProcessRanks:
@@ -88,37 +68,22 @@ class ProcessRanks:
         self._failure = ""
         self._device = params[0].device if params else torch.device("cpu")
         self._check_alike(params, {**caps, "op": OPS.index(name)})
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Forget what was sent."""
-        self._sent: list[_Sent] = []
-        self._complete: set[int] = set()
-        self._next = 0
-
-    def take(self, bucket: int, num_buckets: int) -> Iterator[int]:
-        """Note a complete bucket, and give those whose turn it is: all ranks keep one order.
-
-        The last one is for ``wait()``: with it ranks tell each other what became of the others.
-        """
-        self._complete.add(bucket)
-        while self._next in self._complete and self._next < num_buckets - 1:
-            yield self._next  # sending it is what moves on
+        self._order: Sent | None = None  # rank 0's, once it is on its way
 
     @property
     def can_tell(self) -> bool:
         """Whether results can be looked at for nothing; on a GPU that would wait for it."""
         return self._device.type == "cpu"
 
-    def send(
+    def pack(
         self,
         wanted: Sequence[int],
         params: Sequence[Tensor],
         *,
         has_marks: bool,
         is_changed: bool = False,
-    ) -> tuple[Work | None, list[Tensor]]:
-        """Reduce the next bucket in the background.
+    ) -> Sent:
+        """Put the next bucket together.
 
         Args:
             wanted: Its parameters.
@@ -128,8 +93,8 @@ class ProcessRanks:
             is_changed: Gradients that had left were changed here, or the step broke off: no rank
                 can rely on them.
 
-        Returns:
-            The work, and the gradients that are reduced.
+        Raises:
+            RingarError: This rank has left, or lost the others.
         """
         self.check()
         grads, used = [], []
@@ -143,45 +108,64 @@ class ProcessRanks:
             grads.append(grad)
         kind = params[wanted[0]]
         flags = torch.tensor([*used, has_marks, is_changed], dtype=kind.dtype, device=kind.device)
-        self._sent.append(_Sent(list(wanted), grads, flags, all(used), has_marks))
-        self._next += 1
-        values = [grad.detach() if grad.requires_grad else grad for grad in grads]
-        return self._comm.all_reduce_coalesced([*values, flags], self._op, async_op=True), grads
+        return Sent(list(wanted), [grads], has_marks, flags, is_whole=all(used))
 
-    def finish_step(self, params: Sequence[Tensor]) -> bool:
-        """Put results where they belong, once all works are done.
+    def send(self, values: list[list[Tensor]], flags: Tensor) -> Work | None:
+        """Reduce a bucket in the background.
+
+        Args:
+            values: A list of one list: its gradients.
+            flags: What was packed with them.
+        """
+        return self._comm.all_reduce_coalesced([*values[0], flags], self._op, async_op=True)
+
+    def sees_change(self, sent: Mapping[int, Sent]) -> bool:
+        """Whether a rank changed gradients that had left, or broke the step off.
+
+        All ranks see it. All works are done.
+        """
+        flags = list(sent.values())[-1].flags if sent and self.can_tell else None
+        return flags is not None and bool(flags[-1] > 0)
+
+    def finish_step(self, sent: Mapping[int, Sent], params: Sequence[Tensor]) -> bool:
+        """Put results where they belong, once all works are done. May be called again.
 
         Returns:
             Whether any rank had a backward pass; if none had, nothing has changed.
-
-        Raises:
-            RingarError: A rank changed gradients that had left, or broke the step off; on every
-                rank.
         """
-        sent, self._sent = self._sent, []
-        if sent and self.can_tell and sent[-1].used[-1] > 0:
-            raise RingarError(CHANGED)
+        buckets = [(bucket, bucket.flags) for bucket in sent.values() if bucket.flags is not None]
         # Reading what is on a GPU would wait for it: only where it tells something new.
-        if sent and not sent[0].has_marks and not sent[0].used[-2] > 0:
+        if buckets and not buckets[0][0].has_marks and not buckets[0][1][-2] > 0:
             return False
-        for bucket in sent:
+        for bucket, flags in buckets:
             if bucket.is_whole and bucket.has_marks:
                 continue
-            for i, grad, used in zip(
-                bucket.params, bucket.grads, bucket.used.tolist(), strict=False
-            ):
+            for i, grad, used in zip(bucket.params, bucket.lists[0], flags.tolist(), strict=False):
                 mine = params[i].grad
                 if mine is None:
                     params[i].grad = grad if used > 0 else None
                 elif mine is not grad:
                     mine.detach().copy_(grad)
-        return bool(sent)
+        return bool(buckets)
 
     def agree_on_order(self, order: Sequence[int]) -> list[int]:
-        """Rank 0's, on all ranks."""
-        agreed = torch.tensor(order, dtype=torch.int64, device=self._device)
-        self._comm.broadcast(agreed, 0)
-        found: list[int] = agreed.tolist()
+        """Return rank 0's, on all ranks. After an interrupt, call it again.
+
+        Raises:
+            RingarError: Nobody knows whether the interrupted call told the others; they are told
+                that this rank has left.
+        """
+        if self._order is None:
+            agreed = torch.tensor(order, dtype=torch.int64, device=self._device)
+            self._order = Sent([], [[agreed]])
+            self._order.work = self._comm.broadcast(agreed, 0, async_op=True)
+            self._order.is_leaving = False
+        elif self._order.is_leaving:
+            self._leave("was interrupted while it told the others the order of buckets")
+            self.check()
+        if self._order.work is not None:
+            self._order.work.wait()
+        found: list[int] = self._order.lists[0][0].tolist()
         return found
 
     def check(self) -> None:
@@ -193,25 +177,36 @@ class ProcessRanks:
         if self._failure:
             raise RingarError(self._failure)
 
-    def lose(self, error: BaseException) -> None:
-        """Refuse to go on after an error, if it is one that ends the communicator."""
-        if isinstance(error, (PeerLostError, CollectiveTimeout)) and not self._failure:
+    def lose(self, error: BaseException) -> bool:
+        """Refuse to go on after an error, if it is one that ends the communicator.
+
+        Returns:
+            Whether it is.
+        """
+        is_end = isinstance(error, (PeerLostError, CollectiveTimeout))
+        if is_end and not self._failure:
             self._failure = (
                 f"{error}; make a new communicator and a new GradientBucketer on all ranks"
             )
+        return is_end
 
     def leave(self, num_sent: int, num_buckets: int) -> None:
-        """Leave the group if a step was broken off: what comes next would meet its other buckets.
+        """Leave the group where a step was broken off that the others would finish.
 
-        The others, who wait for these, are told at once that this rank has left.
+        What comes next would meet its other buckets. The others, who wait for these, are told at
+        once that this rank has left.
         """
-        if 0 < num_sent < num_buckets and not self._failure:
-            self._failure = (
-                f"rank {self._comm.rank} broke off a step after {num_sent} of {num_buckets} "
-                "buckets, has left the group, and the other ranks have been told; make a new "
-                "communicator and a new GradientBucketer on all ranks"
-            )
-            self._comm.close()
+        if num_sent > 0:
+            self._leave(f"broke off a step after {num_sent} of {num_buckets} buckets")
+
+    def _leave(self, what: str) -> None:
+        if self._failure:
+            return
+        self._comm.close()
+        self._failure = (
+            f"rank {self._comm.rank} {what}, has left the group, and the other ranks have been "
+            "told; make a new communicator and a new GradientBucketer on all ranks"
+        )
 
     # -- before the first step ---------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ FLOORS = [
     "shared_tensors",
     "process_communicator",
     "tuner",
+    "bucket_step",
     "process_buckets",
     "bucket_params",
     "broken_step",

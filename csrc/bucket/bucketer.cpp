@@ -65,22 +65,25 @@ void Bucketer::reset() {
   ready_.clear();
   running_.clear();
   begin_ns_ = 0;
+  next_turn_ = 0;
+  is_turn_taken_ = false;
 }
 
-std::vector<std::pair<int, int>> Bucketer::break_off(std::int64_t spared_pass) {
-  std::vector<std::pair<int, int>> marked;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    for (int param = 0; param < num_params(); ++param) {
-      const std::int64_t by = marked_by_[at(rank, param)];
-      if (by != 0 && by != spared_pass) marked.emplace_back(rank, param);
-    }
-  }
+void Bucketer::break_off(std::int64_t spared_pass) {
   const bool is_spared_running = running_.erase(spared_pass) > 0;
   broken_.merge(running_);
   running_.clear();
   if (is_spared_running) running_.insert(spared_pass);
   reset();
-  return marked;
+}
+
+int Bucketer::take_turn(bool has_sent) {
+  if (has_sent) is_turn_taken_ = false;
+  const bool is_next =
+      !is_turn_taken_ && next_turn_ + 1 < buckets_.size() && missing_[next_turn_] == 0;
+  if (!is_next) return -1;
+  is_turn_taken_ = true;
+  return static_cast<int>(next_turn_++);
 }
 
 Mark Bucketer::mark(int rank, int param, std::int64_t pass) {

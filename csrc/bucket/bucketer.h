@@ -6,13 +6,13 @@
 //           all its parameters are marked on all ranks. Marks name the backward pass they come
 //           from. The owner calls end_pass() for each, also for one that failed, and break_off()
 //           where a step cannot go on: what passes that run then still mark counts for no step.
+//           Where buckets must leave in one order, take_turn() says which is next.
 // Threads   one call at a time (its owner holds the GIL).
 // Tests     tests/test_bucketing.py
 #pragma once
 
 #include <cstdint>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "bucket/plan.h"
@@ -52,6 +52,10 @@ class Bucketer {
   bool is_launched(int bucket) const {
     return times_[static_cast<std::size_t>(bucket)].launched_ns != 0;
   }
+  // The next bucket, in order, if it is complete and nobody else is sending; else -1. Whoever gets
+  // one sends it and asks again, with `has_sent`. The last bucket has no turn: its owner sends it
+  // once all passes have ended.
+  int take_turn(bool has_sent);
   // Whether a bucket that this pass completed has gone.
   bool has_launched(std::int64_t pass) const;
   bool has_marks() const { return begin_ns_ != 0; }
@@ -68,8 +72,8 @@ class Bucketer {
   void plan(const std::vector<int>& order);  // between steps
   void reset();                              // forget all marks
   // Forget all marks, and those that passes under way will make, but for one pass that belongs to
-  // the next step (0: none). Returns rank and parameter of what the others had marked.
-  std::vector<std::pair<int, int>> break_off(std::int64_t spared_pass);
+  // the next step (0: none).
+  void break_off(std::int64_t spared_pass);
 
  private:
   std::size_t at(int rank, int param) const;
@@ -88,6 +92,8 @@ class Bucketer {
   std::set<std::int64_t> running_;
   std::set<std::int64_t> broken_;  // ran when their step broke off
   std::int64_t begin_ns_ = 0;
+  std::size_t next_turn_ = 0;
+  bool is_turn_taken_ = false;
 };
 
 }  // namespace pyringar
