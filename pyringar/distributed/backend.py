@@ -93,6 +93,7 @@ class _Group(Collectives):
         if is_inherited(self):
             return
         self._comm.abort()
+        self._inner.abort()
         self._end()
 
     def _end(self) -> None:
