@@ -151,6 +151,10 @@ class InFlight:
                 self._works.discard(other)
         return work
 
+    def num_under_way(self) -> int:
+        """Return how many still run."""
+        return sum(not work.is_completed() for work in tuple(self._works))
+
     def clear(self) -> None:
         """Let all tensors go: nothing runs any more."""
         self._works.clear()

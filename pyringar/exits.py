@@ -11,41 +11,61 @@ import contextlib
 import ctypes
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 __all__ = ["close_at_exit", "is_inherited", "never_destroy"]
 
 _Call = Callable[[Any], object]
 
+# How long calls may stand still at exit: for a rank that reaches its own end a little later. Those
+# that fail without a word, by sys.exit(1) or in a launcher that catches what they raise, keep their
+# peers waiting for no longer.
+_GRACE_S = 5.0
+_LOOK_S = 0.01
+
+
+class _Living(NamedTuple):
+    owner: weakref.ref[Any]
+    close: _Call
+    in_child: _Call | None
+    abort: _Call | None
+    num_under_way: Callable[[Any], int] | None
+
+
 # By id, in the order in which they were made; each change is one operation, so that a fork finds no
 # lock held.
-_living: dict[int, tuple[weakref.ref[Any], _Call, _Call | None, _Call | None]] = {}
+_living: dict[int, _Living] = {}
 _inherited: set[int] = set()
 
 
 def close_at_exit(
-    owner: Any, close: _Call, in_child: _Call | None = None, *, abort: _Call | None = None
+    owner: Any,
+    close: _Call,
+    in_child: _Call | None = None,
+    *,
+    abort: _Call | None = None,
+    num_under_way: Callable[[Any], int] | None = None,
 ) -> None:
     """Call ``close(owner)`` before the interpreter ends, unless ``owner`` is gone by then.
 
-    The newest is closed first: what uses another was made after it.
+    The newest is closed first: what uses another was made after it. What waits for other processes
+    is aborted before if an exception that nobody caught ends the program, or if no call of any
+    owner's ends for some seconds: those processes may wait for what this one does not do any more.
 
     Args:
         owner: Held weakly.
         close: Takes ``owner``; may be called again.
         in_child: Takes ``owner`` in a child made by ``os.fork``, which may then use it. Without it
             the child never closes or destroys ``owner``: there it is :func:`is_inherited`.
-        abort: Called first where an exception that nobody caught ends the program: ``close`` would
-            wait for ranks that may wait for what this one does not do any more.
+        abort: Takes ``owner``; ``close`` then waits for nobody.
+        num_under_way: Takes ``owner``; how many calls run, which may wait for other processes.
     """
     key = id(owner)
-    _living[key] = (
-        weakref.ref(owner, lambda _: _living.pop(key, None)),
-        close,
-        in_child,
-        abort,
+    _living[key] = _Living(
+        weakref.ref(owner, lambda _: _living.pop(key, None)), close, in_child, abort, num_under_way
     )
 
 
@@ -61,23 +81,47 @@ def is_inherited(owner: Any) -> bool:
 
 def _close_all() -> None:
     with contextlib.ExitStack() as newest_first:  # and all of them, whatever one raises
-        living = [(owner(), close, abort) for owner, close, _, abort in list(_living.values())]
-        for owner, close, _ in living:
-            if owner is not None:
-                newest_first.callback(close, owner)
+        living = [
+            (owner, entry)
+            for entry in list(_living.values())
+            if (owner := entry.owner()) is not None
+        ]
+        for owner, entry in living:
+            newest_first.callback(entry.close, owner)
         # Python notes what it has printed a traceback of; an interactive one goes on after it.
-        if getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"):
-            for owner, _, abort in living:
-                if owner is not None and abort is not None:
-                    newest_first.callback(abort, owner)
+        is_over = getattr(sys, "last_value", None) is None or hasattr(sys, "ps1")
+        try:
+            is_over = is_over and _are_over(living)
+        except BaseException:  # Ctrl-C
+            is_over = False
+            raise
+        finally:
+            if not is_over:
+                for owner, entry in living:
+                    if entry.abort is not None:
+                        newest_first.callback(entry.abort, owner)
+
+
+def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
+    """Wait while calls come to their end; return whether none is left."""
+    last_num, ends = -1, 0.0
+    while True:
+        num = sum(entry.num_under_way(o) for o, entry in living if entry.num_under_way is not None)
+        if num == 0:
+            return True
+        if num != last_num:
+            last_num, ends = num, time.monotonic() + _GRACE_S
+        elif time.monotonic() > ends:
+            return False
+        time.sleep(_LOOK_S)
 
 
 def _leave_to_parent() -> None:
-    for key, (owner, _, in_child, _) in list(_living.items()):
-        if (alive := owner()) is None:
+    for key, entry in list(_living.items()):
+        if (alive := entry.owner()) is None:
             continue
-        if in_child is not None:
-            in_child(alive)
+        if entry.in_child is not None:
+            entry.in_child(alive)
             continue
         never_destroy(alive)  # so that its id stays its own
         _inherited.add(key)

@@ -150,7 +150,11 @@ class ProcessCommunicator(EngineCommunicator):
         self._in_flight = InFlight()
         self._num_regions = 0
         # Tells the others that this rank has left, sooner than they would find its process gone.
-        close_at_exit(self, ProcessCommunicator.close, abort=ProcessCommunicator.abort)
+        close_at_exit(
+            *(self, ProcessCommunicator.close),
+            abort=ProcessCommunicator.abort,
+            num_under_way=lambda comm: comm._in_flight.num_under_way(),
+        )
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from pyringar._threads import start_thread
+from pyringar._threads import Latch, start_thread
 
 __all__ = ["Message", "Waiters"]
 
@@ -72,19 +72,20 @@ class Message:
         self._waiters = waiters
         self._waits = [wait]  # taken by the one thread that waits, however often it was asked to
         self._is_asked_for = False
-        self._running = threading.Lock()
-        self._running.acquire()
-        self.is_done = False
+        self._end = Latch()
         self.error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._end.is_open
 
     def wait(self, seconds: float) -> bool:
         """Return whether it has ended, after at most so many seconds."""
         if not self._is_asked_for:
             self._waiters.submit(self._run)
             self._is_asked_for = True
-        if not self.is_done and self._running.acquire(timeout=seconds):
-            self._running.release()
-        return self.is_done
+        return self._end.wait(seconds)
 
     def _run(self) -> None:
         try:
@@ -94,8 +95,5 @@ class Message:
         try:
             wait()
         except Exception as error:
-            self.error = error.with_traceback(
-                None
-            )  # which would hold this message, and it the error
-        self.is_done = True
-        self._running.release()
+            self.error = error.with_traceback(None)  # which would hold this, and this the error
+        self._end.open()
