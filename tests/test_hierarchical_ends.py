@@ -132,3 +132,22 @@ def test_an_error_of_this_rank_s_own_is_no_lost_peer(pool):
         assert "tensor of shape (4,) overlaps itself" in sent[1]
         assert memory == ("RuntimeError", "no memory for you")
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
+
+
+def dropped(rank: int, size: int, store: Any) -> Any:
+    comm = join(rank, store)
+    tensor = numbers(rank)
+    comm.all_reduce(tensor, async_op=True)
+    del comm
+    deadline = time.monotonic() + 15
+    while (names := machines()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return names, tensor.tolist()
+
+
+def machines() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "pyringar machines"]
+
+
+def test_a_communicator_that_is_dropped_leaves_no_thread(pool):
+    assert pool.check(dropped) == [([], (numbers(0) + numbers(1)).tolist())] * 2

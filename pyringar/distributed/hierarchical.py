@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -162,6 +163,7 @@ class HierarchicalCommunicator(Closing):
             inter = TorchInter(self._store, columns, self._rank, backend, self._timeout_s)
         self._inter = inter
         self._jobs = Jobs("machines")
+        weakref.finalize(self, self._jobs.end).atexit = False
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._is_closed = False

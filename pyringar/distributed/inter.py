@@ -135,7 +135,7 @@ class TorchInter:
                 group = group._get_backend(torch.device("cpu"))
             if group.name() == "gloo":  # whose abort() does nothing
                 break_off(group)
-        for held in self._under_way:
+        for held in list(self._under_way):
             held.clear()
         self.close()
 

@@ -51,9 +51,13 @@ class Jobs:
         """Return whether the thread has ended."""
         return not self._thread.is_alive()
 
+    def end(self) -> None:
+        """Let the thread end after all calls. May be called again."""
+        self._queue.put(None)
+
     def close(self) -> None:
         """Wait for all calls, then end the thread. May be called again."""
-        self._queue.put(None)
+        self.end()
         with self.awaited():
             self._thread.join()
 
