@@ -32,7 +32,7 @@ class _Living(NamedTuple):
     close: _Call
     in_child: _Call | None
     abort: _Call | None
-    num_under_way: Callable[[Any], int] | None
+    progress: Callable[[Any], object] | None
 
 
 # By id, in the order in which they were made; each change is one operation, so that a fork finds no
@@ -47,13 +47,13 @@ def close_at_exit(
     in_child: _Call | None = None,
     *,
     abort: _Call | None = None,
-    num_under_way: Callable[[Any], int] | None = None,
+    progress: Callable[[Any], object] | None = None,
 ) -> None:
     """Call ``close(owner)`` before the interpreter ends, unless ``owner`` is gone by then.
 
     The newest is closed first: what uses another was made after it. What waits for other processes
     is aborted before if an exception that nobody caught ends the program, or if no call of any
-    owner's ends for some seconds: those processes may wait for what this one does not do any more.
+    owner's goes on for some seconds: they may wait for what this process does not do any more.
 
     Args:
         owner: Held weakly.
@@ -61,11 +61,12 @@ def close_at_exit(
         in_child: Takes ``owner`` in a child made by ``os.fork``, which may then use it. Without it
             the child never closes or destroys ``owner``: there it is :func:`is_inherited`.
         abort: Takes ``owner``; ``close`` then waits for nobody.
-        num_under_way: Takes ``owner``; how many calls run, which may wait for other processes.
+        progress: Takes ``owner``; false if no call runs that may wait for other processes, else
+            what changes as calls go on, such as how many there are.
     """
     key = id(owner)
     _living[key] = _Living(
-        weakref.ref(owner, lambda _: _living.pop(key, None)), close, in_child, abort, num_under_way
+        weakref.ref(owner, lambda _: _living.pop(key, None)), close, in_child, abort, progress
     )
 
 
@@ -103,14 +104,15 @@ def _close_all() -> None:
 
 
 def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
-    """Wait while calls come to their end; return whether none is left."""
-    last_num, ends = -1, 0.0
+    """Wait while calls go on; return whether none is left."""
+    last: list[object] = []
+    ends = 0.0
     while True:
-        num = sum(entry.num_under_way(o) for o, entry in living if entry.num_under_way is not None)
-        if num == 0:
+        now = [entry.progress(owner) for owner, entry in living if entry.progress is not None]
+        if not any(now):
             return True
-        if num != last_num:
-            last_num, ends = num, time.monotonic() + _GRACE_S
+        if now != last:
+            last, ends = now, time.monotonic() + _GRACE_S
         elif time.monotonic() > ends:
             return False
         time.sleep(_LOOK_S)

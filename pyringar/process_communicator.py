@@ -153,7 +153,7 @@ class ProcessCommunicator(EngineCommunicator):
         close_at_exit(
             *(self, ProcessCommunicator.close),
             abort=ProcessCommunicator.abort,
-            num_under_way=lambda comm: comm._in_flight.num_under_way(),
+            progress=lambda comm: comm._in_flight.num_under_way(),
         )
 
     @property

@@ -163,6 +163,46 @@ def test_a_forked_child_ends_and_its_parent_goes_on(how, size, tmp_path):
         assert "terminate called" not in text
 
 
+STILL = """
+import sys, time
+from pyringar import exits
+
+exits._GRACE_S = 1.0
+began = time.monotonic()
+
+class Owner:
+    def progress(self):
+        runs_s = time.monotonic() - began
+        if sys.argv[1] == "goes on":
+            return int(10 * runs_s) + 1 if runs_s < 3 else 0
+        return sys.argv[1] == "stands still"
+
+    def close(self):
+        print("close", flush=True)
+
+    def abort(self):
+        print("abort", flush=True)
+
+owner = Owner()
+exits.close_at_exit(owner, Owner.close, abort=Owner.abort, progress=Owner.progress)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [("goes on", ["close"]), ("stands still", ["abort", "close"]), ("is over", ["close"])],
+)
+def test_what_goes_on_is_waited_for_and_what_stands_still_is_aborted(what, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", STILL, what],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == expected, done.stderr
+
+
 # -- programs that fail ----------------------------------------------------------------------------
 
 ENDING = """

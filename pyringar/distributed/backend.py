@@ -59,7 +59,7 @@ class _Group(Collectives):
         close_at_exit(
             *(self, _Group.shutdown),
             abort=_Group.abort,
-            num_under_way=lambda group: len(group._inner.under_way()),
+            progress=lambda group: len(group._inner.under_way()),
         )
 
     def _backend_for(self, device: str) -> str | None:

@@ -173,7 +173,7 @@ class HierarchicalCommunicator(Closing):
         close_at_exit(  # gloo's threads must end before
             *(self, HierarchicalCommunicator.close),
             abort=HierarchicalCommunicator.abort,
-            num_under_way=lambda comm: comm._jobs.num_under_way(),
+            progress=HierarchicalCommunicator._progress,
         )
 
     @property
@@ -366,6 +366,11 @@ class HierarchicalCommunicator(Closing):
             return
         self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
         self.close()
+
+    def _progress(self) -> tuple[float, float] | None:
+        """What changes with each call, and each piece that crosses the wire."""
+        num = self._jobs.num_under_way()
+        return (num, self._stats["inter"]["calls"]) if num else None
 
     def _break_off(self, why: BaseException) -> None:
         """Make the call that runs fail, and those that wait for it."""
