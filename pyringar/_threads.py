@@ -1,14 +1,42 @@
-"""Threads of the library's own."""
+"""Threads of the library's own, and how to wait for them."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from pyringar.errors import RingarError
 
-__all__ = ["start_thread"]
+__all__ = ["Latch", "start_thread"]
+
+
+class Latch:
+    """Opens once. Any number of threads wait, and signal handlers that interrupt these waits.
+
+    A :class:`threading.Event` has a lock that its waiters hold for a moment: a handler that runs
+    then, and waits for what the event's setter does next, would never end.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let all go that wait. Call once."""
+        self.is_open = True
+        self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether it is open, after at most so many seconds."""
+        ends = time.monotonic() + seconds
+        while not self.is_open and (left := ends - time.monotonic()) > 0:
+            # Not for longer: an interrupt may come before the lock is given back.
+            if self._lock.acquire(timeout=min(left, 1.0)):
+                self._lock.release()
+        return self.is_open
 
 
 def start_thread(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:

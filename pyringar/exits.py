@@ -11,41 +11,62 @@ import contextlib
 import ctypes
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 __all__ = ["close_at_exit", "is_inherited", "never_destroy"]
 
 _Call = Callable[[Any], object]
 
+# How long calls may stand still at exit: for a rank that reaches its own end a little later. Those
+# that fail without a word, by sys.exit(1) or in a launcher that catches what they raise, keep their
+# peers waiting for no longer.
+_GRACE_S = 5.0
+_LOOK_S = 0.01
+
+
+class _Living(NamedTuple):
+    owner: weakref.ref[Any]
+    close: _Call
+    in_child: _Call | None
+    abort: _Call | None
+    progress: Callable[[Any], object] | None
+
+
 # By id, in the order in which they were made; each change is one operation, so that a fork finds no
 # lock held.
-_living: dict[int, tuple[weakref.ref[Any], _Call, _Call | None, _Call | None]] = {}
+_living: dict[int, _Living] = {}
 _inherited: set[int] = set()
 
 
 def close_at_exit(
-    owner: Any, close: _Call, in_child: _Call | None = None, *, abort: _Call | None = None
+    owner: Any,
+    close: _Call,
+    in_child: _Call | None = None,
+    *,
+    abort: _Call | None = None,
+    progress: Callable[[Any], object] | None = None,
 ) -> None:
     """Call ``close(owner)`` before the interpreter ends, unless ``owner`` is gone by then.
 
-    The newest is closed first: what uses another was made after it.
+    The newest is closed first: what uses another was made after it. What waits for other processes
+    is aborted before if an exception that nobody caught ends the program, or if no call of any
+    owner's goes on for some seconds: they may wait for what this process does not do any more.
 
     Args:
         owner: Held weakly.
         close: Takes ``owner``; may be called again.
         in_child: Takes ``owner`` in a child made by ``os.fork``, which may then use it. Without it
             the child never closes or destroys ``owner``: there it is :func:`is_inherited`.
-        abort: Called first where an exception that nobody caught ends the program: ``close`` would
-            wait for ranks that may wait for what this one does not do any more.
+        abort: Takes ``owner``; ``close`` then waits for nobody.
+        progress: Takes ``owner``; false if no call runs that may wait for other processes, else
+            what changes as calls go on, such as how many there are.
     """
     key = id(owner)
-    _living[key] = (
-        weakref.ref(owner, lambda _: _living.pop(key, None)),
-        close,
-        in_child,
-        abort,
+    _living[key] = _Living(
+        weakref.ref(owner, lambda _: _living.pop(key, None)), close, in_child, abort, progress
     )
 
 
@@ -61,23 +82,48 @@ def is_inherited(owner: Any) -> bool:
 
 def _close_all() -> None:
     with contextlib.ExitStack() as newest_first:  # and all of them, whatever one raises
-        living = [(owner(), close, abort) for owner, close, _, abort in list(_living.values())]
-        for owner, close, _ in living:
-            if owner is not None:
-                newest_first.callback(close, owner)
+        living = [
+            (owner, entry)
+            for entry in list(_living.values())
+            if (owner := entry.owner()) is not None
+        ]
+        for owner, entry in living:
+            newest_first.callback(entry.close, owner)
         # Python notes what it has printed a traceback of; an interactive one goes on after it.
-        if getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"):
-            for owner, _, abort in living:
-                if owner is not None and abort is not None:
-                    newest_first.callback(abort, owner)
+        is_over = getattr(sys, "last_value", None) is None or hasattr(sys, "ps1")
+        try:
+            is_over = is_over and _are_over(living)
+        except BaseException:  # Ctrl-C
+            is_over = False
+            raise
+        finally:
+            if not is_over:
+                for owner, entry in living:
+                    if entry.abort is not None:
+                        newest_first.callback(entry.abort, owner)
+
+
+def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
+    """Wait while calls go on; return whether none is left."""
+    last: list[object] = []
+    ends = 0.0
+    while True:
+        now = [entry.progress(owner) for owner, entry in living if entry.progress is not None]
+        if not any(now):
+            return True
+        if now != last:
+            last, ends = now, time.monotonic() + _GRACE_S
+        elif time.monotonic() > ends:
+            return False
+        time.sleep(_LOOK_S)
 
 
 def _leave_to_parent() -> None:
-    for key, (owner, _, in_child, _) in list(_living.items()):
-        if (alive := owner()) is None:
+    for key, entry in list(_living.items()):
+        if (alive := entry.owner()) is None:
             continue
-        if in_child is not None:
-            in_child(alive)
+        if entry.in_child is not None:
+            entry.in_child(alive)
             continue
         never_destroy(alive)  # so that its id stays its own
         _inherited.add(key)

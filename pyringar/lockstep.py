@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,9 +27,11 @@ class _AbandonedError(RingarError):
 class RankThreads:
     """Runs one function per rank, each in a thread that has the caller's torch settings.
 
-    Those are what torch keeps per thread: whether gradients are recorded, inference mode,
-    autocast, and the current stream of every GPU. Threads start when first used; a forked child,
-    where those of its parent are not, starts its own.
+    Those are whether gradients are recorded, inference mode, autocast, the hooks on tensors that
+    autograd saves, whether denormals are flushed, and the current stream of every GPU. Other things
+    that torch keeps per thread stay behind: modes of ``torch.overrides``, of which the default
+    device is one, and of ``torch.utils._python_dispatch``. Threads start when first used; a forked
+    child, where those of its parent are not, starts its own.
 
     Args:
         devices: One device per rank, current in its thread if it is a GPU.
@@ -98,6 +101,8 @@ class _Settings:
         self._streams = streams
         self._has_grad = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
+        self._flushes_denormals = sys.float_info.min / 2 == 0
+        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
@@ -105,6 +110,7 @@ class _Settings:
         ]
 
     def call(self, function: Function) -> Any:
+        torch.set_flush_denormal(self._flushes_denormals)
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -112,6 +118,8 @@ class _Settings:
             stack.enter_context(torch.set_grad_enabled(self._has_grad))
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype))
+            if self._saving is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
             return function()
 
 
@@ -197,6 +205,7 @@ class LockStep:
 
     def __init__(self, threads: RankThreads) -> None:
         self._threads = threads
+        self._is_running = False
         self._here = threading.local()  # .part: the run of this thread, and its position there
         self._begin_process()
 
@@ -207,18 +216,28 @@ class LockStep:
             The results by rank.
 
         Raises:
-            RingarError: The ranks did not meet at the same places.
+            RingarError: The ranks did not meet at the same places, or this thread is in a run: a
+                signal handler interrupted it.
             Exception: The one with which a rank failed; the others end where they are.
         """
         if self._process != os.getpid():
             self._begin_process()
         with self._lock:
-            run = _Run(len(functions))
-            parts = {
-                rank: partial(self._take_part, run, position, function)
-                for position, (rank, function) in enumerate(functions.items())
-            }
-            return self._threads.run(parts, run.abandon)
+            if self._is_running:
+                raise RingarError(
+                    "a signal handler cannot call this DataParallel(batchnorm='sync') while the "
+                    "call that it interrupted runs: its ranks take turns, and wait for each other"
+                )
+            self._is_running = True
+            try:
+                run = _Run(len(functions))
+                parts = {
+                    rank: partial(self._take_part, run, position, function)
+                    for position, (rank, function) in enumerate(functions.items())
+                }
+                return self._threads.run(parts, run.abandon)
+            finally:
+                self._is_running = False
 
     def meet(self, place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait until all ranks that run are here.
@@ -246,7 +265,9 @@ class LockStep:
 
     def _begin_process(self) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()  # one run at a time; a fork may have copied it locked
+        # One run at a time; its thread may come again, in a handler; a fork may copy it locked.
+        self._lock = threading.RLock()
+        self._is_running = False
 
     def _take_part(self, run: _Run, position: int, function: Function) -> Any:
         self._here.part = (run, position)

@@ -149,7 +149,11 @@ class ProcessCommunicator(EngineCommunicator):
         self._in_flight = {}
         self._num_regions = 0
         # Tells the others that this rank has left, sooner than they would find its process gone.
-        close_at_exit(self, ProcessCommunicator.close, abort=ProcessCommunicator.abort)
+        close_at_exit(
+            *(self, ProcessCommunicator.close),
+            abort=ProcessCommunicator.abort,
+            progress=ProcessCommunicator._num_under_way,
+        )
 
     @property
     def rank(self) -> int:

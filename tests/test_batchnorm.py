@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -115,6 +117,30 @@ def test_autocast_reaches_the_ranks():
             assert not net(X).requires_grad
 
 
+def test_hooks_on_saved_tensors_and_flushed_denormals_reach_the_ranks():
+    """The threads are there already when settings change."""
+    seen = []
+
+    class Tiny(nn.Module):
+        def forward(self, x):
+            seen.append((torch.full((1,), 1e-30) * 1e-10).item() == 0)
+            return x
+
+    saved = []
+    module = nn.Sequential(Tiny(), nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync") as net:
+        X = torch.rand(6, 3)  # noqa: N806
+        net(X)
+        flushes = torch.set_flush_denormal(True)
+        net(X)
+        torch.set_flush_denormal(False)
+        net(X)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            net(X)
+    assert seen == [False] * 2 + [flushes] * 2 + [False] * 4
+    assert any(t.shape == (3, 3) for t in saved), "the shard of a rank, which its thread saved"
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gradients_have_the_same_bits_whatever_the_threads_did_before(num_ranks):
     """autograd orders work by counters of the threads that recorded it."""
@@ -174,6 +200,47 @@ def test_a_rank_that_fails_ends_the_others_and_the_next_call_works(at):
         with pytest.raises(ValueError, match="planted"):
             net(wrong)
         assert torch.equal(net(X), expected)
+
+
+def test_a_signal_handler_cannot_call_the_module_that_runs():
+    """The ranks of its call would wait for their turn, and the ones of the other for the thread."""
+    rank_runs, handler_ended = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            rank_runs.set()
+            assert handler_ended.wait(30)
+            return x
+
+    errors = []
+
+    def handle(*_):
+        try:
+            net(X)
+        except pr.RingarError as error:
+            errors.append(str(error))
+        finally:
+            handler_ended.set()
+
+    def send():
+        rank_runs.wait(30)
+        time.sleep(0.2)  # until the call waits for it
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGUSR1, handle)
+    try:
+        module = nn.Sequential(Waits(), nn.BatchNorm1d(2))
+        with pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync") as net:
+            X = torch.rand(6, 2)  # noqa: N806
+            sender = threading.Thread(target=send)
+            sender.start()
+            interrupted = net(X)
+            sender.join()
+            assert torch.equal(interrupted, net(X))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert len(errors) == 1
+    assert "a signal handler cannot call this DataParallel" in errors[0]
 
 
 def test_ranks_that_take_different_ways_are_an_error_and_no_hang():

@@ -25,6 +25,7 @@ DELEGATED = {
     "reduce": lambda x: dist.reduce(x, 0),
     "gather": lambda x: dist.gather(x, [torch.empty(4), torch.empty(4)], dst=0),
     "band": lambda x: dist.all_reduce(x.int(), dist.ReduceOp.BAND),
+    "sparse": lambda x: dist.all_reduce(x.to_sparse()),
     "send": lambda x: dist.send(x, 1),
     "recv": lambda x: dist.recv(x, 1),
 }
@@ -107,6 +108,8 @@ def aborted(rank: int, size: int) -> Any:
         "engine": dist.all_reduce(torch.ones(4), async_op=True),
         "queued": dist.broadcast(torch.ones(4), 0, async_op=True),
         "gloo": dist.all_to_all_single(torch.empty(4), torch.ones(4), async_op=True),
+        "message": dist.irecv(torch.empty(4), 1),
+        "from any": dist.irecv(torch.empty(4)),
     }
 
     def wait_for(name: str) -> None:
@@ -128,7 +131,7 @@ def test_abort_ends_what_waits_here_and_there():
     assert not isinstance(first, str), first
     kind, _, text, seconds = first.pop("abort")
     assert (kind, seconds < 10) == ("none", True), text
-    assert set(first) == {"engine", "queued", "gloo"}, first
+    assert set(first) == {"engine", "queued", "gloo", "message", "from any"}, first
     for name, (kind, _, text, _) in {**first, **second}.items():
         assert kind == ("PeerLostError" if name == "peer" else "RingarError"), (name, kind, text)
         assert name == "gloo" or "rank 0 (process" in text, (name, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import distributed_works
@@ -15,6 +16,7 @@ from process_ranks import Died, Failed
 from torch.futures import Future
 
 import pyringar as pr
+from pyringar.distributed.inner import InnerBackends
 from pyringar.distributed.work import Completer
 
 IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
@@ -139,6 +141,29 @@ def test_peer_killed():
     assert [is_success for is_success, _ in answers] == [False, False]
     assert answers[0][1] == "PeerLostError"
     assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
+
+
+def test_a_call_that_is_noted_while_another_is_noted_is_not_lost():
+    """By another thread, or by a signal handler."""
+    inner = InnerBackends(None, 0, 1, timedelta(seconds=1), lambda _: None, lambda _: None)
+
+    class Running:
+        meanwhile: Any = None
+
+        def wait(self, timeout: float | None = None) -> object:
+            return None
+
+        def is_completed(self) -> bool:
+            note, self.meanwhile = self.meanwhile, None
+            if note is not None:
+                inner.add(note)
+            return False
+
+    first, second, third = Running(), Running(), Running()
+    inner.add(first)
+    first.meanwhile = second
+    inner.add(third)
+    assert set(inner.under_way()) == {first, second, third}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from pyringar import _native
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -159,16 +163,56 @@ def test_a_forked_child_ends_and_its_parent_goes_on(how, size, tmp_path):
         assert "terminate called" not in text
 
 
+STILL = """
+import sys, time
+from pyringar import exits
+
+exits._GRACE_S = 1.0
+began = time.monotonic()
+
+class Owner:
+    def progress(self):
+        runs_s = time.monotonic() - began
+        if sys.argv[1] == "goes on":
+            return int(10 * runs_s) + 1 if runs_s < 3 else 0
+        return sys.argv[1] == "stands still"
+
+    def close(self):
+        print("close", flush=True)
+
+    def abort(self):
+        print("abort", flush=True)
+
+owner = Owner()
+exits.close_at_exit(owner, Owner.close, abort=Owner.abort, progress=Owner.progress)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [("goes on", ["close"]), ("stands still", ["abort", "close"]), ("is over", ["close"])],
+)
+def test_what_goes_on_is_waited_for_and_what_stands_still_is_aborted(what, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", STILL, what],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == expected, done.stderr
+
+
 # -- programs that fail ----------------------------------------------------------------------------
 
-FAILING = """
-import sys, time
+ENDING = """
+import os, sys, time
 import torch
 import torch.distributed as dist
 import pyringar as pr
-import pyringar.distributed
+import pyringar.distributed as prd
 
-rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, path, how, end = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)
 x = torch.arange(4.0) + rank
 if how == "group":
@@ -176,28 +220,36 @@ if how == "group":
     call = dist.all_reduce
 elif how == "gloo's":  # the other side's part of a call that gloo does
     dist.init_process_group("ringar", init_method=f"file://{path}", rank=rank, world_size=2)
-    call = lambda x, async_op=False: dist.all_to_all_single(x.clone(), x, async_op=async_op)
+    call = lambda x, async_op=False: dist.all_to_all_single(x, x.clone(), async_op=async_op)
+elif how == "machines":
+    os.environ["PYRINGAR_NODE_ID"] = f"machine {rank}"
+    comm = prd.HierarchicalCommunicator(dist.FileStore(path, 2), rank, 2)
+    call = comm.all_reduce
 else:
     comm = pr.ProcessCommunicator(dist.FileStore(path, 2), rank, 2)
     call = comm.all_reduce
 call(x)
 if rank == 0:
     work = call(x, async_op=True)
-    raise ValueError("of the program")
+    print("ends", flush=True)
+    if end == "raise":
+        raise ValueError("of the program")
+    sys.exit(1 if end == "exit" else 0)
 sys.stdin.readline()  # busy
 try:
     call(x)
+    print("got", x.tolist())
 except pr.PeerLostError as error:
     print("lost", error)
 """
 
 
-@pytest.mark.parametrize("how", ["communicator", "group", "gloo's"])
-def test_a_program_that_fails_waits_for_nobody(how, tmp_path):
-    """Its peers hear of it now, and not when a call that they never join is late."""
+@contextlib.contextmanager
+def ending(folder, how, end):
+    _native.engine()  # compiled once, here
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", FAILING, str(rank), str(tmp_path / "store"), how],
+            [sys.executable, "-c", ENDING, str(rank), str(folder / "store"), how, end],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -207,12 +259,42 @@ def test_a_program_that_fails_waits_for_nobody(how, tmp_path):
         for rank in range(2)
     ]
     try:
-        _, errors = processes[0].communicate(timeout=25)  # while the other is busy; timeout: 30
-        output, _ = processes[1].communicate("go on\n", timeout=25)
+        yield processes
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    assert "ValueError: of the program" in errors
-    assert processes[0].returncode == 1
-    assert "rank 0 (process" in output, output
+            process.communicate()
+
+
+HOWS = ["communicator", "group", "gloo's", "machines"]
+
+
+@pytest.mark.parametrize(
+    ("how", "end"), [*((how, "raise") for how in HOWS), *((how, "exit") for how in HOWS[1:])]
+)
+def test_a_program_that_fails_waits_for_nobody(how, end, tmp_path):
+    """Its peers hear of it now, and not when a call that they never join is late.
+
+    Of sys.exit(1), and of what a launcher catches, Python says nothing at exit: some seconds.
+    """
+    with ending(tmp_path, how, end) as (failing, other):
+        _, errors = failing.communicate(timeout=25)  # while the other is busy; timeout: 30
+        output, _ = other.communicate("go on\n", timeout=25)
+    assert ("ValueError: of the program" in errors) == (end == "raise")
+    assert failing.returncode == 1
+    assert output.startswith("lost"), output
+    assert ("ranks [0] of the other machines" if how == "machines" else "rank 0 (process") in output
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_program_that_ends_waits_for_a_peer_that_is_a_little_late(how, tmp_path):
+    with ending(tmp_path, how, "end") as (first, late):
+        assert first.stdout.readline() == "ends\n"
+        time.sleep(1.5)
+        output, errors = late.communicate("go on\n", timeout=25)
+        first.wait(25)
+        first_errors = first.stderr.read()
+    assert output.startswith("got"), output + errors
+    assert first.returncode == 0
+    assert "Traceback" not in first_errors
+    assert "terminate called" not in first_errors

@@ -56,7 +56,11 @@ class _Group(Collectives):
         super()._init_collectives(comm, inner, Completer(f"of group {options.group_id}"))
         _living.add(self)
         # Threads of gloo's and of ours that outlive the interpreter would abort the process.
-        close_at_exit(self, _Group.shutdown)
+        close_at_exit(
+            *(self, _Group.shutdown),
+            abort=_Group.abort,
+            progress=lambda group: len(group._inner.under_way()),
+        )
 
     def _backend_for(self, device: str) -> str | None:
         """The backend that the user asked for, for tensors on another type of device."""
@@ -93,6 +97,7 @@ class _Group(Collectives):
         if is_inherited(self):
             return
         self._comm.abort()
+        self._inner.abort()
         self._end()
 
     def _end(self) -> None:

@@ -26,7 +26,7 @@ from pyringar.distributed.convert import (
     for_reduction,
     reduction_name,
 )
-from pyringar.distributed.delegated import Delegated, WatchedPart, by_any_name, given_or_default
+from pyringar.distributed.delegated import Delegated, by_any_name, given_or_default
 from pyringar.distributed.inner import InnerBackends
 from pyringar.distributed.work import (
     Completer,
@@ -34,7 +34,6 @@ from pyringar.distributed.work import (
     DoneWork,
     Part,
     PendingWork,
-    StepPart,
     error_of,
     one_or_all,
 )
@@ -100,7 +99,9 @@ class Collectives(Delegated):
     def _all_reduce_others(self, given: Any, opts: Any, error: Exception) -> Any:
         tensors = [given] if isinstance(given, Tensor) else list(given)
         if _are_elsewhere(tensors):
-            return self._inner.for_tensors(tensors, "all_reduce").allreduce(tensors, opts)
+            return self._hand_over(
+                "all_reduce", tensors, lambda inner: inner.allreduce(tensors, opts), tensors
+            )
         op = reduction_name(opts.reduceOp, "all_reduce")
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
         if are_same(tensors, [s.tensor for s in stand_ins]) and op in OPS:
@@ -112,29 +113,23 @@ class Collectives(Delegated):
 
     def _reduce_stand_in(self, stand_in: StandIn, reduce_op: Any, call: _Call, *more: Copy) -> None:
         """All-reduce it in the engine or, with an op that the engine does not have, in gloo."""
-        tensor, op, original = stand_in
-        before = [] if original is None else [(tensor, original)]
-        after = [*((into, part) for part, into in before), *more]
+        tensor, op, copy = stand_in
+        after = [*([copy] if copy is not None else []), *more]
+        before = [(copy[1], copy[0])] if copy is not None else []
         if op in OPS:
             self._copy_in_turn(before, call)
             call.parts.append(self._comm.all_reduce(tensor, op, async_op=True))
             call.copies.extend(after)
             return
         copy_all(before)
-        whole = tensor.contiguous()
+        whole = tensor.resolve_neg().contiguous()
         if whole is not tensor:
             after.insert(0, (tensor, whole))
         options = _reduce_options(c10d.AllreduceOptions(), reduce_op)
         gloo = self._inner.for_tensors([whole], "all_reduce")
-        part = WatchedPart(
-            *(self._comm, "all_reduce", self._others()),
-            lambda: gloo.allreduce([whole], options),
+        call.parts.extend(
+            self._watched("all_reduce", lambda: gloo.allreduce([whole], options), after)
         )
-        self._inner.add(part)
-        call.parts.append(part)
-        if after:
-            count_changes([into for into, _ in after])
-            call.parts.append(StepPart(part.work.get_future(), lambda: copy_all(after)))
 
     # -- broadcast, barrier ------------------------------------------------------------------------
 
@@ -160,7 +155,9 @@ class Collectives(Delegated):
             self._comm.broadcast(tensors[0], root)
             return DoneWork(tensors)
         if _are_elsewhere(tensors):
-            return self._inner.for_tensors(tensors, "broadcast").broadcast(tensors, opts)
+            return self._hand_over(
+                "broadcast", tensors, lambda inner: inner.broadcast(tensors, opts), tensors
+            )
         call = _Call([], [])
         for tensor in tensors:
             self._broadcast_one(tensor, root, call)

@@ -22,6 +22,7 @@ __all__ = [
     "count_changes",
     "for_copy",
     "for_reduction",
+    "has_plain_memory",
     "reduction_name",
 ]
 
@@ -79,7 +80,12 @@ class StandIn(NamedTuple):
 
     tensor: Tensor
     op: str
-    original: Tensor | None  # what ``tensor`` is to be a copy of; None: it is the same memory
+    after: Copy | None = None  # back into the original, and the other way before; None: same memory
+
+
+def has_plain_memory(tensor: Tensor) -> bool:
+    """Return whether its memory holds its values, not negated or conjugated ones."""
+    return not (tensor.is_neg() or tensor.is_conj())
 
 
 def count_changes(tensors: Sequence[Tensor]) -> None:
@@ -106,15 +112,19 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     tensor = tensor.detach()
     dtype = tensor.dtype
     if dtype in NATIVE:
-        return StandIn(tensor, op, None)
+        return StandIn(tensor, op)
     if dtype in _WIDER and not (dtype.is_floating_point and op[0] == "b"):
-        return StandIn(torch.empty_like(tensor, dtype=_WIDER[dtype]), op, tensor)
+        wide = torch.empty_like(tensor, dtype=_WIDER[dtype])
+        return StandIn(wide, op, (tensor, wide))
     if dtype is torch.bool and op != "mean":
-        return StandIn(tensor.view(torch.uint8), _BOOL_OPS.get(op, op), None)
+        return StandIn(tensor.view(torch.uint8), _BOOL_OPS.get(op, op))
     if dtype is torch.uint64 and op in _UINT64_OPS:
-        return StandIn(tensor.view(torch.int64), op, None)
+        return StandIn(tensor.view(torch.int64), op)
     if dtype.is_complex and op in _COMPLEX_OPS:
-        return StandIn(torch.view_as_real(tensor), op, None)
+        if has_plain_memory(tensor):
+            return StandIn(torch.view_as_real(tensor), op)
+        whole = torch.empty(tensor.shape, dtype=dtype)
+        return StandIn(torch.view_as_real(whole), op, (tensor, whole))
     raise UnsupportedError(f"backend ringar cannot reduce {dtype} with {op}")
 
 
@@ -145,7 +155,8 @@ def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | N
         before it is read, or from after it was written.
     """
     tensor = tensor.detach()
-    if apart or (tensor.dtype not in NATIVE and not tensor.is_contiguous()):
+    is_whole = tensor.is_contiguous() and has_plain_memory(tensor)
+    if apart or (tensor.dtype not in NATIVE and not is_whole):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         return (whole if whole.dtype in NATIVE else as_bytes(whole)), whole
     return (tensor if tensor.dtype in NATIVE else as_bytes(tensor)), None

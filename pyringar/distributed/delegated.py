@@ -6,23 +6,31 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from pyringar.distributed.convert import NATIVE, as_bytes
+from pyringar.distributed.convert import (
+    NATIVE,
+    Copy,
+    as_bytes,
+    copy_all,
+    count_changes,
+    has_plain_memory,
+)
 from pyringar.distributed.inner import InnerBackends
-from pyringar.distributed.work import Completer, PendingWork
+from pyringar.distributed.messages import Message, Waiters
+from pyringar.distributed.work import Completer, Part, PendingWork, StepPart
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
 __all__ = ["Delegated", "WatchedPart", "by_any_name", "given_or_default"]
 
-_LOOK = timedelta(milliseconds=200)
+_LOOK_S = 0.2
 # What a rank sent before it went is on its way for less than this.
 _GRACE_S = 1.0
-# In what gloo says of a connection.
-_CONNECTION = "/transport/"
+# In what gloo says of a connection, and of one that it closed by itself.
+_CONNECTION = ("/transport/", "pair closure")
 
 
 class WatchedPart:
@@ -30,10 +38,11 @@ class WatchedPart:
 
     Args:
         comm: The group's communicator: knows who is there.
-        operation: For messages.
+        operation: For error messages.
         peers: The ranks without which the call cannot end.
         begin: Begins it; returns gloo's work.
-        is_message: A send or receive: gloo breaks these off when a wait for them times out.
+        waiters: Wait for it if it is a send or receive, which nobody else can.
+        copies: What follows a receive.
 
     Raises:
         PeerLostError: One of ``peers`` is gone already.
@@ -47,19 +56,23 @@ class WatchedPart:
         peers: Sequence[int],
         begin: Callable[[], Any],
         *,
-        is_message: bool = False,
+        waiters: Waiters | None = None,
+        copies: Sequence[Copy] = (),
     ) -> None:
         self._comm = comm
         self._operation = f"{operation} over {comm.world_size} ranks"
         self._peers = [rank for rank in peers if rank != comm.rank]
-        self._is_message = is_message
         self._gone_since = 0.0
+        self._error: RuntimeError | None = None
+        self._message: Message | None = None
         self._check(self._peers)
         try:
             self.work = begin()
         except RuntimeError:
             self._check(self._peers)  # a message that could not connect, or an argument
             raise
+        if waiters is not None:
+            self._message = Message(waiters, partial(_receive, self.work, copies))
 
     def wait(self, timeout: float | None = None) -> object:
         """Block until it is done.
@@ -72,36 +85,36 @@ class WatchedPart:
             RingarError: The group was aborted.
         """
         ends = time.monotonic() + (float("inf") if timeout is None else timeout)
-        try:
-            while not self._is_done_soon(ends):
-                if time.monotonic() > ends:
-                    raise CollectiveTimeout(f"{self._operation} is not done after {timeout:g} s")
-                self._check_while_waiting()
-        except (PeerLostError, CollectiveTimeout):
-            raise
-        except RuntimeError as error:
-            if _CONNECTION not in str(error):
-                raise
-            waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
-            raise _named(error, waited, lambda: self._check(self._peers)) from error
+        while not self._is_done_soon(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
+            if time.monotonic() > ends:
+                raise CollectiveTimeout(f"{self._operation} is not done after {timeout:.3g} s")
+            self._check_while_waiting()
         return True
 
-    def _is_done_soon(self, ends: float) -> bool:
-        if self._is_message:
-            self.work.wait()
-            return True
-        left = max(0.001, min(_LOOK.total_seconds(), ends - time.monotonic()))
+    def _is_done_soon(self, seconds: float) -> bool:
+        if self._message is not None:
+            if self._message.wait(seconds) and self._message.error is not None:
+                self._raise_named(self._message.error)
+            return self._message.is_done
         try:
-            self.work.wait(timedelta(seconds=left))
-        except RuntimeError:
+            self.work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
             if self.work.is_completed():  # its own error, else it is not done yet
-                raise
+                self._raise_named(error)
             return False
         return True
 
     def is_completed(self) -> bool:
         """Whether it is done. Never blocks."""
-        return bool(self.work.is_completed())
+        return bool(self.work.is_completed() if self._message is None else self._message.is_done)
+
+    def _raise_named(self, error: Exception) -> NoReturn:
+        if not any(word in str(error) for word in _CONNECTION):
+            raise error
+        if self._error is None:
+            waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
+            self._error = _named(error, waited, lambda: self._check(self._peers))
+        raise self._error from error
 
     def _check(self, peers: Sequence[int]) -> None:
         try:
@@ -123,21 +136,12 @@ class WatchedPart:
 
 
 class _DelegatedWork(PendingWork):
-    """The work of one call of gloo's.
-
-    Args:
-        completer: As :class:`PendingWork` has it.
-        part: The call.
-        results: The tensors that hold the result in the end.
-    """
-
-    def __init__(self, completer: Completer, part: WatchedPart, results: Any) -> None:
-        super().__init__(completer, (part,), results)
-        self._handed_over = part.work
+    """The work of one call of gloo's, whose work is its first part's."""
 
     def _source_rank(self) -> int:
         """The rank that a message received from any came from."""
-        rank: int = self._handed_over._source_rank()
+        call: Any = self._parts[0]
+        rank: int = call.work._source_rank()
         return rank
 
 
@@ -152,35 +156,43 @@ class Delegated:
 
     def reduce(self, tensors: Any, opts: Any, *more: Any) -> Any:
         """Handed to gloo, or to the backend for the tensors' device; so are all below."""
+        copies: list[Copy] = []
+        moved = [_reduced(t, copies) for t in tensors]
         return self._hand_over(
-            "reduce", tensors, lambda inner: inner.reduce(tensors, opts, *more), tensors
+            "reduce", tensors, lambda inner: inner.reduce(moved, opts, *more), tensors, copies
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
         """Any dtype; bytes are moved."""
-        rows = [[_movable(t) for t in row] for row in outputs]
-        moved = [_movable(t) for t in inputs]
+        copies: list[Copy] = []
+        rows = [[_written(t, copies) for t in row] for row in outputs]
+        moved = [_read(t) for t in inputs]
         gathered = outputs[0] if outputs else []  # as gloo's future has it
         return self._hand_over(
             *("gather", inputs, lambda inner: inner.gather(rows, moved, opts, *more), gathered),
+            copies,
             peers=self._others(opts.rootRank),
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
         """Any dtype; bytes are moved."""
-        rows = [[_movable(t) for t in row] for row in inputs]
-        moved = [_movable(t) for t in outputs]
+        copies: list[Copy] = []
+        rows = [[_read(t) for t in row] for row in inputs]
+        moved = [_written(t, copies) for t in outputs]
         return self._hand_over(
             *("scatter", outputs, lambda inner: inner.scatter(moved, rows, opts, *more), outputs),
+            copies,
             peers=self._others(opts.rootRank),
         )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
         """Any dtype; bytes are moved."""
         opts = given_or_default(opts, "AllToAllOptions")
-        outs, ins = [_movable(t) for t in outputs], [_movable(t) for t in inputs]
+        copies: list[Copy] = []
+        outs, ins = [_written(t, copies) for t in outputs], [_read(t) for t in inputs]
         return self._hand_over(
-            "all_to_all", outputs, lambda inner: inner.alltoall(outs, ins, opts, *more), outputs
+            *("all_to_all", outputs, lambda inner: inner.alltoall(outs, ins, opts, *more), outputs),
+            copies,
         )
 
     def alltoall_base(
@@ -188,37 +200,44 @@ class Delegated:
     ) -> Any:
         """Any dtype; bytes are moved."""
         opts = given_or_default(opts, "AllToAllOptions")
+        copies: list[Copy] = []
+        into, source = _written(output, copies), _read(input)
 
         def begin(inner: Any) -> Any:
             call = by_any_name(inner, "all_to_all_single", "alltoall_base")
-            return call(_movable(output), _movable(input), out_splits, in_splits, opts)
+            return call(into, source, out_splits, in_splits, opts)
 
-        return self._hand_over("all_to_all_single", [output], begin, [output])
+        return self._hand_over("all_to_all_single", [output], begin, [output], copies)
 
     all_to_all_single = alltoall_base
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         """Any dtype."""
+        moved = [_read(t) for t in tensors]
         return self._hand_over(
-            *("send", tensors, lambda inner: inner.send(tensors, rank, tag), tensors),
+            *("send", tensors, lambda inner: inner.send(moved, rank, tag), tensors),
             peers=[rank],
-            is_message=True,
+            waiters=self._inner.waiters,
         )
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         """Any dtype."""
+        copies: list[Copy] = []
+        moved = [_written(t, copies) for t in tensors]
         return self._hand_over(
-            *("recv", tensors, lambda inner: inner.recv(tensors, rank, tag), tensors),
+            *("recv", tensors, lambda inner: inner.recv(moved, rank, tag), tensors, copies),
             peers=[rank],
-            is_message=True,
+            waiters=self._inner.waiters,
         )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Any dtype."""
+        copies: list[Copy] = []
+        moved = [_written(t, copies) for t in tensors]
         return self._hand_over(
-            *("recv", tensors, lambda inner: inner.recv_anysource(tensors, tag), tensors),
+            *("recv", tensors, lambda inner: inner.recv_anysource(moved, tag), tensors, copies),
             peers=[],
-            is_message=True,
+            waiters=self._inner.waiters,
         )
 
     recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
@@ -252,22 +271,39 @@ class Delegated:
         tensors: Sequence[Tensor],
         begin: Callable[[Any], Any],
         results: Any,
+        copies: Sequence[Copy] = (),
         *,
         peers: Sequence[int] | None = None,
-        is_message: bool = False,
+        waiters: Waiters | None = None,
     ) -> Any:
         """The work of a call that another backend begins; ``peers`` are all ranks if not given."""
         inner = self._inner.for_tensors(tensors, operation)
         if tensors and tensors[0].device.type != "cpu":
             return self._noted(begin(inner))
+        parts = self._watched(operation, lambda: begin(inner), copies, peers, waiters)
+        return self._noted(_DelegatedWork(self._completer, parts, results))
+
+    def _watched(
+        self,
+        operation: str,
+        begin: Callable[[], Any],
+        copies: Sequence[Copy],
+        peers: Sequence[int] | None = None,
+        waiters: Waiters | None = None,
+    ) -> list[Part]:
+        """A call of gloo's, and the copies that follow it."""
         part = WatchedPart(
-            *(self._comm, operation, self._others() if peers is None else peers),
-            lambda: begin(inner),
-            is_message=is_message,
+            *(self._comm, operation, self._others() if peers is None else peers, begin),
+            waiters=waiters,
+            copies=copies,
         )
-        if not is_message:
-            self._inner.add(part)
-        return self._noted(_DelegatedWork(self._completer, part, results))
+        parts: list[Part] = [part]
+        count_changes([into for into, _ in copies])
+        if waiters is None:
+            if copies:
+                parts.append(StepPart(part.work.get_future(), lambda: copy_all(copies)))
+            self._inner.add(*parts)
+        return parts
 
     def _noted(self, work: Any) -> Any:
         """Return a work, which belongs to what is coalesced now."""
@@ -282,7 +318,13 @@ class Delegated:
         return [root]
 
 
-def _named(error: RuntimeError, what: str, check: Callable[[], object]) -> RuntimeError:
+def _receive(work: Any, copies: Sequence[Copy]) -> None:
+    """Wait for a message, and copy what came."""
+    work.wait()
+    copy_all(copies)
+
+
+def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeError:
     """What ``check`` raises, or else gloo's error as one of ours.
 
     Args:
@@ -290,7 +332,9 @@ def _named(error: RuntimeError, what: str, check: Callable[[], object]) -> Runti
         what: Which call that was.
         check: Raises if a rank is gone.
     """
-    is_late = "timed out" in str(error).lower() or _CONNECTION not in str(error)
+    text = str(error).lower()
+    is_broken = any(word in text for word in _CONNECTION)
+    is_late = "timed out" in text or "timeout" in text or not is_broken
     ends = time.monotonic() + (0 if is_late else _GRACE_S)
     while True:  # a process closes its connections before it is gone
         try:
@@ -314,6 +358,25 @@ def by_any_name(inner: Any, *names: str) -> Any:
         if hasattr(inner, name):
             return getattr(inner, name)
     raise UnsupportedError(f"this torch's {type(inner).__name__} has no {names[-1]}")
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """A tensor that gloo can send: as it is, its bytes, or those of a copy."""
+    return _movable(tensor.resolve_neg().resolve_conj())
+
+
+def _written(tensor: Tensor, copies: list[Copy]) -> Tensor:
+    """A tensor that gloo can receive into: as it is, its bytes, or those of a copy."""
+    return _movable(_reduced(tensor, copies))
+
+
+def _reduced(tensor: Tensor, copies: list[Copy]) -> Tensor:
+    """A tensor that gloo can reduce in place, or one that is copied into it after."""
+    if tensor.device.type != "cpu" or has_plain_memory(tensor):
+        return tensor
+    stand_in = tensor.detach().resolve_neg().resolve_conj()
+    copies.append((tensor.detach(), stand_in))
+    return stand_in
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,8 @@ from pyringar.call import (
 )
 from pyringar.distributed.convert import copy_all, count_changes
 from pyringar.distributed.inter import Inter, TorchInter, Wait
-from pyringar.distributed.packing import Job, check_tensor, describe, views_of
+from pyringar.distributed.jobs import Jobs
+from pyringar.distributed.packing import check_tensor, describe, views_of
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 from pyringar.exits import close_at_exit, is_inherited
 from pyringar.float_mode import default_float_mode
@@ -160,13 +162,19 @@ class HierarchicalCommunicator(Closing):
             columns = list(zip(*nodes, strict=True))
             inter = TorchInter(self._store, columns, self._rank, backend, self._timeout_s)
         self._inter = inter
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyringar-machines")
+        self._jobs = Jobs("machines")
+        weakref.finalize(self, self._jobs.end).atexit = False
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._is_closed = False
+        self._is_told = False  # whether other ranks know of the call that runs
         self._stats = {"hierarchical": {"calls": 0, "bytes": 0, "busy_s": 0.0}}
         self._stats["inter"] = {"calls": 0, "bytes": 0}
-        close_at_exit(self, HierarchicalCommunicator.close)  # gloo's threads must end before
+        close_at_exit(  # gloo's threads must end before
+            *(self, HierarchicalCommunicator.close),
+            abort=HierarchicalCommunicator.abort,
+            progress=HierarchicalCommunicator._progress,
+        )
 
     @property
     def rank(self) -> int:
@@ -334,15 +342,43 @@ class HierarchicalCommunicator(Closing):
     def close(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again.
 
-        Other ranks that go on calling get a :class:`PeerLostError`.
+        Other ranks that go on calling get a :class:`PeerLostError`. What a signal handler raises,
+        such as KeyboardInterrupt, ends the wait, and calls with it. A handler may close a
+        communicator for which this thread waits: the call then fails.
         """
         if is_inherited(self):
             return
         self._is_closed = True
-        self._thread.shutdown(wait=True)
+        if self._jobs.is_awaited_here():
+            self._break_off(RingarError("this communicator was closed while a call waited"))
+        try:
+            self._jobs.close()
+        except BaseException as error:
+            self._break_off(error)
+            raise
         self._intra.close()
         if self._inter is not None:
             self._inter.close()
+
+    def abort(self) -> None:
+        """Fail what runs, here and on the other ranks, then :meth:`close`."""
+        if is_inherited(self):
+            return
+        self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
+        self.close()
+
+    def _progress(self) -> tuple[float, float] | None:
+        """What changes with each call, and each piece that crosses the wire."""
+        num = self._jobs.num_under_way()
+        return (num, self._stats["inter"]["calls"]) if num else None
+
+    def _break_off(self, why: BaseException) -> None:
+        """Make the call that runs fail, and those that wait for it."""
+        if self._failure is None:
+            self._failure = why
+        self._intra.abort()  # those who wait for this rank are told, in the machine
+        if self._inter is not None:  # and on the others
+            self._inter.abort()
 
     def __repr__(self) -> str:
         return (
@@ -365,10 +401,17 @@ class HierarchicalCommunicator(Closing):
             raise RingarError("this communicator is closed")
         count_changes(written)
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
-        job = Job(self._thread, lambda: self._run(what, call), in_words)
+        job = self._jobs.submit(partial(self._run, what, call), in_words)
         if async_op:
             return Work(job, {})
-        job.result()
+        try:
+            job.wait()
+        except BaseException as error:
+            if not job.is_completed():  # interrupted: it must not write behind the caller's back
+                self._break_off(error)
+                with suppress(RingarError):
+                    job.wait()
+            raise
         return None
 
     def _run(self, what: str, call: Callable[[], None]) -> None:
@@ -377,18 +420,18 @@ class HierarchicalCommunicator(Closing):
             why = str(self._failure) or type(self._failure).__name__
             raise kind(f"this communicator failed before and cannot be used again: {why}")
         began = time.perf_counter()
+        self._is_told = False
         try:
             with torch.no_grad():
                 call()
         except BaseException as error:
-            is_wire = isinstance(error, RuntimeError) and not isinstance(error, RingarError)
-            self._failure = self._wire_error(what, error) if is_wire else error
-            self._intra.close()  # those who wait for this rank are told, in the machine
-            if self._inter is not None:  # and on the others
-                self._inter.abort()
+            if self._failure is None and not self._is_told:
+                raise  # such as no memory: there was no call
+            self._break_off(error)
             if self._failure is error:
                 raise
-            raise self._failure from error
+            why = str(self._failure) or type(self._failure).__name__
+            raise RingarError(f"{what} was broken off: {why}") from error
         with self._lock:
             row = self._stats["hierarchical"]
             row["calls"] += 1
@@ -396,6 +439,7 @@ class HierarchicalCommunicator(Closing):
 
     def _inside(self, call: Callable[[], object]) -> None:
         """Call the machine's own communicator; its errors count ranks from 0."""
+        self._is_told = True
         try:
             call()
         except RingarError as error:
@@ -404,17 +448,43 @@ class HierarchicalCommunicator(Closing):
                 f"{self._nodes[self._node]} count from 0 in what follows: {error}"
             ) from error
 
-    def _wire_error(self, what: str, error: BaseException) -> RingarError:
-        others = [ranks[self._local_rank] for ranks in self._nodes]
-        text = (
-            f"{what} over {len(self._nodes)} machines: rank {self._rank} waited for ranks "
-            f"{[rank for rank in others if rank != self._rank]} of the other machines: {error}"
-        )
-        is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        return CollectiveTimeout(text) if is_late else PeerLostError(text)
+    def _outside(self, what: str, call: Callable[[Inter], Wait]) -> Wait:
+        """Begin a call between machines; errors of its own and of its wait are lost peers."""
+        if self._inter is None:
+            return _nothing
+        self._is_told = True
+        inter = self._inter
+        arrived = self._named(what, lambda: call(inter))
+        return lambda: self._named(what, arrived)
+
+    def _named(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            others = [ranks[self._local_rank] for ranks in self._nodes]
+            text = (
+                f"{what} over {len(self._nodes)} machines: rank {self._rank} waited for ranks "
+                f"{[rank for rank in others if rank != self._rank]} of the other machines: {error}"
+            )
+            is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            raise (CollectiveTimeout if is_late else PeerLostError)(text) from error
 
     def _reduce(self, tensors: list[Tensor], op: str, what: str) -> None:
+        packed = self._pack(tensors)  # before others are told: there may be no memory
         agreed = self._compare(what)
+        for flat, _, _ in packed:
+            self._reduce_flat(flat, "sum" if op == "mean" else op, what, agreed)
+            if op == "mean":
+                with default_float_mode() as pieces:
+                    divide(flat, self._world_size, pieces)
+        agreed()
+        for _, views, mine in packed:  # not before all is well
+            copy_all(list(zip(mine, views, strict=True)))
+        with self._lock:
+            self._stats["hierarchical"]["bytes"] += sum(t.numel() * t.itemsize for t in tensors)
+
+    def _pack(self, tensors: list[Tensor]) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
+        """Flat memory for each dtype, its views for tensors of that dtype, and these."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(wide(tensor.dtype), []).append(tensor)
@@ -426,18 +496,10 @@ class HierarchicalCommunicator(Closing):
             views = views_of(flat, mine)
             for view, tensor in zip(views, mine, strict=True):
                 view.copy_(tensor)
-            self._reduce_flat(flat, "sum" if op == "mean" else op, agreed)
-            if op == "mean":
-                with default_float_mode() as pieces:
-                    divide(flat, self._world_size, pieces)
-            packed.append((views, mine))
-        agreed()
-        for views, mine in packed:  # not before all is well
-            copy_all(list(zip(mine, views, strict=True)))
-        with self._lock:
-            self._stats["hierarchical"]["bytes"] += sum(t.numel() * t.itemsize for t in tensors)
+            packed.append((flat, views, mine))
+        return packed
 
-    def _reduce_flat(self, flat: Tensor, op: str, agreed: Wait) -> None:
+    def _reduce_flat(self, flat: Tensor, op: str, what: str, agreed: Wait) -> None:
         """While one piece crosses the wire, the next is reduced inside."""
         crossing: tuple[Tensor, Tensor, Wait] | None = None
         for begin, end in self._pieces(flat.numel(), flat.dtype):
@@ -445,20 +507,19 @@ class HierarchicalCommunicator(Closing):
             part = torch.empty(len(piece) // len(self._nodes[0]), dtype=flat.dtype)
             self._inside(partial(self._intra.reduce_scatter, part, piece, op))
             agreed()  # machines call the same, so that the other side has the same sizes
-            arrived = self._cross(part, op)
+            arrived = self._cross(part, op, what)
             if crossing is not None:
                 self._share(*crossing)
             crossing = (piece, part, arrived)
         if crossing is not None:
             self._share(*crossing)
 
-    def _cross(self, part: Tensor, op: str) -> Wait:
-        if self._inter is None:
-            return _nothing
-        with self._lock:
-            self._stats["inter"]["calls"] += 1
-            self._stats["inter"]["bytes"] += part.numel() * part.itemsize
-        return self._inter.all_reduce(part, op)
+    def _cross(self, part: Tensor, op: str, what: str) -> Wait:
+        if self._inter is not None:
+            with self._lock:
+                self._stats["inter"]["calls"] += 1
+                self._stats["inter"]["bytes"] += part.numel() * part.itemsize
+        return self._outside(what, lambda inter: inter.all_reduce(part, op))
 
     def _share(self, piece: Tensor, part: Tensor, arrived: Wait) -> None:
         arrived()
@@ -477,7 +538,7 @@ class HierarchicalCommunicator(Closing):
         digest = hashlib.blake2b(what.encode(), digest_size=7).digest()
         own = int.from_bytes(digest, "big")
         asked = torch.tensor([own, -own])
-        arrived = self._inter.all_reduce(asked, "max")
+        arrived = self._outside(what, lambda inter: inter.all_reduce(asked, "max"))
         is_asked = True
 
         def check() -> None:
@@ -495,14 +556,14 @@ class HierarchicalCommunicator(Closing):
         return check
 
     def _copy(self, tensor: Tensor, root: int, what: str) -> None:
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         self._compare(what)()
         node = next(i for i, ranks in enumerate(self._nodes) if root in ranks)
         place = self._nodes[node].index(root)
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if self._node == node:
             self._inside(lambda: self._intra.broadcast(data, place))
-        if self._inter is not None and self._local_rank == place:
-            self._inter.broadcast(data, node)()
+        if self._local_rank == place:
+            self._outside(what, lambda inter: inter.broadcast(data, node))()
         if self._node != node:
             self._inside(lambda: self._intra.broadcast(data, place))
         if self._rank != root:

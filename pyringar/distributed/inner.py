@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.distributed.messages import Waiters
 from pyringar.distributed.work import Part
 from pyringar.errors import RingarError, UnsupportedError
 from pyringar.exits import close_at_exit, is_inherited, never_destroy
 
-__all__ = ["InnerBackends"]
+__all__ = ["InnerBackends", "break_off"]
+
+# Of messages that nobody sends.
+_NOBODYS_TAG = 2**31 - 1
 
 
 class InnerBackends:
@@ -45,7 +50,9 @@ class InnerBackends:
         self._backend_of = backend_of
         self._gloo: Any = None
         self._nccl: Any = None
-        self._under_way: list[Part] = []
+        # Without a lock, as :class:`pyringar.call.InFlight`: each use is one step.
+        self._under_way: set[Part] = set()
+        self.waiters = Waiters()  # of messages
         self._is_closed = False
         self._error: Exception | None = None
         try:
@@ -94,19 +101,27 @@ class InnerBackends:
             if inner is not None:
                 inner.set_timeout(timeout)
 
-    def add(self, part: Part) -> None:
-        """Take note of a call of gloo's that runs."""
-        self._under_way = [*self.under_way(), part]
+    def add(self, *parts: Part) -> None:
+        """Take note of a call of gloo's that runs, and of what follows it."""
+        self._under_way.update(parts)
+        for part in tuple(self._under_way):
+            if part.is_completed():
+                self._under_way.discard(part)
 
     def under_way(self) -> list[Part]:
         """Return gloo's calls that still run."""
-        return [part for part in self._under_way if not part.is_completed()]
+        return [part for part in tuple(self._under_way) if not part.is_completed()]
 
     def finish(self) -> None:
         """Wait until gloo's calls are done, or fail."""
-        for part in self._under_way:
+        for part in tuple(self._under_way):
             with contextlib.suppress(RuntimeError):  # its work has it
                 part.wait()
+
+    def abort(self) -> None:
+        """Make gloo's calls and messages fail, here and on the other ranks."""
+        if self._gloo is not None and not is_inherited(self):
+            break_off(self._gloo)
 
     def close(self) -> None:
         """Let both go: held at exit, gloo's threads would abort the process.
@@ -117,14 +132,28 @@ class InnerBackends:
         if is_inherited(self):
             return
         self._is_closed = True
-        if self.under_way():
+        if self.waiters.is_busy():
+            self.abort()
+        self.waiters.close()
+        if self.under_way() or self.waiters.is_busy():
             never_destroy(self._gloo)
         self._gloo = None
-        self._under_way = []
+        self._under_way.clear()
         if self._nccl is not None:
             with contextlib.suppress(RuntimeError):
                 self._nccl.shutdown()
             self._nccl = None
+
+
+def break_off(gloo: Any) -> None:
+    """Make a gloo's calls and messages fail: when one times out, it closes all connections.
+
+    What receives from any rank alone is not told.
+    """
+    for peer in range(gloo.size()):
+        if peer != gloo.rank():
+            with contextlib.suppress(RuntimeError):  # also if this connection is closed already
+                gloo.recv([torch.empty(0)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 def _make_gloo(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.distributed.inner import break_off
 from pyringar.errors import ArgumentError, PeerLostError, RingarError
 from pyringar.float_mode import default_float_mode
 
@@ -127,9 +128,14 @@ class TorchInter:
 
     def abort(self) -> None:
         """As :class:`Inter` has it, if the backend can."""
+        group = self._group
         with suppress(RuntimeError, AttributeError):
-            self._group.abort()  # what is under way fails, and is not waited for
-        for held in self._under_way:
+            group.abort()  # what is under way fails, and is not waited for
+            if hasattr(group, "_get_backend"):
+                group = group._get_backend(torch.device("cpu"))
+            if group.name() == "gloo":  # whose abort() does nothing
+                break_off(group)
+        for held in list(self._under_way):
             held.clear()
         self.close()
 

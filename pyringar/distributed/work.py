@@ -34,8 +34,6 @@ __all__ = [
     "one_or_all",
 ]
 
-# Parts end by the deadlines of the engines that run them; this one is for a bug.
-_FOREVER_S = 1e8
 # How long a callback may run before another thread completes the futures behind it, at first.
 _GRACE_S = 0.01
 
@@ -59,8 +57,10 @@ class DelegatedPart:
         self._work = work
 
     def wait(self, timeout: float | None = None) -> object:
-        """Block until it is done; its own deadline counts."""
-        return self._work.wait()
+        """Block until it is done, or for ``timeout`` seconds; its own deadline counts, too."""
+        if timeout is None:
+            return self._work.wait()
+        return self._work.wait(timedelta(seconds=max(timeout, 0.001)))  # zero is torch's for none
 
     def is_completed(self) -> bool:
         """Return whether it is done."""
@@ -94,7 +94,7 @@ class StepPart:
 def error_of(part: Part) -> Exception | None:
     """Return what a part failed with; None if it ended well. Waits for it."""
     try:
-        part.wait(_FOREVER_S)
+        part.wait()
     except Exception as error:
         return error
     return None
@@ -182,7 +182,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds
         for part in self._parts:
-            part.wait(max(0.0, deadline - time.monotonic()) if seconds > 0 else _FOREVER_S)
+            part.wait(max(0.0, deadline - time.monotonic()) if seconds > 0 else None)
         return True
 
     def synchronize(self) -> None:

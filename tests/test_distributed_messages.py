@@ -1,0 +1,197 @@
+"""Do messages (`send`, `recv`) end once for all who ask, by timeout and Ctrl-C, with all signs?"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import process_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_faults import error_of
+
+from pyringar.distributed.messages import Waiters
+from pyringar.distributed.work import DelegatedPart
+
+
+def here(rank: int, size: int, place: str) -> None:
+    """Meet without a call of the group's."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{place}/{rank}", "")
+    store.wait([f"{place}/{r}" for r in range(size)], timedelta(seconds=30))
+
+
+def numbers(rank: int) -> torch.Tensor:
+    return torch.arange(5.0) % 17 + rank
+
+
+def asked_again(rank: int, size: int) -> Any:
+    tensor = numbers(rank)
+    work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+    waits: list[Any] = []
+    threads = [threading.Thread(target=lambda: waits.append(work.wait())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers = [waits, work.wait(), work.is_completed(), work.is_success(), work.exception()]
+    future = work.get_future().wait()
+    here(rank, size, "asked")  # who left would be the reason
+    return answers, work.result()[0].tolist(), future[0].tolist()
+
+
+def test_a_message_that_was_waited_for_is_not_asked_again():
+    """Gloo would wait for another message, which nobody sends, and break off all others."""
+    expected = numbers(0).tolist()
+    answers = [[True] * 3, True, True, True, None]
+    assert process_ranks.run(asked_again, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2
+
+
+def not_sent_yet(rank: int, size: int, how: str) -> Any:
+    """Rank 0 sends once rank 1 has waited in vain; then the message comes nevertheless."""
+    tensor = numbers(rank)
+    if rank == 0:
+        here(rank, size, "vain")
+        dist.send(tensor, 1)
+        here(rank, size, "done")
+        return None
+    work = dist.irecv(tensor, None if how == "any" else 0)
+    began = time.monotonic()
+    if how == "signal":
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            work.wait()
+            first = "no error"
+        except KeyboardInterrupt:
+            first = "KeyboardInterrupt"
+    else:
+        first = error_of(lambda: work.wait(timedelta(seconds=0.3)))[0]
+    waited_s = time.monotonic() - began
+    is_completed = work.is_completed()
+    here(rank, size, "vain")
+    work.wait()
+    here(rank, size, "done")
+    return first, is_completed, waited_s, tensor.tolist()
+
+
+@pytest.mark.parametrize("how", ["timeout", "any", "signal"])
+def test_a_wait_that_is_over_early_is_not_the_message_s_end(how):
+    _, receiver = process_ranks.run(not_sent_yet, 2, how)
+    assert not isinstance(receiver, str), receiver
+    first, is_completed, waited_s, got = receiver
+    assert first == ("KeyboardInterrupt" if how == "signal" else "CollectiveTimeout")
+    assert not is_completed
+    assert 0.2 < waited_s < 15, "the group's timeout is 30 s"
+    assert got == numbers(0).tolist()
+
+
+def test_a_timeout_reaches_the_works_of_what_is_coalesced():
+    class Recorded:
+        timeouts: list[Any]
+
+        def wait(self, *timeouts: Any) -> bool:
+            self.timeouts = list(timeouts)
+            return True
+
+    work = Recorded()
+    for given, expected in [
+        (None, []),
+        (2.0, [timedelta(seconds=2)]),
+        (0.0, [timedelta(0, 0, 1000)]),
+    ]:
+        DelegatedPart(work).wait(given)
+        assert work.timeouts == expected
+
+
+def test_as_many_threads_as_waits_under_way():
+    waiters = Waiters()
+    gates = [threading.Event() for _ in range(3)]
+    begun = [threading.Event() for _ in range(3)]
+
+    def wait(i: int) -> None:
+        begun[i].set()
+        gates[i].wait(30)
+
+    for i in range(3):
+        waiters.submit(lambda i=i: wait(i))
+    assert all(event.wait(30) for event in begun), "each has a thread"
+    for gate in gates:
+        gate.set()
+    deadline = time.monotonic() + 30
+    while waiters.is_busy() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    last = threading.Event()
+    waiters.submit(last.set)
+    assert last.wait(30)
+    assert len(waiters._threads) == 3, "threads are used again"
+    waiters.close()
+    assert not any(thread.is_alive() for thread in waiters._threads)
+
+
+# -- tensors that hold the negative, or the conjugate, of their memory -----------------------------
+
+
+def negated(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch._neg_view(torch.tensor([1, 2, 3, 4], dtype=dtype) + 10 * rank)
+
+
+def conjugated(rank: int) -> torch.Tensor:
+    return torch.tensor([1 + 1j, 2 - 3j]).add(10 * rank).conj()
+
+
+def signs(rank: int, size: int) -> None:
+    """Two ranks."""
+    plain = [negated(r).clone().resolve_neg() for r in range(2)]
+
+    def same(got: Any, *expected: Any) -> None:
+        got = [t.resolve_neg().resolve_conj().tolist() for t in got]
+        assert got == [t.resolve_neg().resolve_conj().tolist() for t in expected], got
+
+    for make in (negated, conjugated):
+        rows = [torch.zeros_like(make(0).resolve_conj().resolve_neg()) for _ in range(2)]
+        dist.gather(make(rank), rows if rank == 0 else None, 0)
+        if rank == 0:
+            same(rows, make(0), make(1))
+    rows = [negated(5), negated(6)]
+    dist.gather(plain[rank], rows if rank == 0 else None, 0)
+    if rank == 0:
+        same(rows, *plain)
+    into = negated(7)
+    dist.scatter(into, [negated(2), negated(3)] if rank == 1 else None, 1)
+    same([into], negated(2 + rank))
+    into = negated(7)
+    if rank == 1:
+        dist.send(negated(1), 0)
+    else:
+        dist.recv(into, 1)
+        same([into], plain[1])
+    into = negated(7)
+    dist.all_to_all_single(into, negated(rank))
+    first = 2 * rank
+    same([into], torch.cat([plain[0][first : first + 2], plain[1][first : first + 2]]))
+    into = negated(rank)
+    dist.reduce(into, 0, dist.ReduceOp.MAX)
+    if rank == 0:
+        same([into], torch.maximum(*plain))
+    into = negated(rank, torch.int32)
+    dist.all_reduce(into, dist.ReduceOp.BAND)
+    same([into], negated(0, torch.int32).clone() & negated(1, torch.int32).clone())
+    into = negated(rank, torch.int16)
+    dist.broadcast(into, 0)
+    same([into], negated(0, torch.int16))
+    group = dist.distributed_c10d._get_default_group()
+    into = conjugated(rank)  # the functions of torch.distributed refuse it
+    group.allreduce([into]).wait()
+    same([into], conjugated(0).resolve_conj() + conjugated(1).resolve_conj())
+    into = conjugated(rank)
+    group.broadcast([into], 1).wait()
+    same([into], conjugated(1))
+
+
+def test_no_sign_is_lost():
+    assert process_ranks.run(signs, 2) == [None] * 2
