@@ -173,10 +173,6 @@ class EngineCommunicator(Closing):
                 self._in_flight.pop(other, None)
         return Work(native, self._in_flight)
 
-    def _num_under_way(self) -> int:
-        """Return how many works are not done."""
-        return sum(not native.is_completed() for native in tuple(self._in_flight))
-
     def close(self) -> None:
         """Wait for what runs in the background, then end all threads. May be called again.
 

@@ -152,8 +152,13 @@ class ProcessCommunicator(EngineCommunicator):
         close_at_exit(
             *(self, ProcessCommunicator.close),
             abort=ProcessCommunicator.abort,
-            progress=ProcessCommunicator._num_under_way,
+            progress=ProcessCommunicator._progress,
         )
+
+    def _progress(self) -> tuple[int, int] | None:
+        """What changes with each call, and each piece of one that any rank has done."""
+        num = sum(not native.is_completed() for native in tuple(self._in_flight))
+        return (num, self._group.progress()) if num else None
 
     @property
     def rank(self) -> int:

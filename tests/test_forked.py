@@ -163,6 +163,7 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
         "flip_bit_of_next": group.flip_bit_of_next,
         "abort": group.abort,
         "check_peers": lambda: group.check_peers([1]),
+        "progress": group.progress,
         "set_timeout": lambda: group.set_timeout(7.0),
         "submit_step": lambda: group.submit_step(print),
     }

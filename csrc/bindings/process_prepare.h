@@ -125,6 +125,7 @@ void def_process_calls(Class& cls) {
            })
       .def("check_peers",
            [](Ptr group, const std::vector<int>& ranks) { Calls::host(*group).check_peers(ranks); })
+      .def("progress", [](Ptr group) { return Calls::host(*group).progress(); })
       .def("set_timeout",
            [](Ptr group, double seconds) {
              Calls::host(*group).set_timeout(to_nanoseconds(seconds));

@@ -211,6 +211,12 @@ std::uint64_t PeerWatch::mark_of(int rank) const {
   return mark;
 }
 
+std::uint64_t PeerWatch::progress() const {
+  std::uint64_t all = 0;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) all += mark_of(rank);
+  return all;
+}
+
 // Everybody waits for the one who is late, or for somebody who does; that one has done least. Ranks
 // that have done as little do not wait for each other: of those, the one that has stood still for
 // longest.

@@ -74,6 +74,8 @@ class PeerWatch {
   std::string shared_failure() const;
   // Throws if the group has failed or one of these ranks is gone; any thread may call.
   void check_peers(const std::vector<int>& peers) const;
+  // Changes while any rank gets something done.
+  std::uint64_t progress() const;
   // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;

@@ -253,6 +253,11 @@ void ProcessGroup::check_peers(const std::vector<int>& peers) const {
   watch_.check_peers(peers);
 }
 
+std::uint64_t ProcessGroup::progress() const {
+  check_not_forked();
+  return watch_.progress();
+}
+
 ProcessStats ProcessGroup::stats() {
   check_not_forked();
   const std::lock_guard<std::mutex> lock(stats_mutex_);
