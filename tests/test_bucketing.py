@@ -23,14 +23,6 @@ from pyringar import _native
 K = 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(

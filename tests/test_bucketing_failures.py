@@ -22,14 +22,6 @@ K = 3
 EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a bucket for every parameter
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Explode(torch.autograd.Function):
     """Fails in backward while it is armed, on the rank that it is armed for."""
 

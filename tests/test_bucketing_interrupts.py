@@ -37,14 +37,6 @@ K = 2
 OURS = str(Path(pr.__file__).parent)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Interrupt:
     """A signal's handler that raises at the n-th line of pyringar that runs in the block."""
 

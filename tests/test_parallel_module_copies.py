@@ -18,14 +18,6 @@ from torch.nn import functional as F  # noqa: N812
 import pyringar as pr
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
