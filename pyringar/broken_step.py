@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from pyringar.call import Work
 from pyringar.errors import RingarError
+from pyringar.exits import empty_backward_at_exit
 
 __all__ = ["BrokenStep", "are_changed", "settle"]
 
@@ -50,6 +51,7 @@ class BrokenStep:
             reason: Why the step broke off.
             params: Their parameters, by rank and index.
         """
+        empty_backward_at_exit()
         if not self._left:
             self._reason = reason  # what came later came of it
         for place, param in params.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["close_at_exit", "is_inherited", "never_destroy"]
+__all__ = ["close_at_exit", "empty_backward_at_exit", "is_inherited", "never_destroy"]
 
 _Call = Callable[[Any], object]
 
@@ -73,6 +74,22 @@ def close_at_exit(
 def never_destroy(owner: Any) -> None:
     """Leave ``owner``, and what it holds, in memory until the process is gone."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+@functools.cache
+def empty_backward_at_exit() -> None:
+    """Before the interpreter ends, drop what a backward pass that fails leaves in torch's queue.
+
+    torch keeps it until the thread's next pass. Where it holds hooks on saved tensors, for instance
+    of activation checkpointing, torch 2.15 crashes if it is dropped after Python's end.
+    """
+    atexit.register(_run_empty_backward)
+
+
+def _run_empty_backward() -> None:
+    import torch
+
+    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def is_inherited(owner: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pyringar.errors import RingarError
+from pyringar.exits import empty_backward_at_exit
 
 __all__ = ["LockStep", "RankThreads"]
 
@@ -256,6 +257,7 @@ class LockStep:
         """
         part: tuple[_Run, int] | None = getattr(self._here, "part", None)
         if part is None:
+            empty_backward_at_exit()
             raise RingarError(
                 f"'{place}' needs all ranks, but was called outside of DataParallel's forward "
                 "(as activation checkpointing does, which batchnorm='sync' does not go with)"

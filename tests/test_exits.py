@@ -298,3 +298,53 @@ def test_a_program_that_ends_waits_for_a_peer_that_is_a_little_late(how, tmp_pat
     assert first.returncode == 0
     assert "Traceback" not in first_errors
     assert "terminate called" not in first_errors
+
+
+FAILED_PASS = """
+import sys
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+import pyringar as pr
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("in backward")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.batchnorm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+    def forward(self, x):
+        if sys.argv[1] == "refused":
+            return checkpoint(self.batchnorm, x, use_reentrant=False)
+        kept = checkpoint(lambda x: self.first(x).sin(), x, use_reentrant=False)
+        return self.last(kept + Failing.apply(self.first(x)))
+
+def step():
+    torch.set_num_threads(1)
+    net = pr.DataParallel(Net(), ["cpu"] * 2, batchnorm="sync")
+    net(torch.rand(4, 3)).sum().backward()
+
+step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("why", "error"), [("refused", "checkpointing"), ("failed", "in backward")]
+)
+def test_a_backward_pass_that_failed_does_not_crash_the_exit(why, error):
+    """What it leaves behind holds Python objects, and torch 2.15 keeps it until Python is gone."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED_PASS, why],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert error in done.stderr
+    assert done.returncode == 1
