@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pyringar.errors import RingarError
 
-__all__ = ["Latch", "start_thread"]
+__all__ = ["Latch", "start_thread", "starting_thread"]
 
 
 class Latch:
@@ -46,11 +47,18 @@ def start_thread(name: str, target: Callable[..., object], *args: Any) -> thread
         RingarError: The system has no thread left.
     """
     thread = threading.Thread(target=target, args=args, name=f"pyringar {name}", daemon=True)
-    try:
+    with starting_thread(thread.name):
         thread.start()
+    return thread
+
+
+@contextmanager
+def starting_thread(name: str) -> Iterator[None]:
+    """Raise a RingarError where Python says that the system has no thread left."""
+    try:
+        yield
     except RuntimeError as error:
         raise RingarError(
-            f"cannot start the thread 'pyringar {name}': {error}; the limit is that of the user "
+            f"cannot start the thread '{name}': {error}; the limit is that of the user "
             "(`ulimit -u`) or of the container (pids.max)"
         ) from error
-    return thread

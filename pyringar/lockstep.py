@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pyringar._threads import starting_thread
 from pyringar.errors import RingarError
 from pyringar.exits import empty_backward_at_exit
 
@@ -57,6 +58,7 @@ class RankThreads:
             The results by rank.
 
         Raises:
+            RingarError: The system has no thread left.
             Exception: The first rank's that failed, in rank order, once all have ended.
         """
         pool = self._start()
@@ -67,10 +69,13 @@ class RankThreads:
                 # Own device last: it is the one that stays current.
                 order = sorted(streams, key=lambda device: device == self._devices[rank])
                 settings = _Settings([streams[device] for device in order])
-                futures[rank] = pool.submit(settings.call, function)
+                with starting_thread("pyringar-rank"):
+                    futures[rank] = pool.submit(settings.call, function)
             wait(futures.values())
         except BaseException:
             abandon()
+            if len(futures) < len(functions):  # one more may run, whose future did not come back
+                self.close()
             wait(futures.values())
             raise
         errors = [error for f in futures.values() if (error := f.exception()) is not None]

@@ -6,6 +6,7 @@ import copy
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -318,6 +319,31 @@ class TestRankThreads:
 
         with pytest.raises(ValueError, match="zero"):
             threads.run({0: lambda: fail("zero"), 1: lambda: fail("one")})
+        threads.close()
+
+    def test_no_thread_is_left_for_a_rank(self, monkeypatch):
+        """The error names the limit, nothing goes on behind it, and the next run works."""
+        threads = RankThreads([torch.device("cpu")] * 3)
+        start, names, ran = threading.Thread.start, [], []
+
+        def start_one(thread):
+            names.append(thread.name)
+            if len(names) > 1:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        def slow(rank):
+            time.sleep(0.1)
+            ran.append(rank)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_one)
+            with pytest.raises(pr.RingarError, match=r"'pyringar-rank'.*ulimit"):
+                threads.run({rank: partial(slow, rank) for rank in range(3)})
+        before = list(ran)
+        time.sleep(0.3)
+        assert ran == before
+        assert threads.run({rank: lambda: 5 for rank in range(3)}) == {0: 5, 1: 5, 2: 5}
         threads.close()
 
 
