@@ -169,8 +169,8 @@ def call_at_random(comm: pr.Communicator, seed: int, report: SimpleNamespace) ->
     """Calls until the communicator is closed; every result is looked at."""
     choice, k = random.Random(seed), comm.world_size
     own = [positions(100, rank) for rank in range(k)]
-    bound = comm.bind(own)
     try:
+        bound = comm.bind(own)
         while True:
             numel, kind = choice.choice(SIZES), choice.randrange(6)
             tensors = [positions(numel, rank) for rank in range(k)]
@@ -257,7 +257,9 @@ def on_rank_storms(state, seed: int, seconds: float) -> dict[str, int]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     beside.close()
     assert not report.wrong, (seed, report.wrong[:3])
-    num_threads = len(os.listdir("/proc/self/task"))
+    end = time.monotonic() + 5.0  # join() returns before the system has ended the thread
+    while (num_threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < end:
+        time.sleep(0.01)
     return {**vars(report), "threads": num_threads}
 
 
