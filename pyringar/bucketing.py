@@ -320,7 +320,9 @@ class GradientBucketer:
         # Ranks in other processes are told with the last bucket, or by not getting it.
         can_tell = self._elsewhere is not None and self._elsewhere.can_tell
         if changed and not (can_tell and len(sent) < num_buckets):
-            raise RingarError(f"{CHANGED} (among parameters {changed})")
+            reason = f"{CHANGED} (among parameters {changed})"
+            self._break_off(f"a reduction failed ({reason})")
+            raise RingarError(reason)
         has_marks = self._adopt_new_parameters() or self._native.has_marks()
         has_marks = has_marks or any(bucket.has_marks for bucket in sent.values())
         self._check_cleared(self._broken.places())

@@ -347,9 +347,11 @@ def test_clearing_before_wait_is_an_error(rank, options, overlap):
         assert_reduced(nets, expected)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("how", ["zero_grad", "replace", "clip"])
-def test_changing_what_has_left_is_an_error(how):
+def test_changing_what_has_left_is_an_error(how, set_to_none):
     nets, xs = nets_of(), inputs(1)
+    expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EACH) as bucketer:
         backward_one_by_one(nets, xs)
         if how == "zero_grad":
@@ -358,8 +360,13 @@ def test_changing_what_has_left_is_an_error(how):
             nets[1].late.grad = nets[1].late.grad.clone()
         else:
             nn.utils.clip_grad_norm_(nets[1].parameters(), 1e-3)
-        with pytest.raises(pr.RingarError, match="changed or cleared after they had left"):
-            bucketer.wait()
+        for _ in range(2):
+            with pytest.raises(pr.RingarError, match="changed or cleared after they had left"):
+                bucketer.wait()
+        clear(nets, set_to_none=set_to_none)
+        backward_one_by_one(nets, xs)
+        bucketer.wait()
+        assert_reduced(nets, expected)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
