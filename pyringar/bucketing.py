@@ -144,6 +144,8 @@ class GradientBucketer:
             on_trouble=_method(this, GradientBucketer._trouble),
             on_failed=_method(this, GradientBucketer._settle),
         )
+        # The step in which parameters were replaced, whose passes nobody has counted.
+        self._adopted_in: dict[int, Sent] | None = None
         self._broken = BrokenStep(_method(this, lambda self, rank, i: self._params[rank][i].grad))
         self._handles: list[Any] = []
         self._add_hooks(self._params)
@@ -221,6 +223,7 @@ class GradientBucketer:
                 "the step was broken off while wait() waited for it: clear the gradients of all "
                 "ranks, and run all backward passes of the step again"
             )
+        self._adopted_in = None
         self._broken.forget()
 
     @contextmanager
@@ -323,7 +326,8 @@ class GradientBucketer:
             reason = f"{CHANGED} (among parameters {changed})"
             self._break_off(f"a reduction failed ({reason})")
             raise RingarError(reason)
-        has_marks = self._adopt_new_parameters() or self._native.has_marks()
+        self._adopt_new_parameters(sent)
+        has_marks = self._adopted_in is sent or self._native.has_marks()
         has_marks = has_marks or any(bucket.has_marks for bucket in sent.values())
         self._check_cleared(self._broken.places())
         if not has_marks and self._elsewhere is None:
@@ -537,17 +541,17 @@ class GradientBucketer:
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
-    def _adopt_new_parameters(self) -> bool:
+    def _adopt_new_parameters(self, sent: dict[int, Sent]) -> None:
         """Parameters that were replaced (``load_state_dict(assign=True)``) get hooks."""
         if not any(isinstance(replica, nn.Module) for replica in self._replicas):
-            return False
+            return
         now = [trainable(replica) for replica in self._replicas]
         same = all(
             len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
             for new, old in zip(now, self._params, strict=True)
         )
         if same:
-            return False
+            return
         if items_of(now) != items_of(self._params):
             raise ArgumentError(
                 "the replicas' parameters have changed in number, shape, dtype or requires_grad; "
@@ -558,8 +562,8 @@ class GradientBucketer:
             handle.remove()
         self._handles.clear()
         self._add_hooks(now)
+        self._adopted_in = sent
         self._params = now  # last: interrupted, this is done again
-        return True
 
 
 def _method(this: weakref.ref[GradientBucketer], method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import random
 import signal
@@ -102,6 +103,30 @@ def test_wait_may_be_called_again_wherever_it_was_interrupted(overlap, error):
     assert 100 < n < 1000
     # Only where it came while a bucket was handed over.
     assert num_errors < n / 2
+
+
+def test_wait_may_be_called_again_for_parameters_that_were_replaced():
+    """Nobody has counted their gradients: the interrupted call has found them."""
+    xs = inputs(1, world_size=K)
+    expected = summed(nets_of(world_size=K), xs)
+    for n in range(1000):
+        nets = nets_of(world_size=K)
+        with pr.GradientBucketer(nets) as bucketer:
+            for net in nets:
+                net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+            backward_one_by_one(nets, xs)
+            with Interrupt(n) as interrupt, contextlib.suppress(KeyboardInterrupt):
+                bucketer.wait()
+            refused = ""
+            try:
+                bucketer.wait()
+                assert_reduced(nets, expected)
+            except pr.RingarError as error:
+                refused = str(error)
+            assert not refused or "clear the gradients of all ranks" in refused, interrupt.at
+        if not interrupt.at:
+            break
+    assert 150 < n < 1000
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
