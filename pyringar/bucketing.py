@@ -273,13 +273,16 @@ class GradientBucketer:
         try:
             if self._elsewhere is None:
                 self._launch(sent, bucket, is_complete=True)
-                return
-            # All ranks keep one order. The last one is for wait(): with it ranks tell each other
-            # what became of the others.
-            turn = self._native.take_turn(has_sent=False)
-            while turn >= 0:
-                self._launch(sent, turn, is_complete=True)
-                turn = self._native.take_turn(has_sent=True)
+            else:
+                # All ranks keep one order. The last one is for wait(): with it ranks tell each
+                # other what became of the others.
+                turn = self._native.take_turn(has_sent=False)
+                while turn >= 0:
+                    self._launch(sent, turn, is_complete=True)
+                    turn = self._native.take_turn(has_sent=True)
+            if sent is not self._native.sent:  # broken off meanwhile, and settled without this
+                self._native.unsettled.append((FAILED, sent, False, False))
+                self._settle()
         except BaseException as error:
             self._fail(sent, error, in_backward=True)
             raise

@@ -290,6 +290,47 @@ def test_a_handler_that_closes_the_bucketer_while_it_waits(monkeypatch):
                 bucketer.wait()
 
 
+# -- what still runs -------------------------------------------------------------------------------
+
+
+def delayed(comm: pr.Communicator) -> pr.Communicator:
+    comm._group.delay_rank(1, 0.5)
+    return comm
+
+
+def test_a_bucket_that_leaves_while_a_pass_of_another_thread_fails():
+    ranks = [[nn.Parameter(torch.full((8,), 1.0 + rank)) for _ in range(3)] for rank in range(K)]
+    with (
+        pr.Communicator(["cpu"] * K, algorithm="ring") as comm,
+        pr.GradientBucketer(ranks, comm=comm, **EACH) as bucketer,
+    ):
+        plain = comm.all_reduce_coalesced
+
+        def fail() -> None:
+            with armed(1):
+                (Explode.apply(ranks[1][2], 1) * ranks[1][1]).sum().backward()
+
+        def spy(*arguments, **options):
+            comm.all_reduce_coalesced = plain
+            thread = threading.Thread(target=fail)
+            thread.start()
+            thread.join(60)
+            return delayed(comm).all_reduce_coalesced(*arguments, **options)
+
+        comm.all_reduce_coalesced = spy
+        for params in ranks[::-1]:
+            params[0].sum().backward()
+        assert all(work.is_completed() for work in comm._in_flight)
+        with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
+            bucketer.wait()
+        for param in (param for params in ranks for param in params if param.grad is not None):
+            param.grad.zero_()
+        for params in ranks:
+            torch.stack(params).sum().backward()
+        bucketer.wait()
+        assert all(torch.equal(p.grad, torch.full((8,), 2.0)) for mine in ranks for p in mine)
+
+
 # -- what counts as cleared ------------------------------------------------------------------------
 
 
