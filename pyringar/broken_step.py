@@ -153,8 +153,11 @@ def settle(
             try:
                 is_done = work.wait()
             except BaseException as error:
-                is_done = isinstance(error, RingarError) or not is_patient
-                if not isinstance(error, RingarError) or work.exception() is None:
+                has_failed = work.exception() is not None
+                # The first may be a handler's, the second says that it cannot be waited for.
+                is_refused = isinstance(error, RingarError) and isinstance(interrupt, RingarError)
+                is_done = has_failed or is_refused or not is_patient
+                if not isinstance(error, RingarError) or not has_failed:
                     interrupt = error
     for device in devices:
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():

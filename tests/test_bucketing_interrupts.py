@@ -298,6 +298,28 @@ def delayed(comm: pr.Communicator) -> pr.Communicator:
     return comm
 
 
+def test_a_handler_that_fails_while_a_failed_pass_is_settled(monkeypatch):
+    """An error of ours need not be the work's: that still writes to the gradients."""
+    nets, xs, plain, seen = nets_of(world_size=K), inputs(1, world_size=K), Work.wait, []
+
+    def handled(self, *arguments):
+        monkeypatch.setattr(Work, "wait", plain)
+        seen.append(self)
+        raise pr.ArgumentError("a handler's")
+
+    with (
+        pr.Communicator(["cpu"] * K, algorithm="ring") as comm,
+        pr.GradientBucketer(nets, comm=delayed(comm), **EACH),
+    ):
+        monkeypatch.setattr(Work, "wait", handled)
+        monkeypatch.setattr(Explode, "armed", 1)
+        with contextlib.suppress(pr.ArgumentError):  # it may come out of the inner one's end
+            with contextlib.suppress(ValueError):
+                backward_one_by_one(nets, xs)
+            time.sleep(0)
+        assert [work.is_completed() for work in seen] == [True]
+
+
 def test_a_bucket_that_leaves_while_a_pass_of_another_thread_fails():
     ranks = [[nn.Parameter(torch.full((8,), 1.0 + rank)) for _ in range(3)] for rank in range(K)]
     with (
