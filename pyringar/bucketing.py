@@ -561,6 +561,7 @@ class GradientBucketer:
                 "make a new GradientBucketer"
             )
         check_alike(now)
+        self._native.retire_hooks()  # also one whose handle an interrupt has kept from us
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

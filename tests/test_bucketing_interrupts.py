@@ -111,7 +111,7 @@ def test_wait_may_be_called_again_for_parameters_that_were_replaced():
     expected = summed(nets_of(world_size=K), xs)
     for n in range(1000):
         nets = nets_of(world_size=K)
-        with pr.GradientBucketer(nets) as bucketer:
+        with pr.GradientBucketer(nets, **EACH) as bucketer:
             for net in nets:
                 net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
             backward_one_by_one(nets, xs)
@@ -124,6 +124,10 @@ def test_wait_may_be_called_again_for_parameters_that_were_replaced():
             except pr.RingarError as error:
                 refused = str(error)
             assert not refused or "clear the gradients of all ranks" in refused, interrupt.at
+            clear(nets, set_to_none=n % 2 == 0)
+            backward_one_by_one(nets, xs)
+            bucketer.wait()
+            assert_reduced(nets, expected)
         if not interrupt.at:
             break
     assert 150 < n < 1000

@@ -34,6 +34,7 @@ struct BoundBucketer {
   py::object current_task;  // torch's, C functions both
   py::object queue_callback;
   bool is_counting = true;
+  int num_retired = 0;  // times that all hooks were: those made before count nothing
   bool is_first_step = true;
   bool is_waiting = false;
   // False from the end of a step until the owner has returned from the wait for it, or a new pass
@@ -194,6 +195,7 @@ struct Hook {
   BucketerPtr bucketer;
   int rank;
   int param;
+  int num_retired;
 };
 
 inline constexpr const char* kHookCapsule = "pyringar.hook";
@@ -201,7 +203,8 @@ inline constexpr const char* kHookCapsule = "pyringar.hook";
 inline PyObject* call_hook(PyObject* capsule, PyObject*) {
   try {
     const auto* hook = static_cast<const Hook*>(PyCapsule_GetPointer(capsule, kHookCapsule));
-    count(hook->bucketer, hook->rank, hook->param);
+    const bool is_retired = hook->num_retired != hook->bucketer->num_retired;
+    if (!is_retired) count(hook->bucketer, hook->rank, hook->param);
   } catch (py::error_already_set& error) {
     error.restore();
     return nullptr;
@@ -214,9 +217,9 @@ inline PyObject* call_hook(PyObject* capsule, PyObject*) {
 
 inline py::object make_hook(const BucketerPtr& bucketer, int rank, int param) {
   static PyMethodDef method = {"gradient_ready", &call_hook, METH_O, "Count one gradient."};
-  const py::capsule capsule(new Hook{bucketer, rank, param}, kHookCapsule, [](PyObject* c) {
-    delete static_cast<Hook*>(PyCapsule_GetPointer(c, kHookCapsule));
-  });
+  const py::capsule capsule(
+      new Hook{bucketer, rank, param, bucketer->num_retired}, kHookCapsule,
+      [](PyObject* c) { delete static_cast<Hook*>(PyCapsule_GetPointer(c, kHookCapsule)); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
@@ -241,6 +244,7 @@ inline void bind_bucketer(py::module_& m) {
            py::arg("first_cap_bytes"), py::arg("cap_bytes"), py::arg("on_complete"),
            py::arg("on_trouble"), py::arg("on_failed"))
       .def("hook", &make_hook, py::arg("rank"), py::arg("param"))
+      .def("retire_hooks", [](BoundBucketer& b) { ++b.num_retired; })
       .def_readwrite("is_counting", &BoundBucketer::is_counting)
       .def_readwrite("is_reported", &BoundBucketer::is_reported)
       .def_readonly("is_first_step", &BoundBucketer::is_first_step)
