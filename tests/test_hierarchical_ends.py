@@ -134,6 +134,22 @@ def test_an_error_of_this_rank_s_own_is_no_lost_peer(pool):
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
 
 
+def negated(rank: int, size: int, store: Any) -> Any:
+    """A tensor whose memory has the other sign, there and back."""
+    comm = join(rank, store)
+    got = []
+    for root in range(2):
+        tensor = torch._neg_view(numbers(rank)) if rank == 0 else numbers(rank)
+        comm.broadcast(tensor, root)
+        got.append(tensor.tolist())
+    comm.close()
+    return got
+
+
+def test_a_broadcast_between_machines_keeps_signs(pool):
+    assert pool.check(negated) == [[(-numbers(0)).tolist(), numbers(1).tolist()]] * 2
+
+
 def dropped(rank: int, size: int, store: Any) -> Any:
     comm = join(rank, store)
     tensor = numbers(rank)

@@ -556,7 +556,7 @@ class HierarchicalCommunicator(Closing):
         return check
 
     def _copy(self, tensor: Tensor, root: int, what: str) -> None:
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        data = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
         self._compare(what)()
         node = next(i for i, ranks in enumerate(self._nodes) if root in ranks)
         place = self._nodes[node].index(root)
