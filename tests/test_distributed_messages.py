@@ -51,6 +51,21 @@ def test_a_message_that_was_waited_for_is_not_asked_again():
     assert process_ranks.run(asked_again, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2
 
 
+def polled(rank: int, size: int) -> Any:
+    """Nobody waits."""
+    tensor = numbers(rank)
+    work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+    deadline = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    here(rank, size, "polled")
+    return work.is_completed(), work.is_success(), tensor.tolist()
+
+
+def test_a_message_ends_though_nobody_waits_for_it():
+    assert process_ranks.run(polled, 2) == [(True, True, numbers(0).tolist())] * 2
+
+
 def not_sent_yet(rank: int, size: int, how: str) -> Any:
     """Rank 0 sends once rank 1 has waited in vain; then the message comes nevertheless."""
     tensor = numbers(rank)

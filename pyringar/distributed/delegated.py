@@ -106,7 +106,7 @@ class WatchedPart:
 
     def is_completed(self) -> bool:
         """Whether it is done. Never blocks."""
-        return bool(self.work.is_completed() if self._message is None else self._message.is_done)
+        return bool(self.work.is_completed() if self._message is None else self._message.wait(0))
 
     def _raise_named(self, error: Exception) -> NoReturn:
         if not any(word in str(error) for word in _CONNECTION):
