@@ -505,9 +505,19 @@ CASES: dict[str, Case] = {
 # -- failures, and what torch wraps ----------------------------------------------------------------
 
 
+class Refusing(torch.Tensor):
+    """Takes no copy."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function is torch.Tensor.copy_:
+            raise RuntimeError("no copy into this")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
 def copy_fails(rank: int, size: int) -> list[str]:
-    """What is said of a result that has no place: a row whose elements are one."""
-    rows = [torch.zeros(1).expand(N), *(torch.zeros(N) for _ in range(size - 1))]
+    """What is said of a result that has no place."""
+    rows = [torch.zeros(N).as_subclass(Refusing), *(torch.zeros(N) for _ in range(size - 1))]
     work = dist.all_gather(rows, numbers(rank), async_op=True)
     wait_until(work.is_completed, "a copy that failed is never completed")
     answers = []

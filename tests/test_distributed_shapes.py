@@ -93,10 +93,73 @@ def test_elements_correspond_by_index_whatever_their_strides():
             assert values == expected.to(dtype).tolist(), (name, dtype, root)
 
 
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, every other one of a longer tensor's."""
+    longer = torch.full((2 * len(x),), 77, dtype=x.dtype)
+    longer[::2] = x
+    return longer[::2]
+
+
+def not_contiguous(rank: int, size: int, dtype: torch.dtype) -> None:
+    """What gloo does, two ranks: it would go by memory, past the tensor's end."""
+    parts = [torch.arange(4).to(dtype) + 10 * r for r in range(2)]
+
+    def same(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        for got, expected in pairs:
+            assert got.tolist() == expected.tolist()
+
+    def new() -> torch.Tensor:
+        return strided(torch.zeros(4, dtype=dtype))
+
+    if dtype is torch.float32:  # on one rank, and on both
+        for x in (strided(parts[rank]) if rank else parts[0].clone(), strided(parts[rank])):
+            dist.reduce(x, 0)
+            if rank == 0:
+                same((x, parts[0] + parts[1]))
+    rows = [new(), new()]
+    dist.gather(strided(parts[rank]), rows if rank == 0 else None, 0)
+    if rank == 0:
+        same(*zip(rows, parts, strict=True))
+    into = new()
+    dist.scatter(into, [strided(part) for part in parts] if rank == 0 else None, 0)
+    same((into, parts[rank]))
+    into = new()
+    dist.all_to_all_single(into, strided(parts[rank]))
+    first = 2 * rank
+    same((into, torch.cat([part[first : first + 2] for part in parts])))
+    if torch.__version__.split(".")[:2] >= ["2", "14"]:  # torch 2.11's gloo has no such call
+        rows = [new(), new()]
+        dist.all_to_all(rows, [strided(parts[rank])] * 2)
+        same(*zip(rows, parts, strict=True))
+    into = new()
+    if rank == 0:
+        dist.send(strided(parts[0]), 1)
+    else:
+        dist.recv(into, 0)
+        same((into, parts[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
+def test_what_gloo_does_goes_by_index_and_not_by_memory(dtype):
+    assert process_ranks.run(not_contiguous, 2, dtype, timeout_s=10.0) == [None] * 2
+
+
 def expanded(rank: int, size: int) -> Any:
     x = torch.tensor([1.0 + rank]).expand(4)
     texts = []
+    conjugated = torch.zeros(1, dtype=torch.complex64).expand(4).conj()
+    short = torch.zeros(1, dtype=torch.int16).expand(4)
     for call in (
+        lambda: dist.all_reduce(short),
+        lambda: dist.group.WORLD.allreduce([conjugated]).wait(),
+        lambda: dist.broadcast(short, 0),
+        lambda: dist.all_gather_into_tensor(short, torch.zeros(4 // size, dtype=torch.int16)),
+        lambda: dist.all_gather([x] * size, torch.zeros(4)),
+        lambda: dist.reduce_scatter_tensor(short, torch.zeros(4 * size, dtype=torch.int16)),
+        lambda: dist.reduce_scatter(x, [torch.zeros(4)] * size),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.recv(x, 1 - rank),
+        lambda: dist.all_to_all_single(x, torch.zeros(4)),
         lambda: dist.all_reduce(x),
         lambda: dist.broadcast(x, 0),
         lambda: dist.all_gather_into_tensor(torch.empty(4 * size), x),

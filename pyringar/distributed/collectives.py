@@ -28,6 +28,7 @@ from pyringar.distributed.convert import (
 )
 from pyringar.distributed.delegated import Delegated, by_any_name, given_or_default
 from pyringar.distributed.inner import InnerBackends
+from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import (
     Completer,
     DelegatedPart,
@@ -164,6 +165,7 @@ class Collectives(Delegated):
         return self._finished(call, tensors, opts)
 
     def _broadcast_one(self, tensor: Tensor, root: int, call: _Call) -> None:
+        check_no_overlap("tensor", tensor)
         stand_in, whole = for_copy(tensor)
         if whole is not None and self._comm.rank == root:
             self._copy_in_turn([(whole, tensor.detach())], call)
@@ -261,6 +263,7 @@ class Collectives(Delegated):
             raise ArgumentError(
                 f"all_gather: output has dtype {output.dtype} and input {input.dtype}"
             )
+        check_no_overlap("output", output)
         into, whole = for_copy(output)
         if whole is not None:
             call.copies.append((output.detach(), whole))
@@ -277,6 +280,8 @@ class Collectives(Delegated):
                 f"tensor_list[{rank}], {tuple(row[rank].shape)} of {row[rank].dtype}, and the "
                 f"dtype of all {len(row)}"
             )
+        for i, tensor in enumerate(row):
+            check_no_overlap(f"tensor_list[{i}]", tensor)
         if all(t.numel() == input.numel() for t in row):
             flat = torch.empty(len(row) * input.numel(), dtype=input.dtype)
             self._gather_into(flat, input, call)
@@ -366,6 +371,7 @@ class Collectives(Delegated):
                 f"reduce_scatter: input has {input.numel()} elements of {input.dtype} and output "
                 f"{output.numel()} of {output.dtype}; expected one dtype and {size} times as many"
             )
+        check_no_overlap("output", output)
         is_native = input.dtype in NATIVE and op in OPS
         if is_native and input.is_contiguous() and not _share_memory(input, output):
             flat = input.detach().view(-1)
@@ -386,6 +392,7 @@ class Collectives(Delegated):
                 f"input_list[{rank}], {tuple(row[rank].shape)} of {row[rank].dtype}, and the dtype "
                 f"of all {len(row)}"
             )
+        check_no_overlap("output", output)
         flat = self._flat_copy(row, op, call)
         if all(t.numel() == output.numel() for t in row):
             self._scatter_from(output, flat, op, opts, call)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.distributed.packing import check_no_overlap
 from pyringar.errors import UnsupportedError
 
 __all__ = [
@@ -107,8 +108,10 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
         op: Of :data:`pyringar.call.OPS`, or ``"band"``, ``"bor"``, ``"bxor"``.
 
     Raises:
+        ArgumentError: It is expanded.
         UnsupportedError: There is none for this dtype and op.
     """
+    check_no_overlap("tensor", tensor)
     tensor = tensor.detach()
     dtype = tensor.dtype
     if dtype in NATIVE:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -21,6 +22,7 @@ from pyringar.distributed.convert import (
 )
 from pyringar.distributed.inner import InnerBackends
 from pyringar.distributed.messages import Message, Waiters
+from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import Completer, Part, PendingWork, StepPart
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
@@ -362,7 +364,7 @@ def by_any_name(inner: Any, *names: str) -> Any:
 
 def _read(tensor: Tensor) -> Tensor:
     """A tensor that gloo can send: as it is, its bytes, or those of a copy."""
-    return _movable(tensor.resolve_neg().resolve_conj())
+    return _movable(_whole(tensor))
 
 
 def _written(tensor: Tensor, copies: list[Copy]) -> Tensor:
@@ -372,14 +374,22 @@ def _written(tensor: Tensor, copies: list[Copy]) -> Tensor:
 
 def _reduced(tensor: Tensor, copies: list[Copy]) -> Tensor:
     """A tensor that gloo can reduce in place, or one that is copied into it after."""
-    if tensor.device.type != "cpu" or has_plain_memory(tensor):
-        return tensor
-    stand_in = tensor.detach().resolve_neg().resolve_conj()
-    copies.append((tensor.detach(), stand_in))
+    stand_in = _whole(tensor)
+    if stand_in is not tensor:
+        check_no_overlap("tensor", tensor)
+        copies.append((tensor.detach(), stand_in))
     return stand_in
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor as gloo takes it for granted: its elements end to end, as its memory has them."""
+    is_strided_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if not is_strided_here or (tensor.is_contiguous() and has_plain_memory(tensor)):
+        return tensor
+    return tensor.detach().resolve_neg().resolve_conj().contiguous()
 
 
 def _movable(tensor: Tensor) -> Tensor:
     """A tensor that gloo can move: as it is, or its bytes, with the same first dimension."""
-    is_movable = tensor.dtype in NATIVE or not tensor.is_contiguous()
+    is_movable = tensor.dtype in NATIVE or tensor.layout is not torch.strided
     return tensor if is_movable or tensor.device.type != "cpu" else as_bytes(tensor)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["check_tensor", "describe", "views_of"]
+__all__ = ["check_no_overlap", "check_tensor", "describe", "views_of"]
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -53,6 +53,15 @@ def check_tensor(name: str, tensor: Any) -> None:
             f"{name} is {tensor.layout} {tensor.dtype}, expected strided and one of "
             f"{', '.join(map(str, _DTYPES))}"
         )
+    check_no_overlap(name, tensor)
+
+
+def check_no_overlap(name: str, tensor: Tensor) -> None:
+    """Refuse a strided tensor whose elements share addresses: there is no place for a result.
+
+    Raises:
+        ArgumentError: It is expanded.
+    """
     if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ArgumentError(
             f"{name} of shape {tuple(tensor.shape)} overlaps itself (an expanded tensor?); "
