@@ -62,6 +62,8 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
     Raises:
         ArgumentError: It is expanded.
     """
+    if tensor.is_contiguous():
+        return
     if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ArgumentError(
             f"{name} of shape {tuple(tensor.shape)} overlaps itself (an expanded tensor?); "
