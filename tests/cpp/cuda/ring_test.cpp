@@ -285,6 +285,19 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   return check_failures(devices, world_size, absent, base);
 }
 
+// By the order of steps, since ranks begin to wait within microseconds of each other.
+void check_later_steps_wait_longer() {
+  constexpr int kStep = 4;
+  std::uint32_t flag[kFlagStride] = {};
+  std::uint32_t gave_up = 0;
+  Failure failure{};
+  const cuda::Patience patience{1'000'000, &gave_up, &failure, -1};
+  const Stopwatch stopwatch;
+  CHECK(!cuda::spin(flag, 1, kStep, patience, [](Failure&) {}), "nothing was signalled");
+  const double least = 1e-3 + 1e-9 * static_cast<double>(kStep * cuda::kNsPerStep);
+  CHECK(stopwatch.seconds() >= least, "gave up after ", stopwatch.seconds(), " s");
+}
+
 }  // namespace
 
 void ring_round(Random& random) {
@@ -318,6 +331,7 @@ void ring_round(Random& random) {
 void ring_withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
   const int absent = random.between(0, world_size - 1);
+  check_later_steps_wait_longer();
   check_one_of_three([&] { return withhold_rank(random, world_size, absent); });
 }
 
