@@ -45,11 +45,9 @@ def test_builds_for_all_architectures_and_spills_nothing(
         assert count == {n: v * DTYPES * REDUCTIONS for n, v in VARIANTS.items()}, arch
     spilled = [k for k in record["kernels"] if k["spill_store_bytes"] or k["spill_load_bytes"]]
     assert spilled == []
+    code = "from pyringar import _native; m = _native.cuda_engine(); print(m.num_devices())"
     out = run(
-        Path(sys.executable),
-        "-c",
-        "from pyringar import _native; m = _native.cuda_engine(); print(m.num_devices())",
-        cwd=REPO,
+        sys.executable, "-c", code, cwd=REPO, PYRINGAR_CACHE_DIR=cache, PYRINGAR_CUDA_ARCHS="all"
     )
     assert out.strip().isdigit()
 
