@@ -79,6 +79,8 @@ def main() -> int:
 def prepare(folder: Path, copy: Path, files: list[str], backend: str) -> None:
     """Copy the tests; those for ringar ask for it wherever they asked for gloo."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("barrier", "test_dir", "init_dir"):  # of its TEMP_DIR
+        (copy / name).mkdir(exist_ok=True)
     for path in copy.glob("*.py"):
         text = path.read_text()
         if backend == "ringar":
