@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
+from torch._C import _distributed_c10d as c10d
 
 from pyringar.distributed import HierarchicalCommunicator
 
@@ -132,6 +133,30 @@ def test_an_error_of_this_rank_s_own_is_no_lost_peer(pool):
         assert "tensor of shape (4,) overlaps itself" in sent[1]
         assert memory == ("RuntimeError", "no memory for you")
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
+
+
+def joined_late(rank: int, size: int, store: Any) -> float:
+    """Rank 1 connects, and is busy before it knows; rank 0 closes at once."""
+    plain = c10d.ProcessGroupGloo
+
+    def slow(*arguments: Any) -> Any:
+        group = plain(*arguments)
+        time.sleep(rank * 0.5)
+        return group
+
+    c10d.ProcessGroupGloo = slow
+    try:
+        started = time.monotonic()
+        comm = join(rank, store)
+        took = time.monotonic() - started
+    finally:
+        c10d.ProcessGroupGloo = plain
+    comm.close()
+    return took
+
+
+def test_nobody_leaves_before_all_machines_are_connected(pool):
+    assert min(pool.check(joined_late)) > 0.4
 
 
 def negated(rank: int, size: int, store: Any) -> Any:

@@ -183,4 +183,7 @@ def _make_gloo(
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo  # not in every build
 
     prefix = PrefixStore(f"pyringar/gloo/{place}", store)
-    return ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)
+    group: Any = ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)
+    # Who is connected to all may close at once; to one that still connects it would be lost.
+    group.barrier().wait()
+    return group
