@@ -320,7 +320,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.last, self.batchnorm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
     def forward(self, x):
-        if sys.argv[1] == "refused":
+        if sys.argv[1] != "failed":
             return checkpoint(self.batchnorm, x, use_reentrant=False)
         kept = checkpoint(lambda x: self.first(x).sin(), x, use_reentrant=False)
         return self.last(kept + Failing.apply(self.first(x)))
@@ -328,6 +328,8 @@ class Net(nn.Module):
 def step():
     torch.set_num_threads(1)
     net = pr.DataParallel(Net(), ["cpu"] * 2, batchnorm="sync")
+    if sys.argv[1] == "unnoticed":
+        net.bucketer.close()
     net(torch.rand(4, 3)).sum().backward()
 
 step()
@@ -335,7 +337,8 @@ step()
 
 
 @pytest.mark.parametrize(
-    ("why", "error"), [("refused", "checkpointing"), ("failed", "in backward")]
+    ("why", "error"),
+    [("refused", "checkpointing"), ("unnoticed", "checkpointing"), ("failed", "in backward")],
 )
 def test_a_backward_pass_that_failed_does_not_crash_the_exit(why, error):
     """What it leaves behind holds Python objects, and torch 2.15 keeps it until Python is gone."""
