@@ -120,6 +120,25 @@ std::string withhold(int world_size, int absent, const char* operation, Call&& c
   return join("\"", failure, "\" does not say that ", operation, " waited ", culprit);
 }
 
+// A rank that is under way for longer than the timeout, and says so, is waited for.
+void wait_for_a_slow_rank() {
+  constexpr milliseconds kTimeout{500};
+  Watch watch(2, kTimeout);
+  Flag flag;
+  on_all_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      CHECK(watch.wait(0, flag, 1, 1, [] { return std::string("too early"); }), watch.failure());
+      return;
+    }
+    const Stopwatch stopwatch;
+    while (stopwatch.seconds() < 1.5 * std::chrono::duration<double>(kTimeout).count()) {
+      std::this_thread::sleep_for(milliseconds(10));
+      watch.progressed(rank);
+    }
+    flag.set(1);
+  });
+}
+
 }  // namespace
 
 void ring_round(Random& random) {
@@ -194,6 +213,7 @@ void withheld_round(Random& random) {
       return direct_rank(rank, {&reduction, 1}, ReduceOp::kSum, 1, barrier, 0, watch);
     });
   });
+  wait_for_a_slow_rank();
 }
 
 }  // namespace pyringar::stress
