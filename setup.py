@@ -32,11 +32,11 @@ def prebuild_wanted() -> bool:
 
 
 def load_builder() -> Any:
-    """Import ``pyringar._build`` without running ``pyringar/__init__.py``, which needs torch."""
+    """Import ``pyringar.engine.build`` without ``pyringar/__init__.py``, which needs torch."""
     package = types.ModuleType("pyringar")
     package.__path__ = [str(HERE / "pyringar")]
     sys.modules["pyringar"] = package
-    return importlib.import_module("pyringar._build")
+    return importlib.import_module("pyringar.engine.build")
 
 
 class BuildWithEngine(build_py):
@@ -69,7 +69,7 @@ setup(
     packages=[*find_packages(include=["pyringar", "pyringar.*"]), "pyringar._csrc"],
     package_dir={"pyringar._csrc": "csrc"},
     package_data={
-        "pyringar": ["tuning.json"],
+        "pyringar.comm": ["tuning.json"],
         "pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.cuh", "**/*.cu", "**/*.md"],
     },
     include_package_data=False,

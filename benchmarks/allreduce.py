@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import pyringar as pr
-from pyringar import reference, tuning
+from pyringar.comm import reference, tuning
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -419,7 +419,7 @@ def driver_version() -> str:
 
 def describe_gpu() -> dict[str, Any]:
     """The GPU, its driver, and the versions of what drives it."""
-    from pyringar import _native
+    from pyringar.engine import load as _native
 
     facts = torch.cuda.get_device_properties(0)
     return {

@@ -150,7 +150,7 @@ def build(checker: Checker, args: argparse.Namespace) -> Step:
 
 def kernels_built() -> list[dict[str, Any]]:
     """The kernels in the CUDA engine's build record."""
-    from pyringar import _build
+    from pyringar.engine import build as _build
 
     engine = _build.find_engine(_build.Recipe(kind=_build.CUDA))
     return [] if engine is None else list(engine.record.get("kernels", []))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 import pyringar
-from pyringar import _native, tuning
+from pyringar.comm import tuning
+from pyringar.engine import load as _native
 
 __all__ = ["describe_machine", "num_cores"]
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import pyringar as pr
 import pyringar.distributed  # registers the backend
-from pyringar import tuning
+from pyringar.comm import tuning
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

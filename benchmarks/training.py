@@ -40,12 +40,12 @@ from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
 from benchmarks.report.text import format_us
 from benchmarks.timing import Timing, torch_threads, turns
-from pyringar.trace import Trace
 from pyringar.train import ImageData, TrainConfig, Trainer, lenet, lenet_params
 from pyringar.train.data import batches
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.step import sum_loss
 from pyringar.train.synthetic import synthetic_images
+from pyringar.train.trace import Trace
 
 LR, BATCH_SIZE, SEED = 0.02, 64, 0
 MODELS: dict[str, dict[str, Any]] = {

@@ -21,13 +21,11 @@ MODULES = (
     "pyringar.distributed",
     "pyringar.train",
     "pyringar.predict",
-    "pyringar.bucketing",
-    "pyringar.grader",
-    "pyringar.replica_optimizer",
-    "pyringar.trace",
+    "pyringar.parallel.bucketer",
+    "pyringar.grading.grader",
+    "pyringar.parallel.optimizer",
+    "pyringar.train.trace",
 )
-# pyringar.replicate, the function, has the name of its module: the function's place is taken.
-_NO_PAGES = ("!pyringar[.]replicate$",)
 
 
 def build(out: Path, modules: Sequence[str] = MODULES) -> None:
@@ -47,7 +45,7 @@ def build(out: Path, modules: Sequence[str] = MODULES) -> None:
         warnings.simplefilter("always")
         # In a checkout, with pyringar installed: it is the installed one that is documented.
         warnings.filterwarnings("ignore", ".* may refer to either the installed Python module")
-        pdoc.pdoc(*modules, *_NO_PAGES, output_directory=out)
+        pdoc.pdoc(*modules, output_directory=out)
     if caught:
         raise RuntimeError("\n".join(f"pdoc: {warning.message}" for warning in caught))
 

@@ -13,20 +13,16 @@ builds and loads nothing.
 Beside what is here: :mod:`pyringar.distributed`, the backend ``ringar`` of torch.distributed and
 several machines; :mod:`pyringar.train`, trainers for LeNet and ResNet-18;
 :mod:`pyringar.predict`, times on machines that one does not have. What calls return:
-:mod:`pyringar.bucketing` (statistics of a step), :mod:`pyringar.grader` (a verdict per property),
-:mod:`pyringar.replica_optimizer`, :mod:`pyringar.trace`.
+:mod:`pyringar.parallel.bucketer` (statistics of a step), :mod:`pyringar.parallel.optimizer`,
+:mod:`pyringar.grading.grader` (a verdict per property), :mod:`pyringar.train.trace`.
 """
 
 from __future__ import annotations
 
-from pyringar.bucketing import GradientBucketer
-from pyringar.communicator import Communicator, Work, allreduce
-from pyringar.data_parallel import (
-    check_replicas_equal,
-    evaluate_accuracy_gpus,
-    get_params,
-    split_batch,
-)
+from pyringar.comm.communicator import Communicator, Work, allreduce
+from pyringar.comm.process_communicator import ProcessCommunicator
+from pyringar.comm.shared_tensors import shared_empty
+from pyringar.comm.topology import Plan, Topology
 from pyringar.errors import (
     ArgumentError,
     BuildError,
@@ -37,12 +33,16 @@ from pyringar.errors import (
     RingarError,
     UnsupportedError,
 )
-from pyringar.grader import check_allreduce
-from pyringar.parallel_module import DataParallel
-from pyringar.process_communicator import ProcessCommunicator
-from pyringar.replicate import replicate
-from pyringar.shared_tensors import shared_empty
-from pyringar.topology import Plan, Topology
+from pyringar.grading.grader import check_allreduce
+from pyringar.parallel.bucketer import GradientBucketer
+from pyringar.parallel.module import DataParallel
+from pyringar.parallel.replicate import replicate
+from pyringar.parallel.shards import (
+    check_replicas_equal,
+    evaluate_accuracy_gpus,
+    get_params,
+    split_batch,
+)
 
 __version__ = "0.1.0"
 

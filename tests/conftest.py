@@ -13,7 +13,7 @@ import torch
 from ranks import Crew, Nursery
 
 import pyringar as pr
-from pyringar import _native
+from pyringar.engine import load as _native
 
 os.environ["PYRINGAR_TUNING"] = "shipped"  # not what was measured on the developer's machine
 # A shell's background jobs are started with Ctrl-C ignored, and hand that down.

@@ -39,7 +39,7 @@ def run(
     A rank that raised gives its traceback, as a :class:`Failed`; one that died its exit code, as a
     :class:`Died`.
     """
-    from pyringar import _native
+    from pyringar.engine import load as _native
 
     _native.engine()  # compiled once, here
     with tempfile.TemporaryDirectory() as folder:

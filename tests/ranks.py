@@ -318,7 +318,7 @@ def _nursery(control: socket.socket) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from pyringar import _native
+    from pyringar.engine import load as _native
 
     _native.engine()
     for module in _PRELOADED:

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import pyringar as pr
-from pyringar.lockstep import LockStep, RankThreads
+from pyringar.parallel.lockstep import LockStep, RankThreads
 
 
 class Net(nn.Module):

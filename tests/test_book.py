@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import pyringar
-from pyringar.data_parallel import check_replicas_equal
 from pyringar.errors import RingarError
+from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import train_batch
 from pyringar.train.synthetic import synthetic_images
 
@@ -143,7 +143,7 @@ def test_the_toy_prints_what_the_book_prints(capsys):
 
 
 def test_a_copied_parameter_prints_what_the_book_prints(capsys):
-    copies = pyringar.data_parallel.get_params(first_params(seed=0), "cpu")
+    copies = pyringar.parallel.shards.get_params(first_params(seed=0), "cpu")
     print("b1 weight:", copies[1])
     print("b1 grad:", copies[1].grad)
     printed = capsys.readouterr().out
@@ -153,6 +153,6 @@ def test_a_copied_parameter_prints_what_the_book_prints(capsys):
 
 def test_the_demonstration_of_splitting():
     rows = torch.arange(20).reshape(4, 5)
-    shards, _ = pyringar.data_parallel.split_batch(rows, torch.zeros(4), ["cpu", "cpu"])
+    shards, _ = pyringar.parallel.shards.split_batch(rows, torch.zeros(4), ["cpu", "cpu"])
     assert shards[0].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert shards[1].tolist() == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]

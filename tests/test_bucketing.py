@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyringar as pr
-from pyringar import _native
+from pyringar.engine import load as _native
 
 K = 3
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyringar import _native
+from pyringar.engine import load as _native
 
 nbformat = pytest.importorskip("nbformat", reason="the chapter needs pip install '.[test]'")
 

@@ -39,7 +39,7 @@ from oracle import (
 )
 
 import pyringar as pr
-from pyringar import _native
+from pyringar.engine import load as _native
 
 ON_CPU = os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1"
 NUM_GPUS = torch.cuda.device_count()

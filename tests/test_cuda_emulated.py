@@ -29,7 +29,7 @@ from test_stress import (
     run,
 )
 
-from pyringar import _toolchain
+from pyringar.engine import toolchain as _toolchain
 from pyringar.errors import BuildError
 
 EMULATED = STRESS / "cuda"

@@ -17,7 +17,9 @@ from oracle import DTYPES, OPS, assert_bits, expected, inputs, random, same_bits
 from ranks import new_name
 
 import pyringar as pr
-from pyringar import _native, errors, process_communicator
+from pyringar import errors
+from pyringar.comm import process_communicator
+from pyringar.engine import load as _native
 
 WORLD_SIZES = (2, 3)
 SLOT_BYTES = 16 << 20

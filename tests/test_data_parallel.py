@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyringar import data_parallel
-from pyringar.data_parallel import (
+from pyringar.errors import ArgumentError, RingarError
+from pyringar.parallel import shards as data_parallel
+from pyringar.parallel.shards import (
     check_replicas_equal,
     evaluate_accuracy_gpus,
     get_params,
@@ -20,7 +21,6 @@ from pyringar.data_parallel import (
     shard_sizes,
     split_batch,
 )
-from pyringar.errors import ArgumentError, RingarError
 from pyringar.train import lenet, lenet_params
 from pyringar.train.synthetic import synthetic_images
 

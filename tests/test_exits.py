@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from pyringar import _native
+from pyringar.engine import load as _native
 
 ROOT = Path(__file__).resolve().parents[1]
 
 CLOSING = """
 import os, sys
-from pyringar.exits import close_at_exit, is_inherited
+from pyringar.comm.exits import close_at_exit, is_inherited
 
 class Owner:
     def __init__(self, name):
@@ -165,7 +165,7 @@ def test_a_forked_child_ends_and_its_parent_goes_on(how, size, tmp_path):
 
 STILL = """
 import sys, time
-from pyringar import exits
+from pyringar.comm import exits
 
 exits._GRACE_S = 1.0
 began = time.monotonic()

@@ -11,7 +11,7 @@ import torch
 from oracle import ALGORITHMS, FLOATS, assert_all_ranks, expected, positional
 
 import pyringar as pr
-from pyringar.float_mode import default_float_mode
+from pyringar.comm.float_mode import default_float_mode
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import torch
 from test_process_faults import LARGE
 
 import pyringar as pr
-from pyringar import _native
+from pyringar.engine import load as _native
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pyringar as pr
 from pyringar.cli import main
-from pyringar.grader import Report, check_allreduce
+from pyringar.grading.grader import Report, check_allreduce
 
 Allreduce = Callable[[list[Tensor]], object]
 
@@ -444,7 +444,7 @@ def solution(tmp_path, monkeypatch):
         ("solution_under_test.py:good", 0),
         ("./solution_under_test.py:Ring.run", 0),
         ("solution_under_test:bad", 1),
-        ("pyringar.reference:naive_all_reduce", 0),
+        ("pyringar.comm.reference:naive_all_reduce", 0),
     ],
 )
 def test_command_exit_status(solution, capsys, target, status):
@@ -496,7 +496,7 @@ def test_command_finishes_although_the_function_hangs(tmp_path):
         "import threading\ndef f(data):\n    threading.Event().wait()\n"
     )
     code = (
-        "from pyringar.grader import check_allreduce; import hanging, sys; "
+        "from pyringar.grading.grader import check_allreduce; import hanging, sys; "
         "sys.exit(not check_allreduce(hanging.f, timeout_s=0.1).passed)"
     )
     root = Path(pr.__file__).parents[1]

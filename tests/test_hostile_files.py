@@ -24,10 +24,12 @@ from hypothesis import strategies as st
 from oracle import assert_bits, expected, inputs
 
 import pyringar as pr
-from pyringar import _build, _toolchain, process_communicator, tuning
 from pyringar.cli import main
-from pyringar.trace import Trace
+from pyringar.comm import process_communicator, tuning
+from pyringar.engine import build as _build
+from pyringar.engine import toolchain as _toolchain
 from pyringar.train import load_data
+from pyringar.train.trace import Trace
 
 ROW = {"from_bytes": 0, "algorithm": "fused", "why": "measured"}
 ENTRY = {"place": "host", "order": None, "world_size": 2, "device": None, "choices": [ROW]}
@@ -350,7 +352,7 @@ def test_info_shows_whatever_is_set(monkeypatch, capsys, tmp_path, value):
 NO_DESCRIPTORS = """
 import os, resource, sys, torch
 import pyringar as pr
-from pyringar import tuning
+from pyringar.comm import tuning
 pr.shared_empty(1)  # the engine is there
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = []
@@ -363,7 +365,7 @@ for call in (
     lambda: tuning.choices("host", 2, "any"),
     lambda: pr.Communicator(["cpu"] * 2),
     lambda: pr.shared_empty(10),
-    lambda: __import__("pyringar.trace").trace.Trace.load("x"),
+    lambda: __import__("pyringar.train.trace").trace.Trace.load("x"),
 ):
     try:
         call()
@@ -378,7 +380,7 @@ print(tuning.choices("host", 2, "any").rule)
 
 def test_without_descriptors_there_are_errors_of_ours():
     done = subprocess.run(
-        [sys.executable, "-c", "import pyringar.trace\n" + NO_DESCRIPTORS],
+        [sys.executable, "-c", "import pyringar.train.trace\n" + NO_DESCRIPTORS],
         env={**os.environ, "PYRINGAR_TUNING": "shipped"},
         capture_output=True,
         text=True,

@@ -18,58 +18,41 @@ from pathlib import Path
 
 import pytest
 
-from pyringar import _toolchain
+from pyringar.engine import toolchain as _toolchain
 from pyringar.errors import BuildError
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # Ground first. A module may import what stands before it; `__init__` is the public names.
+ORDER = {
+    "errors": [],
+    "engine": ["files", "toolchain", "compile", "build", "load"],
+    "comm": [
+        *["exits", "threads", "tuning", "schedule", "topology", "arrays", "float_mode"],
+        *["reference", "call", "communicator", "patient_store", "rendezvous"],
+        *["shared_tensors", "process_communicator", "tuner"],
+    ],
+    "parallel": [
+        *["bucket_step", "process_buckets", "bucket_params", "broken_step", "bucketer", "shards"],
+        *["replicate", "lockstep", "batchnorm", "optimizer", "nested", "module"],
+    ],
+    "distributed": [],
+    "predict": [],
+    "grading": ["checks", "grader"],
+    "__init__": [],
+    "train": [],
+    "cli": [],
+    "__main__": [],
+}
+# The same as one list: where a room has an order inside, its modules stand for it.
 FLOORS = [
-    "errors",
-    "_files",
-    "exits",
-    "_threads",
-    "_toolchain",
-    "_compile",
-    "_build",
-    "_native",
-    "tuning",
-    "schedule",
-    "topology",
-    "interop",
-    "float_mode",
-    "reference",
-    "call",
-    "communicator",
-    "patient_store",
-    "rendezvous",
-    "shared_tensors",
-    "process_communicator",
-    "tuner",
-    "bucket_step",
-    "process_buckets",
-    "bucket_params",
-    "broken_step",
-    "bucketing",
-    "data_parallel",
-    "replicate",
-    "lockstep",
-    "batchnorm",
-    "replica_optimizer",
-    "nested",
-    "parallel_module",
-    "distributed",
-    "trace",
-    "predict",
-    "_grader_checks",
-    "grader",
-    "__init__",
-    "train",
-    "cli",
-    "__main__",
+    f"{room}.{module}" if module else room
+    for room, modules in ORDER.items()
+    for module in (modules or [""])
 ]
+MAX_ARROWS = 35  # between rooms
 # What `pip install .` runs before torch is there.
-WITHOUT_TORCH = ["errors", "_files", "_toolchain", "_compile", "_build", "_native"]
+WITHOUT_TORCH = ["errors", *(f"engine/{module}" for module in ORDER["engine"])]
 # Slow to import or not always there: only inside the functions that need them.
 ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy", "IPython"}
 
@@ -141,11 +124,14 @@ def imported_modules(path: Path, package: Path) -> Iterator[tuple[int, str]]:
 
 
 def floor_of(dotted: str, package: Path) -> str:
-    """The floor on which a dotted name below ``pyringar`` lives."""
+    """The floor on which a dotted name below ``pyringar`` lives; "" for a room's own file."""
     parts = dotted.split(".")
-    if len(parts) > 1 and ((package / parts[1]).is_dir() or (package / f"{parts[1]}.py").is_file()):
-        return parts[1]
-    return "__init__"
+    if len(parts) == 1:
+        return "__init__"
+    room = parts[1]
+    if (package / room).is_dir():
+        return (".".join(parts[1:3]) if len(parts) > 2 else "") if ORDER[room] else room
+    return room if (package / f"{room}.py").is_file() else "__init__"
 
 
 def upward_imports(package: Path) -> list[str]:
@@ -157,47 +143,60 @@ def upward_imports(package: Path) -> list[str]:
             if dotted.split(".")[0] != package.name:
                 continue
             target = floor_of(dotted, package)
-            if target != floor and FLOORS.index(target) >= FLOORS.index(floor):
+            is_down = bool(floor and target) and FLOORS.index(target) < FLOORS.index(floor)
+            if target != floor and not is_down:
                 found.append(f"{path.relative_to(package.parent)}:{line} imports {target}")
     return found
 
 
 def test_every_module_has_a_floor():
     package = ROOT / "pyringar"
-    names = {p.stem for p in package.glob("*.py")}
-    names |= {p.parent.name for p in package.glob("*/__init__.py")}
-    assert names <= set(FLOORS), f"no place in FLOORS: {sorted(names - set(FLOORS))}"
+    rooms = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/*.py")}
+    assert rooms == set(ORDER)
+    for room, modules in ORDER.items():
+        if modules:
+            names = {p.stem for p in (package / room).glob("*.py")}
+            assert names == {*modules, "__init__"}, room
 
 
 def test_python_imports_point_down():
     assert upward_imports(ROOT / "pyringar") == []
 
 
+def test_few_rooms_know_of_each_other():
+    package = ROOT / "pyringar"
+    arrows = {
+        (floor_of(module_name(path, package), package).split(".")[0], target.split(".")[0])
+        for path in package.rglob("*.py")
+        for _, dotted in imported_modules(path, package)
+        if dotted.split(".")[0] == "pyringar" and (target := floor_of(dotted, package))
+    }
+    assert len({arrow for arrow in arrows if arrow[0] != arrow[1]}) <= MAX_ARROWS
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("errors.py", "from pyringar import communicator\n"),
-        ("errors.py", "from pyringar.communicator import allreduce\n"),
-        ("communicator.py", "def f():\n    import pyringar.grader\n"),
-        ("communicator.py", "def f():\n    from pyringar import allreduce\n"),
-        ("communicator.py", "from . import grader\n"),
-        ("communicator.py", "from .grader import check\n"),
-        ("communicator.py", "import importlib\nimportlib.import_module('pyringar.cli')\n"),
+        ("errors.py", "from pyringar.comm import call\n"),
+        ("errors.py", "from pyringar.comm.call import Work\n"),
+        ("comm/call.py", "def f():\n    import pyringar.train.step\n"),
+        ("comm/call.py", "def f():\n    from pyringar import allreduce\n"),
+        ("comm/call.py", "from . import communicator\n"),
+        ("comm/call.py", "from .communicator import allreduce\n"),
+        ("comm/call.py", "import importlib\nimportlib.import_module('pyringar.cli')\n"),
+        ("comm/__init__.py", "from pyringar.comm.call import Work\n"),
         ("train/step.py", "from pyringar.cli.check import run\n"),
         ("train/step.py", "from ..cli import check\n"),
     ],
 )
 def test_planted_upward_import_is_caught(tmp_path, file, text):
     package = tmp_path / "pyringar"
-    for name in ("errors", "communicator", "grader", "__init__"):
-        (package / f"{name}.py").parent.mkdir(exist_ok=True)
-        (package / f"{name}.py").write_text("")
-    for folder, name in (("train", "step"), ("cli", "check")):
-        (package / folder).mkdir()
-        (package / folder / "__init__.py").write_text("")
-        (package / folder / f"{name}.py").write_text(
-            "from pyringar.communicator import allreduce\n"
-        )
+    rooms = {"": ["errors"], "comm": ["call", "communicator"], "train": ["step"], "cli": ["check"]}
+    for room, modules in rooms.items():
+        (package / room).mkdir(exist_ok=True)
+        (package / room / "__init__.py").write_text("")
+        for module in modules:
+            (package / room / f"{module}.py").write_text("import pyringar.errors\n" * bool(room))
     assert upward_imports(package) == []
     (package / file).write_text(text)
     assert len(upward_imports(package)) == 1

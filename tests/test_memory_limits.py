@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pyringar as pr
-from pyringar import _native
+from pyringar.engine import load as _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_an_error_that_says_what_is_left():
 IN_A_CGROUP = """
 import os, sys, torch
 import pyringar as pr
-from pyringar import _native
+from pyringar.engine import load as _native
 _native.engine()
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 held = pr.shared_empty(int(sys.argv[2]), torch.uint8)

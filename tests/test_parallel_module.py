@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
-from pyringar.data_parallel import shard_sizes
+from pyringar.parallel.shards import shard_sizes
 
 
 def make_net(dtype=torch.float64, seed=0):

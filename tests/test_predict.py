@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyringar as pr
-from pyringar._native import engine
+from pyringar.comm.reference import shard_owners
+from pyringar.engine.load import engine
 from pyringar.predict import (
     ALGORITHMS,
     LINKS,
@@ -32,7 +33,6 @@ from pyringar.predict.algorithms import ring_in_memory
 from pyringar.predict.cpu import QUIET_SHARE, compare_cpu, render_cpu
 from pyringar.predict.network import Memory
 from pyringar.predict.step import plan_buckets
-from pyringar.reference import shard_owners
 from pyringar.train import lenet_params, resnet18
 
 LENET = [param.numel() for param in lenet_params()]

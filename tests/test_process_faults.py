@@ -23,7 +23,7 @@ from oracle import assert_bits, inputs, reduced, same_bits
 from ranks import Crew, Outcome, join, new_name, value_of
 
 import pyringar as pr
-from pyringar import _native
+from pyringar.engine import load as _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from ranks import Crew, connect, join, new_name, value_of
 
 import pyringar as pr
-from pyringar import _native, tuning
-from pyringar.rendezvous import Member, Rendezvous, node_id
+from pyringar.comm import tuning
+from pyringar.comm.rendezvous import Member, Rendezvous, node_id
+from pyringar.engine import load as _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 

@@ -23,8 +23,8 @@ from test_process_faults import mapped_memories, open_memories
 from test_rendezvous import CountingStore, meet
 
 import pyringar as pr
-from pyringar import _native
-from pyringar.rendezvous import Member
+from pyringar.comm.rendezvous import Member
+from pyringar.engine import load as _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 

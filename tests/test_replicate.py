@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pyringar as pr
-from pyringar.replicate import copy_buffers, copy_parameters
+from pyringar.parallel.replicate import copy_buffers, copy_parameters
 
 
 class Tied(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
-from pyringar.data_parallel import check_replicas_equal, evaluate_accuracy_gpus
+from pyringar.parallel.shards import check_replicas_equal, evaluate_accuracy_gpus
 from pyringar.train import ImageData, TrainConfig, Trainer, initialise, resnet18, train_resnet18
 from pyringar.train.synthetic import synthetic_images
 

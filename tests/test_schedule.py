@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyringar as pr
-from pyringar._native import engine
+from pyringar.comm.schedule import chunk_slices, ring_schedule
+from pyringar.engine.load import engine
 from pyringar.errors import ArgumentError
-from pyringar.schedule import chunk_slices, ring_schedule
 
 # (send chunk, receive chunk, whether to reduce) of a rank at a step.
 RingStep = Callable[[int, int, int], tuple[int, int, bool]]

@@ -323,7 +323,7 @@ def test_waits_for_the_background_of_one_process_end_with_a_signal(what):
 
 def test_a_communicator_that_is_dropped_keeps_tensors_when_interrupted(monkeypatch):
     """What a handler raises in __del__ goes nowhere; what still runs must keep its memory."""
-    from pyringar import call
+    from pyringar.comm import call
 
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: unraisable.append(args.exc_type))

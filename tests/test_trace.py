@@ -13,8 +13,8 @@ from torch import nn
 
 import pyringar as pr
 from pyringar.cli import main
-from pyringar.trace import CATEGORIES, Trace
 from pyringar.train import resnet18
+from pyringar.train.trace import CATEGORIES, Trace
 
 
 @pytest.fixture

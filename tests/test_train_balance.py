@@ -11,7 +11,7 @@ from torch import nn
 
 import pyringar as pr
 from pyringar.cli import main
-from pyringar.data_parallel import check_replicas_equal
+from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer, balance
 from pyringar.train.synthetic import synthetic_images
 

@@ -11,7 +11,7 @@ import pytest
 
 from pyringar.cli import main
 from pyringar.cli import train as cli_train
-from pyringar.communicator import ALGORITHMS
+from pyringar.comm.communicator import ALGORITHMS
 from pyringar.train import TrainConfig, config
 from pyringar.train import trainer as trainer_module
 from pyringar.train.data import ImageData

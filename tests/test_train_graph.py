@@ -16,16 +16,17 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyringar import Communicator, data_parallel
+from pyringar import Communicator
 from pyringar.cli import main
-from pyringar.data_parallel import check_replicas_equal
 from pyringar.errors import ArgumentError, CudaError, RingarError
-from pyringar.trace import Trace
+from pyringar.parallel import shards as data_parallel
+from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer, graph, train
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step import EagerStep, sgd, sgd_scaled
 from pyringar.train.synthetic import synthetic_images
+from pyringar.train.trace import Trace
 
 Function = Callable[[], None]
 NUM_GPUS = torch.cuda.device_count()

@@ -13,7 +13,7 @@ import torch
 from rank_pool import RankPool
 
 import pyringar as pr
-from pyringar.data_parallel import check_replicas_equal
+from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer
 from pyringar.train.processes import TrainGroup, num_processes
 from pyringar.train.synthetic import synthetic_images

@@ -11,8 +11,8 @@ import re
 import pytest
 import torch
 
-from pyringar.data_parallel import check_replicas_equal
 from pyringar.errors import ArgumentError, RingarError
+from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer, train
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module

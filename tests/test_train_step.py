@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyringar import Communicator, GradientBucketer
-from pyringar.data_parallel import check_replicas_equal, get_params
 from pyringar.errors import ArgumentError
+from pyringar.parallel.shards import check_replicas_equal, get_params
 from pyringar.train import lenet, lenet_params, train_batch
 from pyringar.train.step import reduce_gradients, sgd, sum_loss
 from pyringar.train.synthetic import synthetic_images

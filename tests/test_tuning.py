@@ -17,9 +17,10 @@ from oracle import assert_bits, expected, inputs
 from ranks import changed_environment, new_name
 
 import pyringar as pr
-from pyringar import _native, communicator, tuner, tuning
 from pyringar.cli import main
-from pyringar.topology import Topology
+from pyringar.comm import communicator, tuner, tuning
+from pyringar.comm.topology import Topology
+from pyringar.engine import load as _native
 
 KIB, MIB = 2**10, 2**20
 
@@ -333,7 +334,7 @@ def test_cpu_ranks_are_measured():
 def test_processes_are_measured():
     # From a script, as users do: spawned processes import the module that called.
     script = (
-        "from pyringar import tuner\n"
+        "from pyringar.comm import tuner\n"
         "if __name__ == '__main__':\n"
         "    case = tuner.Case('processes', 2, (4, 4096))\n"
         "    for sample in tuner.measure(case, rounds=2):\n"

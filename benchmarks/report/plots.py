@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.report import bars
 from benchmarks.report.document import digest, name_of, times_of
 from benchmarks.report.style import STYLES, by_key, finish, legend_below, pyplot, sizes_axis
-from pyringar.trace import Span, Trace
+from pyringar.train.trace import Span, Trace
 
 __all__ = ["SOURCE", "Figure", "draw", "figures_of", "source_in"]
 

@@ -2,7 +2,7 @@
 //         predictions and tests.
 //
 // Floor     bindings
-// Contract  pyringar._native loads it; pyringar.communicator is its only user, but for the
+// Contract  pyringar.engine.load loads it; pyringar.comm.communicator is its only user, but for the
 //           schedule. Errors arrive as the classes of pyringar.errors. The GIL is released while
 //           data moves, except for calls so short that handing it over would take longer.
 // Tests     tests/test_communicator.py, tests/test_arguments.py

@@ -1,7 +1,7 @@
 // process: one rank of a group of processes as Python sees it.
 //
 // Floor     bindings
-// Contract  pyringar.process_communicator is its only user. Every argument is checked before
+// Contract  pyringar.comm.process_communicator is its only user. Every argument is checked before
 //           anything is announced to the other ranks; errors arrive as those of pyringar.errors.
 //           The GIL is released while data moves and while one waits; signals are looked at then.
 // Tests     tests/test_processes.py

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyringar._build import EngineKind
+    from pyringar.engine.build import EngineKind
 
 __all__ = ["add_parser", "kernel_table", "run"]
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Build and load the engines, and print where each is, what compiled it, how long it took."""
     import torch
 
-    from pyringar import _build
+    from pyringar.engine import build as _build
     from pyringar.errors import CompilerNotFoundError
 
     _build_and_describe(_build.CPU, args)
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build_and_describe(kind: EngineKind, args: argparse.Namespace) -> None:
-    from pyringar import _build, _native
+    from pyringar.engine import build as _build
+    from pyringar.engine import load as _native
 
     started, recipe = time.monotonic(), _build.Recipe(kind=kind)
     found = None if args.force else _build.find_engine(recipe)

@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Load the function, grade it, print the report."""
     from pyringar.errors import ArgumentError
-    from pyringar.grader import check_allreduce
+    from pyringar.grading.grader import check_allreduce
 
     # What the graded code prints must not end up inside the report.
     with contextlib.redirect_stdout(sys.stderr):

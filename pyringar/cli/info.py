@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyringar._build import EngineKind
+    from pyringar.engine.build import EngineKind
 
 __all__ = ["add_parser", "gather", "run"]
 
@@ -96,8 +96,8 @@ def _torch_cuda() -> str | None:
 
 
 def _build_facts() -> dict[str, Any]:
-    from pyringar import _build
-    from pyringar import _toolchain as tools
+    from pyringar.engine import build as _build
+    from pyringar.engine import toolchain as tools
 
     def compiler() -> str:
         found = tools.find_compiler()
@@ -119,7 +119,7 @@ def _build_facts() -> dict[str, Any]:
 
 
 def _cache() -> str:
-    from pyringar import _build
+    from pyringar.engine import build as _build
 
     cache = _build.cache_dir()
     try:
@@ -133,7 +133,7 @@ def _cache() -> str:
 
 
 def _tuning() -> str:
-    from pyringar import tuning
+    from pyringar.comm import tuning
 
     table = tuning.describe()
     if table == "shipped":
@@ -143,7 +143,7 @@ def _tuning() -> str:
 
 def _engine_facts() -> dict[str, Any]:
     """Say what is built for this machine, and ask the engines themselves what they are."""
-    from pyringar import _build
+    from pyringar.engine import build as _build
 
     return {
         "cpu": _told(lambda: _engine(_build.CPU)),
@@ -152,7 +152,8 @@ def _engine_facts() -> dict[str, Any]:
 
 
 def _engine(kind: EngineKind) -> str | dict[str, Any]:
-    from pyringar import _build, _native
+    from pyringar.engine import build as _build
+    from pyringar.engine import load as _native
 
     engine = _build.find_engine(_build.Recipe(kind=kind))
     if engine is None:
@@ -173,7 +174,7 @@ def _engine(kind: EngineKind) -> str | dict[str, Any]:
 def _devices() -> dict[str, Any]:
     import torch
 
-    from pyringar import _toolchain as tools
+    from pyringar.engine import toolchain as tools
 
     cpu = tools.read_cpu()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -214,7 +215,8 @@ def _peers() -> dict[str, Any]:
 
 def _probed_links(count: int) -> dict[tuple[int, int], str]:
     """What the CUDA engine found with real data; nothing where it is not built yet."""
-    from pyringar import _build, _native
+    from pyringar.engine import build as _build
+    from pyringar.engine import load as _native
 
     if count < 2 or _build.find_engine(_build.Recipe(kind=_build.CUDA)) is None:
         return {}

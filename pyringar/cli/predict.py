@@ -217,8 +217,8 @@ def _networks(args: argparse.Namespace) -> list[Network]:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    from pyringar.bucket_params import check_caps
     from pyringar.errors import ArgumentError
+    from pyringar.parallel.bucket_params import check_caps
     from pyringar.predict import Backward, Workload
     from pyringar.predict.algorithms import ITEM_BYTES
 

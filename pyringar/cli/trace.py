@@ -24,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; draw the picture."""
-    from pyringar.trace import Trace
     from pyringar.train.plot import check_output_path
+    from pyringar.train.trace import Trace
 
     if args.timeline:
         check_output_path("--timeline", args.timeline)

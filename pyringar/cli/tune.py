@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyringar.tuner import Case, Sample
+    from pyringar.comm.tuner import Case, Sample
 
 __all__ = ["add_parser", "run"]
 
@@ -107,7 +107,7 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and write, or show, or delete."""
-    from pyringar import tuning
+    from pyringar.comm import tuning
 
     path = tuning.path()
     if args.reset:
@@ -139,7 +139,7 @@ def _show(path: Path) -> int:
 def _tune(args: argparse.Namespace, path: Path) -> int:
     from tqdm import tqdm
 
-    from pyringar import tuner
+    from pyringar.comm import tuner
 
     cases = tuner.plan_cases(args.places, args.ranks, args.sizes)
     if not cases:
@@ -164,7 +164,7 @@ def _tune(args: argparse.Namespace, path: Path) -> int:
 
 def _render(cases: Sequence[Case], samples: Sequence[Sample], content: dict[str, Any]) -> str:
     """What was measured, and what ``auto`` makes of it."""
-    from pyringar import tuning
+    from pyringar.comm import tuning
 
     names = tuple(dict.fromkeys(n for s in samples for n in s.seconds))
     form = "{:<10} {:>5} {:>9}" + " {:>12}" * len(names) + "  {:<8} {:<8}"

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 
+from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.inner import InnerBackends
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
-from pyringar.exits import close_at_exit, is_inherited
 
 __all__ = ["NAME", "register"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from pyringar.call import OPS
+from pyringar.comm.call import OPS
 from pyringar.distributed.convert import (
     NATIVE,
     SUM,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyringar.process_communicator import ProcessCommunicator
+from pyringar.comm.process_communicator import ProcessCommunicator
 
 __all__ = ["make_communicator"]
 

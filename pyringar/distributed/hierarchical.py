@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.call import (
+from pyringar.comm.call import (
     Closing,
     RankCommunicator,
     Work,
@@ -28,17 +28,17 @@ from pyringar.call import (
     check_timeout,
     op_name,
 )
+from pyringar.comm.exits import close_at_exit, is_inherited
+from pyringar.comm.float_mode import default_float_mode
+from pyringar.comm.process_communicator import ProcessCommunicator
+from pyringar.comm.reference import divide, wide
+from pyringar.comm.rendezvous import Member, Rendezvous, checked_store
+from pyringar.comm.topology import Plan
 from pyringar.distributed.convert import copy_all, count_changes
 from pyringar.distributed.inter import Inter, TorchInter, Wait
 from pyringar.distributed.jobs import Jobs
 from pyringar.distributed.packing import check_tensor, describe, views_of
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
-from pyringar.exits import close_at_exit, is_inherited
-from pyringar.float_mode import default_float_mode
-from pyringar.process_communicator import ProcessCommunicator
-from pyringar.reference import divide, wide
-from pyringar.rendezvous import Member, Rendezvous, checked_store
-from pyringar.topology import Plan
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]
 

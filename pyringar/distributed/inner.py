@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
 from pyringar.distributed.messages import Waiters
 from pyringar.distributed.work import Part
 from pyringar.errors import RingarError, UnsupportedError
-from pyringar.exits import close_at_exit, is_inherited, never_destroy
 
 __all__ = ["InnerBackends", "break_off"]
 
@@ -50,7 +50,7 @@ class InnerBackends:
         self._backend_of = backend_of
         self._gloo: Any = None
         self._nccl: Any = None
-        # Without a lock, as :class:`pyringar.call.InFlight`: each use is one step.
+        # Without a lock, as :class:`pyringar.comm.call.InFlight`: each use is one step.
         self._under_way: set[Part] = set()
         self.waiters = Waiters()  # of messages
         self._is_closed = False

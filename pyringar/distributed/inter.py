@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.comm.float_mode import default_float_mode
 from pyringar.distributed.inner import break_off
 from pyringar.errors import ArgumentError, PeerLostError, RingarError
-from pyringar.float_mode import default_float_mode
 
 __all__ = ["Inter", "TorchInter"]
 

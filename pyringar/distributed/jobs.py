@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from pyringar._threads import Latch, start_thread
+from pyringar.comm.threads import Latch, start_thread
 from pyringar.errors import RingarError
 
 __all__ = ["Job", "Jobs"]

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from pyringar._threads import Latch, start_thread
+from pyringar.comm.threads import Latch, start_thread
 
 __all__ = ["Message", "Waiters"]
 

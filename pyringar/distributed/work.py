@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.futures import Future
 
-from pyringar._threads import start_thread
+from pyringar.comm.threads import start_thread
 from pyringar.errors import RingarError
 
 __all__ = [

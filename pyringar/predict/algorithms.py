@@ -1,7 +1,7 @@
 """The algorithms as programs of messages, out of the engine's own schedules.
 
 Who sends which chunk at which step comes from the engine's ``ring_step``, how a buffer is cut from
-its ``chunk_range``, who owns which parameter from :func:`pyringar.reference.shard_owners`: the
+its ``chunk_range``, who owns which parameter from :func:`pyringar.comm.reference.shard_owners`: the
 functions that the collectives themselves run by. What a message waits for follows from them: a
 rank sends a chunk on once the message that brought it has arrived.
 """
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pyringar import _native
+from pyringar.comm.reference import shard_owners
+from pyringar.engine import load as _native
 from pyringar.predict.events import Outcome, Program, simulate
 from pyringar.predict.network import Network
-from pyringar.reference import shard_owners
 
 __all__ = ["ALGORITHMS", "ITEM_BYTES", "Algorithm", "ring_in_memory", "run_all_reduce"]
 

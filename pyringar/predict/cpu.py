@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pyringar import _native, _toolchain
-from pyringar.communicator import Communicator
+from pyringar.comm.communicator import Communicator
+from pyringar.engine import load as _native
+from pyringar.engine import toolchain as _toolchain
 from pyringar.predict.algorithms import ITEM_BYTES, ring_in_memory
 from pyringar.predict.events import Program, simulate
 from pyringar.predict.network import Memory

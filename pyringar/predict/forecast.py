@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pyringar import tuning
+from pyringar.comm import tuning
+from pyringar.comm.topology import Topology
 from pyringar.predict.algorithms import ALGORITHMS, ITEM_BYTES, Algorithm, run_all_reduce
 from pyringar.predict.events import Outcome
 from pyringar.predict.network import Network
 from pyringar.predict.step import Backward, StepForecast, plan_buckets, predict_step
-from pyringar.topology import Topology
 
 __all__ = ["Forecast", "Row", "Workload", "predict"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyringar import _native
-from pyringar.bucket_params import check_caps
+from pyringar.engine import load as _native
+from pyringar.parallel.bucket_params import check_caps
 from pyringar.predict.algorithms import ITEM_BYTES
 
 __all__ = ["Backward", "BucketForecast", "StepForecast", "plan_buckets", "predict_step"]

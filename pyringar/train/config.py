@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from pyringar.communicator import ALGORITHMS
-from pyringar.data_parallel import shard_sizes
+from pyringar.comm.communicator import ALGORITHMS
 from pyringar.errors import ArgumentError
-from pyringar.parallel_module import BATCHNORMS
+from pyringar.parallel.module import BATCHNORMS
+from pyringar.parallel.shards import shard_sizes
 from pyringar.train import model_lenet, model_resnet18
 from pyringar.train.devices import choose_devices
 

@@ -22,7 +22,7 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from pyringar._threads import start_thread
+from pyringar.comm.threads import start_thread
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.train.config import DATASETS
 from pyringar.train.synthetic import synthetic_images

@@ -8,9 +8,9 @@ from itertools import groupby
 
 import torch
 
-from pyringar.communicator import Communicator
+from pyringar.comm.communicator import Communicator
+from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.topology import check_devices
 
 __all__ = ["choose_devices", "describe_devices", "synchronize"]
 

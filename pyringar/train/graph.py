@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pyringar.errors import ArgumentError, CudaError, RingarError
-from pyringar.trace import Trace
 from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep, sgd_scaled
+from pyringar.train.trace import Trace
 
 __all__ = ["Capture", "CudaCapture", "GraphStep", "check_ranks"]
 

@@ -43,7 +43,7 @@ def lenet_params(
 
     Returns:
         ``[W1, b1, W2, b2, W3, b3, W4, b4]`` on the CPU, without gradients; see
-        :func:`pyringar.data_parallel.get_params` for replicas that have them.
+        :func:`pyringar.parallel.shards.get_params` for replicas that have them.
 
     Raises:
         ArgumentError: Unknown ``init``.

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyringar.bucketing import GradientBucketer
-from pyringar.call import RankCommunicator
-from pyringar.communicator import Communicator
-from pyringar.data_parallel import get_params
-from pyringar.parallel_module import DataParallel
-from pyringar.replicate import copy_buffers
+from pyringar.comm.call import RankCommunicator
+from pyringar.comm.communicator import Communicator
+from pyringar.parallel.bucketer import GradientBucketer
+from pyringar.parallel.module import DataParallel
+from pyringar.parallel.replicate import copy_buffers
+from pyringar.parallel.shards import get_params
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18

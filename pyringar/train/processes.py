@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.call import RankCommunicator
-from pyringar.data_parallel import shard_sizes
+from pyringar.comm.call import RankCommunicator
+from pyringar.comm.process_communicator import ALGORITHMS
+from pyringar.comm.rendezvous import checked_store
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
-from pyringar.process_communicator import ALGORITHMS
-from pyringar.rendezvous import checked_store
+from pyringar.parallel.shards import shard_sizes
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from pyringar.communicator import Communicator
-from pyringar.data_parallel import Device, Shards, mismatch_flags, split_batch
+from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError
-from pyringar.trace import Trace
+from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
+from pyringar.train.trace import Trace
 
 __all__ = [
     "EagerStep",
@@ -61,13 +61,13 @@ def train_batch(
         X: Samples, ``(n, ...)``, ``n`` at least 1.
         y: Class indices, ``(n,)``.
         device_params: ``device_params[rank][i]``: replicas from
-            :func:`pyringar.data_parallel.get_params`. Updated in place; afterwards their ``grad``
+            :func:`pyringar.parallel.shards.get_params`. Updated in place; afterwards their ``grad``
             is the sum over all ranks.
         devices: One device per rank.
         lr: Learning rate.
         comm: What reduces. If not given, one in rank order that is closed again: give one where
             steps are many.
-        weights: Shares of the ranks; see :func:`pyringar.data_parallel.split_batch`.
+        weights: Shares of the ranks; see :func:`pyringar.parallel.shards.split_batch`.
         scores: Takes one shard of samples per rank and gives each rank's scores ``(n, classes)``,
             computed from ``device_params``; LeNet's if not given.
         reduce: Instead of ``comm``: called after backward, it returns when every ``grad`` is the

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.call import RankCommunicator
-from pyringar.communicator import Communicator
-from pyringar.data_parallel import check_replicas_equal, count_correct, split_batch
+from pyringar.comm.call import RankCommunicator
+from pyringar.comm.communicator import Communicator
+from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.topology import Plan
-from pyringar.trace import Trace
+from pyringar.parallel.shards import check_replicas_equal, count_correct, split_batch
 from pyringar.train.balance import measure_weights
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
@@ -29,6 +28,7 @@ from pyringar.train.models import build_model, plain_model
 from pyringar.train.pacing import EpochTimer, StepWindow
 from pyringar.train.processes import TrainGroup
 from pyringar.train.step import EagerStep, Step
+from pyringar.train.trace import Trace
 
 __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from tiny_engine import CUDA_MODULE_CPP, KERNEL_CU, MODULE_CPP, run
 
-from pyringar import _build, _native
+from pyringar.engine import build as _build
+from pyringar.engine import load as _native
 
 
 @pytest.fixture

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 from tiny_engine import alive, child, leftovers, load, needs_compiler, value_of, wait_for
 
-from pyringar import _build, _compile, _native
-from pyringar import _toolchain as tools
+from pyringar.engine import build as _build
+from pyringar.engine import compile as _compile
+from pyringar.engine import load as _native
+from pyringar.engine import toolchain as tools
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 # --- build, find, key ---

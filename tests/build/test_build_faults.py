@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from tiny_engine import child, leftovers, load, needs_compiler
 
-from pyringar import _build, _compile, _files
-from pyringar import _toolchain as tools
+from pyringar.engine import build as _build
+from pyringar.engine import compile as _compile
+from pyringar.engine import files as _files
+from pyringar.engine import toolchain as tools
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 # --- the cache is nobody else's ---
@@ -200,6 +202,6 @@ def test_missing_headers_and_tools_name_their_package(
 
 
 def test_missing_sources(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compile, "__file__", str(tmp_path / "pyringar/_compile.py"))
+    monkeypatch.setattr(_compile, "__file__", str(tmp_path / "pyringar/engine/compile.py"))
     with pytest.raises(BuildError, match="installation is incomplete"):
         _build.Recipe().root()

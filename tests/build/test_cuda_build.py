@@ -18,10 +18,12 @@ import pytest
 import torch
 from tiny_engine import REPO, needs_compiler, needs_nvcc, run
 
-from pyringar import _build, _compile, _native
-from pyringar import _toolchain as tools
 from pyringar.cli import main
 from pyringar.cli.build import kernel_table
+from pyringar.engine import build as _build
+from pyringar.engine import compile as _compile
+from pyringar.engine import load as _native
+from pyringar.engine import toolchain as tools
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 PTXAS = """\
@@ -454,7 +456,7 @@ import json, pathlib, sys, types
 package = types.ModuleType("pyringar")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
-from pyringar import _build, _native, _toolchain as tools
+from pyringar.engine import build as _build, load as _native, toolchain as tools
 tools._SYSTEM_NVCC = "/nowhere"
 root = pathlib.Path(sys.argv[2])
 built = _build.ensure_engine(_build.Recipe(root, kind=_build.CUDA))

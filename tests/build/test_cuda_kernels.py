@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_engine import REPO, needs_compiler, needs_nvcc, run
 
-from pyringar import _build
-from pyringar import _toolchain as tools
+from pyringar.engine import build as _build
+from pyringar.engine import toolchain as tools
 
 KERNELS = ("fused_kernel", "direct_kernel", "ring_kernel")
 DTYPES = 8
@@ -45,7 +45,7 @@ def test_builds_for_all_architectures_and_spills_nothing(
         assert count == {n: v * DTYPES * REDUCTIONS for n, v in VARIANTS.items()}, arch
     spilled = [k for k in record["kernels"] if k["spill_store_bytes"] or k["spill_load_bytes"]]
     assert spilled == []
-    code = "from pyringar import _native; m = _native.cuda_engine(); print(m.num_devices())"
+    code = "from pyringar.engine import load; print(load.cuda_engine().num_devices())"
     out = run(
         sys.executable, "-c", code, cwd=REPO, PYRINGAR_CACHE_DIR=cache, PYRINGAR_CUDA_ARCHS="all"
     )

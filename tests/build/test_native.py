@@ -16,8 +16,9 @@ import pytest
 import torch
 from tiny_engine import REPO, needs_compiler
 
-from pyringar import _build, _native
 from pyringar.cli import main
+from pyringar.engine import build as _build
+from pyringar.engine import load as _native
 from pyringar.errors import BuildError
 
 # --- loading ---
@@ -166,7 +167,7 @@ def test_pyringars_engine_compiles_without_warnings(
     monkeypatch.setenv("CXX", compiler)
     # In a process of its own: one process loads one engine.
     code = (
-        "from pyringar import _build, _native; "
+        "from pyringar.engine import build as _build, load as _native; "
         "engine = _build.ensure_engine(_build.Recipe(extra_flags=('-Werror',))); "
         "print(_native.load(engine).build_info()['compiler'])"
     )

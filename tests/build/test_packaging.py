@@ -19,11 +19,11 @@ import pytest
 from tiny_engine import REPO, needs_compiler, run
 
 import pyringar
-from pyringar import _build
+from pyringar.engine import build as _build
 
 USE = """
 import json, torch, pyringar
-from pyringar import _build, _native
+from pyringar.engine import build as _build, load as _native
 ranks = [torch.full((5,), float(rank)) for rank in range(3)]
 pyringar.allreduce(ranks)
 print(json.dumps({
@@ -195,7 +195,7 @@ def test_sdist_holds_the_sources_and_makes_a_wheel(tree: Path, python: Path) -> 
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     assert {f"csrc/{name}" for name in sources()} <= names
-    assert {"pyproject.toml", "setup.py", "pyringar/_build.py"} <= names
+    assert {"pyproject.toml", "setup.py", "pyringar/engine/build.py"} <= names
     run(python, "-m", "pip", "wheel", "--no-deps", "-w", "from_sdist", archive, cwd=tree)
     (from_sdist,) = (tree / "from_sdist").glob("*.whl")
     assert {f"pyringar/_csrc/{name}" for name in sources()} <= names_in(from_sdist)

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 from tiny_engine import CHILD, REPO, needs_compiler, wait_for
 
-from pyringar import _build, _files, _native
+from pyringar.engine import build as _build
+from pyringar.engine import files as _files
+from pyringar.engine import load as _native
 from pyringar.errors import BuildError
 
 NOBODY = 65534
@@ -180,7 +182,8 @@ import collections, importlib, os, pathlib, sys, types
 package = types.ModuleType("pyringar")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
-from pyringar import _build, _native, errors
+from pyringar import errors
+from pyringar.engine import build as _build, load as _native
 recipe = _build.Recipe(pathlib.Path(sys.argv[2]))
 for _ in range(int(sys.argv[3])):
     child = os.fork()
@@ -292,7 +295,7 @@ def test_two_engines_are_never_taken_for_each_other(cache: Path, tiny: _build.Re
     code = CHILD.rpartition("from pyringar")[0] + (
         "from pathlib import Path\n"
         "import os\n"
-        "from pyringar import _build, _native\n"
+        "from pyringar.engine import build as _build, load as _native\n"
         "load = lambda path: _native.load(_build.Engine(Path(path), 'cache', {}))\n"
     )
     for between in ("", "os.closerange(3, 99)\n"):

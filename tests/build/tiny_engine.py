@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from pyringar import _build, _native
-from pyringar import _toolchain as tools
+from pyringar.engine import build as _build
+from pyringar.engine import load as _native
+from pyringar.engine import toolchain as tools
 from pyringar.errors import CompilerNotFoundError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ import importlib, pathlib, sys, types
 package = types.ModuleType("pyringar")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
-from pyringar import _build, _native
+from pyringar.engine import build as _build, load as _native
 engine = _build.ensure_engine(_build.Recipe(pathlib.Path(sys.argv[2])))
 print(engine.origin, _native.load(engine).value())
 """

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
-from pyringar import _build
+from pyringar.engine import build as _build
 from pyringar.errors import BuildError
 
 __all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine"]

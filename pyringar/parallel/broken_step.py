@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from pyringar.call import Work
+from pyringar.comm.call import Work
+from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.errors import RingarError
-from pyringar.exits import empty_backward_at_exit
 
 __all__ = ["BrokenStep", "are_changed", "settle"]
 

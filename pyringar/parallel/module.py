@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.batchnorm import synchronise_batchnorm
-from pyringar.bucketing import GradientBucketer, StepStats
-from pyringar.call import RankCommunicator
-from pyringar.communicator import Communicator
-from pyringar.data_parallel import Device, shard_sizes
+from pyringar.comm.call import RankCommunicator
+from pyringar.comm.communicator import Communicator
+from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
-from pyringar.lockstep import LockStep, RankThreads
-from pyringar.nested import (
+from pyringar.parallel.batchnorm import synchronise_batchnorm
+from pyringar.parallel.bucketer import GradientBucketer, StepStats
+from pyringar.parallel.lockstep import LockStep, RankThreads
+from pyringar.parallel.nested import (
     batches,
     check_batches,
     copy_to,
@@ -25,12 +25,12 @@ from pyringar.nested import (
     nothing,
     scatter,
 )
-from pyringar.nested import (
+from pyringar.parallel.nested import (
     gather as put_together,
 )
-from pyringar.replica_optimizer import ParamGroups, ReplicaOptimizer
-from pyringar.replicate import copy_buffers, copy_parameters, replicate
-from pyringar.topology import check_devices
+from pyringar.parallel.optimizer import ParamGroups, ReplicaOptimizer
+from pyringar.parallel.replicate import copy_buffers, copy_parameters, replicate
+from pyringar.parallel.shards import Device, shard_sizes
 
 __all__ = ["BATCHNORMS", "DataParallel"]
 

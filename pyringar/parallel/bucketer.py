@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar import _native
-from pyringar.broken_step import BrokenStep, are_changed, settle
-from pyringar.bucket_params import (
+from pyringar.comm.call import RankCommunicator
+from pyringar.comm.communicator import Communicator
+from pyringar.engine import load as _native
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.parallel.broken_step import BrokenStep, are_changed, settle
+from pyringar.parallel.bucket_params import (
     Replica,
     check_alike,
     check_caps,
@@ -23,11 +26,8 @@ from pyringar.bucket_params import (
     items_of,
     trainable,
 )
-from pyringar.bucket_step import BucketStats, Sent, StepStats, measure
-from pyringar.call import RankCommunicator
-from pyringar.communicator import Communicator
-from pyringar.errors import ArgumentError, RingarError, UnsupportedError
-from pyringar.process_buckets import CHANGED, ProcessRanks
+from pyringar.parallel.bucket_step import BucketStats, Sent, StepStats, measure
+from pyringar.parallel.process_buckets import CHANGED, ProcessRanks
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 

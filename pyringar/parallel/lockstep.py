@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from pyringar._threads import starting_thread
+from pyringar.comm.exits import empty_backward_at_exit
+from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
-from pyringar.exits import empty_backward_at_exit
 
 __all__ = ["LockStep", "RankThreads"]
 

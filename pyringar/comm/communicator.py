@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar import _native, interop, reference, tuning
-from pyringar.call import (
+from pyringar.comm import arrays as interop
+from pyringar.comm import reference, tuning
+from pyringar.comm.call import (
     ORDERS,
     EngineCommunicator,
     Work,
@@ -24,9 +25,10 @@ from pyringar.call import (
     check_timeout,
     op_name,
 )
+from pyringar.comm.exits import close_at_exit
+from pyringar.comm.topology import Plan, Topology, check_devices
+from pyringar.engine import load as _native
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.exits import close_at_exit
-from pyringar.topology import Plan, Topology, check_devices
 
 __all__ = ["ALGORITHMS", "Communicator", "Work", "allreduce"]
 

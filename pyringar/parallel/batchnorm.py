@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.lockstep import LockStep
+from pyringar.parallel.lockstep import LockStep
 
 __all__ = ["synchronise_batchnorm"]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from pyringar._threads import start_thread
+from pyringar.comm.threads import start_thread
 from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["PatientStore"]

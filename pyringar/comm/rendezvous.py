@@ -49,7 +49,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pyringar import _native
+from pyringar.comm.patient_store import PatientStore
+from pyringar.engine import load as _native
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -57,7 +58,6 @@ from pyringar.errors import (
     RingarError,
     UnsupportedError,
 )
-from pyringar.patient_store import PatientStore
 
 __all__ = ["Member", "Rendezvous", "checked_store", "default_store", "node_id"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyringar.float_mode import Pieces, default_float_mode
+from pyringar.comm.float_mode import Pieces, default_float_mode
 
 __all__ = ["divide", "naive_all_reduce", "shard_owners", "sharded_all_reduce", "wide"]
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyringar import _build, _toolchain
-from pyringar._files import read_json
+from pyringar.engine import build as _build
+from pyringar.engine import toolchain as _toolchain
+from pyringar.engine.files import read_json
 from pyringar.errors import ArgumentError, RingarError
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Builds the native engines on first use, and finds them again: cache, keys, lock.
 
-Importing this module compiles nothing; `pyringar._compile` knows how. A build is told apart by two
-digests:
+Importing this module compiles nothing; `pyringar.engine.compile` knows how. A build is told apart
+by two digests:
 
 * *content*: the sources, the flags, the Python ABI, the C library; the CPU or the GPU
   architectures. A file whose content digest differs is wrong for this machine or this version.
@@ -35,9 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyringar import _toolchain as tools
-from pyringar._compile import CPU, CUDA, EngineKind, Plan, Recipe, compile_into, plan_build
-from pyringar._files import (
+from pyringar.engine import toolchain as tools
+from pyringar.engine.compile import CPU, CUDA, EngineKind, Plan, Recipe, compile_into, plan_build
+from pyringar.engine.files import (
     NotPrivateError,
     make_private_dir,
     open_for_owner,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyringar._files import read_json
-from pyringar.bucketing import StepStats
+from pyringar.engine.files import read_json
 from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.parallel.bucketer import StepStats
 
 __all__ = ["CATEGORIES", "Span", "Trace"]
 

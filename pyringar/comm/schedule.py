@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pyringar import _native
+from pyringar.engine import load as _native
 from pyringar.errors import ArgumentError
 
 __all__ = ["RingMove", "chunk_slices", "ring_schedule"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar import _native
+from pyringar.engine import load as _native
 from pyringar.errors import ArgumentError
 
 __all__ = ["memory_of", "shared_empty"]

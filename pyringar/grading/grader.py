@@ -16,10 +16,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from pyringar._grader_checks import CHECKS, Check, RaisedError, Subject, fail
-from pyringar._threads import start_thread
+from pyringar.comm.threads import start_thread
+from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
-from pyringar.topology import check_devices
+from pyringar.grading.checks import CHECKS, Check, RaisedError, Subject, fail
 
 __all__ = ["Property", "Report", "check_allreduce"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.topology import check_devices
 
 __all__ = [
     "check_replicas_equal",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.data_parallel import Device
+from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.topology import check_devices
+from pyringar.parallel.shards import Device
 
 __all__ = ["copy_buffers", "copy_parameters", "replicate"]
 

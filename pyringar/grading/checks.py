@@ -1,7 +1,7 @@
 """What the grader tries: the cases it calls a function with, and the properties it looks at.
 
 A property goes from small cases to large ones and stops at the first failure, so that the failure
-is the smallest one. Nothing here knows about deadlines or verdicts: that is ``pyringar.grader``.
+is the smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading.grader``.
 """
 
 from __future__ import annotations

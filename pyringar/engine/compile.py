@@ -2,7 +2,7 @@
 
 There are two engines, `CPU` and `CUDA`, each a Python module of its own. A `Recipe` says what one
 is made from, a `Plan` with which compilers; `compile_into` makes it in any folder. Caches and locks
-are the business of `pyringar._build`.
+are the business of `pyringar.engine.build`.
 
 The engines include no torch header, so one build serves every torch version. They share sources,
 but a digest covers only what its engine may include: an edit of csrc/cuda leaves the CPU's alone.
@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyringar import _toolchain as tools
-from pyringar._files import open_for_owner
+from pyringar.engine import toolchain as tools
+from pyringar.engine.files import open_for_owner
 from pyringar.errors import BuildError
 
 __all__ = ["CPU", "CUDA", "EngineKind", "Plan", "Recipe", "compile_into", "plan_build"]
@@ -143,7 +143,7 @@ class Recipe:
         """Return where the floors are: ``pyringar/_csrc`` in a wheel, ``csrc`` in a checkout."""
         if self.source_root is not None:
             return self.source_root
-        here = Path(__file__).parent
+        here = Path(__file__).parents[1]  # pyringar
         for root in (here / "_csrc", here.parent / "csrc"):
             if (root / "bindings").is_dir():
                 return root

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.bucket_step import Sent
-from pyringar.call import OPS, RankCommunicator, Work, op_name
+from pyringar.comm.call import OPS, RankCommunicator, Work, op_name
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -22,6 +21,7 @@ from pyringar.errors import (
     RingarError,
     UnsupportedError,
 )
+from pyringar.parallel.bucket_step import Sent
 
 __all__ = ["CHANGED", "ProcessRanks"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyringar.call import Work
+from pyringar.comm.call import Work
 
 __all__ = ["BucketStats", "Sent", "StepStats", "measure"]
 

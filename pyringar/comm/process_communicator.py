@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar import _native, tuning
-from pyringar._files import parse_json
-from pyringar.call import (
+from pyringar.comm import tuning
+from pyringar.comm.call import (
     ORDERS,
     EngineCommunicator,
     Work,
@@ -23,11 +22,13 @@ from pyringar.call import (
     check_timeout,
     op_name,
 )
+from pyringar.comm.exits import close_at_exit
+from pyringar.comm.rendezvous import Member, Rendezvous, checked_store
+from pyringar.comm.shared_tensors import memory_of
+from pyringar.comm.topology import Plan, check_device
+from pyringar.engine import load as _native
+from pyringar.engine.files import parse_json
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
-from pyringar.exits import close_at_exit
-from pyringar.rendezvous import Member, Rendezvous, checked_store
-from pyringar.shared_tensors import memory_of
-from pyringar.topology import Plan, check_device
 
 __all__ = ["ProcessCommunicator"]
 
@@ -80,7 +81,7 @@ class ProcessCommunicator(EngineCommunicator):
     result, and an error names the two that differ.
 
     A store may be one that was used before: what another attempt to meet left there, by processes
-    dead or alive, is not taken for a rank of this one (:mod:`pyringar.rendezvous`).
+    dead or alive, is not taken for a rank of this one (:mod:`pyringar.comm.rendezvous`).
 
     Cost: a megabyte and a half of shared memory per rank; nothing has a name in a file system, so
     nothing stays behind, whatever is killed when. On a GPU 64 MiB of its memory beside that, which

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from pyringar import tuning
-from pyringar._files import make_private_dir
-from pyringar.communicator import Communicator
+from pyringar.comm import tuning
+from pyringar.comm.communicator import Communicator
+from pyringar.comm.process_communicator import ProcessCommunicator
+from pyringar.engine.files import make_private_dir
 from pyringar.errors import RingarError
-from pyringar.process_communicator import ProcessCommunicator
 
 __all__ = ["Case", "Sample", "measure", "plan_cases", "table_of", "write_table"]
 
@@ -42,7 +42,7 @@ class Case:
     """What is measured: an all_reduce of one float32 tensor per rank.
 
     Attributes:
-        place: As in :func:`pyringar.tuning.choices`.
+        place: As in :func:`pyringar.comm.tuning.choices`.
         world_size: Number of ranks.
         sizes_bytes: Bytes of one rank's tensor, ascending.
         devices: One per rank; none for processes.
@@ -268,7 +268,7 @@ def _run_rank(
 
 
 def table_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The file that :func:`pyringar.tuning.parse_table` reads, and what was measured beside it.
+    """The file that :func:`~pyringar.comm.tuning.parse_table` reads, and what was measured beside it.
 
     Args:
         samples: Of any cases.
@@ -327,7 +327,7 @@ def write_table(content: Mapping[str, Any], path: Path) -> None:
 
     Args:
         content: What :func:`table_of` made.
-        path: For example :func:`pyringar.tuning.path`.
+        path: For example :func:`pyringar.comm.tuning.path`.
 
     Raises:
         RingarError: It cannot be written; says why.

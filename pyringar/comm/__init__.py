@@ -1,0 +1,1 @@
+"""Communicators: of ranks in one process, in processes, and what they share."""

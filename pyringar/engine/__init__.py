@@ -1,0 +1,1 @@
+"""The engine: how it is compiled, cached and loaded."""

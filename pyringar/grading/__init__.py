@@ -1,0 +1,1 @@
+"""The grader: what a correct allreduce does, tried out."""

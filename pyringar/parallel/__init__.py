@@ -1,0 +1,1 @@
+"""Training over ranks: buckets, shards, replicas."""
