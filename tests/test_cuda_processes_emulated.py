@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from test_cuda_emulated import EMULATED, FLAGS, PLAIN
 from test_stress import (
+    ENGINE_SOURCES,
     BASE_FLAGS,
     COMPILE_TIMEOUT_S,
     CSRC,
@@ -33,14 +34,14 @@ HERE = STRESS / "cuda_processes"
 # Those in which mistakes are planted, and what includes them.
 CHANGING = [
     "cuda/folds.cpp",
-    "cuda/process_engine.cpp",
-    "cuda/process_staging.cpp",
-    "bindings/cuda_process_group.cpp",
+    "cuda_process/engine.cpp",
+    "cuda_process/staging.cpp",
+    "cuda_process/group.cpp",
 ]
 CONSTANT = [
     *("cuda/kernels.cpp", "cuda/kernels_float.cu", "cuda/kernels_half.cu"),
     *("cuda/kernels_integer.cu", "cuda/runtime.cpp"),
-    *sorted(f"cpu/{path.name}" for path in (CSRC / "cpu").glob("*.cpp")),
+    *(path.relative_to(CSRC).as_posix() for path in ENGINE_SOURCES),
 ]
 TEST_SOURCES = [
     *(EMULATED / "cuda_emulator.cpp", STRESS / "check.cpp", STRESS / "oracle.cpp"),
@@ -48,8 +49,8 @@ TEST_SOURCES = [
 ]
 ROUNDS = 40
 
-ENGINE, STAGING = "cuda/process_engine.cpp", "cuda/process_staging.h"
-GROUP = "bindings/cuda_process_group.cpp"
+ENGINE, STAGING = "cuda_process/engine.cpp", "cuda_process/staging.h"
+GROUP = "cuda_process/group.cpp"
 MISTAKES = {
     "announced-not-awaited": (ENGINE, {"    staging_.await_announced(n, stream_);\n": ""}),
     "reduced-not-awaited": (ENGINE, {"    staging_.await_reduced(n, stream_);\n": ""}),
@@ -114,7 +115,7 @@ MISTAKES = {
         GROUP,
         {"if (!cuda::is_capturing(stream, device_))": "if (stream != nullptr || device_ >= 0)"},
     ),
-    "probe-unread": ("cuda/process_staging.cpp", {"differs.first != found.end()": "false"}),
+    "probe-unread": ("cuda_process/staging.cpp", {"differs.first != found.end()": "false"}),
     "bits-not-kept": (
         "cuda/folds.cpp",
         {"as = copied_as(item_bytes(dtype));": "as = bytes > 0 ? dtype : copied_as(1);"},

@@ -59,17 +59,20 @@ ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy", "IPython"}
 # What a file may include of ours, by its folder in csrc.
 INCLUDES = {
     "core": {"core"},
-    "cpu": {"core", "cpu"},
+    "os": {"core", "os"},
+    "cpu": {"core", "os", "cpu"},
+    "process": {"core", "os", "cpu", "process"},
     "cuda": {"core", "cuda"},
+    "cuda_process": {"core", "os", "cuda", "process", "cuda_process"},
     "bucket": {"core", "bucket"},
-    "bindings": {"core", "cpu", "bucket", "bindings"},
+    "bindings": {"core", "os", "cpu", "process", "bucket", "bindings"},
 }
-CUDA_BINDINGS = "bindings/cuda_"  # these files may include the CUDA floor
+CUDA_BINDINGS = "bindings/cuda_"  # these files may include the CUDA floors
+CUDA_FLOORS = {"cuda", "cuda_process"}
 CUDA_HEADERS = {"cuda.h", "cuda_runtime.h"}
 # Headers that need the CUDA toolkit's.
 WITH_CUDA_RUNTIME = {f"cuda/{name}.h" for name in ("runtime", "group", "folds")}
-WITH_CUDA_RUNTIME |= {"cuda/process_staging.h", "cuda/process_engine.h"}
-WITH_CUDA_RUNTIME |= {"bindings/cuda_process_group.h"}
+WITH_CUDA_RUNTIME |= {f"cuda_process/{name}.h" for name in ("staging", "engine", "group")}
 # Where nvcc does not compile the kernels, the tests' emulator brings CUDA's words.
 EMULATED_FILE, EMULATOR = "cuda/device.cuh", "cuda_emulator.h"
 # How the CUDA engine orders memory is one file's business.
@@ -83,7 +86,7 @@ POSIX |= {"sys/mman.h", "sys/stat.h", "sys/types.h", "sys/wait.h"}
 INTRINSICS = {"immintrin.h", "arm_neon.h"}
 # Only Linux has these, so only one file may: the rest builds elsewhere.
 LINUX_ONLY = {"linux/futex.h", "sys/syscall.h"}
-LINUX_FILE = "cpu/os_wait.cpp"
+LINUX_FILE = "os/wait.cpp"
 TEST_PATH = r"tests/[\w/]+\.\w+"
 
 SOURCE_SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
@@ -239,7 +242,7 @@ def is_allowed(floor: str, file: str, *, quoted: bool, name: str) -> bool:
     if quoted:
         if file == EMULATED_FILE and name == EMULATOR:
             return True
-        if file.startswith(CUDA_BINDINGS) and name.startswith("cuda/"):
+        if file.startswith(CUDA_BINDINGS) and name.split("/")[0] in CUDA_FLOORS:
             return True
         return name.split("/")[0] in INCLUDES[floor]
     is_std = re.fullmatch(r"[a-z_]+", name) is not None
@@ -247,7 +250,7 @@ def is_allowed(floor: str, file: str, *, quoted: bool, name: str) -> bool:
         return is_std and name not in THREADS
     if floor == "bindings":
         return is_std or name.startswith("pybind11/") or name == "Python.h"
-    if floor == "cuda":
+    if floor in CUDA_FLOORS:
         return is_std or name in CUDA_HEADERS
     return is_std or name in POSIX | INTRINSICS or (name in LINUX_ONLY and file == LINUX_FILE)
 
@@ -268,7 +271,9 @@ def test_cpp_includes_point_down():
         ("core", "#include <thread>"),
         ("core", "#include <pthread.h>"),
         ("core", "#include <cuda_runtime.h>"),
+        ("os", '#include "cpu/ring.h"'),
         ("cpu", '#include "bindings/tensor.h"'),
+        ("cpu", '#include "process/group.h"'),
         ("cpu", "#include <torch/torch.h>"),
         ("cpu", "#  include <pybind11/pybind11.h>"),
         ("cpu", "#include <linux/futex.h>"),

@@ -20,8 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 STRESS = ROOT / "tests/cpp"
-ENGINE_SOURCES = sorted((CSRC / "cpu").glob("*.cpp"))
-ENGINE_HEADERS = sorted([*(CSRC / "core").glob("*.h"), *(CSRC / "cpu").glob("*.h")])
+FLOORS = ("core", "os", "cpu", "process")
+ENGINE_SOURCES = [path for floor in FLOORS for path in sorted((CSRC / floor).glob("*.cpp"))]
+ENGINE_HEADERS = [path for floor in FLOORS for path in sorted((CSRC / floor).glob("*.h"))]
 SOURCES = [*ENGINE_SOURCES, *sorted(STRESS.glob("*.cpp"))]
 
 # -ffp-contract=off as in the engine's own build: the oracle must not be contracted either.
@@ -104,7 +105,7 @@ def build(variant: Variant, folder: Path) -> Path:
     common.write_text(f'#include "{STRESS / "oracle.h"}"\n')
     suffix = ".pch" if "clang" in variant.compiler else ".gch"
     compile_all([[*compiler, "-x", "c++-header", common, "-o", f"{common}{suffix}"]])
-    objects = {source: folder / f"{source.stem}.o" for source in SOURCES}
+    objects = {source: folder / f"{source.parent.name}_{source.stem}.o" for source in SOURCES}
     compile_all(
         [[*compiler, "-include", common, "-c", source, "-o", o] for source, o in objects.items()]
     )

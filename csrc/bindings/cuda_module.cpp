@@ -18,7 +18,7 @@
 #include "bindings/python_call.h"
 #include "bindings/tensor.h"
 #include "core/error.h"
-#include "cpu/os_process.h"
+#include "os/process.h"
 #include "cuda/group.h"
 #include "cuda/peers.h"
 #include "cuda/runtime.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
-#include "bindings/cuda_process_group.h"
+#include "cuda_process/group.h"
 #include "bindings/process_prepare.h"
 #include "core/error.h"
 

@@ -14,8 +14,8 @@
 #include "bindings/convert.h"
 #include "bindings/process_prepare.h"
 #include "core/error.h"
-#include "cpu/os_memory.h"
-#include "cpu/process_group.h"
+#include "os/memory.h"
+#include "process/group.h"
 
 namespace pyringar {
 

@@ -15,9 +15,9 @@
 #include "bindings/convert.h"
 #include "bindings/python_call.h"
 #include "bindings/tensor.h"
-#include "cpu/os_shared_memory.h"
-#include "cpu/process_call.h"
-#include "cpu/process_group.h"
+#include "os/shared_memory.h"
+#include "process/call.h"
+#include "process/group.h"
 
 namespace pyringar {
 

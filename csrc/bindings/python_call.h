@@ -19,8 +19,8 @@
 
 #include "bindings/tensor.h"
 #include "core/error.h"
-#include "cpu/os_process.h"
-#include "cpu/work_queue.h"
+#include "os/process.h"
+#include "os/work_queue.h"
 
 namespace pyringar {
 

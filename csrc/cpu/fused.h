@@ -14,8 +14,8 @@
 #include <span>
 
 #include "core/dtype.h"
-#include "cpu/stillness.h"
-#include "cpu/thread_pool.h"
+#include "os/stillness.h"
+#include "os/thread_pool.h"
 
 namespace pyringar {
 

@@ -6,8 +6,8 @@
 #include "cpu/group.h"
 
 #include "core/error.h"
-#include "cpu/float_mode.h"
-#include "cpu/os_process.h"
+#include "os/float_mode.h"
+#include "os/process.h"
 
 namespace pyringar {
 

@@ -7,7 +7,7 @@
 // Contract  collectives of one group run one at a time, in the order in which they were asked for.
 //           After a failed wait the group refuses everything with that reason. In a forked child
 //           it refuses too: its threads stayed behind. What waits for other calls calls on_nap as
-//           cpu/turn does; in the destructor it must not throw.
+//           os/turn does; in the destructor it must not throw.
 // Threads   any thread may call; run() and Work::wait() block, try_run() never does.
 // Tests     tests/test_communicator.py, tests/cpp/stress.cpp
 #pragma once
@@ -23,8 +23,8 @@
 #include "cpu/fused.h"
 #include "cpu/ring.h"
 #include "cpu/strided.h"
-#include "cpu/turn.h"
-#include "cpu/work_queue.h"
+#include "os/turn.h"
+#include "os/work_queue.h"
 
 namespace pyringar {
 

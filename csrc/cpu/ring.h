@@ -18,7 +18,7 @@
 
 #include "core/dtype.h"
 #include "core/ring_program.h"
-#include "cpu/os_wait.h"
+#include "os/wait.h"
 #include "cpu/rank_team.h"
 
 namespace pyringar {

@@ -98,13 +98,14 @@ class EngineKind:
         ]
 
 
+_CPU_FLOORS = ("process", "cpu", "os", "bucket", "core")
 CPU = EngineKind(
     module="_engine",
     title="the engine",
-    compiled=("bindings/**/*.cpp", "cpu/**/*.cpp", "bucket/**/*.cpp", "core/**/*.cpp"),
-    included=("bindings/**/*.h", "cpu/**/*.h", "bucket/**/*.h", "core/**/*.h"),
+    compiled=tuple(f"{floor}/**/*.cpp" for floor in ("bindings", *_CPU_FLOORS)),
+    included=tuple(f"{floor}/**/*.h" for floor in ("bindings", *_CPU_FLOORS)),
     left_out=("bindings/cuda_*",),
-    joined=("cpu", "core"),
+    joined=("cpu", "process", "os", "core"),
     advice="g++ 11 or clang++ 14 and newer can build it; try another compiler (`CXX=clang++`), "
     "then `pyringar build --verbose`.",
 )
@@ -112,15 +113,17 @@ CUDA = EngineKind(
     module="_cuda_engine",
     title="the CUDA engine",
     compiled=(
-        *("cuda/**/*.cu", "cuda/**/*.cpp", "core/**/*.cpp"),
+        *("cuda/**/*.cu", "cuda/**/*.cpp", "cuda_process/**/*.cpp"),
         *("bindings/cuda_*.cpp", "bindings/*prepare.cpp", "bindings/tensor.cpp"),
         # Ranks in processes meet on the host, GPU or not.
-        *("cpu/process_*.cpp", "cpu/peer_watch.cpp", "cpu/work_queue.cpp", "cpu/packed_line.cpp"),
-        *("cpu/os_*.cpp", "cpu/fused.cpp", "cpu/kernels*.cpp", "cpu/thread_pool.cpp"),
-        "cpu/strided.cpp",
+        *("process/**/*.cpp", "os/**/*.cpp", "core/**/*.cpp"),
+        *("cpu/fused.cpp", "cpu/kernels*.cpp", "cpu/strided.cpp"),
     ),
-    included=("cuda/**/*.cuh", "cuda/**/*.h", "bindings/**/*.h", "cpu/**/*.h", "core/**/*.h"),
-    joined=("cpu",),
+    included=(
+        *("cuda/**/*.cuh", "cuda/**/*.h", "cuda_process/**/*.h"),
+        *(f"{floor}/**/*.h" for floor in ("bindings", "process", "cpu", "os", "core")),
+    ),
+    joined=("cpu", "process", "os"),
     cuda=True,
     advice="nvcc 12.0 and newer can build it, with a C++ compiler that it supports; try others "
     "(PYRINGAR_NVCC, CXX), then `pyringar build --cuda --verbose`.",

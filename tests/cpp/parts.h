@@ -10,10 +10,10 @@ namespace pyringar::stress {
 void half_round(Random& random);          // core/half.h and cpu/lanes.h
 void kernels_round(Random& random);       // cpu/kernels.h
 void strided_round(Random& random);       // cpu/strided.h
-void waits_round(Random& random);         // cpu/os_wait.h
-void stillness_round(Random& random);     // cpu/stillness.h
-void pool_round(Random& random);          // cpu/thread_pool.h
-void turn_round(Random& random);          // cpu/turn.h, cpu/work_queue.h
+void waits_round(Random& random);         // os/wait.h
+void stillness_round(Random& random);     // os/stillness.h
+void pool_round(Random& random);          // os/thread_pool.h
+void turn_round(Random& random);          // os/turn.h, os/work_queue.h
 void fused_round(Random& random);         // cpu/fused.h
 void program_round(Random& random);       // core/ring_program.h, symbolically
 void planted_bugs_round(Random& random);  // broken engines, which must be noticed
@@ -27,8 +27,8 @@ void two_groups_round(Random& random);
 void float_mode_round(Random& random);  // a caller that flushes denormals and rounds upwards
 void no_threads_round(Random& random);  // the system refuses threads
 void fork_round(Random& random);
-void packed_line_round(Random& random);       // cpu/packed_line.h
-void processes_round(Random& random);         // cpu/process_group.h, a thread per rank
+void packed_line_round(Random& random);       // process/packed_line.h
+void processes_round(Random& random);         // process/group.h, a thread per rank
 void process_counters_round(Random& random);  // the same, where counters wrap
 void process_mismatch_round(Random& random);  // a rank that calls something else
 void process_failures_round(Random& random);  // ranks that stay away or leave

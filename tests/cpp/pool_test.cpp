@@ -6,8 +6,8 @@
 
 #include "core/ring_program.h"
 #include "cpu/fused.h"
-#include "cpu/os_wait.h"
-#include "cpu/thread_pool.h"
+#include "os/wait.h"
+#include "os/thread_pool.h"
 #include "oracle.h"
 #include "parts.h"
 

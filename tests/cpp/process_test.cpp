@@ -11,9 +11,9 @@
 #include <limits>
 #include <thread>
 
-#include "cpu/os_process.h"
-#include "cpu/packed_line.h"
-#include "cpu/process_group.h"
+#include "os/process.h"
+#include "process/packed_line.h"
+#include "process/group.h"
 #include "oracle.h"
 #include "parts.h"
 

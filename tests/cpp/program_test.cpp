@@ -2,14 +2,14 @@
 // are, of which elements, added up from which ranks; so it is the order of events that is tested,
 // not arithmetic. Then engines with a bug each, which must be noticed.
 //
-// Source    flags, links' counters and waits are the real ones (cpu/os_wait.h, cpu/rank_team.h).
+// Source    flags, links' counters and waits are the real ones (os/wait.h, cpu/rank_team.h).
 
 #include <array>
 #include <atomic>
 #include <deque>
 
 #include "core/ring_program.h"
-#include "cpu/os_wait.h"
+#include "os/wait.h"
 #include "cpu/rank_team.h"
 #include "oracle.h"
 #include "parts.h"

@@ -1,6 +1,6 @@
 // stillness_test: which ranks stand still, and from when on, on a clock of the test's own.
 
-#include "cpu/stillness.h"
+#include "os/stillness.h"
 
 #include <vector>
 

@@ -6,7 +6,8 @@
 //   stress --planted-race     a data race on purpose: ThreadSanitizer must report it
 //   stress --planted-failure  a check that fails
 //
-// Build     g++ -std=c++20 -O2 -pthread -ffp-contract=off -Icsrc tests/cpp/*.cpp csrc/cpu/*.cpp
+// Build     g++ -std=c++20 -O2 -pthread -ffp-contract=off -Icsrc tests/cpp/*.cpp
+//           csrc/{os,cpu,process}/*.cpp
 //           tests/test_stress.py builds and runs it with sanitizers, other compilers and for Arm.
 // Output    a line per part; the first failed check ends it with status 1.
 

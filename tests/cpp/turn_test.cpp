@@ -4,8 +4,8 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/turn.h"
-#include "cpu/work_queue.h"
+#include "os/turn.h"
+#include "os/work_queue.h"
 #include "parts.h"
 
 namespace pyringar::stress {

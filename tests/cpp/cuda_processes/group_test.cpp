@@ -1,5 +1,5 @@
 // group_test: ranks in processes with tensors on GPUs, as threads on devices that are host memory:
-// bindings/cuda_process_group and all below it, with the kernels' own source.
+// cuda_process/group and all below it, with the kernels' own source.
 //
 //   group_test SEED ROUNDS [PART]
 
@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "async_runtime.h"
-#include "bindings/cuda_process_group.h"
+#include "cuda_process/group.h"
 #include "check.h"
 #include "oracle.h"
 

@@ -1,0 +1,89 @@
+// group: one rank of a group of processes, its tensors on a GPU: cuda_process/engine
+// for the data, process/group for who has come how far.
+//
+// Floor     cuda_process: the one floor above both cpu/ and cuda/. Without Python, so that tests need
+//           none.
+// Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
+// Contract  that of process/group: same calls in the same order, what differs is raised before
+//           tensors are written, failures are everybody's. A call that returns has been enqueued,
+//           after what was on its stream. Streams that are captured are refused.
+//           close() frees what it can: slots that other ranks may still read stay, until those have
+//           closed or died and this process makes or closes another group.
+// Threads   any thread may call; calls run one at a time, in the order in which they came.
+// Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
+#pragma once
+
+#include <array>
+#include <memory>
+#include <mutex>
+
+#include "process/group.h"
+#include "cuda_process/engine.h"
+
+namespace pyringar {
+
+struct CudaProcessOptions {
+  std::chrono::nanoseconds timeout{};
+  bool checks_digests = false;
+  OnNap on_nap = &ignore_naps;
+  std::size_t slot_bytes = cuda::kProcessSlotBytes;
+  std::size_t exchange_bytes = cuda::kExchangeBytes;
+};
+
+class CudaProcessGroup {
+ public:
+  // As ProcessGroup; the device's part begins with connect().
+  CudaProcessGroup(SharedMemory memory, const Segment& segment, int rank, int device,
+                   CudaProcessOptions options);
+  ~CudaProcessGroup();
+  CudaProcessGroup(const CudaProcessGroup&) = delete;
+  CudaProcessGroup& operator=(const CudaProcessGroup&) = delete;
+
+  // Once all ranks have one: shows slots and events to the others, and tries theirs. What does not
+  // work on one rank is raised on all.
+  void connect();
+
+  ProcessGroup& host() { return *host_; }
+  int device() const { return device_; }
+
+  // ProcessCall's spans are of the device's memory here; it has nothing staged.
+  void run(const ProcessCall& call, cudaStream_t stream);
+
+  // A call on a stream of the group's own, after what is on `after` now.
+  struct Submitted {
+    std::shared_ptr<Work> enqueued;
+    std::shared_ptr<const cuda::Event> done;  // means something once it is enqueued
+  };
+  Submitted submit(ProcessCall call, cudaStream_t after);
+
+  ProcessStats stats();                                // busy_ns: of the host
+  ProcessPlan plan(std::size_t bytes) const;           // of an all_reduce
+  bool close(Leaving leaving = Leaving::kAfterCalls);  // as ProcessGroup's
+
+ private:
+  struct Outcome;
+
+  void exchange(const Outcome& own, std::vector<Outcome>& all);
+  void raise_first(const Outcome& own, const std::vector<Outcome>& all) const;
+  bool enqueue(const ProcessCall& call, ProcessRank& self, cudaStream_t stream);
+  bool digests_agree(const ProcessCall& call, ProcessRank& self, cudaStream_t stream) const;
+  void check_not_captured(const ProcessCall& call, cudaStream_t stream) const;
+  void check_connected() const;
+  bool wait_until_idle() const;
+
+  const int device_;
+  const CudaProcessOptions options_;
+  std::shared_ptr<ProcessGroup> host_;
+  std::shared_ptr<cuda::OwnStaging> own_;
+  std::unique_ptr<cuda::Stream> stream_;  // of asynchronous calls
+
+  std::mutex staging_mutex_;                       // held while a call is enqueued
+  std::unique_ptr<cuda::ProcessStaging> staging_;  // none once closed
+
+  std::mutex close_mutex_;
+  bool is_closed_ = false;
+  std::mutex stats_mutex_;
+  ProcessStats stats_;
+};
+
+}  // namespace pyringar

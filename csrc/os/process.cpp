@@ -1,0 +1,127 @@
+// process: /proc/PID/stat, affinity masks.
+//
+// Floor     os
+// Tests     tests/test_processes.py, tests/test_process_faults.py
+
+#include "os/process.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "core/error.h"
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+namespace pyringar {
+
+namespace {
+
+struct Stat {
+  char state = 0;  // 0: no such process, or no /proc
+  std::uint64_t num_threads = 0;
+  std::uint64_t start_ticks = 0;
+  std::uint64_t stack_start = 0;
+};
+
+// "PID (name) S ..." with threads, start time and stack as fields 20, 22 and 28; the name may hold
+// anything, ')' included.
+Stat read_stat(std::int32_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  // Not through iterators, which throw if the process goes between opening and reading.
+  std::string text;
+  std::getline(file, text, '\0');
+  const std::size_t name_end = text.rfind(')');
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(text.substr(name_end + 1));
+  Stat stat;
+  fields >> stat.state;
+  std::string skipped;
+  for (int field = 4; field < 20; ++field) fields >> skipped;
+  fields >> stat.num_threads >> skipped >> stat.start_ticks;
+  for (int field = 23; field < 28; ++field) fields >> skipped;
+  fields >> stat.stack_start;
+  return fields ? stat : Stat{};
+}
+
+ProcessId read_own() {
+  const auto pid = static_cast<std::int32_t>(getpid());
+  const Stat stat = read_stat(pid);
+  // Emulators of a processor count no threads, and tell this process other addresses than others.
+  return {pid, stat.start_ticks, stat.num_threads == 0 ? 0 : stat.stack_start};
+}
+
+// Once for all threads: under qemu each is told another time.
+const ProcessId process_at_load = read_own();
+
+}  // namespace
+
+ProcessId this_process() {
+  return process_at_load.pid == static_cast<std::int32_t>(getpid()) ? process_at_load : read_own();
+}
+
+bool is_alive(const ProcessId& process) {
+  const ProcessId self = this_process();
+  if (process.pid == self.pid) {
+    return process.start_ticks == 0 || process.start_ticks == self.start_ticks;
+  }
+  const Stat stat = read_stat(process.pid);
+  if (stat.state != 0) {
+    const auto agree = [](std::uint64_t known, std::uint64_t found) {
+      return known == 0 || found == 0 || known == found;
+    };
+    if (!agree(process.start_ticks, stat.start_ticks)) return false;
+    // The state is the main thread's, which may end before others do (pthread_exit).
+    if (stat.state == 'Z' || stat.state == 'X') return stat.num_threads > 1;
+    return agree(process.stack_start, stat.stack_start);
+  }
+  // No /proc, or hidden from us: a process of somebody else's is alive, too.
+  return kill(process.pid, 0) == 0 || errno == EPERM;
+}
+
+std::uint32_t fork_generation() {
+  static std::atomic<std::uint32_t> fork_count{0};
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
+  if (registered != 0) fail(ErrorKind::kState, "pthread_atfork failed with error ", registered);
+  return fork_count.load(std::memory_order_relaxed);
+}
+
+std::string host_name() {
+  char name[256] = {};
+  return gethostname(name, sizeof name - 1) == 0 ? name : "unknown host";
+}
+
+#if defined(__linux__)
+
+int current_core() { return sched_getcpu(); }
+
+void move_off_core(int core) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(static_cast<unsigned>(core), &others);
+  if (CPU_COUNT(&others) == 0) return;
+  // Where a cgroup forbids it the thread stays, which is slower and nothing else.
+  if (sched_setaffinity(0, sizeof others, &others) == 0) {
+    static_cast<void>(sched_setaffinity(0, sizeof allowed, &allowed));
+  }
+}
+
+#else
+
+int current_core() { return -1; }
+void move_off_core(int) {}
+
+#endif
+
+}  // namespace pyringar

@@ -1,0 +1,40 @@
+// process: which process this is, and whether another one still lives.
+//
+// Floor     os: std and the operating system. Linux reads /proc; elsewhere a process that the
+//           system still knows counts as alive.
+// Contract  a process id names another process once the first is gone; with the time at which it
+//           started it does not. One that has ended and was not waited for yet (a zombie) is gone;
+//           one whose main thread alone has ended is not. One that has become another program
+//           (exec) is gone, though its id and time stay: its stack lies elsewhere. Not seen where
+//           addresses are not random (`setarch -R`), nor if the new program is one that this
+//           process may not look into (setuid); there the deadline counts.
+// Threads   any.
+// Tests     tests/test_processes.py, tests/test_process_faults.py
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace pyringar {
+
+struct ProcessId {
+  std::int32_t pid = 0;
+  std::uint64_t start_ticks = 0;  // since boot; 0: not known
+  std::uint64_t stack_start = 0;  // address of its main thread's stack; 0: not known
+};
+
+ProcessId this_process();
+bool is_alive(const ProcessId& process);
+std::string host_name();
+
+// Another number in a forked child than in its parent, once both or the parent have asked.
+std::uint32_t fork_generation();
+
+// The core this thread runs on, or -1.
+int current_core();
+
+// Has this thread run on another core than this one, if it may; which ones it may use stays as it
+// was.
+void move_off_core(int core);
+
+}  // namespace pyringar

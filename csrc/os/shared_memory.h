@@ -1,0 +1,48 @@
+// shared_memory: memory that several processes map and that no file system knows.
+//
+// Floor     os: std and the operating system (Linux's memfd; elsewhere UnsupportedError).
+// Units     bytes.
+// Contract  The pages are there when create() returns: what does not fit is an error then, not a
+//           crash later. Nothing has a name, so nothing can be left behind: the kernel frees the
+//           pages with the last mapping, whatever was killed when. Only processes of the same user
+//           that may look into the creator can open it, through its process id and descriptor.
+//           Its size is sealed: no process can shrink it under another.
+// Threads   any; one object belongs to one thread at a time.
+// Tests     tests/test_processes.py
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace pyringar {
+
+class SharedMemory {
+ public:
+  // purpose: for messages.
+  static SharedMemory create(std::size_t bytes, const char* purpose);
+  // What process `pid` holds as descriptor `fd`; refuses what is no sealed memory of `bytes`.
+  static SharedMemory open(std::int32_t pid, int fd, std::size_t bytes, const char* purpose);
+
+  SharedMemory(SharedMemory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)),
+        fd_(std::exchange(other.fd_, -1)) {}
+  SharedMemory& operator=(SharedMemory&&) = delete;
+  ~SharedMemory();
+
+  std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+  int fd() const { return fd_; }  // -1 once closed
+  // Others can open it no more; mappings stay.
+  void close_fd();
+
+ private:
+  SharedMemory(std::byte* data, std::size_t bytes, int fd) : data_(data), bytes_(bytes), fd_(fd) {}
+
+  std::byte* data_;
+  std::size_t bytes_;
+  int fd_;
+};
+
+}  // namespace pyringar

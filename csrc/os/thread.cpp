@@ -1,0 +1,155 @@
+// thread: affinity masks.
+//
+// Floor     os
+// Tests     tests/cpp/stress.cpp
+
+#include "os/thread.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+
+#include <filesystem>
+#include <system_error>
+#endif
+
+namespace pyringar {
+
+int CoreSet::count() const {
+  int count = 0;
+  for (const std::uint64_t word : words) count += std::popcount(word);
+  return count;
+}
+
+#if defined(__linux__)
+
+namespace {
+
+// A core can have gone away since, or a cgroup may forbid it: then the thread stays where it is,
+// which is slower and nothing else.
+void run_on(std::thread& thread, const cpu_set_t& cores) {
+  static_cast<void>(pthread_setaffinity_np(thread.native_handle(), sizeof cores, &cores));
+}
+
+// 0: of the caller. Empty if there is no such thread, or more cores than a CoreSet holds.
+CoreSet cores_of_thread(int id) {
+  static_assert(CPU_SETSIZE == CoreSet::kMaxCores && sizeof(cpu_set_t) == sizeof(CoreSet));
+  CoreSet cores;
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(id, sizeof allowed, &allowed) == 0) {
+    std::memcpy(cores.words.data(), &allowed, sizeof allowed);
+  }
+  return cores;
+}
+
+// Whether one of the variables is set by which OpenMP libraries are told to bind threads to cores.
+bool is_bound_by_openmp() {
+  const auto value_of = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string_view(value != nullptr ? value : "");
+  };
+  const std::string_view bind = value_of("OMP_PROC_BIND");
+  if (!bind.empty()) return bind != "false" && bind != "FALSE";
+  return !value_of("OMP_PLACES").empty() || !value_of("GOMP_CPU_AFFINITY").empty() ||
+         !value_of("KMP_AFFINITY").empty();
+}
+
+CoreSet cores_of_process() {
+  CoreSet cores;
+  std::error_code none;  // no /proc: no cores
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", none)) {
+    cores.add(cores_of_thread(std::atoi(task.path().filename().c_str())));
+  }
+  return cores;
+}
+
+CoreSet usable_cores(CoreSet own) {
+  static const bool is_bound = is_bound_by_openmp();
+  if (is_bound) own.add(cores_of_process());
+  if (own.count() == 0) own.words[0] = 1;
+  return own;
+}
+
+}  // namespace
+
+CoreSet allowed_cores() { return usable_cores(cores_of_thread(0)); }
+
+int Places::look() {
+  const CoreSet own = cores_of_thread(0);
+  if (cores_.empty() || own != own_) {
+    own_ = own;
+    caller_core_ = -1;
+    cores_.clear();
+    const CoreSet usable = usable_cores(own);
+    for (int core = 0; core < CoreSet::kMaxCores; ++core) {
+      const auto i = static_cast<std::size_t>(core);
+      if ((usable.words[i / 64] >> i % 64 & 1) != 0) cores_.push_back(core);
+    }
+  }
+  return static_cast<int>(cores_.size());
+}
+
+bool Places::are_placed(std::size_t num_threads) {
+  const int core = sched_getcpu();
+  const bool has_moved =
+      core != caller_core_ && std::binary_search(cores_.begin(), cores_.end(), core);
+  if (!has_moved && caller_core_ >= 0 && num_placed_ == num_threads) return true;
+  caller_core_ = core;
+  num_placed_ = num_threads;
+  return false;
+}
+
+void Places::keep_off_caller(std::span<std::thread> helpers) {
+  if (are_placed(helpers.size())) return;
+  cpu_set_t others;
+  CPU_ZERO(&others);
+  for (const int core : cores_) {
+    if (core != caller_core_ || cores_.size() == 1) CPU_SET(static_cast<unsigned>(core), &others);
+  }
+  for (std::thread& helper : helpers) run_on(helper, others);
+}
+
+void Places::spread_from_caller(std::span<std::thread> ranks) {
+  if (are_placed(ranks.size())) return;
+  const auto found = std::lower_bound(cores_.begin(), cores_.end(), caller_core_);
+  const auto place = static_cast<std::size_t>(found - cores_.begin());
+  const std::size_t world_size = ranks.size() + 1;
+  const std::size_t used = std::min(world_size, cores_.size());
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const std::size_t step = (i + 1) * used / world_size;
+    const int core = cores_[(place + step) % cores_.size()];
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(static_cast<unsigned>(core), &one);
+    run_on(ranks[i], one);
+  }
+}
+
+#else
+
+CoreSet allowed_cores() {
+  CoreSet cores;
+  const unsigned count = std::clamp(std::thread::hardware_concurrency(), 1u, 1024u);
+  for (unsigned core = 0; core < count; ++core) {
+    cores.words[core / 64] |= std::uint64_t{1} << core % 64;
+  }
+  return cores;
+}
+
+int Places::look() {
+  static const int count = allowed_cores().count();
+  return count;
+}
+void Places::keep_off_caller(std::span<std::thread>) {}
+void Places::spread_from_caller(std::span<std::thread>) {}
+
+#endif
+
+}  // namespace pyringar

@@ -1,0 +1,57 @@
+// thread: which cores there are, and on which of them a group's threads run.
+//
+// Floor     os: std and the operating system (Linux; elsewhere threads run where they like).
+// Contract  A thread that is woken is often put on the waker's own core, and stays there, behind
+//           the very thread that waits for it. Places therefore keeps helpers off the core of the
+//           calling thread, and spreads ranks over cores. It acts when the caller has moved, or may
+//           use other cores than before, costs a system call per thread then (and one, of 0.2 us,
+//           to look), and never leaves the cores that the caller may use now.
+// Threads   one at a time per Places (its owner holds a lock).
+// Tests     tests/cpp/stress.cpp
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <thread>
+#include <vector>
+
+namespace pyringar {
+
+// Cores by number, a bit for each.
+struct CoreSet {
+  static constexpr int kMaxCores = 1024;
+  std::array<std::uint64_t, kMaxCores / 64> words{};
+
+  void add(const CoreSet& others) {
+    for (std::size_t i = 0; i < words.size(); ++i) words[i] |= others.words[i];
+  }
+  int count() const;
+  bool operator==(const CoreSet&) const = default;
+};
+
+// Cores that this thread, and those it starts, may use now; 1 at least. Where OpenMP has been told
+// to bind its threads, which binds the one that uses it, too: those of all threads of the process.
+CoreSet allowed_cores();
+
+class Places {
+ public:
+  // Looks which cores the caller may use now, and returns how many.
+  int look();
+  // Helpers may run anywhere but where the caller runs now.
+  void keep_off_caller(std::span<std::thread> helpers);
+  // Ranks 1, 2, ... go to the cores after the caller's, neighbours to one core where there are more
+  // ranks than cores: most of what they exchange is with their neighbours.
+  void spread_from_caller(std::span<std::thread> ranks);
+
+ private:
+  bool are_placed(std::size_t num_threads);
+
+  CoreSet own_{};           // of the calling thread, at the last look
+  std::vector<int> cores_;  // what follows from that, ascending
+  int caller_core_ = -1;    // around which they were placed
+  std::size_t num_placed_ = 0;
+};
+
+}  // namespace pyringar

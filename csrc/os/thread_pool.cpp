@@ -1,0 +1,106 @@
+// thread_pool: open a job, let helpers in, close the door, wait for those inside.
+//
+// Floor     os
+// Tests     tests/cpp/stress.cpp
+
+#include "os/thread_pool.h"
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+namespace pyringar {
+
+namespace {
+
+// Jobs that follow each other faster than this are a series, for which helpers are woken.
+constexpr auto kStaysWarm = std::chrono::milliseconds(1);
+
+}  // namespace
+
+ThreadPool::~ThreadPool() {
+  stop_.store(1, std::memory_order_release);
+  generation_.set(generation_.value.load(std::memory_order_relaxed) + 1);
+  for (std::thread& helper : helpers_) helper.join();
+}
+
+int ThreadPool::look_for_helpers() {
+  const int num_cores = places_.look();
+  if (follows_cores_) num_helpers_ = num_cores - 1;
+  return num_helpers_;
+}
+
+void ThreadPool::start_helpers() {
+  const std::uint32_t seen = generation_.value.load(std::memory_order_relaxed);
+  const auto wanted = static_cast<std::size_t>(num_helpers_);
+  helpers_.reserve(wanted);
+  try {
+    while (helpers_.size() < wanted) helpers_.emplace_back([this, seen] { help(seen); });
+  } catch (const std::system_error&) {
+    // The system gives no more threads. Those that started help; without any the caller works
+    // alone.
+  }
+}
+
+bool ThreadPool::is_cold() {
+  const Deadline before = last_asked_;
+  last_asked_ = Clock::now();
+  const bool sleeps = helpers_.empty() || generation_.sleepers.load(std::memory_order_relaxed) > 0;
+  return sleeps && last_asked_ - before > kStaysWarm;
+}
+
+void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers) {
+  const int most = static_cast<int>(std::min(max_helpers, static_cast<std::size_t>(num_helpers_)));
+  if (most == 0) return work();
+  if (static_cast<int>(helpers_.size()) < num_helpers_) start_helpers();
+  places_.keep_off_caller(helpers_);
+  work_ = &work;
+  most_inside_.store(static_cast<std::uint32_t>(most), std::memory_order_relaxed);
+  const std::uint32_t left_before = left_.value.load(std::memory_order_acquire);
+  state_.store(0, std::memory_order_release);
+  generation_.set(generation_.value.load(std::memory_order_relaxed) + 1, most);
+  attempt_work();
+  const std::uint32_t inside = state_.fetch_or(kClosed, std::memory_order_acq_rel);
+  // Blocks are short, so helpers that are inside leave soon; without a deadline, because the job
+  // lies on this stack.
+  if (inside > 0) wait_for_flag(left_, left_before + 1);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void ThreadPool::attempt_work() noexcept {
+  try {
+    (*work_)();
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!error_) error_ = std::current_exception();
+  }
+}
+
+bool ThreadPool::join_open_job() {
+  std::uint32_t inside = state_.load(std::memory_order_acquire);
+  while ((inside & kClosed) == 0 && inside < most_inside_.load(std::memory_order_relaxed)) {
+    if (state_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+void ThreadPool::leave_job() {
+  // The last one out of a closed job tells the caller; it must not touch the job afterwards.
+  if (state_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1u)) {
+    left_.set(left_.value.load(std::memory_order_relaxed) + 1);
+  }
+}
+
+void ThreadPool::help(std::uint32_t seen) {
+  while (true) {
+    wait_for_flag(generation_, seen + 1);
+    seen = generation_.value.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_acquire) != 0) return;
+    if (join_open_job()) {
+      attempt_work();
+      leave_job();
+    }
+  }
+}
+
+}  // namespace pyringar

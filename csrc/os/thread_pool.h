@@ -1,0 +1,72 @@
+// thread_pool: helpers that join the caller's loop when they can; the caller never waits for one
+// that has not joined.
+//
+// Floor     os
+// Contract  run(work) calls work() on the caller's thread and on every helper that joins before
+//           the caller has finished its own call; it returns when all of these have returned.
+//           work() shares out its own items (an atomic counter). Everything written before run()
+//           is visible to helpers, everything they wrote is visible after it. What the first
+//           work() to fail threw is thrown by run(), once all have returned.
+// Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
+//           sleep between jobs, and are joined by the destructor.
+// Tests     tests/cpp/stress.cpp, under ThreadSanitizer
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "os/thread.h"
+#include "os/wait.h"
+
+namespace pyringar {
+
+class ThreadPool {
+ public:
+  // A helper for every core that the caller may use, but one, each time anew; or so many.
+  static constexpr int kByCores = -1;
+  explicit ThreadPool(int num_helpers = kByCores)
+      : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  // Looks how many there may be now. Called once for each job.
+  int look_for_helpers();
+  // Whether helpers sleep and nobody has asked for a while: waking them takes the caller tens of
+  // microseconds, which only a large job, or the next ones, bring back. Called once for each job.
+  bool is_cold();
+  // At most max_helpers join, and as many as the last look found: more would not help, and waking
+  // them is not free.
+  void run(const std::function<void()>& work, std::size_t max_helpers = SIZE_MAX);
+
+ private:
+  void start_helpers();
+  void help(std::uint32_t seen);
+  void attempt_work() noexcept;
+  bool join_open_job();
+  void leave_job();
+
+  // state_: kClosed, or the number of helpers inside the open job.
+  static constexpr std::uint32_t kClosed = 1u << 31;
+  const bool follows_cores_;
+  int num_helpers_;                   // of the job at hand, at most
+  std::vector<std::thread> helpers_;  // as many as any job had
+  Places places_;
+  Deadline last_asked_{};
+  const std::function<void()>* work_ = nullptr;  // written while closed, read by who joined
+  std::mutex error_mutex_;                       // taken by who fails
+  std::exception_ptr error_;
+  std::atomic<std::uint32_t> most_inside_{0};
+  alignas(64) std::atomic<std::uint32_t> state_{kClosed};
+  Flag generation_;  // one tick per job
+  Flag left_;        // one tick per helper that was the last to leave a closed job
+  std::atomic<std::uint32_t> stop_{0};
+};
+
+}  // namespace pyringar

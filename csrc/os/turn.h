@@ -1,0 +1,75 @@
+// turn: the lock under which the calls of a group run one at a time, and how one waits for it.
+//
+// Floor     os
+// Contract  take() returns when this thread has the turn. While it waits it calls on_nap some
+//           twenty times a second; what that throws ends the wait. Where this thread has the turn
+//           already it throws kState: on_nap of a call has run a signal handler, which called
+//           again.
+// Threads   any number.
+// Tests     tests/test_signals.py, tests/cpp/turn_test.cpp
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "core/error.h"
+#include "os/wait.h"
+
+namespace pyringar {
+
+// Looks at what may end a wait, such as a signal, and throws then.
+using OnNap = std::function<void()>;
+inline constexpr std::chrono::milliseconds kNapInterval{50};
+inline void ignore_naps() {}
+
+class Turn {
+ public:
+  using Held = std::unique_lock<Turn>;  // gives the turn up at its end
+
+  bool is_mine() const {
+    return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
+  bool try_lock() {
+    std::uint32_t free = kFree;
+    if (!state_.compare_exchange_strong(free, kTaken, std::memory_order_acquire)) return false;
+    owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    return true;
+  }
+  void unlock() {
+    owner_.store({}, std::memory_order_relaxed);
+    if (state_.exchange(kFree, std::memory_order_release) == kWanted) os_wake(state_, 1);
+  }
+  Held take(const OnNap& on_nap) {
+    check_not_mine();
+    if (!try_lock()) wait(on_nap);
+    return Held(*this, std::adopt_lock);
+  }
+  void check_not_mine() const {
+    if (!is_mine()) return;
+    fail(ErrorKind::kState,
+         "a signal handler cannot call this communicator while the call that it interrupted waits; "
+         "it may close it, or use another");
+  }
+
+ private:
+  static constexpr std::uint32_t kFree = 0;
+  static constexpr std::uint32_t kTaken = 1;
+  static constexpr std::uint32_t kWanted = 2;  // taken, and somebody may sleep
+
+  void wait(const OnNap& on_nap) {
+    while (state_.exchange(kWanted, std::memory_order_acquire) != kFree) {
+      os_wait(state_, kWanted, Clock::now() + kNapInterval);
+      on_nap();
+    }
+    owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  }
+
+  std::atomic<std::uint32_t> state_{kFree};
+  std::atomic<std::thread::id> owner_{};
+};
+
+}  // namespace pyringar

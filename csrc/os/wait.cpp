@@ -1,0 +1,162 @@
+// wait: futex or condition variables, and the policy spin - yield - sleep.
+//
+// Floor     os
+// Tests     tests/cpp/stress.cpp
+
+#include "os/wait.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "core/ring_program.h"
+#include "os/process.h"
+
+#if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#else
+#include <condition_variable>
+#include <mutex>
+#endif
+
+namespace pyringar {
+
+#if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
+
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline,
+             Scope scope) {
+  timespec timeout;
+  if (deadline != kNoDeadline) {
+    const auto left = std::chrono::nanoseconds(deadline - Clock::now()).count();
+    if (left <= 0) return;
+    timeout.tv_sec = static_cast<time_t>(left / 1'000'000'000);
+    timeout.tv_nsec = static_cast<long>(left % 1'000'000'000);
+  }
+  // Returns at once when the word has changed already; early returns are the caller's to check.
+  syscall(SYS_futex, &word, scope == Scope::kThreads ? FUTEX_WAIT_PRIVATE : FUTEX_WAIT, expected,
+          deadline != kNoDeadline ? &timeout : nullptr, nullptr, 0);
+}
+
+void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope) {
+  syscall(SYS_futex, &word, scope == Scope::kThreads ? FUTEX_WAKE_PRIVATE : FUTEX_WAKE, count,
+          nullptr, nullptr, 0);
+}
+
+#else
+
+namespace {
+
+struct ParkingLot {
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+ParkingLot& lot_of(const void* address) {
+  static ParkingLot lots[64];
+  return lots[(reinterpret_cast<std::uintptr_t>(address) >> 6) % 64];
+}
+
+}  // namespace
+
+void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline,
+             Scope) {
+  ParkingLot& lot = lot_of(&word);
+  std::unique_lock<std::mutex> lock(lot.mutex);
+  if (word.load(std::memory_order_seq_cst) != expected) return;
+  if (deadline == kNoDeadline) {
+    lot.changed.wait(lock);
+  } else {
+    lot.changed.wait_until(lock, deadline);
+  }
+}
+
+void os_wake(const std::atomic<std::uint32_t>& word, int, Scope) {
+  ParkingLot& lot = lot_of(&word);
+  // The waiter checks the word under this lock: it either sees the new value or hears the call;
+  // all, since they share the variable.
+  const std::lock_guard<std::mutex> lock(lot.mutex);
+  lot.changed.notify_all();
+}
+
+#endif
+
+namespace {
+
+constexpr int kPauses = 16;
+constexpr int kYields = 500;
+// A yield beside a thread that computes or spins gives away a whole time slice. One that took this
+// long says so; the thread then sleeps at once for a while, since waking up takes the core back.
+constexpr auto kLongYield = std::chrono::microseconds(200);
+constexpr int kWaitsWithoutYields = 64;
+thread_local int waits_without_yields = 0;
+
+// One who sleeps on a flag, for as long as this lives. In a forked child it is the parent's, and so
+// is a flag that processes share.
+class Sleeper {
+ public:
+  explicit Sleeper(Flag& flag) : flag_(flag) {
+    flag_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  }
+  ~Sleeper() {
+    if (fork_generation() != fork_generation_) return;
+    flag_.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+ private:
+  Flag& flag_;
+  const std::uint32_t fork_generation_ = fork_generation();
+};
+
+bool yield_until(const Flag& flag, std::uint32_t wanted) {
+  Deadline before = Clock::now();
+  for (int i = 0; i < kYields; ++i) {
+    std::this_thread::yield();
+    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+    const Deadline after = Clock::now();
+    if (after - before > kLongYield) {
+      waits_without_yields = kWaitsWithoutYields;
+      return false;
+    }
+    before = after;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool try_for_flag(const Flag& flag, std::uint32_t wanted) {
+  for (int i = 0; i < kPauses; ++i) {
+    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+    cpu_pause();
+  }
+  if (waits_without_yields == 0) return yield_until(flag, wanted);
+  --waits_without_yields;
+  return false;
+}
+
+void wait_for_flag(Flag& flag, std::uint32_t wanted) {
+  if (try_for_flag(flag, wanted)) return;
+  const Sleeper sleeper(flag);
+  while (true) {
+    const std::uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+    if (reached(seen, wanted)) return;
+    os_wait(flag.value, seen, kNoDeadline);
+  }
+}
+
+bool nap_for_flag(Flag& flag, std::uint32_t wanted, std::chrono::nanoseconds nap,
+                  const std::function<bool()>& give_up, Scope scope) {
+  const Sleeper sleeper(flag);
+  for (bool is_first = true;; is_first = false) {
+    const std::uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+    if (reached(seen, wanted)) return true;
+    if (!is_first && give_up()) return false;
+    os_wait(flag.value, seen, Clock::now() + nap, scope);
+  }
+}
+
+}  // namespace pyringar

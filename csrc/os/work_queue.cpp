@@ -1,0 +1,134 @@
+// work_queue: a deque, a thread, and who is told when.
+//
+// Floor     os
+// Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
+
+#include "os/work_queue.h"
+
+#include <system_error>
+#include <utility>
+
+#include "core/error.h"
+
+namespace pyringar {
+
+bool Work::is_completed() const {
+  if (done_.load(std::memory_order_acquire)) return true;
+  if (fork_generation() != fork_generation_) {
+    fail(ErrorKind::kState,
+         "this work was begun before fork() and is the parent process's; its end is not seen in "
+         "the child");
+  }
+  return false;
+}
+
+bool Work::wait(std::chrono::nanoseconds timeout) {
+  if (!is_completed()) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!changed_.wait_for(lock, timeout, [this] { return is_completed(); })) return false;
+  }
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+std::string Work::describe() {
+  if (is_completed()) return "";
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return describe_ ? describe_(has_begun_) : "";
+}
+
+void Work::begin() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  has_begun_ = true;
+}
+
+std::exception_ptr Work::exception() const { return is_completed() ? error_ : nullptr; }
+
+void Work::complete(std::exception_ptr error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  finished_ns_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  error_ = std::move(error);
+  describe_ = nullptr;
+  done_.store(true, std::memory_order_release);
+  changed_.notify_all();
+}
+
+std::int64_t Work::finished_ns() const { return is_completed() ? finished_ns_ : 0; }
+
+std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe) {
+  turn_.check_not_mine();  // who waited for the work would wait for itself
+  auto work = std::make_shared<Work>(&turn_, std::move(describe));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_closing_) fail(ErrorKind::kState, "this communicator is closed");
+  start_thread();
+  jobs_.push_back({std::move(job), work});
+  num_waiting_.fetch_add(1, std::memory_order_release);
+  changed_.notify_all();
+  return work;
+}
+
+void WorkQueue::start_thread() {
+  if (thread_) return;
+  try {
+    thread_ = std::make_unique<std::thread>([this] { work_off(); });
+  } catch (const std::system_error& error) {
+    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
+  }
+}
+
+void WorkQueue::work_off() {
+  worker_.store(std::this_thread::get_id());
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return is_closing_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    Job next = std::move(jobs_.front());
+    jobs_.pop_front();
+    is_busy_ = true;
+    lock.unlock();
+    next.work->begin();
+    std::exception_ptr error;
+    try {
+      next.run();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    next.run = nullptr;
+    lock.lock();
+    is_busy_ = false;
+    num_waiting_.fetch_sub(1, std::memory_order_release);
+    // Under the lock: who sees the work done may close the queue, which waits for this thread.
+    next.work->complete(std::move(error));
+    changed_.notify_all();
+    // What a step raised in Python goes with its work, and wants the GIL, which whoever submits
+    // has.
+    lock.unlock();
+    next.work.reset();
+    lock.lock();
+  }
+}
+
+void WorkQueue::wait_until_idle(const OnNap& on_nap) {
+  const auto is_idle = [this] { return jobs_.empty() && !is_busy_; };
+  while (has_work()) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (changed_.wait_for(lock, kNapInterval, is_idle)) return;
+    }
+    on_nap();
+  }
+}
+
+void WorkQueue::close(const OnNap& on_nap) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closing_ = true;
+    changed_.notify_all();
+  }
+  wait_until_idle(on_nap);
+  const std::lock_guard<std::mutex> closing(close_mutex_);
+  if (thread_) thread_->join();
+  thread_.reset();
+}
+
+}  // namespace pyringar

@@ -1,0 +1,100 @@
+// work_queue: one thread that runs what it is given, in the order in which it was given.
+//
+// Floor     os
+// Contract  A job's Work is complete once it has returned or thrown. close() runs what was
+//           submitted before, then joins the thread. The thread starts with the first job.
+//           Waits call on_nap as os/turn does.
+// Threads   any thread may call. A job must not submit, nor close.
+// Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "os/process.h"
+#include "os/turn.h"
+
+namespace pyringar {
+
+// What a job does, in words, and what it waits for: for messages, from any thread.
+using Describe = std::function<std::string(bool has_begun)>;
+
+// The outcome of a submitted job. In a forked child those that were not done are refused: the
+// thread that would do them is the parent's.
+class Work {
+ public:
+  Work(const Turn* turn, Describe describe) : turn_(turn), describe_(std::move(describe)) {}
+
+  // Of the group; not to be followed unless that is known to be there.
+  const Turn* turn() const { return turn_; }
+  bool is_completed() const;
+  // False when the timeout passed first. Rethrows what the job threw.
+  bool wait(std::chrono::nanoseconds timeout);
+  // Of a job that is not done; "" once it is.
+  std::string describe();
+  void begin();
+  std::exception_ptr exception() const;
+  std::int64_t finished_ns() const;  // on the steady clock; 0 while it runs
+  void complete(std::exception_ptr error);
+
+ private:
+  const Turn* const turn_;
+  const std::uint32_t fork_generation_ = fork_generation();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool has_begun_ = false;
+  Describe describe_;              // none once it is done: what it looks at may go then
+  std::atomic<bool> done_{false};  // set after the two below, which stay as they are
+  std::int64_t finished_ns_ = 0;
+  std::exception_ptr error_;
+};
+
+class WorkQueue {
+ public:
+  // turn: that under which the jobs run.
+  explicit WorkQueue(const Turn& turn) : turn_(turn) {}
+  ~WorkQueue() { close(&ignore_naps); }
+  WorkQueue(const WorkQueue&) = delete;
+  WorkQueue& operator=(const WorkQueue&) = delete;
+
+  // Throws once closed, and where the system refuses a thread; the job has then not been queued.
+  std::shared_ptr<Work> submit(std::function<void()> job, Describe describe);
+  // Whether the caller is a job, or what goes with one: it must not wait for the queue's end.
+  bool is_mine() const { return worker_.load() == std::this_thread::get_id(); }
+  bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
+  // Returns when nothing is queued or running, unless on_nap throws.
+  void wait_until_idle(const OnNap& on_nap);
+  // Where on_nap throws nothing new is accepted, and what was submitted goes on.
+  void close(const OnNap& on_nap);
+
+ private:
+  struct Job {
+    std::function<void()> run;
+    std::shared_ptr<Work> work;
+  };
+
+  void start_thread();
+  void work_off();
+
+  const Turn& turn_;
+  std::mutex close_mutex_;  // held by the one thread that joins
+  std::mutex mutex_;        // guards all below
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;
+  bool is_busy_ = false;  // the thread runs what it took off the queue
+  bool is_closing_ = false;
+  std::unique_ptr<std::thread> thread_;
+  std::atomic<std::thread::id> worker_{};
+  std::atomic<int> num_waiting_{0};  // queued or running
+};
+
+}  // namespace pyringar

@@ -1,0 +1,506 @@
+// call: memory and arithmetic of a process for the staged programs, and who runs what.
+//
+// Floor     process
+// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+
+#include "process/call.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <thread>
+
+#include "core/error.h"
+#include "cpu/copy.h"
+#include "cpu/fused.h"
+#include "cpu/kernels.h"
+#include "process/board.h"
+#include "process/ring.h"
+
+namespace pyringar {
+
+namespace {
+
+// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do: each
+// would read as much from the other either way.
+constexpr std::size_t kExchangeBytes = 32 * 1024;
+// A call is cut in some pieces, so that copying and reducing overlap, none of them tiny.
+constexpr std::size_t kPiecesPerCall = 4;
+constexpr std::size_t kMinPieceBytes = 32 * 1024;
+
+// What the engines here keep of a call.
+class StagedEngine : public ProcessBoard {
+ public:
+  StagedEngine(ProcessRank& self, const ProcessCall& call) : ProcessBoard(self), call_(call) {}
+
+ protected:
+  std::byte* slot(int rank, std::uint32_t n) const { return segment_.slot(rank, n); }
+  std::byte* own_slot(std::uint32_t n) const { return slot(self_.rank, n); }
+
+  const ProcessCall& call_;
+};
+
+// Tensors reduced in place, through slots: every rank its slice of every piece, or all of it. What
+// is a rank's own it reads where it is, in its tensors.
+class ReduceEngine : public StagedEngine {
+ public:
+  ReduceEngine(ProcessRank& self, const ProcessCall& call, const PackedLine& packed,
+               std::size_t piece_bytes, bool is_direct)
+      : StagedEngine(self, call),
+        line_(packed),
+        piece_bytes_(piece_bytes),
+        is_direct_(is_direct),
+        sources_(static_cast<std::size_t>(world_size_)) {}
+
+  void copy_in(std::size_t piece, std::uint32_t n) {
+    if (!is_direct_) return copy_part_in(piece, n, begin(piece), end(piece));
+    for_each_slice(piece, [&](int owner, DType, std::size_t first, std::size_t last) {
+      if (owner != self_.rank) copy_part_in(piece, n, first, last);
+    });
+  }
+  void reduce(std::size_t piece, std::uint32_t n) {
+    for_each_slice(piece, [&](int owner, DType dtype, std::size_t first, std::size_t last) {
+      if (owner != self_.rank) return;
+      line_.for_each_tensor(first, last,
+                            [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                              const std::size_t at = first - begin(piece) + offset;
+                              fuse(n, at, tensor, dtype, bytes, {tensor, own_slot(n) + at});
+                            });
+    });
+  }
+  void copy_out(std::size_t piece, std::uint32_t n) {
+    for_each_slice(piece, [&](int owner, DType, std::size_t first, std::size_t last) {
+      if (owner == self_.rank) return;
+      const std::byte* from = slot(owner, n) + (first - begin(piece));
+      line_.for_each_tensor(first, last,
+                            [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                              copy_from_slot(tensor, from + offset, bytes);
+                            });
+    });
+  }
+  void combine(std::size_t piece, std::uint32_t n) {
+    self_.sleep_in(Phase::kGather);
+    line_.for_each_run(
+        begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
+          const std::size_t first = begin(piece) + at;
+          line_.for_each_tensor(first, first + numel * item_bytes(dtype),
+                                [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                                  fuse(n, at + offset, tensor, dtype, bytes, {tensor});
+                                });
+        });
+  }
+
+ private:
+  std::size_t begin(std::size_t piece) const { return piece * piece_bytes_; }
+  std::size_t end(std::size_t piece) const {
+    return std::min(begin(piece) + piece_bytes_, line_.bytes());
+  }
+
+  // visit(owner, dtype, first, last): bytes of the line, the slices of each run of a piece.
+  template <typename Visit>
+  void for_each_slice(std::size_t piece, Visit&& visit) const {
+    line_.for_each_run(begin(piece), end(piece),
+                       [&](DType dtype, std::size_t at, std::size_t numel) {
+                         const std::size_t item = item_bytes(dtype);
+                         for (int owner = 0; owner < world_size_; ++owner) {
+                           const Range slice = chunk_range(numel, world_size_, owner);
+                           if (slice.size() == 0) continue;
+                           const std::size_t first = begin(piece) + at + slice.begin * item;
+                           visit(owner, dtype, first, first + slice.size() * item);
+                         }
+                       });
+  }
+
+  void copy_part_in(std::size_t piece, std::uint32_t n, std::size_t first, std::size_t last) {
+    std::byte* to = own_slot(n) + (first - begin(piece));
+    line_.for_each_tensor(first, last,
+                          [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                            copy_to_slot(to + offset, tensor, bytes);
+                          });
+  }
+
+  // own: this rank's part; the others' lies at `at` of their slots.
+  void fuse(std::uint32_t n, std::size_t at, const std::byte* own, DType dtype, std::size_t bytes,
+            std::initializer_list<void*> results) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      sources_[static_cast<std::size_t>(rank)] = rank == self_.rank ? own : slot(rank, n) + at;
+    }
+    kernels(dtype, call_.op)
+        .fused(sources_.data(), world_size_, results.begin(), static_cast<int>(results.size()),
+               bytes / item_bytes(dtype), call_.divisor);
+  }
+
+  const PackedLine& line_;
+  const std::size_t piece_bytes_;
+  const bool is_direct_;
+  std::vector<const void*> sources_;
+};
+
+// Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody.
+class RegisteredEngine : public StagedEngine {
+ public:
+  using StagedEngine::StagedEngine;
+
+  void copy_in(std::size_t, std::uint32_t) {}
+  void reduce(std::size_t, std::uint32_t) {
+    for (std::size_t i = 0; i < call_.outputs.size(); ++i) {
+      const TensorSpan& tensor = call_.outputs[i];
+      if (tensor.numel == 0) continue;
+      const std::vector<void*>& all = call_.registered[i];
+      const std::vector<const void*> sources(all.begin(), all.end());
+      const Reduction reduction{sources.data(), all.data(),   world_size_,
+                                world_size_,    tensor.numel, tensor.dtype};
+      fuse_blocks(reduction, call_.op, call_.divisor,
+                  chunk_range(tensor.numel, world_size_, self_.rank),
+                  [this] { self_.watch.progressed(); });
+    }
+  }
+  void copy_out(std::size_t, std::uint32_t) {}
+};
+
+// Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
+class ShareEngine : public StagedEngine {
+ public:
+  ShareEngine(ProcessRank& self, const ProcessCall& call, std::size_t share_bytes,
+              std::size_t part_bytes)
+      : StagedEngine(self, call), share_bytes_(share_bytes), part_bytes_(part_bytes) {}
+
+  void copy_in(std::size_t piece, std::uint32_t n) {
+    switch (call_.kind) {
+      case CallKind::kReduceScatter:
+        for (int rank = 0; rank < world_size_; ++rank) {
+          copy_to_slot(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
+                       size(piece));
+        }
+        return;
+      case CallKind::kAllGather:
+        return copy_to_slot(own_slot(n), input() + begin(piece), size(piece));
+      case CallKind::kBroadcast:
+        if (self_.rank == call_.root) {
+          copy_to_slot(own_slot(n), input() + begin(piece), size(piece));
+        }
+        return;
+      default:
+        return;
+    }
+  }
+  void combine(std::size_t piece, std::uint32_t n) {
+    switch (call_.kind) {
+      case CallKind::kReduceScatter:
+        return combine_share(piece, n);
+      case CallKind::kAllGather:
+        for (int rank = 0; rank < world_size_; ++rank) {
+          copy_from_slot(output() + share_of(rank) + begin(piece), slot(rank, n), size(piece));
+        }
+        return;
+      case CallKind::kBroadcast:
+        if (self_.rank != call_.root) {
+          copy_from_slot(output() + begin(piece), slot(call_.root, n), size(piece));
+        }
+        return;
+      default:
+        return;
+    }
+  }
+
+ private:
+  void combine_share(std::size_t piece, std::uint32_t n) {
+    const DType dtype = call_.outputs[0].dtype;
+    std::vector<const void*> sources;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      sources.push_back(slot(rank, n) + part_of(self_.rank));
+    }
+    void* result = output() + begin(piece);
+    kernels(dtype, call_.op)
+        .fused(sources.data(), world_size_, &result, 1, size(piece) / item_bytes(dtype),
+               call_.divisor);
+  }
+  std::byte* input() const { return call_.inputs[0].data; }
+  std::byte* output() const { return call_.outputs[0].data; }
+  std::size_t begin(std::size_t piece) const { return piece * part_bytes_; }
+  std::size_t size(std::size_t piece) const {
+    return std::min(part_bytes_, share_bytes_ - begin(piece));
+  }
+  std::size_t share_of(int rank) const { return static_cast<std::size_t>(rank) * share_bytes_; }
+  std::size_t part_of(int rank) const { return static_cast<std::size_t>(rank) * part_bytes_; }
+
+  const std::size_t share_bytes_;
+  const std::size_t part_bytes_;  // of one rank's share in a piece
+};
+
+// Nothing but an announcement: barriers, empty calls, and what precedes a ring.
+class EmptyEngine : public StagedEngine {
+ public:
+  using StagedEngine::StagedEngine;
+  void copy_in(std::size_t, std::uint32_t) {}
+  void combine(std::size_t, std::uint32_t) {}
+};
+
+class DigestEngine : public StagedEngine {
+ public:
+  DigestEngine(ProcessRank& self, const ProcessCall& call, std::uint64_t digest)
+      : StagedEngine(self, call), digest_(digest) {}
+  void copy_in(std::size_t, std::uint32_t) {
+    line(self_.rank).digests[self_.sequence % 2] = digest_;
+  }
+  bool agree(std::uint32_t) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const std::uint64_t other = line(rank).digests[self_.sequence % 2];
+      if (other == digest_) continue;
+      const CallRecord& record = line(self_.rank).calls[self_.sequence % 2];
+      self_.watch.report(ErrorKind::kState,
+                         join("results differ: after ", record.text(), ", ",
+                              self_.watch.name_of(self_.rank), " has digest ", std::hex, digest_,
+                              " and ", self_.watch.name_of(rank), " has digest ", other,
+                              "; memory or a processor is at fault, or the tensors were "
+                              "written while they were reduced"));
+      return false;
+    }
+    return true;
+  }
+  void combine(std::size_t, std::uint32_t) {}
+
+ private:
+  const std::uint64_t digest_;
+};
+
+template <class Engine>
+bool exchange(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
+  const StagedProgram program{self.messages, num_pieces};
+  return self.count_messages(program, run_staged_exchange(engine, program));
+}
+
+template <class Engine>
+bool direct(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
+  const StagedProgram program{self.messages, num_pieces};
+  return self.count_messages(program, run_staged_direct(engine, program));
+}
+
+std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
+  return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
+}
+
+std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
+  const std::size_t even = (bytes / kPiecesPerCall + 63) / 64 * 64;
+  // Two ranks copy and add at the same time, best in small steps; more of them pay for every wait.
+  const std::size_t most =
+      segment.world_size() == 2 ? segment.slot_bytes() / 2 : segment.slot_bytes();
+  return std::clamp(even, kMinPieceBytes, most);
+}
+
+ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
+  const bool is_exchange = segment.world_size() == 2 || bytes <= kExchangeBytes;
+  return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
+}
+
+ProcessAlgorithm unregistered_algorithm(const ProcessCall& call, const Segment& segment) {
+  if (call.wants_ring) return ProcessAlgorithm::kRing;
+  return staged_algorithm(call.bytes(), segment);
+}
+
+bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
+  const PackedLine packed(call.outputs);
+  const std::size_t piece_bytes = piece_bytes_for(packed.bytes(), self.segment);
+  const std::size_t num_pieces = pieces_of(packed.bytes(), piece_bytes);
+  const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
+  ReduceEngine engine(self, call, packed, piece_bytes, is_direct);
+  return is_direct ? direct(engine, self, num_pieces) : exchange(engine, self, num_pieces);
+}
+
+bool run_shares(const ProcessCall& call, ProcessRank& self) {
+  const bool is_scatter = call.kind == CallKind::kReduceScatter;
+  const TensorSpan& share = is_scatter ? call.outputs[0] : call.inputs[0];
+  const std::size_t parts = is_scatter ? static_cast<std::size_t>(self.segment.world_size()) : 1;
+  const std::size_t part_bytes = self.segment.slot_bytes() / parts / 64 * 64;
+  ShareEngine engine(self, call, share.bytes(), part_bytes);
+  return exchange(engine, self, pieces_of(share.bytes(), part_bytes));
+}
+
+// visit(part, where it lies in the dense copy)
+template <typename Visit>
+void for_each_dense_part(const ProcessCall::Staged& staged, ProcessRank& self, Visit&& visit) {
+  const std::size_t item = staged.view.item;
+  std::byte* dense = staged.dense.get();
+  for_each_part(staged.view, kProgressBytes / item, [&](const StridedView& part) {
+    visit(part, dense);
+    dense += num_elems(part) * item;
+    self.watch.progressed();
+  });
+}
+
+bool run_ring_call(const ProcessCall& call, ProcessRank& self) {
+  EmptyEngine announcement(self, call);
+  if (!exchange(announcement, self, 1)) return false;
+  for (const TensorSpan& tensor : call.outputs) {
+    if (!run_process_ring(tensor, call.op, call.divisor, self)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+const char* process_algorithm_name(ProcessAlgorithm algorithm) {
+  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct", "ring",
+                                                         "registered"};
+  return kNames[static_cast<int>(algorithm)];
+}
+
+const char* phase_name(Phase phase) {
+  constexpr const char* kNames[kNumPhases] = {"idle", "announce", "reduce", "gather"};
+  return kNames[static_cast<int>(phase)];
+}
+
+std::size_t ProcessCall::bytes() const {
+  std::size_t bytes = 0;
+  for (const TensorSpan& tensor : kind == CallKind::kReduceScatter ? inputs : outputs) {
+    bytes += tensor.bytes();
+  }
+  return bytes;
+}
+
+void ProcessRank::sleep_in(Phase phase) {
+  if (delay.phase != phase) return;
+  const auto time = delay.delay;
+  delay = {};  // once
+  std::this_thread::sleep_for(time);
+}
+
+bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
+  messages = program.base +
+             (lies_otherwise ? kMostRefused : static_cast<std::uint32_t>(program.num_pieces));
+  return is_done;
+}
+
+ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
+  if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
+    return ProcessAlgorithm::kExchange;
+  }
+  if (call.places != 0) return ProcessAlgorithm::kRegistered;
+  return unregistered_algorithm(call, segment);
+}
+
+ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
+                            const Segment& segment) {
+  const int world_size = segment.world_size();
+  if (wants_ring && world_size > 1) {
+    const std::size_t numel = bytes / item_bytes(dtype);
+    const std::size_t piece_elems = segment.ring_slot_bytes() / partial_bytes(dtype);
+    return {ProcessAlgorithm::kRing, num_pieces(numel, world_size, piece_elems)};
+  }
+  const std::size_t pieces = pieces_of(bytes, piece_bytes_for(bytes, segment));
+  return {world_size == 1 ? ProcessAlgorithm::kExchange : staged_algorithm(bytes, segment), pieces};
+}
+
+CallRecord ProcessCall::record() const {
+  CallRecord record;
+  record.kind = kind;
+  record.op = op;
+  record.divisor = static_cast<std::uint32_t>(divisor);
+  record.root = root;
+  record.num_tensors = static_cast<std::uint32_t>(outputs.size());
+  record.places = places;
+  record.strides = strides;
+  record.shapes = shapes;
+  if (!outputs.empty()) record.dtype = outputs[0].dtype;
+  for (const TensorSpan& tensor : outputs) {
+    record.numel += tensor.numel;
+    record.shapes =
+        mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
+  }
+  return record;
+}
+
+void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
+                bool is_background) {
+  self.sequence += 1;
+  CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
+  record = call.record();
+  record.sequence = self.sequence;
+  record.algorithm = static_cast<std::uint8_t>(algorithm);
+  self.lies_otherwise = false;
+  self.watch.begin_call(is_background);
+}
+
+void pack_inputs(const ProcessCall& call, ProcessRank& self) {
+  for (const ProcessCall::Staged& staged : call.staged) {
+    if (staged.is_input) for_each_dense_part(staged, self, &pack);
+  }
+}
+
+void unpack_outputs(const ProcessCall& call, ProcessRank& self) {
+  for (const ProcessCall::Staged& staged : call.staged) {
+    if (!staged.is_output) continue;
+    for_each_dense_part(
+        staged, self, [](const StridedView& part, const std::byte* dense) { unpack(dense, part); });
+  }
+}
+
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
+  const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
+  const bool is_registered = algorithm == ProcessAlgorithm::kRegistered;
+  begin_call(call, is_registered ? unregistered_algorithm(call, self.segment) : algorithm, self,
+             is_background);
+  if (call.kind == CallKind::kAllReduce) {
+    if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);
+    if (!is_registered) return run_all_reduce(call, self, algorithm);
+    RegisteredEngine engine(self, call);
+    return direct(engine, self, 1);
+  }
+  if (call.kind != CallKind::kBarrier) return run_shares(call, self);
+  EmptyEngine engine(self, call);
+  return exchange(engine, self, 1);
+}
+
+ProcessCall in_index_order(const ProcessCall& call) {
+  ProcessCall packed = call;
+  packed.strides = 0;
+  packed.places = 0;
+  packed.registered.clear();
+  packed.permuted.clear();
+  for (const ProcessCall::Permuted& permuted : call.permuted) {
+    TensorSpan& span = packed.outputs[permuted.output];
+    std::shared_ptr<std::byte[]> dense = std::make_unique_for_overwrite<std::byte[]>(span.bytes());
+    span.data = dense.get();
+    packed.staged.push_back({permuted.view, std::move(dense), true, permuted.is_output});
+  }
+  if (call.kind == CallKind::kBroadcast) packed.inputs = packed.outputs;
+  return packed;
+}
+
+bool compare_digests(std::uint64_t digest, ProcessRank& self) {
+  const ProcessCall none;
+  DigestEngine engine(self, none, digest);
+  return exchange(engine, self, 1);
+}
+
+std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
+  // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.
+  return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
+}
+
+std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch) {
+  std::uint64_t digest = 0;
+  for (const TensorSpan& tensor : tensors) {
+    const std::size_t bytes = tensor.bytes();
+    const std::size_t whole = bytes / 32 * 32;
+    std::uint64_t lanes[4] = {1, 2, 3, 4};  // independent, for the processor to overlap
+    for (std::size_t begin = 0; begin < whole; begin += kProgressBytes) {
+      const std::size_t end = std::min(begin + kProgressBytes, whole);
+      for (std::size_t at = begin; at < end; at += 32) {
+        for (std::size_t lane = 0; lane < 4; ++lane) {
+          std::uint64_t word;
+          std::memcpy(&word, tensor.data + at + 8 * lane, 8);
+          lanes[lane] = mix(lanes[lane], word);
+        }
+      }
+      watch.progressed();
+    }
+    for (std::size_t at = whole; at < bytes; ++at) {
+      lanes[0] = mix(lanes[0], static_cast<std::uint64_t>(tensor.data[at]));
+    }
+    for (const std::uint64_t lane : lanes) digest = mix(digest, lane);
+  }
+  return digest;
+}
+
+}  // namespace pyringar

@@ -1,0 +1,129 @@
+// call: one collective of one rank among processes, and the engines that run it.
+//
+// Floor     process
+// Units     elements for spans, bytes for pieces.
+// Contract  staged (direct, exchange): rank order, whatever the size and however it is cut. Nothing
+//           of the caller's is written before all ranks agree on what they call. ring: its own
+//           order, see core/schedule.h.
+// Threads   a group runs one call at a time.
+// Source    core/staged_program.h, core/ring_program.h
+// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "process/packed_line.h"
+#include "process/watch.h"
+#include "process/segment.h"
+#include "cpu/strided.h"
+
+namespace pyringar {
+
+// Numbers that ranks compare: part of what the shared memory holds.
+enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect, kRing, kRegistered };
+inline constexpr int kNumProcessAlgorithms = 4;
+const char* process_algorithm_name(ProcessAlgorithm algorithm);
+
+struct ProcessCall {
+  CallKind kind = CallKind::kBarrier;
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;
+  int root = 0;
+  bool wants_ring = false;
+  // all_reduce, broadcast: inputs are the outputs. reduce_scatter: inputs[0] holds a part per rank,
+  // outputs[0] one part. all_gather: the other way round.
+  std::vector<TensorSpan> inputs;
+  std::vector<TensorSpan> outputs;
+  std::uint64_t shapes = 0;   // digest of sizes
+  std::uint64_t strides = 0;  // digest of those of `permuted`; 0: there are none
+
+  // Tensors with gaps are packed before, and unpacked after.
+  struct Staged {
+    StridedView view;
+    std::shared_ptr<std::byte[]> dense;
+    bool is_input;
+    bool is_output;
+  };
+  std::vector<Staged> staged;
+
+  // Outputs whose memory is theirs, but not in the order of their index: fine where it is so on all
+  // ranks.
+  struct Permuted {
+    std::size_t output;
+    StridedView view;
+    bool is_output;
+  };
+  std::vector<Permuted> permuted;
+
+  // Where all ranks' copies of each output lie, if every one is registered: peers[i][rank].
+  std::vector<std::vector<void*>> registered;
+  std::uint64_t places = 0;
+
+  std::size_t bytes() const;
+  CallRecord record() const;  // without a sequence and an algorithm
+};
+
+// A moment at which a test may stop a rank, to kill it there.
+enum class Phase : std::uint8_t { kIdle, kAnnounce, kReduce, kGather };
+inline constexpr int kNumPhases = 4;
+const char* phase_name(Phase phase);
+
+struct PhaseDelay {
+  Phase phase = Phase::kIdle;
+  std::chrono::nanoseconds delay{};
+};
+
+// What a rank keeps from call to call.
+struct ProcessRank {
+  const Segment& segment;
+  const int rank;
+  PeerWatch& watch;
+  std::uint64_t sequence = 0;       // calls so far
+  std::uint32_t messages = 0;       // announced so far
+  std::uint32_t ring_messages = 0;  // on every link
+  PhaseDelay delay{};               // for tests
+  bool lies_otherwise = false;      // why the last call was refused: see in_index_order()
+
+  // What the next call's messages follow. Ranks whose tensors lie otherwise may have meant to send
+  // another number of pieces: no more than kMostRefused were announced when they noticed.
+  static constexpr std::uint32_t kMostRefused = 2;
+  bool count_messages(const StagedProgram& program, bool is_done);
+  void sleep_in(Phase phase);
+};
+
+// Which algorithm a call takes, alike on all ranks that agree on the call.
+ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
+
+// What an all_reduce of so many bytes would do, if its tensors are not registered.
+struct ProcessPlan {
+  ProcessAlgorithm algorithm;
+  std::size_t num_pieces;  // each of them takes the algorithm's rounds
+};
+ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
+                            const Segment& segment);
+
+// What every call begins with: its record, for the others to compare.
+void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
+                bool is_background);
+
+// Tensors with gaps, from and to their dense copies.
+void pack_inputs(const ProcessCall& call, ProcessRank& self);
+void unpack_outputs(const ProcessCall& call, ProcessRank& self);
+
+// Announces, compares, moves the data. False: a wait failed, or the ranks do not agree, and the
+// watch says why; or self.lies_otherwise, on all ranks, and nothing was written.
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background);
+
+// The same call for ranks whose tensors lie otherwise than others' (in other strides, or registered
+// here and not there): all in the order of their index, through slots.
+ProcessCall in_index_order(const ProcessCall& call);
+
+// One more exchange, of digests of the results of the call just run.
+bool compare_digests(std::uint64_t digest, ProcessRank& self);
+std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch);
+std::uint64_t mix(std::uint64_t digest, std::uint64_t value);
+
+}  // namespace pyringar

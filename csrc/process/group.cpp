@@ -1,0 +1,320 @@
+// group: joining, locks, registered memory, and what is refused.
+//
+// Floor     process
+// Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp
+
+#include "process/group.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/error.h"
+#include "os/float_mode.h"
+
+namespace pyringar {
+
+ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
+                           ProcessGroupOptions options)
+    : memory_(std::move(memory)),
+      segment_(segment),
+      rank_(rank),
+      checks_digests_(options.checks_digests),
+      compares_shapes_(options.compares_shapes),
+      fork_generation_(fork_generation()),
+      on_nap_(std::move(options.on_nap)),
+      watch_(segment_, rank, options.timeout),
+      self_{segment_, rank, watch_} {
+  RankLine& line = segment_.line(rank);
+  if (line.state.load() != static_cast<std::uint32_t>(RankState::kAbsent)) {
+    fail(ErrorKind::kState, "rank ", rank, " has joined this group before, as process ",
+         line.process.pid);
+  }
+  line.process = this_process();
+  const std::string host = host_name();
+  std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
+  watch_.publish_cores();
+  line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
+  watch_.set_on_nap(on_nap_);
+}
+
+ProcessGroup::~ProcessGroup() { close(); }
+
+std::vector<int> ProcessGroup::absent_ranks() const {
+  std::vector<int> absent;
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (segment_.line(rank).state.load(std::memory_order_acquire) ==
+        static_cast<std::uint32_t>(RankState::kAbsent)) {
+      absent.push_back(rank);
+    }
+  }
+  return absent;
+}
+
+bool ProcessGroup::forked() const { return fork_generation() != fork_generation_; }
+
+void ProcessGroup::check_not_forked() const {
+  if (forked()) {
+    fail(ErrorKind::kState,
+         "this communicator was made before fork() and is the parent process's rank. Make a new "
+         "one in the child");
+  }
+}
+
+void ProcessGroup::check_usable() const {
+  check_not_forked();
+  if (closed_.load(std::memory_order_acquire)) {
+    const std::string why = watch_.shared_failure();
+    fail(ErrorKind::kState, "this communicator is closed", why.empty() ? "" : ": ", why);
+  }
+}
+
+void ProcessGroup::check_not_failed() const {
+  if (watch_.failed()) {
+    fail(watch_.kind(),
+         "this communicator failed before and cannot be used again: ", watch_.failure());
+  }
+}
+
+Turn::Held ProcessGroup::take_turn() {
+  check_usable();
+  turn_.check_not_mine();
+  queue_.wait_until_idle(on_nap_);
+  return turn_.take(on_nap_);
+}
+
+Turn::Held ProcessGroup::take_background_turn() {
+  return turn_.take([this] { check_usable(); });
+}
+
+void ProcessGroup::run(const ProcessCall& call) {
+  const Turn::Held turn = take_turn();
+  run_locked(call, false);
+}
+
+std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
+  check_usable();
+  auto shared = std::make_shared<ProcessCall>(std::move(call));
+  return queue_.submit(
+      [this, shared] {
+        const Turn::Held turn = take_background_turn();
+        run_locked(*shared, true);
+      },
+      [this, shared](bool has_begun) { return describe(*shared, has_begun); });
+}
+
+// Of a call in the background.
+std::string ProcessGroup::describe(const ProcessCall& call, bool has_begun) const {
+  const std::string awaited = watch_.awaited();
+  const std::string what = join(call.record().text(), " of rank ", rank_, " of ", world_size());
+  if (has_begun)
+    return join(what, awaited.empty() ? ", which runs" : ", which waits for ", awaited);
+  return join(what, ", which waits for the calls before it",
+              awaited.empty() ? "" : " and they for ", awaited);
+}
+
+void ProcessGroup::run_program(const Program& program) {
+  const Turn::Held turn = take_turn();
+  run_program_locked(program);
+}
+
+std::shared_ptr<Work> ProcessGroup::submit_program(Program program,
+                                                   std::shared_ptr<const ProcessCall> call) {
+  check_usable();
+  return queue_.submit(
+      [this, program = std::move(program)] {
+        const Turn::Held turn = take_background_turn();
+        run_program_locked(program);
+      },
+      [this, call = std::move(call)](bool has_begun) { return describe(*call, has_begun); });
+}
+
+std::shared_ptr<Work> ProcessGroup::submit_step(std::function<void()> step) {
+  check_usable();
+  return queue_.submit(
+      [this, step = std::move(step)] {
+        const Turn::Held turn = take_background_turn();
+        step();
+      },
+      [](bool has_begun) {
+        return join("a copy on this rank, which ",
+                    has_begun ? "runs" : "waits for the calls before it");
+      });
+}
+
+void ProcessGroup::run_program_locked(const Program& program) {
+  check_ready();
+  self_.sleep_in(Phase::kIdle);
+  bool is_done = false;
+  try {
+    is_done = program(self_);
+  } catch (const std::exception& error) {
+    tell_of(error);
+    throw;
+  }
+  if (!is_done) raise_failure();
+}
+
+// The others know of this call, and must not take this rank's next one for it.
+void ProcessGroup::tell_of(const std::exception& error) {
+  const auto* ours = dynamic_cast<const Error*>(&error);
+  watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
+                join(watch_.name_of(rank_), ": ", error.what()));
+}
+
+void ProcessGroup::check_ready() {
+  check_usable();
+  check_not_failed();
+  if (watch_.adopt_shared_failure()) watch_.raise();
+}
+
+void ProcessGroup::raise_failure() const {
+  if (closed_.load(std::memory_order_acquire)) {
+    fail(ErrorKind::kState, "this communicator was closed while a call waited: ", watch_.failure());
+  }
+  watch_.raise();
+}
+
+void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
+  check_ready();
+  const DefaultFloatMode mode;
+  self_.sleep_in(Phase::kIdle);
+  const std::uint64_t calls_before = self_.sequence;
+  try {
+    if (attempt(call, is_background)) return;
+    if (self_.lies_otherwise && attempt(in_index_order(call), is_background)) return;
+    if (self_.lies_otherwise) fail(ErrorKind::kState, "the other ranks are at another call");
+  } catch (const std::exception& error) {
+    if (self_.sequence != calls_before) tell_of(error);
+    throw;
+  }
+  raise_failure();
+}
+
+bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
+  const auto start = Clock::now();
+  pack_inputs(call, self_);
+  if (!run_process_call(call, self_, is_background)) return false;
+  if (flips_bit_ && !call.outputs.empty() && call.outputs[0].numel > 0) {
+    call.outputs[0].data[0] ^= std::byte{1};
+    flips_bit_ = false;
+  }
+  const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
+  if (checks_digests_ && is_alike && !compare_digests(digest_of(call.outputs, watch_), self_)) {
+    return false;
+  }
+  unpack_outputs(call, self_);
+  const auto busy = std::chrono::nanoseconds(Clock::now() - start).count();
+  const auto i = static_cast<std::size_t>(algorithm_of(call, segment_));
+  const std::lock_guard<std::mutex> lock(stats_mutex_);
+  stats_.calls[i] += 1;
+  stats_.bytes[i] += call.bytes();
+  stats_.busy_ns[i] += static_cast<std::uint64_t>(busy);
+  return true;
+}
+
+bool ProcessGroup::end_calls(Leaving leaving) {
+  if (forked()) return false;
+  const bool is_inside = turn_.is_mine() || queue_.is_mine();
+  if (leaving != Leaving::kAfterCalls || is_inside) leave_at_once(leaving);
+  if (is_inside) return false;
+  try {
+    queue_.close(on_nap_);
+    const Turn::Held turn = turn_.take(on_nap_);
+    closed_.store(true, std::memory_order_release);
+  } catch (...) {
+    leave_at_once(leaving);
+    throw;
+  }
+  return true;
+}
+
+bool ProcessGroup::close(Leaving leaving) {
+  if (!end_calls(leaving)) return false;
+  segment_.line(rank_).state.store(static_cast<std::uint32_t>(RankState::kLeft),
+                                   std::memory_order_release);
+  memory_.close_fd();
+  const std::lock_guard<std::mutex> regions_lock(regions_mutex_);
+  regions_.clear();
+  return true;
+}
+
+// Calls under way find it at their next nap; those that were submitted are refused.
+void ProcessGroup::leave_at_once(Leaving leaving) {
+  if (forked() || closed_.exchange(true)) return;
+  tell_failure(segment_, ErrorKind::kPeerLost,
+               join(watch_.name_of(rank_),
+                    leaving == Leaving::kAborting ? " has aborted the group; "
+                                                  : " has left the group in the midst of a call; ",
+                    watch_.last_call_of(rank_)));
+}
+
+void ProcessGroup::check_peers(const std::vector<int>& peers) const {
+  check_usable();
+  watch_.check_peers(peers);
+}
+
+std::uint64_t ProcessGroup::progress() const {
+  check_not_forked();
+  return watch_.progress();
+}
+
+ProcessStats ProcessGroup::stats() {
+  check_not_forked();
+  const std::lock_guard<std::mutex> lock(stats_mutex_);
+  return stats_;
+}
+
+void ProcessGroup::add_region(std::uint64_t id, std::vector<SharedMemory> mapped,
+                              std::vector<std::byte*> bases, std::size_t bytes) {
+  check_usable();
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
+  regions_.push_back({id, std::move(mapped), std::move(bases), bytes});
+}
+
+void ProcessGroup::remove_region(std::uint64_t id) {
+  if (forked()) return;
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
+  std::erase_if(regions_, [id](const Region& region) { return region.id == id; });
+}
+
+void ProcessGroup::find_registered(ProcessCall& call) {
+  if (call.kind != CallKind::kAllReduce) return;
+  check_usable();
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
+  if (regions_.empty()) return;
+  std::uint64_t places = 1;
+  std::vector<std::vector<void*>> registered;
+  for (const TensorSpan& tensor : call.outputs) {
+    if (tensor.numel == 0) {
+      registered.emplace_back();
+      continue;
+    }
+    const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) {
+      const std::byte* base = region.bases[static_cast<std::size_t>(rank_)];
+      return tensor.data >= base && tensor.data + tensor.bytes() <= base + region.bytes;
+    });
+    if (found == regions_.end()) return;
+    const auto offset =
+        static_cast<std::size_t>(tensor.data - found->bases[static_cast<std::size_t>(rank_)]);
+    places = mix(mix(places, found->id), offset);
+    registered.emplace_back();
+    for (std::byte* base : found->bases) registered.back().push_back(base + offset);
+  }
+  if (call.bytes() == 0) return;
+  call.places = places;
+  call.registered = std::move(registered);
+}
+
+void ProcessGroup::delay(Phase phase, std::chrono::nanoseconds time) {
+  check_usable();
+  const Turn::Held turn = turn_.take(on_nap_);
+  self_.delay = {phase, time};
+}
+
+void ProcessGroup::flip_bit_of_next() {
+  check_usable();
+  const Turn::Held turn = turn_.take(on_nap_);
+  flips_bit_ = true;
+}
+
+}  // namespace pyringar

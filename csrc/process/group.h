@@ -1,0 +1,156 @@
+// group: one rank of a group of processes: its segment, its calls one after the other, now
+// or in the background.
+//
+// Floor     process
+// Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
+// Contract  All ranks make the same calls in the same order; what differs is found before data
+//           moves, and raised on all ranks. After a failure the group refuses everything with that
+//           reason, and other groups of the same processes are as they were. close() tells the
+//           others that this rank has left. In a forked child it refuses: it is the parent's rank.
+//           Waits call on_nap; what it throws ends the wait, and in the destructor it must not.
+//           While it runs in a call's wait, other calls of that thread are refused (os/turn).
+// Threads   any thread may call; calls run one at a time, in the order in which they came.
+// Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "os/shared_memory.h"
+#include "process/call.h"
+#include "os/turn.h"
+#include "os/work_queue.h"
+
+namespace pyringar {
+
+struct ProcessGroupOptions {
+  std::chrono::nanoseconds timeout{};
+  bool checks_digests = false;
+  bool compares_shapes = true;  // or only numbers of elements, which correspond by index
+  OnNap on_nap = &ignore_naps;
+};
+
+// What becomes of calls under way when a rank leaves: they end first; or at once, with an error,
+// here and on the other ranks, which are told that this rank closed, or aborted.
+enum class Leaving { kAfterCalls, kAtOnce, kAborting };
+
+struct ProcessStats {
+  std::array<std::uint64_t, kNumProcessAlgorithms> calls{};
+  std::array<std::uint64_t, kNumProcessAlgorithms> bytes{};
+  std::array<std::uint64_t, kNumProcessAlgorithms> busy_ns{};
+};
+
+class ProcessGroup {
+ public:
+  // memory: laid out or attached by its caller, for world_size ranks.
+  ProcessGroup(SharedMemory memory, Segment segment, int rank, ProcessGroupOptions options);
+  ~ProcessGroup();
+  ProcessGroup(const ProcessGroup&) = delete;
+  ProcessGroup& operator=(const ProcessGroup&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return segment_.world_size(); }
+  const Segment& segment() const { return segment_; }
+
+  // Ranks that have not made their ProcessGroup yet. Once there are none nobody else may open the
+  // memory, and nobody can after seal().
+  std::vector<int> absent_ranks() const;
+  void seal() { memory_.close_fd(); }
+
+  const Turn* turn() const { return &turn_; }
+  // Returns when what was submitted before is done.
+  void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
+  void run(const ProcessCall& call);
+  std::shared_ptr<Work> submit(ProcessCall call);
+  // The same for a program that moves the data by other means. False: the watch says why. What it
+  // throws ends the group, and the others are told.
+  using Program = std::function<bool(ProcessRank& self)>;
+  void run_program(const Program& program);
+  // call: for messages.
+  std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const ProcessCall> call);
+  // A step on this rank alone, after all that was submitted before and before what comes later.
+  std::shared_ptr<Work> submit_step(std::function<void()> step);
+  // Waits for the calls that other threads or the background make; refuses all that come later.
+  // Where on_nap ends the wait the rank leaves at once. False in a forked child, and where on_nap
+  // of a call of this thread has called it: that call ends, with an error, once on_nap has
+  // returned.
+  bool end_calls(Leaving leaving);
+  // The same, then leaves the group. Unless it was false: then the next close() does.
+  bool close(Leaving leaving = Leaving::kAfterCalls);
+  // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
+  void check_peers(const std::vector<int>& peers) const;
+  std::uint64_t progress() const;
+  void set_timeout(std::chrono::nanoseconds timeout) { watch_.set_timeout(timeout); }
+  bool compares_shapes() const { return compares_shapes_; }
+  ProcessStats stats();
+  ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
+    return plan_all_reduce(bytes, dtype, wants_ring, segment_);
+  }
+  void check_usable() const;
+  void check_not_forked() const;
+  bool forked() const;
+  // Whether this is the thread of its work in the background.
+  bool has_this_thread() const { return queue_.is_mine(); }
+  // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
+  // lie in it, fills in call.registered and call.places, if all do.
+  void add_region(std::uint64_t id, std::vector<SharedMemory> mapped, std::vector<std::byte*> bases,
+                  std::size_t bytes);
+  void remove_region(std::uint64_t id);
+  void find_registered(ProcessCall& call);
+
+  // For tests: stops before the given phase of the next call; flips a bit of its result.
+  void delay(Phase phase, std::chrono::nanoseconds time);
+  void flip_bit_of_next();
+
+ private:
+  struct Region {
+    std::uint64_t id;
+    std::vector<SharedMemory> mapped;
+    std::vector<std::byte*> bases;
+    std::size_t bytes;
+  };
+
+  std::string describe(const ProcessCall& call, bool has_begun) const;
+  void run_locked(const ProcessCall& call, bool is_background);
+  bool attempt(const ProcessCall& call, bool is_background);
+  void run_program_locked(const Program& program);
+  void tell_of(const std::exception& error);
+  Turn::Held take_turn();
+  Turn::Held take_background_turn();
+  void check_ready();
+  void check_not_failed() const;
+  [[noreturn]] void raise_failure() const;
+  void leave_at_once(Leaving leaving);
+
+  SharedMemory memory_;
+  const Segment segment_;
+  const int rank_;
+  const bool checks_digests_;
+  const bool compares_shapes_;
+  const std::uint32_t fork_generation_;
+  const OnNap on_nap_;
+
+  Turn turn_;  // held while a call runs; guards all below down to flips_bit_
+  PeerWatch watch_;
+  ProcessRank self_;
+  bool flips_bit_ = false;
+
+  std::mutex stats_mutex_;  // never held while one waits
+  ProcessStats stats_;
+
+  // Apart, and never held while one waits: who looks tensors up holds Python's lock, which the call
+  // that runs may want.
+  std::mutex regions_mutex_;
+  std::vector<Region> regions_;
+
+  WorkQueue queue_{turn_};
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace pyringar

@@ -1,0 +1,154 @@
+// segment: what the processes of one group share: where everything lies, and who is who.
+//
+// Floor     process
+// Units     bytes.
+// Contract  One writer per word: rank r writes line r and its own slots; only `failure` is written
+//           by whoever comes first. What stands in the segment is checked before it is used: sizes
+//           are computed from the header that attach() compared with what the rendezvous said.
+//
+//             header    magic, version, world_size, sizes, token, failure
+//             lines     one per rank: counters, the calls it makes, its process
+//             staging   kStagingSlots per rank
+//             ring      slots of the link from each rank to its next
+//
+//           The rank that makes the segment finds all its pages, on its own NUMA node: what does
+//           not fit is then one error, of one rank, before anybody joins. Where the pages of slots
+//           lie matters little: a slot is small enough to stay in caches, and its lines pass from
+//           core to core. Tensors that are registered lie where the rank that made them is.
+// Threads   counters and states are atomic; the rest of a line is published by them.
+// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "core/dtype.h"
+#include "core/staged_program.h"
+#include "os/process.h"
+#include "os/thread.h"
+#include "os/wait.h"
+#include "cpu/ring.h"
+
+namespace pyringar {
+
+enum class CallKind : std::uint8_t {
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kBarrier,
+};
+inline constexpr int kNumCallKinds = 5;
+const char* call_name(CallKind kind);
+
+// What a rank has called, for the others to compare with their own.
+struct alignas(64) CallRecord {
+  std::uint64_t sequence = 0;  // calls of this rank, this one included; 0: not made yet
+  std::uint64_t numel = 0;     // of all its tensors
+  std::uint64_t shapes = 0;    // digest of sizes and dtypes of all its tensors
+  std::uint64_t strides = 0;   // of those not in the order of their index; 0: all are
+  std::uint64_t places = 0;    // digest of where registered tensors lie; 0: not all are registered
+  std::uint32_t num_tensors = 0;
+  std::int32_t root = 0;
+  CallKind kind = CallKind::kBarrier;
+  DType dtype = DType::kFloat32;  // of the first tensor
+  ReduceOp op = ReduceOp::kSum;
+  std::uint8_t algorithm = 0;  // were nothing registered
+  std::uint32_t divisor = 1;
+
+  // Whether it is the same call. How each rank's own tensors lie is another question.
+  bool agrees(const CallRecord& other) const;
+  bool lies_like(const CallRecord& other) const {
+    return strides == other.strides && places == other.places;
+  }
+  std::string text() const;
+};
+static_assert(sizeof(CallRecord) == 64, "one cache line");
+
+enum class RankState : std::uint32_t { kAbsent, kJoined, kLeft };
+
+// One rank's own line.
+struct alignas(64) RankLine {
+  Flag announced;  // see core/staged_program.h
+  Flag reduced;
+  std::array<CallRecord, 2> calls;  // of call s in calls[s % 2]: a rank is at most one call ahead
+  Link link;                        // to the next rank; `taken` is written by that one
+  alignas(64) std::atomic<std::uint32_t> state{0};
+  std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
+  std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
+  std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
+  std::array<std::atomic<std::uint64_t>, CoreSet::kMaxCores / 64>
+      cores{};                             // it may use, a bit each
+  std::array<std::uint64_t, 2> digests{};  // of the results of call s in digests[s % 2]
+  ProcessId process;
+  std::array<char, 64> host{};
+};
+
+// The first failure, for all to see: those who wait for somebody who has given up need not wait.
+struct SharedFailure {
+  enum State : std::uint32_t { kNone, kWriting, kThere };
+  std::atomic<std::uint32_t> state{kNone};
+  std::uint32_t kind = 0;
+  std::array<char, 504> text{};
+};
+
+inline constexpr std::size_t kTokenBytes = 32;
+using SegmentToken = std::array<unsigned char, kTokenBytes>;
+
+struct SegmentHeader {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t world_size;
+  std::uint64_t total_bytes;
+  std::uint64_t slot_bytes;
+  std::uint64_t ring_slot_bytes;
+  SegmentToken token;
+  SharedFailure failure;
+};
+
+// A view of mapped memory; owns nothing.
+class Segment {
+ public:
+  // The least part of a slot that a rank's share can be cut to is a cache line.
+  static constexpr int kMaxRanks = 4096;
+  // Refuses more ranks than that.
+  static std::size_t bytes_for(int world_size);
+  // The first process lays it out; the others find the same or throw.
+  static Segment lay_out(std::byte* memory, int world_size, const SegmentToken& token);
+  static Segment attach(std::byte* memory, std::size_t bytes, int world_size,
+                        const SegmentToken& token);
+
+  int world_size() const { return world_size_; }
+  std::size_t slot_bytes() const { return slot_bytes_; }
+  std::uint32_t ring_num_slots() const { return pyringar::ring_num_slots(world_size_); }
+  std::size_t ring_slot_bytes() const { return ring_slot_bytes_; }
+
+  RankLine& line(int rank) const { return lines_[rank]; }
+  SharedFailure& failure() const { return header_->failure; }
+  std::byte* slot(int rank, std::uint32_t message) const {
+    const std::size_t index =
+        static_cast<std::size_t>(rank) * kStagingSlots + message % kStagingSlots;
+    return staging_ + index * slot_bytes_;
+  }
+  std::byte* ring_slot(int from_rank, std::uint32_t message) const {
+    const std::uint32_t slots = ring_num_slots();
+    const std::size_t index = static_cast<std::size_t>(from_rank) * slots + message % slots;
+    return ring_ + index * ring_slot_bytes_;
+  }
+
+ private:
+  Segment(std::byte* memory, int world_size);
+
+  SegmentHeader* header_;
+  RankLine* lines_;
+  std::byte* staging_;
+  std::byte* ring_;
+  int world_size_;
+  std::size_t slot_bytes_;
+  std::size_t ring_slot_bytes_;
+};
+
+}  // namespace pyringar

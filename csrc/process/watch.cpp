@@ -1,0 +1,303 @@
+// watch: pauses, yields, naps; liveness; the failure that all ranks share.
+//
+// Floor     process
+// Tests     tests/test_process_faults.py, tests/cpp/process_test.cpp
+
+#include "process/watch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "os/thread.h"
+
+namespace pyringar {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+// Measured on two cores: see the notes on each in benchmarks/processes.py.
+constexpr int kPausesWithCore = 1000;
+constexpr int kYieldsWithCore = 200;
+constexpr int kYieldsCrowded = 20;
+// A yield beside a thread that computes gives away a whole time slice. One that took this long says
+// so; the thread then sleeps at once for a while, since waking up takes the core back.
+constexpr auto kYieldTooLong = 200us;
+constexpr int kWaitsAfterLongYield = 64;
+
+template <std::size_t kSize>
+std::string text_of(const std::array<char, kSize>& chars) {
+  return {chars.data(), strnlen(chars.data(), kSize)};
+}
+
+// Shared memory may hold anything.
+ErrorKind kind_of(const SharedFailure& shared) {
+  const auto kind = static_cast<ErrorKind>(shared.kind);
+  const bool is_known =
+      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
+  return is_known ? kind : ErrorKind::kState;
+}
+
+}  // namespace
+
+PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
+    : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
+
+void PeerWatch::publish_cores() {
+  const CoreSet cores = allowed_cores();
+  for (std::size_t i = 0; i < cores.words.size(); ++i) {
+    segment_.line(rank_).cores[i].store(cores.words[i], std::memory_order_relaxed);
+  }
+}
+
+// Ranks that are bound to a core each have as many cores as ranks that may roam over them.
+void PeerWatch::count_cores() {
+  CoreSet all;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    const RankLine& line = segment_.line(rank);
+    if (line.state.load(std::memory_order_acquire) ==
+        static_cast<std::uint32_t>(RankState::kAbsent)) {
+      return;  // not yet
+    }
+    for (std::size_t i = 0; i < all.words.size(); ++i) {
+      all.words[i] |= line.cores[i].load(std::memory_order_relaxed);
+    }
+  }
+  has_counted_cores_ = true;
+  has_core_per_rank_ = segment_.world_size() <= all.count();
+  num_pauses_ = has_core_per_rank_ ? kPausesWithCore : kPausesCrowded;
+}
+
+void PeerWatch::begin_call(bool is_background) {
+  if (!has_counted_cores_) count_cores();
+  is_background_ = is_background;
+  peers_have_come_ = false;
+  stillness_.forget();
+  RankLine& line = segment_.line(rank_);
+  line.core.store(current_core(), std::memory_order_relaxed);
+  line.heard_ns.store(Clock::now().time_since_epoch() / 1ns, std::memory_order_relaxed);
+}
+
+// Ranks that slept together are woken on one core and stay there, each waiting for the other to let
+// go of it. The one with the higher number moves.
+void PeerWatch::keep_apart() {
+  if (!has_core_per_rank_) return;
+  const int core = current_core();
+  if (core < 0) return;
+  segment_.line(rank_).core.store(core, std::memory_order_relaxed);
+  for (int lower = 0; lower < rank_; ++lower) {
+    if (segment_.line(lower).core.load(std::memory_order_relaxed) == core) {
+      move_off_core(core);
+      segment_.line(rank_).core.store(current_core(), std::memory_order_relaxed);
+      return;
+    }
+  }
+}
+
+bool PeerWatch::yield_until(const Flag& flag, std::uint32_t wanted) {
+  Deadline before = Clock::now();
+  const int num_yields = has_core_per_rank_ ? kYieldsWithCore : kYieldsCrowded;
+  for (int i = 0; i < num_yields; ++i) {
+    std::this_thread::yield();
+    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+    const Deadline after = Clock::now();
+    if (after - before > kYieldTooLong) {
+      waits_without_yields_ = kWaitsAfterLongYield;
+      return false;
+    }
+    before = after;
+  }
+  return false;
+}
+
+bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
+  keep_apart();
+  // Another rank's backward may take long to come here; what it does then does not.
+  if (is_background_ && !peers_have_come_) {
+    peers_have_come_ = true;
+  } else if (waits_without_yields_ > 0) {
+    --waits_without_yields_;
+  } else if (yield_until(flag, wanted)) {
+    return true;
+  }
+  awaited_what_.store(what, std::memory_order_relaxed);
+  awaited_peer_.store(peer, std::memory_order_release);
+  const bool arrived = nap_for_flag(
+      flag, wanted, stillness_.nap(), [&] { return give_up(flag, wanted, peer, what); },
+      Scope::kProcesses);
+  awaited_peer_.store(-1, std::memory_order_relaxed);
+  return arrived;
+}
+
+std::string PeerWatch::awaited() const {
+  const int peer = awaited_peer_.load(std::memory_order_acquire);
+  if (peer < 0) return "";
+  return join(name_of(peer), " ", awaited_what_.load(std::memory_order_relaxed));
+}
+
+bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
+  segment_.line(rank_).heard_ns.store(Clock::now().time_since_epoch() / 1ns,
+                                      std::memory_order_relaxed);
+  if (on_nap_) {
+    try {
+      on_nap_();
+    } catch (...) {
+      report(ErrorKind::kState, join(name_of(rank_), " was interrupted while it waited for ",
+                                     name_of(peer), " ", what));
+      throw;
+    }
+  }
+  // First: whoever failed may be gone by now, and was not the cause.
+  if (adopt_shared_failure()) return true;
+  return is_lost(flag, wanted, peer, what) || is_late(peer, what);
+}
+
+const char* PeerWatch::how_gone(int rank) const {
+  const RankLine& line = segment_.line(rank);
+  if (line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft)) {
+    return "has left the group";
+  }
+  return is_alive(line.process) ? nullptr : "is gone";
+}
+
+bool PeerWatch::is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
+  const char* how = how_gone(peer);
+  // What it did before it went counts.
+  if (how == nullptr || reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
+  report(ErrorKind::kPeerLost,
+         join(waited_for(peer, what), ", which ", how, "; ", last_call_of(peer)));
+  return true;
+}
+
+std::string PeerWatch::shared_failure() const {
+  const SharedFailure& shared = segment_.failure();
+  const bool is_there = shared.state.load(std::memory_order_acquire) == SharedFailure::kThere;
+  return is_there ? text_of(shared.text) : "";
+}
+
+void PeerWatch::check_peers(const std::vector<int>& peers) const {
+  const SharedFailure& shared = segment_.failure();
+  if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {
+    throw Error(kind_of(shared), text_of(shared.text));
+  }
+  for (const int rank : peers) {
+    if (const char* how = how_gone(rank)) {
+      throw Error(ErrorKind::kPeerLost, join(name_of(rank), " ", how, "; ", last_call_of(rank)));
+    }
+  }
+}
+
+bool PeerWatch::is_late(int peer, const char* what) {
+  stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
+  const int culprit = most_behind(peer);
+  if (!stillness_.is_late(culprit)) return false;
+  const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();
+  report(ErrorKind::kTimeout,
+         join(waited_for(culprit, culprit == peer ? what : "to catch up"), " for ", seconds, " s; ",
+              last_call_of(culprit), last_heard_of(culprit)));
+  return true;
+}
+
+// All that a rank gets done moves one of these.
+std::uint64_t PeerWatch::mark_of(int rank) const {
+  const int world_size = segment_.world_size();
+  const RankLine& line = segment_.line(rank);
+  const RankLine& prev = segment_.line((rank + world_size - 1) % world_size);
+  std::uint64_t mark = line.progress.load(std::memory_order_relaxed);
+  for (const Flag* flag : {&line.announced, &line.reduced, &line.link.flag, &prev.link.taken}) {
+    mark += flag->value.load(std::memory_order_relaxed);
+  }
+  return mark;
+}
+
+std::uint64_t PeerWatch::progress() const {
+  std::uint64_t all = 0;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) all += mark_of(rank);
+  return all;
+}
+
+// Everybody waits for the one who is late, or for somebody who does; that one has done least. Ranks
+// that have done as little do not wait for each other: of those, the one that has stood still for
+// longest.
+int PeerWatch::most_behind(int suspect) const {
+  const auto is_behind = [&](int a, int b) {
+    const RankLine& one = segment_.line(a);
+    const RankLine& other = segment_.line(b);
+    // In this order: within a ring call all have announced and reduced the same.
+    for (const auto& [x, y] :
+         {std::pair{&one.announced, &other.announced}, std::pair{&one.reduced, &other.reduced},
+          std::pair{&one.link.flag, &other.link.flag}}) {
+      const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
+                                                   y->value.load(std::memory_order_acquire));
+      if (ahead != 0) return ahead < 0;
+    }
+    return stillness_.still(a) > stillness_.still(b);
+  };
+  int last = suspect;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    if (rank != rank_ && is_behind(rank, last)) last = rank;
+  }
+  return last;
+}
+
+std::string PeerWatch::last_heard_of(int rank) const {
+  const Deadline heard{
+      std::chrono::nanoseconds(segment_.line(rank).heard_ns.load(std::memory_order_relaxed))};
+  const Deadline last = std::max(heard, stillness_.moved_at(rank));
+  if (last == Deadline{}) return "";
+  return join(", last heard of ", static_cast<double>((Clock::now() - last) / 100ms) * 0.1,
+              " s ago");
+}
+
+std::string PeerWatch::waited_for(int peer, const char* what) const {
+  const std::uint64_t now =
+      std::max(segment_.line(rank_).calls[0].sequence, segment_.line(rank_).calls[1].sequence);
+  return join(segment_.line(rank_).calls[now % 2].text(), " over ", segment_.world_size(),
+              " ranks: rank ", rank_, " waited for ", name_of(peer), " ", what);
+}
+
+std::string PeerWatch::name_of(int rank) const {
+  const RankLine& line = segment_.line(rank);
+  return join("rank ", rank, " (process ", line.process.pid, " on ", text_of(line.host), ")");
+}
+
+std::string PeerWatch::last_call_of(int rank) const {
+  const RankLine& line = segment_.line(rank);
+  const CallRecord& a = line.calls[0];
+  const CallRecord& b = line.calls[1];
+  const CallRecord& last = a.sequence > b.sequence ? a : b;
+  if (last.sequence == 0) return "it has called nothing yet";
+  return join("its last was ", last.text());
+}
+
+void PeerWatch::report(ErrorKind kind, const std::string& text) {
+  if (failed() || fork_generation() != fork_generation_) return;
+  kind_ = kind;
+  failure_ = text;
+  tell_failure(segment_, kind, text);
+}
+
+void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text) {
+  SharedFailure& shared = segment.failure();
+  std::uint32_t none = SharedFailure::kNone;
+  if (!shared.state.compare_exchange_strong(none, SharedFailure::kWriting)) return;
+  shared.kind = static_cast<std::uint32_t>(kind);
+  const std::size_t size = std::min(text.size(), shared.text.size() - 1);
+  std::memcpy(shared.text.data(), text.data(), size);
+  shared.text[size] = '\0';
+  shared.state.store(SharedFailure::kThere, std::memory_order_release);
+}
+
+bool PeerWatch::adopt_shared_failure() {
+  SharedFailure& shared = segment_.failure();
+  if (shared.state.load(std::memory_order_acquire) != SharedFailure::kThere) return false;
+  if (failed()) return true;
+  kind_ = kind_of(shared);
+  failure_ = text_of(shared.text);
+  return true;
+}
+
+void PeerWatch::raise() const { throw Error(kind_, failure_); }
+
+}  // namespace pyringar

@@ -1,0 +1,116 @@
+// watch: how a rank waits for other processes, and whom it blames.
+//
+// Floor     process
+// Units     nanoseconds.
+// Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
+//           ends when the rank that is furthest behind has stood still for the timeout (see
+//           os/stillness.h: a rank moves with its counters, and with progressed() in between; to
+//           wait is no progress), or when the peer is gone, or when some rank has failed and said
+//           so, or when on_nap() wants it to; failed() is set then, and what the caller and all
+//           other ranks get to read names the rank, its process, its host and its last call.
+// Threads   one thread at a time.
+// Tests     tests/test_process_faults.py, tests/cpp/process_test.cpp
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "os/process.h"
+#include "os/wait.h"
+#include "process/segment.h"
+#include "os/stillness.h"
+
+namespace pyringar {
+
+// The failure that all ranks share: the first counts.
+void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text);
+
+class PeerWatch {
+ public:
+  // Looks at a flag before a rank gives its core away, where ranks or threads outnumber cores.
+  static constexpr int kPausesCrowded = 50;
+
+  PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
+
+  // Tells the others which cores this thread may use.
+  void publish_cores();
+
+  // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
+  void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
+  // Any thread may set it.
+  void set_timeout(std::chrono::nanoseconds timeout) { stillness_.set_timeout(timeout); }
+
+  // In the background: beside threads of its own process that want the core.
+  void begin_call(bool is_background);
+
+  // Says that this rank is under way, between two counters.
+  void progressed() {
+    std::atomic<std::uint32_t>& count = segment_.line(rank_).progress;
+    count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+
+  bool wait(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
+    const int num_pauses = is_background_ ? kPausesCrowded : num_pauses_;
+    for (int i = 0; i < num_pauses; ++i) {
+      if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+      cpu_pause();
+    }
+    return wait_slowly(flag, wanted, peer, what);
+  }
+
+  bool failed() const { return !failure_.empty(); }
+  const std::string& failure() const { return failure_; }
+  ErrorKind kind() const { return kind_; }
+  // For this rank to refuse calls with, and for the others to find. A forked child is no rank.
+  void report(ErrorKind kind, const std::string& text);
+  // Whether some rank has failed before.
+  bool adopt_shared_failure();
+  [[noreturn]] void raise() const;
+  // What ended the group, from any thread; "" while it goes on.
+  std::string shared_failure() const;
+  // Throws if the group has failed or one of these ranks is gone; any thread may call.
+  void check_peers(const std::vector<int>& peers) const;
+  // Changes while any rank gets something done.
+  std::uint64_t progress() const;
+  // "rank 1 (process 4711 on host)"
+  std::string name_of(int rank) const;
+  std::string last_call_of(int rank) const;
+  // Whom this rank waits for, and to do what; "" if for nobody. From any thread.
+  std::string awaited() const;
+
+ private:
+  bool wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what);
+  bool yield_until(const Flag& flag, std::uint32_t wanted);
+  void keep_apart();
+  void count_cores();
+  bool give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
+  bool is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
+  bool is_late(int peer, const char* what);
+  std::uint64_t mark_of(int rank) const;
+  int most_behind(int suspect) const;
+  std::string last_heard_of(int rank) const;
+  const char* how_gone(int rank) const;  // null: it is there
+  std::string waited_for(int peer, const char* what) const;
+
+  const Segment& segment_;
+  const int rank_;
+  const std::uint32_t fork_generation_ = fork_generation();
+  int num_pauses_ = kPausesCrowded;
+  bool has_counted_cores_ = false;  // of all ranks
+  bool has_core_per_rank_ = false;
+  int waits_without_yields_ = 0;
+  bool is_background_ = false;
+  bool peers_have_come_ = false;  // to this call
+  Stillness stillness_;
+  std::atomic<int> awaited_peer_{-1};
+  std::atomic<const char*> awaited_what_{""};
+  std::function<void()> on_nap_;
+  ErrorKind kind_ = ErrorKind::kState;
+  std::string failure_;
+};
+
+}  // namespace pyringar
