@@ -69,7 +69,6 @@ setup(
     packages=[*find_packages(include=["pyringar", "pyringar.*"]), "pyringar._csrc"],
     package_dir={"pyringar._csrc": "csrc"},
     package_data={
-        "pyringar.comm": ["tuning.json"],
         "pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.cuh", "**/*.cu", "**/*.md"],
     },
     include_package_data=False,

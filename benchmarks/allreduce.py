@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 import pyringar as pr
-from pyringar.comm import reference, tuning
+from pyringar.comm import reference
+from pyringar.comm.auto import choose
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -199,7 +200,7 @@ def run_case(case: Case, rounds: int, budget_s: float, settle_s: float = SETTLE_
             settle_s=settle_s,
         )
     rows = []
-    taken, _ = tuning.choices("host", case.world_size, "any").at(case.size_bytes)
+    taken, _ = choose("host", "any", case.size_bytes)
     for name in case.candidates:
         timing = timings[name]
         algbw = case.size_bytes / timing.median_s / 1e9

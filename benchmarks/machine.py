@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import pyringar
-from pyringar.comm import tuning
 from pyringar.engine import load as _native
 
 __all__ = ["describe_machine", "num_cores"]
@@ -30,7 +29,6 @@ def describe_machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "pyringar": pyringar.__version__,
         "engine": _native.engine().build_info(),
-        "auto_table": tuning.describe(),
     }
 
 

@@ -15,7 +15,6 @@ from ranks import Crew, Nursery
 import pyringar as pr
 from pyringar.engine import load as _native
 
-os.environ["PYRINGAR_TUNING"] = "shipped"  # not what was measured on the developer's machine
 # A shell's background jobs are started with Ctrl-C ignored, and hand that down.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from test_cuda_emulated import EMULATED, FLAGS, PLAIN
 from test_stress import (
-    ENGINE_SOURCES,
     BASE_FLAGS,
     COMPILE_TIMEOUT_S,
     CSRC,
+    ENGINE_SOURCES,
     RUN_TIMEOUT_S,
     STRESS,
     compile_all,

@@ -1,7 +1,7 @@
 """Do files, variables and limits with nonsense in them end in pyringar's errors, or in none?
 
-A tuning table that cannot be used costs speed, not results. Everything else that cannot be read is
-an error that names it; nothing of Python's own (RecursionError, OverflowError, ...) comes out.
+What cannot be read is an error that names it; nothing of Python's own (RecursionError,
+OverflowError, ...) comes out.
 """
 
 from __future__ import annotations
@@ -9,31 +9,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import assert_bits, expected, inputs
 
 import pyringar as pr
 from pyringar.cli import main
-from pyringar.comm import process_communicator, tuning
 from pyringar.engine import build as _build
 from pyringar.engine import toolchain as _toolchain
 from pyringar.train import load_data
 from pyringar.train.trace import Trace
 
-ROW = {"from_bytes": 0, "algorithm": "fused", "why": "measured"}
-ENTRY = {"place": "host", "order": None, "world_size": 2, "device": None, "choices": [ROW]}
-TABLE = {"version": 1, "machine": None, "date": "2000-01-01", "tables": [ENTRY]}
 SPAN = {
     **{"name": "bucket 0", "cat": "bucket", "ph": "X", "pid": 0, "tid": 1, "ts": 1.5, "dur": 2},
     "args": {"step": 0, "bytes": 100},
@@ -48,9 +40,7 @@ ODD = st.one_of(
     st.integers(),
     st.text(max_size=5),
     st.sampled_from(["\ud800", "\x1b[2J", "host", "ring", "rank", "bucket", "X", "a" * 5000]),
-    st.sampled_from([[], {}, [[]], [{}], {"from_bytes": 1}, [ROW, ROW], [ENTRY]]).map(
-        copy.deepcopy
-    ),
+    st.sampled_from([[], {}, [[]], [{}], {"step": 1}, [SPAN, SPAN]]).map(copy.deepcopy),
     st.integers(100, 900).map(lambda depth: json.loads("[" * depth + "]" * depth)),
 )
 quick = settings(
@@ -96,110 +86,6 @@ def damaged(draw, original: dict) -> Any:
         else:
             holder[way[-1]] = draw(ODD)
     return content
-
-
-# -- tuning tables ---------------------------------------------------------------------------------
-
-
-@quick
-@given(content=damaged(TABLE))
-def test_a_damaged_table_is_a_table_or_a_value_error(content):
-    table, error = outcome(lambda: tuning.parse_table(content), ValueError)
-    if error is not None:
-        assert str(error).isprintable()
-        assert len(str(error)) < 1000
-        return
-    for order in ("any", "rank"):
-        found = table.find("host", 3, order, "a GPU")
-        if found is not None:
-            name, why = found.at(12345)
-            assert name in tuning.algorithms_for("host", order)
-            assert why.isprintable()
-            assert all(0 <= begin < 2**63 for begin in found.from_bytes)
-
-
-def with_rows(*rows: dict) -> bytes:
-    return json.dumps({**TABLE, "tables": [{**ENTRY, "choices": list(rows)}]}).encode()
-
-
-UNUSABLE_TABLES = {
-    "ranks of 401 digits": json.dumps(
-        {**TABLE, "tables": [{**ENTRY, "world_size": 10**400}]}
-    ).encode(),
-    "a list for a place": json.dumps({**TABLE, "tables": [{**ENTRY, "place": []}]}).encode(),
-    "more bytes than there are": with_rows(ROW, {**ROW, "from_bytes": 2**64}),
-    "20,000 brackets": DEEP.encode(),
-    "a number of 5,000 digits": b'{"version": ' + b"9" * 5000 + b"}",
-    "not UTF-8": b"\xff\xfe{}",
-    "empty": b"",
-    "a terminal's escape": with_rows({**ROW, "why": "\x1b[2J"}),
-    "half a character": with_rows({**ROW, "why": "\ud800"}),
-}
-
-
-def all_reduce_is_right() -> None:
-    parts = inputs(1000, torch.float32, 2)
-    ranks = [part.clone() for part in parts]
-    with pr.Communicator(["cpu"] * 2) as comm:
-        comm.all_reduce(ranks)
-        assert comm.plan(100).reason.isprintable()
-    for rank in ranks:
-        assert_bits(rank, expected(parts, "sum", "fused"), "fused")
-
-
-@pytest.mark.parametrize("content", UNUSABLE_TABLES.values(), ids=UNUSABLE_TABLES.keys())
-def test_a_table_that_cannot_be_used_costs_speed_not_results(
-    tmp_path, monkeypatch, caplog, content
-):
-    file = tmp_path / "table.json"
-    file.write_bytes(content)
-    monkeypatch.setenv("PYRINGAR_TUNING", str(file))
-    for _ in range(3):
-        all_reduce_is_right()
-    warned = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
-    assert len(warned) == 1, "once"
-    assert str(file) in warned[0]
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "loop", "too long", "too large"])
-def test_a_table_that_is_no_file_is_not_used_either(tmp_path, monkeypatch, caplog, kind):
-    path = tmp_path / kind
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)  # opening it would wait for a writer
-    elif kind == "device":
-        path = Path("/dev/zero")  # and never end
-    elif kind == "loop":
-        path.symlink_to(path)
-    elif kind == "too long":
-        path = tmp_path / ("x" * 5000)
-    else:
-        with open(path, "wb") as file:
-            file.truncate(2**40)
-    monkeypatch.setenv("PYRINGAR_TUNING", str(path))
-    for _ in range(2):
-        all_reduce_is_right()
-    assert caplog.text.count("is not used") == 1
-
-
-@quick
-@given(note=st.one_of(damaged({"rows": [ROW]}).map(lambda c: json.dumps(c.get("rows"))), st.text()))
-def test_a_note_of_rank_0_is_choices_or_a_ringar_error(note):
-    author = SimpleNamespace(name="rank 0")
-    found, error = outcome(
-        lambda: process_communicator._parse_choices(note, author), pr.RingarError
-    )
-    if error is None:
-        assert set(found.algorithms) <= {"direct", "ring"}
-    else:
-        assert str(error).startswith("rank 0 wrote a table that cannot be used")
-
-
-@pytest.mark.parametrize("note", ["[" * 20_000, "{", "9" * 5000, "[NaN]"])
-def test_a_note_that_says_nothing_is_a_ringar_error(note):
-    with pytest.raises(pr.RingarError, match="rank 0 wrote a table that cannot be used"):
-        process_communicator._parse_choices(note, SimpleNamespace(name="rank 0"))
 
 
 # -- traces ----------------------------------------------------------------------------------------
@@ -321,25 +207,18 @@ SILLY = ["", " ", "\t\n", "x" * 5000, "\udcff\udcfe", "~no-such-user/x", "/dev/n
 
 
 @pytest.mark.parametrize("value", SILLY)
-@pytest.mark.parametrize("name", ["PYRINGAR_CACHE_DIR", "PYRINGAR_TUNING"])
-def test_silly_paths_are_refused_or_not_used(monkeypatch, tmp_path, name, value):
+def test_silly_paths_are_refused_or_not_used(monkeypatch, tmp_path, value):
     """By looking only: what is built where is for tests/build."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYRINGAR_CACHE_DIR", value)
     other = _build.Recipe(extra_flags=("-Dother",))
-    for call in (
-        lambda: tuning.choices("host", 2, "any"),
-        lambda: _build.find_engine(other),
-        tuning.describe,
-    ):
-        _, error = outcome(call, pr.RingarError)
-        assert error is None or name in str(error)
+    _, error = outcome(lambda: _build.find_engine(other), pr.RingarError)
+    assert error is None or "PYRINGAR_CACHE_DIR" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("value", SILLY[1:])
-def test_info_shows_whatever_is_set(monkeypatch, capsys, tmp_path, value):
-    monkeypatch.setenv("PYRINGAR_TUNING", str(tmp_path / "none"))
+def test_info_shows_whatever_is_set(monkeypatch, capsys, value):
     monkeypatch.setattr("pyringar.cli.info.ENVIRONMENT", {"PYRINGAR_NODE_ID": "", "CXX": ""})
     monkeypatch.setenv("PYRINGAR_NODE_ID", value)
     monkeypatch.setenv("CXX", value)
@@ -352,7 +231,6 @@ def test_info_shows_whatever_is_set(monkeypatch, capsys, tmp_path, value):
 NO_DESCRIPTORS = """
 import os, resource, sys, torch
 import pyringar as pr
-from pyringar.comm import tuning
 pr.shared_empty(1)  # the engine is there
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = []
@@ -362,8 +240,6 @@ try:
 except OSError:
     pass
 for call in (
-    lambda: tuning.choices("host", 2, "any"),
-    lambda: pr.Communicator(["cpu"] * 2),
     lambda: pr.shared_empty(10),
     lambda: __import__("pyringar.train.trace").trace.Trace.load("x"),
 ):
@@ -374,38 +250,30 @@ for call in (
         print(type(error).__name__, error)
 for fd in held:
     os.close(fd)
-print(tuning.choices("host", 2, "any").rule)
+print(pr.shared_empty(10).numel())
 """
 
 
 def test_without_descriptors_there_are_errors_of_ours():
     done = subprocess.run(
         [sys.executable, "-c", "import pyringar.train.trace\n" + NO_DESCRIPTORS],
-        env={**os.environ, "PYRINGAR_TUNING": "shipped"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    first, second, third, fourth, last = done.stdout.splitlines()
-    assert "own table" in first
-    assert "Too many open files" in first
-    assert "own table" in second
-    assert "cannot create 40 bytes of shared memory" in third
-    assert "x is no trace" in fourth
-    assert last == "fused", "and afterwards all is well"
+    first, second, last = done.stdout.splitlines()
+    assert "cannot create 40 bytes of shared memory" in first
+    assert "x is no trace" in second
+    assert last == "10", "and afterwards all is well"
 
 
 # -- the command line ------------------------------------------------------------------------------
 
 
-def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_written_is_named(tmp_path, capsys):
     (tmp_path / "folder.json").mkdir()
-    monkeypatch.setenv("PYRINGAR_TUNING", str(tmp_path / "folder.json"))
-    for command in (["tune", "--show"], ["tune", "--reset"]):
-        assert main(command) == 1
-        assert "folder.json" in capsys.readouterr().err
     out = ["predict", "--bytes", "4000", "--ranks", "2", "--json", str(tmp_path / "folder.json")]
     assert main(out) == 1
     assert "folder.json" in capsys.readouterr().err
@@ -417,9 +285,6 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path, monkeypatch, c
         ("predict --bytes 4000 --ranks 2,99999999999999999999", "--ranks is '2,9999"),
         ("predict --ranks 2 --bytes 36893488147419103232", "--bytes is 3689"),
         ("predict --ranks 2 --batch-size 99999999999999999999 --compute-ms 1", "--batch-size is 9"),
-        ("tune --ranks 99999999999999999999", "--ranks: '9999"),
-        ("tune --sizes 99999999999999999999999KiB", "--sizes: '9999"),
-        ("tune --sizes 2048GiB", "--sizes: '2048GiB'"),
     ],
 )
 def test_numbers_beyond_all_measure_are_named(capsys, command, told):

@@ -28,9 +28,9 @@ ORDER = {
     "errors": [],
     "engine": ["files", "toolchain", "compile", "build", "load"],
     "comm": [
-        *["exits", "threads", "tuning", "schedule", "topology", "arrays", "float_mode"],
+        *["exits", "threads", "auto", "schedule", "topology", "arrays", "float_mode"],
         *["reference", "call", "communicator", "patient_store", "rendezvous"],
-        *["shared_tensors", "process_communicator", "tuner"],
+        *["shared_tensors", "process_communicator"],
     ],
     "parallel": [
         *["bucket_step", "process_buckets", "bucket_params", "broken_step", "bucketer", "shards"],

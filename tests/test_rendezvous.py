@@ -23,7 +23,6 @@ import torch.distributed as dist
 from ranks import Crew, connect, join, new_name, value_of
 
 import pyringar as pr
-from pyringar.comm import tuning
 from pyringar.comm.rendezvous import Member, Rendezvous, node_id
 from pyringar.engine import load as _native
 
@@ -359,7 +358,6 @@ def test_one_is_stopped_when_all_have_come(new_crew):
 
 def join_undumpable(state, port: int, rank: int, name: str) -> None:
     """As `nobody`, whom others may not look into; then join."""
-    tuning.shipped("processes", "any")  # from where `nobody` may not read
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)

@@ -93,12 +93,8 @@ def auto_table(sections: Sections) -> str:
     if not rows:
         return "No results here hold `auto` beside algorithms that were asked for by name."
     far = [row for row in rows if row.is_far]
-    tables = {section.get("machine", {}).get("auto_table") for section in sections.values()} - {
-        None
-    }
-    table = f"`auto` followed the table {' and the one '.join(sorted(tables))}. " if tables else ""
     intro = (
-        f"{table}`auto` took more than {FAR:.2f} times the best algorithm's time in {len(far)} of "
+        f"`auto` took more than {FAR:.2f} times the best algorithm's time in {len(far)} of "
         f"{len(rows)} cases, marked with **!**; in {_others(far)} of these it had taken another "
         "algorithm than that. On ranks that are lists of one process `naive` "
         "counts as an algorithm. In the noise: the quartiles of both overlap."

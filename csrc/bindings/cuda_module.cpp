@@ -34,11 +34,11 @@ static_assert(static_cast<int>(Algorithm::kFused) == static_cast<int>(cuda::Algo
               static_cast<int>(Algorithm::kDirect) == static_cast<int>(cuda::Algorithm::kDirect) &&
               static_cast<int>(Algorithm::kRing) == static_cast<int>(cuda::Algorithm::kRing));
 
-AlgorithmChoice parse_algorithm(py::handle algorithm) {
+Algorithm parse_algorithm(py::handle algorithm) {
   constexpr auto name_of = [](Algorithm common) {
     return cuda::algorithm_name(static_cast<cuda::Algorithm>(common));
   };
-  return AlgorithmChoice::parse(algorithm, name_of, cuda::kNumAlgorithms);
+  return parse<Algorithm>(algorithm, "algorithm", name_of, cuda::kNumAlgorithms);
 }
 
 // The CPU engine's words for a call, as the CUDA engine's.

@@ -24,8 +24,8 @@ namespace pyringar {
 
 namespace {
 
-AlgorithmChoice parse_algorithm(py::handle algorithm) {
-  return AlgorithmChoice::parse(algorithm, &algorithm_name, kNumAlgorithms);
+Algorithm parse_algorithm(py::handle algorithm) {
+  return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
 }
 
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.

@@ -91,10 +91,10 @@ class Builder {
     return views_.size() - 1;
   }
 
-  // Once sizes are known, and before buffers are laid out for one algorithm.
-  void choose(const AlgorithmChoice& choice, std::size_t bytes_per_rank) {
+  // Before buffers are laid out for it.
+  void choose(Algorithm algorithm) {
     // One rank waits for nobody, and what it has is the result.
-    collective_.algorithm = world_size_ == 1 ? Algorithm::kFused : choice.at(bytes_per_rank);
+    collective_.algorithm = world_size_ == 1 ? Algorithm::kFused : algorithm;
   }
 
   const TensorView& view(std::size_t i) const { return views_[i]; }
@@ -201,7 +201,7 @@ void add_in_place(Builder& builder, void* const* table, const TensorView& view) 
 
 }  // namespace
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoice& choice,
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
                             Ranks who, const char* operation) {
   Sequence ranks(tensors, operation, "tensors", expected_ranks(who.world_size), "tensor per rank");
   check_some_rank(ranks, operation, "tensors");
@@ -214,7 +214,7 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoi
     builder.check_pair(static_cast<std::size_t>(rank), 0);
   }
   builder.check_all_disjoint();
-  builder.choose(choice, builder.view(0).bytes());
+  builder.choose(algorithm);
   builder.reserve_pointers(static_cast<std::size_t>(k));
   const bool is_flat = !builder.all_lie_alike(0, 1);
   void* const* table = builder.table_end();
@@ -225,7 +225,7 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoi
   return builder.finish(ranks.items());
 }
 
-Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, const AlgorithmChoice& choice,
+Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
                                       Ranks who) {
   constexpr const char* kOperation = "all_reduce_coalesced";
   const Sequence ranks(lists, kOperation, "lists", expected_ranks(who.world_size), "list per rank");
@@ -249,9 +249,7 @@ Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, const Algor
   }
   builder.check_all_disjoint();
   const auto num_tensors = static_cast<std::size_t>(tensors[0].size());
-  std::size_t bytes_per_rank = 0;
-  for (std::size_t i = 0; i < num_tensors; ++i) bytes_per_rank += builder.view(i).bytes();
-  builder.choose(choice, bytes_per_rank);
+  builder.choose(algorithm);
   builder.reserve_pointers(num_tensors * static_cast<std::size_t>(k));
   for (std::size_t i = 0; i < num_tensors; ++i) {
     const bool is_flat = !builder.all_lie_alike(i, num_tensors);
@@ -330,7 +328,7 @@ void push_chunks(Builder& builder, const WholeAndChunks& memory, int chunk) {
 }  // namespace
 
 Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                const AlgorithmChoice& choice, Ranks who) {
+                                Algorithm algorithm, Ranks who) {
   constexpr const char* kOperation = "reduce_scatter";
   const int world_size = who.world_size;
   Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
@@ -341,7 +339,7 @@ Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp 
   const WholeAndChunks memory = read_whole_and_chunks(builder, in, "inputs", out, "outputs", true);
   const auto k = static_cast<std::size_t>(world_size);
   Collective& collective = builder.collective();
-  builder.choose(choice, memory.numel * item_bytes(memory.dtype));
+  builder.choose(algorithm);
   if (memory.numel == 0) return builder.finish(out.items(), in.items());
   if (collective.algorithm == Algorithm::kRing) {
     builder.reserve_pointers(2 * k);
@@ -365,7 +363,7 @@ Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp 
   return builder.finish(out.items(), in.items());
 }
 
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, const AlgorithmChoice& choice,
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                             Ranks who) {
   constexpr const char* kOperation = "all_gather";
   const int world_size = who.world_size;
@@ -377,7 +375,7 @@ Prepared prepare_all_gather(py::handle outputs, py::handle inputs, const Algorit
   const WholeAndChunks memory = read_whole_and_chunks(builder, out, "outputs", in, "inputs", false);
   const auto k = static_cast<std::size_t>(world_size);
   Collective& collective = builder.collective();
-  builder.choose(choice, memory.numel * item_bytes(memory.dtype));
+  builder.choose(algorithm);
   if (memory.numel == 0) return builder.finish(out.items(), in.items());
   if (collective.algorithm == Algorithm::kRing) {
     builder.reserve_pointers(2 * k);

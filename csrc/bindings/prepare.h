@@ -9,7 +9,7 @@
 
 #include <pybind11/pytypes.h>
 
-#include "bindings/choice.h"
+#include "bindings/convert.h"
 #include "cpu/group.h"
 
 namespace pyringar {
@@ -32,15 +32,13 @@ struct Ranks {
   const std::vector<int>* devices = nullptr;
 };
 
-using AlgorithmChoice = Choice<Algorithm>;
-
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, const AlgorithmChoice& choice,
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
                             Ranks ranks, const char* operation);
-Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, const AlgorithmChoice& choice,
+Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
                                       Ranks ranks);
 Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                const AlgorithmChoice& choice, Ranks ranks);
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, const AlgorithmChoice& choice,
+                                Algorithm algorithm, Ranks ranks);
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                             Ranks ranks);
 Prepared prepare_broadcast(py::handle tensors, int root, Ranks ranks);
 

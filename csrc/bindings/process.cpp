@@ -10,7 +10,6 @@
 #include <memory>
 #include <vector>
 
-#include "bindings/choice.h"
 #include "bindings/convert.h"
 #include "bindings/process_prepare.h"
 #include "core/error.h"
@@ -32,9 +31,8 @@ struct GroupDeleter {
 };
 using GroupPtr = std::shared_ptr<ProcessGroup>;
 
-bool parse_ring(py::handle algorithm, std::size_t nbytes) {
-  if (algorithm.is_none()) return false;
-  return Choice<int>::parse(algorithm, &wish_name, 2).at(nbytes) == 1;
+bool parse_ring(py::handle algorithm) {
+  return !algorithm.is_none() && parse<int>(algorithm, "algorithm", &wish_name, 2) == 1;
 }
 
 void run(ProcessGroup& group, const ProcessCall& call) {
@@ -87,7 +85,7 @@ struct Calls {
                                          py::handle algorithm, const char* operation) {
     PreparedCall prepared =
         prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
-    prepared.call.wants_ring = parse_ring(algorithm, prepared.call.bytes());
+    prepared.call.wants_ring = parse_ring(algorithm);
     group.find_registered(prepared.call);
     return prepared;
   }
@@ -177,7 +175,7 @@ void bind_process_group(py::module_& m) {
            [](const ProcessGroup& group, std::size_t nbytes, py::handle dtype,
               py::handle algorithm) {
              const auto parsed = parse<DType>(dtype, "dtype", &dtype_name, kNumDTypes);
-             return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm, nbytes)));
+             return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm)));
            })
       .def("submit_step", &ProcessGroup::submit_step)  // the step takes the GIL by itself
       .def("stats", [](ProcessGroup& group) { return process_stats_dict(group.stats()); })

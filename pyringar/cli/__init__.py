@@ -14,7 +14,7 @@ from pyringar.errors import RingarError
 
 __all__ = ["main"]
 
-_COMMANDS = ("train", "trace", "predict", "tune", "info", "build", "check")
+_COMMANDS = ("train", "trace", "predict", "info", "build", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

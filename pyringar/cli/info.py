@@ -27,7 +27,6 @@ ENVIRONMENT = {
     "PYRINGAR_PREBUILD": "1: `pip install` compiles the engine into the wheel",
     "PYRINGAR_CHECK": "how much the engine checks itself",
     "PYRINGAR_NODE_ID": "which ranks share this machine",
-    "PYRINGAR_TUNING": "the table that `auto` follows; 'shipped': not that of `pyringar tune`",
 }
 
 
@@ -114,7 +113,6 @@ def _build_facts() -> dict[str, Any]:
         "headers": _told(tools.python_include_dirs),
         "sources": _told(lambda: str(_build.Recipe().root())),
         "cache": _told(_cache),
-        "tuning": _told(_tuning),
     }
 
 
@@ -130,15 +128,6 @@ def _cache() -> str:
     except OSError as error:
         return f"{cache} (cannot be read: {error})"
     return f"{cache} ({engines} built, {sum(sizes) / 1e6:.1f} MB)"
-
-
-def _tuning() -> str:
-    from pyringar.comm import tuning
-
-    table = tuning.describe()
-    if table == "shipped":
-        return "the shipped table; `pyringar tune` measures this machine"
-    return f"the table {table}: {tuning.path()}"
 
 
 def _engine_facts() -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pyringar.comm import arrays as interop
-from pyringar.comm import reference, tuning
+from pyringar.comm import reference
+from pyringar.comm.auto import choose, depends_on_size
 from pyringar.comm.call import (
     ORDERS,
     EngineCommunicator,
@@ -78,8 +79,8 @@ class Communicator(EngineCommunicator):
     ``Work.wait()`` orders the current streams after it. A rank that was late is found by the next
     call. Ranks in the host's memory beside GPUs are staged: the host then waits.
 
-    ``auto`` follows the table of ``pyringar tune``, if that was run on this machine, which
-    :meth:`plan` says.
+    ``auto`` takes ``fused`` where all ranks share a memory, ``direct`` elsewhere, and between GPUs
+    in any order ``ring`` from 512 KiB on; :meth:`plan` says which, and why.
 
     One communicator may be used from several threads; its collectives run one at a time. Its
     threads start when first needed and end with :meth:`close`.
@@ -98,8 +99,13 @@ class Communicator(EngineCommunicator):
         self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
-        self._auto = {name: self._choices(name) for name in ORDERS}
-        self._resolve(None, None)
+        # Where the size of a call decides, None.
+        place = self._topology.place
+        self._auto = {
+            name: None if depends_on_size(place, name) else choose(place, name, 0)[0]
+            for name in ORDERS
+        }
+        self._resolve(None, None, None)
         self._group = _make_group(self._devices, self._timeout_s)
         self._in_flight = {}
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
@@ -164,7 +170,7 @@ class Communicator(EngineCommunicator):
         are packed first and unpacked after; so are those not in the order of their index, unless
         all ranks' lie alike.
         """
-        chosen = self._resolve(algorithm, order)
+        chosen = self._resolve(algorithm, order, tensors)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
@@ -198,7 +204,7 @@ class Communicator(EngineCommunicator):
 
         Cost: one dispatch for all tensors; packed is only what :meth:`all_reduce` would pack.
         """
-        chosen = self._resolve(algorithm, order)
+        chosen = self._resolve(algorithm, order, lists)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
@@ -225,7 +231,7 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("reduce_scatter")
+        algorithm = self._resolve_engine("reduce_scatter", inputs)
         native = self._group.reduce_scatter(
             outputs, inputs, op_name(op), algorithm, self._in_flight if async_op else None
         )
@@ -246,7 +252,7 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("all_gather")
+        algorithm = self._resolve_engine("all_gather", outputs)
         native = self._group.all_gather(
             outputs, inputs, algorithm, self._in_flight if async_op else None
         )
@@ -298,7 +304,7 @@ class Communicator(EngineCommunicator):
         Raises:
             ArgumentError, UnsupportedError: As :meth:`all_reduce`.
         """
-        chosen = self._resolve_engine("bind", algorithm, order)
+        chosen = self._resolve_engine("bind", tensors, algorithm, order)
         bound: Callable[[], None] = self._group.bind(tensors, op_name(op), chosen)
         return bound
 
@@ -316,7 +322,7 @@ class Communicator(EngineCommunicator):
         """
         check_plan(nbytes, dtype)
         if self._algorithm == "auto":
-            algorithm, reason = self._auto[self._order].at(nbytes)
+            algorithm, reason = choose(self._topology.place, self._order, nbytes)
         else:
             algorithm, reason = self._algorithm, "asked for"
         return Plan.of(algorithm, reason, self._topology, nbytes)
@@ -341,20 +347,15 @@ class Communicator(EngineCommunicator):
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _choices(self, order: str) -> tuning.Choices:
-        gpu = next((device for device in self._devices if device.type == "cuda"), None)
-        name = None if gpu is None else torch.cuda.get_device_name(gpu)
-        return tuning.choices(self._topology.place, self.world_size, order, name)
-
-    def _resolve(self, algorithm: str | None, order: str | None) -> Any:
-        """The algorithm that a call runs, or the rule by which the engine takes one."""
+    def _resolve(self, algorithm: str | None, order: str | None, data: Any) -> str:
+        """Return the algorithm that a call runs; ``data[0]`` is what rank 0 brings."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
             check_choice("algorithm", algorithm, ALGORITHMS)
         order = self._order if order is None else check_choice("order", order, ORDERS)
         if algorithm == "auto":
-            return self._auto[order].rule
+            return self._auto[order] or choose(self._topology.place, order, _num_bytes(data))[0]
         check_ring_order(algorithm, order, "'fused' or 'direct'")
         if algorithm == "fused" and not self._topology.is_one_memory:
             raise ArgumentError(
@@ -364,9 +365,9 @@ class Communicator(EngineCommunicator):
         return algorithm
 
     def _resolve_engine(
-        self, what: str, algorithm: str | None = None, order: str | None = None
-    ) -> Any:
-        chosen = self._resolve(algorithm, order)
+        self, what: str, data: Any, algorithm: str | None = None, order: str | None = None
+    ) -> str:
+        chosen = self._resolve(algorithm, order, data)
         if chosen in _PYTHON_ALGORITHMS:
             raise UnsupportedError(
                 f"{what}: algorithm {chosen!r} knows all_reduce and all_reduce_coalesced only; "
@@ -387,6 +388,16 @@ class Communicator(EngineCommunicator):
         return Work(None, {}) if async_op else None
 
 
+def _num_bytes(data: Any) -> int:
+    """Return the bytes that rank 0 brings; 0 if it is no data, which the engine then refuses."""
+    try:
+        first = data[0]
+        many = first if isinstance(first, (list, tuple)) else [first]
+        return sum(tensor.nbytes for tensor in many)
+    except (TypeError, IndexError, KeyError, AttributeError):
+        return 0
+
+
 class _Default:
     """What is behind :func:`allreduce`, which names no ranks: made at first use."""
 
@@ -394,8 +405,6 @@ class _Default:
         self._lock = threading.RLock()  # a signal handler may come in between
         self._group: Any = None
         self._communicators: dict[tuple[torch.device, ...], Communicator] = {}
-        # What reduces CPU ranks, by their number.
-        self._hosts: dict[int, Communicator | None] = {}
         close_at_exit(self, _Default._close, in_child=_Default._forget)
 
     def group(self) -> Any:
@@ -418,12 +427,7 @@ class _Default:
                 return None
             if any(t.is_cuda for t in tensors):
                 return self._on(tuple(t.device for t in tensors))
-        world_size = len(data)
-        if world_size not in self._hosts:
-            is_fused = tuning.choices("host", world_size, "rank").rule == "fused"
-            on_host = None if is_fused else self._on((torch.device("cpu"),) * world_size)
-            self._hosts[world_size] = on_host
-        return self._hosts[world_size]
+        return None
 
     def _on(self, devices: tuple[torch.device, ...]) -> Communicator:
         with self._lock:
@@ -436,7 +440,6 @@ class _Default:
         self._lock = threading.RLock()
         self._group = None
         self._communicators = {}
-        self._hosts = {}
 
     def _close(self) -> None:
         if self._group is not None:
@@ -461,7 +464,7 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
         ArgumentError, UnsupportedError: As :meth:`Communicator.all_reduce`; nothing was changed.
 
     Cost: what ``auto`` takes for rank order: in one memory ``fused``, one pass, ``2 k N`` bytes of
-    memory traffic, if ``pyringar tune`` has found nothing better; between GPUs ``direct``.
+    memory traffic; between GPUs ``direct``.
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """

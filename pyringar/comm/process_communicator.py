@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm import tuning
+from pyringar.comm.auto import choose
 from pyringar.comm.call import (
     ORDERS,
     EngineCommunicator,
@@ -27,7 +26,6 @@ from pyringar.comm.rendezvous import Member, Rendezvous, checked_store
 from pyringar.comm.shared_tensors import memory_of
 from pyringar.comm.topology import Plan, check_device
 from pyringar.engine import load as _native
-from pyringar.engine.files import parse_json
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 __all__ = ["ProcessCommunicator"]
@@ -105,7 +103,6 @@ class ProcessCommunicator(EngineCommunicator):
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
         self._device = check_device("cpu" if device is None else device, "device")
-        self._auto = dict.fromkeys(ORDERS, tuning.shipped("processes", "any"))
         self._resolve(None, None)
         if not isinstance(name, str):
             raise ArgumentError(f"name is {name!r}, expected a string")
@@ -131,8 +128,7 @@ class ProcessCommunicator(EngineCommunicator):
             _check_one_node(self._members)
             _check_one_check(self._members)
             _check_one_kind(self._members)
-            memory, token, note = meeting.share_memory(self._own_choices())
-            self._auto["any"] = _parse_choices(note, self._members[0])
+            memory, token = meeting.share_memory()
             self._group = engine.ProcessGroup(
                 memory=memory,
                 rank=self._rank,
@@ -507,7 +503,7 @@ class ProcessCommunicator(EngineCommunicator):
         check_plan(nbytes, dtype)
         chosen, reason = self._algorithm, "asked for"
         if self._algorithm == "auto":
-            chosen, reason = self._auto[self._order].at(nbytes)
+            chosen, reason = choose("processes", self._order, nbytes)
         plan = self._group.plan(nbytes, str(dtype).removeprefix("torch."), chosen)
         return Plan.in_processes(
             plan["algorithm"], plan["num_pieces"], reason, self._world_size, nbytes
@@ -528,14 +524,8 @@ class ProcessCommunicator(EngineCommunicator):
             f"device={str(self._device)!r})"
         )
 
-    def _own_choices(self) -> str:
-        """What this machine's table says; rank 0's counts, since all must choose alike."""
-        if self._device.type != "cpu":
-            return ""
-        return json.dumps(tuning.choices("processes", self._world_size, "any").rows())
-
-    def _resolve(self, algorithm: str | None, order: str | None) -> Any:
-        """``"direct"`` or ``"ring"``, or the rule by which the engine takes one."""
+    def _resolve(self, algorithm: str | None, order: str | None) -> str:
+        """Return ``"direct"`` or ``"ring"``."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
@@ -547,18 +537,7 @@ class ProcessCommunicator(EngineCommunicator):
                 "their own have no ring on GPUs; take 'auto' or 'direct'"
             )
         check_ring_order(algorithm, order, "'direct'")
-        if algorithm == "auto":
-            return self._auto[order].rule
-        return algorithm
-
-
-def _parse_choices(note: str, author: Member) -> tuning.Choices:
-    if not note:
-        return tuning.shipped("processes", "any")
-    try:
-        return tuning.Choices.parse(parse_json(note), "processes", "any")
-    except ValueError as error:
-        raise RingarError(f"{author.name} wrote a table that cannot be used: {error}") from None
+        return choose("processes", order, 0)[0] if algorithm == "auto" else algorithm
 
 
 def _remove_region(group: weakref.ref[Any], region: int) -> None:

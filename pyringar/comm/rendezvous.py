@@ -72,7 +72,7 @@ _DYING_S = 0.5
 # What is read from the store need not be what we wrote.
 _INT32_MAX = 2**31 - 1
 _UINT64_MAX = 2**64 - 1
-_LONGEST_BYTES = 4096  # of a member; of a segment and its note
+_LONGEST_BYTES = 4096  # of a member, of a segment
 _LONGEST_TEXT = 256
 _KINDS = {kind.__name__: kind for kind in (PeerLostError, CollectiveTimeout)}
 T = TypeVar("T")
@@ -335,11 +335,8 @@ class Rendezvous:
             )
         return members
 
-    def share_memory(self, note: str = "") -> tuple[Any, bytes, str]:
-        """Return rank 0's segment, mapped, its token, and its note.
-
-        Args:
-            note: What rank 0 wants all to know; the others' are not looked at.
+    def share_memory(self) -> tuple[Any, bytes]:
+        """Return rank 0's segment, mapped, and its token.
 
         Raises:
             CollectiveTimeout, PeerLostError: As :meth:`exchange_members`.
@@ -348,11 +345,11 @@ class Rendezvous:
         if self.rank == 0:
             token = secrets.token_bytes(_TOKEN_BYTES)
             memory = self._engine.create_segment(self.world_size, token)
-            offer = {"fd": memory.fd, "token": token.hex(), "note": note}
+            offer = {"fd": memory.fd, "token": token.hex()}
             self._store.set(self._key("segment"), json.dumps(offer))
-            return memory, token, note
+            return memory, token
         text = self._poll(self._segment, lambda: [0], "to share its memory")
-        fd, token, note = self._parse_segment(text)
+        fd, token = self._parse_segment(text)
         try:
             memory = self._engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
@@ -362,7 +359,7 @@ class Rendezvous:
                 self._segment(True)
                 time.sleep(_LONGEST_POLL_S)
             raise
-        return memory, token, note
+        return memory, token
 
     def wait_until_mapped(self, absent_ranks: Callable[[], list[int]]) -> None:
         """Return when ``absent_ranks()``, who have not mapped the memory yet, is empty.
@@ -491,17 +488,15 @@ class Rendezvous:
             self._check_alive(lambda: [0], "to share its memory")
         return segment
 
-    def _parse_segment(self, text: Any) -> tuple[int, bytes, str]:
+    def _parse_segment(self, text: Any) -> tuple[int, bytes]:
         try:
-            fields = _parse_object(text, 4 * _LONGEST_BYTES)
-            fd, token, note = fields["fd"], bytes.fromhex(fields["token"]), fields["note"]
+            fields = _parse_object(text, _LONGEST_BYTES)
+            fd, token = fields["fd"], bytes.fromhex(fields["token"])
             if not (_is_count(fd, 0, _INT32_MAX) and len(token) == _TOKEN_BYTES):
                 raise ValueError("no descriptor or token")
-            if type(note) is not str:
-                raise ValueError("no note")
         except (ValueError, TypeError, KeyError):
             raise _garbage(0, text, "no segment") from None
-        return fd, token, note
+        return fd, token
 
     # -- failures ----------------------------------------------------------------------------------
 

@@ -173,6 +173,7 @@ def cores_allowed() -> int:
 
 
 def libc_version() -> str:
+    """Return the C library's name and version; "" where it cannot be told."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (AttributeError, ValueError, OSError):
@@ -192,6 +193,7 @@ def tuning_flags() -> tuple[str, ...]:
 
 
 def link_flags() -> tuple[str, ...]:
+    """Return the flags that make an extension module of objects."""
     if sys.platform == "darwin":
         return ("-bundle", "-undefined", "dynamic_lookup")
     return ("-shared",)

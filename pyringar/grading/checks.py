@@ -175,6 +175,7 @@ class Subject:
         self.last_case: Case | None = None
 
     def run(self, case: Case) -> Call:
+        """Call the function with a case's tensors; raise :class:`RaisedError` if it raises."""
         self.last_case = case
         call = Call(case, self.devices)
         try:
@@ -189,6 +190,7 @@ class Subject:
 
     @property
     def most(self) -> int:
+        """The largest number of ranks."""
         return len(self.devices)
 
 
@@ -196,11 +198,14 @@ class Subject:
 
 
 class Failure(NamedTuple):
+    """A property that does not hold: in words, and the case as a dict."""
+
     detail: str
     case: dict[str, Any]
 
 
 def fail(case: Case, detail: str, **more: Any) -> Failure:
+    """Make a :class:`Failure` of a case, with ``more`` beside its fields."""
     return Failure(f"{case}: {detail}", {**case.as_dict(), **more})
 
 

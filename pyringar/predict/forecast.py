@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pyringar.comm import tuning
+from pyringar.comm.auto import choose
 from pyringar.comm.topology import Topology
 from pyringar.predict.algorithms import ALGORITHMS, ITEM_BYTES, Algorithm, run_all_reduce
 from pyringar.predict.events import Outcome
@@ -188,5 +188,5 @@ def _choice(workload: Workload, network: Network) -> Choice:
         f"cuda:{rank}": (rank,) for rank in range(network.world_size)
     }
     topology = Topology(tuple(gpus), gpus)
-    name, reason = tuning.shipped(topology.place, workload.order).at(workload.nbytes)
+    name, reason = choose(topology.place, workload.order, workload.nbytes)
     return Choice(network.world_size, name, reason)
