@@ -15,6 +15,7 @@
 #include <string>
 
 #include "bindings/tensor.h"
+#include "core/collective.h"
 #include "core/error.h"
 
 namespace pyringar {
@@ -47,6 +48,10 @@ Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum),
 
 inline ReduceOp parse_op(py::handle op) {
   return parse<ReduceOp>(op, "op", &op_name, kNumReduceOps);
+}
+
+inline Algorithm parse_algorithm(py::handle algorithm) {
+  return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
 }
 
 // Notes a work in in_flight, a dict, with what must live until it is done, and returns it. Not left

@@ -18,10 +18,10 @@
 #include "bindings/python_call.h"
 #include "bindings/tensor.h"
 #include "core/error.h"
-#include "os/process.h"
 #include "cuda/group.h"
 #include "cuda/peers.h"
 #include "cuda/runtime.h"
+#include "os/process.h"
 
 namespace pyringar {
 
@@ -29,42 +29,6 @@ namespace {
 
 using CudaGroup = cuda::Group;
 using Streams = std::vector<cudaStream_t>;
-
-static_assert(static_cast<int>(Algorithm::kFused) == static_cast<int>(cuda::Algorithm::kFused) &&
-              static_cast<int>(Algorithm::kDirect) == static_cast<int>(cuda::Algorithm::kDirect) &&
-              static_cast<int>(Algorithm::kRing) == static_cast<int>(cuda::Algorithm::kRing));
-
-Algorithm parse_algorithm(py::handle algorithm) {
-  constexpr auto name_of = [](Algorithm common) {
-    return cuda::algorithm_name(static_cast<cuda::Algorithm>(common));
-  };
-  return parse<Algorithm>(algorithm, "algorithm", name_of, cuda::kNumAlgorithms);
-}
-
-// The CPU engine's words for a call, as the CUDA engine's.
-cuda::Collective translated(const Collective& from) {
-  cuda::Collective to;
-  to.operation = from.operation;
-  to.algorithm = static_cast<cuda::Algorithm>(from.algorithm);
-  to.op = from.op;
-  to.divisor = from.divisor;
-  to.pointers = from.pointers;
-  to.ranks = from.ranks;
-  const auto index = [&](const void* const* table) {
-    return static_cast<std::size_t>(table - static_cast<const void* const*>(from.pointers.data()));
-  };
-  for (const Reduction& part : from.reductions) {
-    to.num_sources = part.num_sources;
-    to.num_destinations = part.num_destinations;
-    to.parts.push_back({index(part.sources), index(part.destinations), part.numel, part.dtype,
-                        RingPhases::kAllReduce});
-  }
-  for (const RingBuffers& part : from.rings) {
-    to.parts.push_back(
-        {index(part.inputs), index(part.outputs), part.numel, part.dtype, part.phases});
-  }
-  return to;
-}
 
 // A call that is under way on the communicator's own streams.
 class CudaWork {
@@ -135,10 +99,9 @@ class Ranked {
   py::object run(Prepared prepared, py::handle in_flight) {
     group().check_usable();
     mark_written(prepared.written.ptr());
-    const cuda::Collective collective = translated(prepared.collective);
     const Streams current = current_streams();
     if (in_flight.is_none()) {
-      launch(collective, current, prepared.collective.bytes);
+      launch(prepared.collective, current);
       copy_back(prepared);
       return py::none();
     }
@@ -153,7 +116,7 @@ class Ranked {
       ready.make_wait(comm[d], group_->devices()[d]);
     }
     py::list storages = storages_of({prepared.written, prepared.read});
-    launch(collective, comm, prepared.collective.bytes);
+    launch(prepared.collective, comm);
     if (py::len(prepared.copies) > 0) {
       // The copies back are torch's, on the current streams: these have to come after.
       order(comm, current);
@@ -173,13 +136,12 @@ class Ranked {
            ".contiguous() ones");
     }
     const py::list storages = storages_of({prepared.written});
-    auto collective = std::make_shared<cuda::Collective>(translated(prepared.collective));
-    const std::size_t bytes = prepared.collective.bytes;
+    const auto collective = std::make_shared<const Collective>(std::move(prepared.collective));
     py::object written = prepared.written;
-    return py::cpp_function([this, self = py::cast(this), collective, bytes, written, storages] {
+    return py::cpp_function([this, self = py::cast(this), collective, written, storages] {
       group().check_usable();
       mark_written(written.ptr());
-      launch(*collective, current_streams(), bytes);
+      launch(*collective, current_streams());
     });
   }
 
@@ -191,9 +153,9 @@ class Ranked {
     }
     return streams;
   }
-  void launch(const cuda::Collective& collective, const Streams& streams, std::size_t bytes) {
+  void launch(const Collective& collective, const Streams& streams) {
     const PythonCall python_call;
-    group_->run(collective, streams, bytes);
+    group_->run(collective, streams);
   }
   void order(const Streams& first, const Streams& second) const {
     for (std::size_t d = 0; d < first.size(); ++d) {
@@ -224,15 +186,15 @@ class Ranked {
 };
 
 py::dict stats_dict(Ranked& ranked) {
-  const cuda::GroupStats stats = ranked.group().stats();
+  const GroupStats stats = ranked.group().stats();
   py::dict by_algorithm;
-  for (int i = 0; i < cuda::kNumAlgorithms; ++i) {
+  for (int i = 0; i < kNumAlgorithms; ++i) {
     const auto at = static_cast<std::size_t>(i);
     if (stats.calls[at] == 0) continue;
     py::dict row;
     row["calls"] = stats.calls[at];
     row["bytes"] = stats.bytes[at];
-    by_algorithm[cuda::algorithm_name(static_cast<cuda::Algorithm>(i))] = row;
+    by_algorithm[algorithm_name(static_cast<Algorithm>(i))] = row;
   }
   return by_algorithm;
 }

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "bindings/convert.h"
-#include "cuda_process/group.h"
 #include "bindings/process_prepare.h"
 #include "core/error.h"
+#include "cuda_process/group.h"
 
 namespace pyringar {
 

@@ -19,14 +19,11 @@
 #include "bindings/tensor.h"
 #include "core/error.h"
 #include "core/schedule.h"
+#include "cpu/group.h"
 
 namespace pyringar {
 
 namespace {
-
-Algorithm parse_algorithm(py::handle algorithm) {
-  return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
-}
 
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;

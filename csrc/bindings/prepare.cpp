@@ -73,8 +73,7 @@ class Builder {
   Builder(const char* operation, ReduceOp op, int world_size, const std::vector<int>* devices)
       : operation_(operation), world_size_(world_size), devices_(devices), grad_(operation) {
     collective_.operation = operation;
-    collective_.op = op;
-    collective_.divisor = op == ReduceOp::kMean ? world_size : 1;
+    collective_.fold = Fold::of(op, world_size);
   }
 
   void reserve(std::size_t num_tensors) {
@@ -191,18 +190,14 @@ void add_in_place(Builder& builder, void* const* table, const TensorView& view) 
   Collective& collective = builder.collective();
   collective.bytes += view.bytes();
   if (builder.world_size() == 1 || view.numel == 0) return;  // the sum of one is itself
-  if (collective.algorithm == Algorithm::kRing) {
-    collective.rings.push_back({table, table, view.numel, view.dtype, RingPhases::kAllReduce});
-  } else {
-    collective.reductions.push_back(
-        {table, table, builder.world_size(), builder.world_size(), view.numel, view.dtype});
-  }
+  const int k = builder.world_size();
+  collective.tensors.push_back({table, table, k, k, view.numel, view.dtype});
 }
 
 }  // namespace
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
-                            Ranks who, const char* operation) {
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, Ranks who,
+                            const char* operation) {
   Sequence ranks(tensors, operation, "tensors", expected_ranks(who.world_size), "tensor per rank");
   check_some_rank(ranks, operation, "tensors");
   ranks.adopt_arrays();
@@ -307,8 +302,8 @@ void* at_chunk(void* whole, const WholeAndChunks& memory, int world_size, int ch
 }
 
 // A copy, as bytes: a 16-bit float that is loaded as fp32 loses the payload of a NaN.
-Reduction copy_of_bytes(void* const* source, void* const* destinations, int num_destinations,
-                        std::size_t bytes) {
+Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_destinations,
+                      std::size_t bytes) {
   return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
 }
 
@@ -347,8 +342,8 @@ Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp 
     push_all(builder, memory.wholes);
     void* const* destinations = builder.table_end();
     push_all(builder, memory.chunks);
-    collective.rings.push_back(
-        {sources, destinations, memory.numel, memory.dtype, RingPhases::kReduceScatter});
+    collective.tensors.push_back({sources, destinations, world_size, world_size, memory.numel,
+                                  memory.dtype, RingPhases::kReduceScatter});
     return builder.finish(out.items(), in.items());
   }
   builder.reserve_pointers(k * (k + 1));
@@ -357,14 +352,13 @@ Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp 
     push_chunks(builder, memory, chunk);
     void* const* destination = builder.table_end();
     builder.push(memory.chunks[static_cast<std::size_t>(chunk)], chunk);
-    collective.reductions.push_back(
+    collective.tensors.push_back(
         {sources, destination, world_size, 1, memory.numel / k, memory.dtype});
   }
   return builder.finish(out.items(), in.items());
 }
 
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
-                            Ranks who) {
+Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm, Ranks who) {
   constexpr const char* kOperation = "all_gather";
   const int world_size = who.world_size;
   Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
@@ -383,8 +377,8 @@ Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm alg
     push_all(builder, memory.chunks);
     void* const* destinations = builder.table_end();
     push_all(builder, memory.wholes);
-    collective.rings.push_back(
-        {sources, destinations, memory.numel, memory.dtype, RingPhases::kAllGather});
+    collective.tensors.push_back({sources, destinations, world_size, world_size, memory.numel,
+                                  memory.dtype, RingPhases::kAllGather});
     return builder.finish(out.items(), in.items());
   }
   builder.reserve_pointers(k * (k + 1));
@@ -394,7 +388,7 @@ Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm alg
     void* const* destinations = builder.table_end();
     push_chunks(builder, memory, chunk);
     const std::size_t bytes = memory.numel / k * item_bytes(memory.dtype);
-    collective.reductions.push_back(copy_of_bytes(source, destinations, world_size, bytes));
+    collective.tensors.push_back(copy_of_bytes(source, destinations, world_size, bytes));
   }
   return builder.finish(out.items(), in.items());
 }
@@ -429,7 +423,7 @@ Prepared prepare_broadcast(py::handle tensors, int root, Ranks who) {
   Collective& collective = builder.collective();
   collective.bytes = first.bytes();
   if (world_size > 1 && first.numel > 0) {
-    collective.reductions.push_back(
+    collective.tensors.push_back(
         copy_of_bytes(source, destinations, world_size - 1, first.bytes()));
   }
   return builder.finish(written, ranks.items());

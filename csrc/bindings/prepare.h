@@ -10,7 +10,7 @@
 #include <pybind11/pytypes.h>
 
 #include "bindings/convert.h"
-#include "cpu/group.h"
+#include "core/collective.h"
 
 namespace pyringar {
 
@@ -32,8 +32,8 @@ struct Ranks {
   const std::vector<int>* devices = nullptr;
 };
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
-                            Ranks ranks, const char* operation);
+Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, Ranks ranks,
+                            const char* operation);
 Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
                                       Ranks ranks);
 Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,

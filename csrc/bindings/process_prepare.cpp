@@ -24,8 +24,8 @@ class CallBuilder {
 
   ProcessCall& call() { return call_; }
   void set_op(ReduceOp op) {
-    call_.op = op == ReduceOp::kMean ? ReduceOp::kSum : op;
-    call_.divisor = op == ReduceOp::kMean ? self_.world_size : 1;
+    call_.fold = Fold::of(op, self_.world_size);
+    if (op == ReduceOp::kMean) call_.fold.op = ReduceOp::kSum;
   }
 
   // in place: an output that is its own input.

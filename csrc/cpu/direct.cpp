@@ -12,11 +12,11 @@ namespace pyringar {
 namespace {
 
 // "sum of 1000 float32 elements", and how many more tensors.
-std::string describe(std::span<const Reduction> reductions, ReduceOp op) {
-  if (reductions.empty()) return "nothing";
-  const Reduction& first = reductions.front();
+std::string describe(std::span<const Buffers> tensors, ReduceOp op) {
+  if (tensors.empty()) return "nothing";
+  const Buffers& first = tensors.front();
   const std::string more =
-      reductions.size() == 1 ? "" : join(" and ", reductions.size() - 1, " more tensors");
+      tensors.size() == 1 ? "" : join(" and ", tensors.size() - 1, " more tensors");
   return join(first.num_sources == 1 ? "copy" : op_name(op), " of ", first.numel, " ",
               dtype_name(first.dtype), " elements", more);
 }
@@ -40,13 +40,13 @@ bool pass(int rank, Barrier& barrier, std::uint32_t epoch, const char* when, Wat
 
 }  // namespace
 
-bool direct_rank(int rank, std::span<const Reduction> reductions, ReduceOp op, int divisor,
-                 Barrier& barrier, std::uint32_t base, Watch& watch) {
+bool direct_rank(int rank, std::span<const Buffers> tensors, Fold fold, Barrier& barrier,
+                 std::uint32_t base, Watch& watch) {
   const int world_size = static_cast<int>(barrier.arrived.size());
-  const auto describe_call = [&] { return describe(reductions, op); };
+  const auto describe_call = [&] { return describe(tensors, fold.op); };
   if (!pass(rank, barrier, base + 1, "opening", watch, describe_call)) return false;
-  for (const Reduction& reduction : reductions) {
-    fuse_blocks(reduction, op, divisor, chunk_range(reduction.numel, world_size, rank),
+  for (const Buffers& tensor : tensors) {
+    fuse_blocks(tensor, fold, chunk_range(tensor.numel, world_size, rank),
                 [&] { watch.progressed(rank); });
   }
   return pass(rank, barrier, base + 2, "closing", watch, describe_call);

@@ -22,8 +22,8 @@ struct Barrier {
   std::uint32_t passed = 0;
 };
 
-bool direct_rank(int rank, std::span<const Reduction> reductions, ReduceOp op, int divisor,
-                 Barrier& barrier, std::uint32_t base, Watch& watch);
+bool direct_rank(int rank, std::span<const Buffers> tensors, Fold fold, Barrier& barrier,
+                 std::uint32_t base, Watch& watch);
 
 inline constexpr std::uint32_t kDirectBarriers = 2;
 

@@ -27,26 +27,26 @@ constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
 constexpr int kMaxRanksOnStack = 16;
 constexpr std::size_t kLineBytes = 64;
 
-void call_kernel(const Kernels& kernels, const Reduction& reduction, int divisor, Range range) {
-  const std::size_t offset = range.begin * item_bytes(reduction.dtype);
+void call_kernel(const Kernels& kernels, const Buffers& tensor, int divisor, Range range) {
+  const std::size_t offset = range.begin * item_bytes(tensor.dtype);
   const auto run = [&](const void** sources, void** destinations) {
-    for (int r = 0; r < reduction.num_sources; ++r) {
-      sources[r] = static_cast<const char*>(reduction.sources[r]) + offset;
+    for (int r = 0; r < tensor.num_sources; ++r) {
+      sources[r] = static_cast<const char*>(tensor.sources[r]) + offset;
     }
-    for (int r = 0; r < reduction.num_destinations; ++r) {
-      destinations[r] = static_cast<char*>(reduction.destinations[r]) + offset;
+    for (int r = 0; r < tensor.num_destinations; ++r) {
+      destinations[r] = static_cast<char*>(tensor.destinations[r]) + offset;
     }
-    kernels.fused(sources, reduction.num_sources, destinations, reduction.num_destinations,
-                  range.size(), divisor);
+    kernels.fused(sources, tensor.num_sources, destinations, tensor.num_destinations, range.size(),
+                  divisor);
   };
-  const int most = std::max(reduction.num_sources, reduction.num_destinations);
+  const int most = std::max(tensor.num_sources, tensor.num_destinations);
   if (most <= kMaxRanksOnStack) {
     const void* sources[kMaxRanksOnStack];
     void* destinations[kMaxRanksOnStack];
     run(sources, destinations);
   } else {
-    std::vector<const void*> sources(static_cast<std::size_t>(reduction.num_sources));
-    std::vector<void*> destinations(static_cast<std::size_t>(reduction.num_destinations));
+    std::vector<const void*> sources(static_cast<std::size_t>(tensor.num_sources));
+    std::vector<void*> destinations(static_cast<std::size_t>(tensor.num_destinations));
     run(sources.data(), destinations.data());
   }
 }
@@ -55,11 +55,11 @@ void call_kernel(const Kernels& kernels, const Reduction& reduction, int divisor
 // cache line, so that blocks do: vectors that straddle lines cost a small call a tenth of its time.
 class BlockList {
  public:
-  BlockList(std::span<const Reduction> reductions, ReduceOp op, int divisor, int num_threads)
-      : reductions_(reductions), op_(op), divisor_(divisor) {
-    ends_.reserve(reductions.size());
-    for (const Reduction& reduction : reductions) {
-      total_bytes_ += padded_bytes(reduction);
+  BlockList(std::span<const Buffers> tensors, Fold fold, int num_threads)
+      : tensors_(tensors), fold_(fold) {
+    ends_.reserve(tensors.size());
+    for (const Buffers& tensor : tensors) {
+      total_bytes_ += padded_bytes(tensor);
       ends_.push_back(total_bytes_);
     }
     const std::size_t even =
@@ -83,8 +83,8 @@ class BlockList {
   }
 
  private:
-  static std::size_t padded_bytes(const Reduction& reduction) {
-    const std::size_t bytes = reduction.numel * item_bytes(reduction.dtype);
+  static std::size_t padded_bytes(const Buffers& tensor) {
+    const std::size_t bytes = tensor.numel * item_bytes(tensor.dtype);
     return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
   }
 
@@ -92,20 +92,18 @@ class BlockList {
     std::size_t i = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) -
                                              ends_.begin());
     for (; begin < end; ++i) {
-      const Reduction& reduction = reductions_[i];
-      const std::size_t item = item_bytes(reduction.dtype);
-      const std::size_t start = ends_[i] - padded_bytes(reduction);
+      const Buffers& tensor = tensors_[i];
+      const std::size_t item = item_bytes(tensor.dtype);
+      const std::size_t start = ends_[i] - padded_bytes(tensor);
       const std::size_t stop = std::min(end, ends_[i]);
-      const Range range = {(begin - start) / item,
-                           std::min((stop - start) / item, reduction.numel)};
-      if (range.size() > 0) call_kernel(kernels(reduction.dtype, op_), reduction, divisor_, range);
+      const Range range = {(begin - start) / item, std::min((stop - start) / item, tensor.numel)};
+      fuse_range(tensor, fold_, range);
       begin = stop;
     }
   }
 
-  std::span<const Reduction> reductions_;
-  const ReduceOp op_;
-  const int divisor_;
+  std::span<const Buffers> tensors_;
+  const Fold fold_;
   std::vector<std::size_t> ends_;
   std::size_t total_bytes_ = 0;
   std::size_t block_bytes_ = 0;
@@ -115,21 +113,21 @@ class BlockList {
 
 }  // namespace
 
-void fuse_range(const Reduction& reduction, ReduceOp op, int divisor, Range range) {
-  if (range.size() > 0) call_kernel(kernels(reduction.dtype, op), reduction, divisor, range);
+void fuse_range(const Buffers& tensor, Fold fold, Range range) {
+  if (range.size() > 0) call_kernel(kernels(tensor.dtype, fold.op), tensor, fold.divisor, range);
 }
 
-void run_fused(std::span<const Reduction> reductions, ReduceOp op, int divisor, ThreadPool& pool) {
+void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool) {
   std::size_t traffic_bytes = 0;
-  for (const Reduction& reduction : reductions) traffic_bytes += reduction.traffic_bytes();
+  for (const Buffers& tensor : tensors) traffic_bytes += tensor.traffic_bytes();
   const int num_helpers = traffic_bytes < kAloneBytes ? 0 : pool.look_for_helpers();
   if (num_helpers == 0 || (traffic_bytes < kAloneWhenColdBytes && pool.is_cold())) {
-    for (const Reduction& reduction : reductions) {
-      fuse_range(reduction, op, divisor, {0, reduction.numel});
+    for (const Buffers& tensor : tensors) {
+      fuse_range(tensor, fold, {0, tensor.numel});
     }
     return;
   }
-  BlockList blocks(reductions, op, divisor, 1 + num_helpers);
+  BlockList blocks(tensors, fold, 1 + num_helpers);
   const std::thread::id caller = std::this_thread::get_id();
   pool.run([&] { blocks.take_blocks(std::this_thread::get_id() == caller); },
            blocks.num_blocks() - 1);

@@ -6,15 +6,11 @@
 #include "cpu/group.h"
 
 #include "core/error.h"
+#include "cpu/strided.h"
 #include "os/float_mode.h"
 #include "os/process.h"
 
 namespace pyringar {
-
-const char* algorithm_name(Algorithm algorithm) {
-  constexpr const char* kNames[kNumAlgorithms] = {"fused", "direct", "ring"};
-  return kNames[static_cast<int>(algorithm)];
-}
 
 Group::Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap)
     : world_size_(world_size),
@@ -97,7 +93,7 @@ void Group::run_locked(const Collective& collective) {
 void Group::dispatch(const Collective& collective) {
   switch (collective.algorithm) {
     case Algorithm::kFused:
-      return run_fused(collective.reductions, collective.op, collective.divisor, *pool_);
+      return run_fused(collective.tensors, collective.fold, *pool_);
     case Algorithm::kDirect:
       return run_direct(collective);
     case Algorithm::kRing:
@@ -112,8 +108,7 @@ void Group::run_direct(const Collective& collective) {
   Watch watch(world_size_, timeout_);
   team_->run([&](int rank) {
     sleep_if_delayed(rank);
-    direct_rank(rank, collective.reductions, collective.op, collective.divisor, *barrier_, base,
-                watch);
+    direct_rank(rank, collective.tensors, collective.fold, *barrier_, base, watch);
   });
   barrier_->passed += kDirectBarriers;
   finish_team_run(collective, watch);
@@ -126,13 +121,13 @@ void Group::run_ring_collective(const Collective& collective) {
   team_->run([&](int rank) {
     sleep_if_delayed(rank);
     std::uint32_t base = ring_->messages;
-    for (const RingBuffers& buffers : collective.rings) {
-      if (!ring_rank(rank, buffers, collective.op, collective.divisor, *ring_, base, watch)) return;
-      base += ring_num_messages(buffers.program(rank, *ring_, base));
+    for (const Buffers& tensor : collective.tensors) {
+      if (!ring_rank(rank, tensor, collective.fold, *ring_, base, watch)) return;
+      base += ring_num_messages(ring_program(rank, tensor, *ring_, base));
     }
   });
-  for (const RingBuffers& buffers : collective.rings) {
-    ring_->messages += ring_num_messages(buffers.program(0, *ring_, ring_->messages));
+  for (const Buffers& tensor : collective.tensors) {
+    ring_->messages += ring_num_messages(ring_program(0, tensor, *ring_, ring_->messages));
   }
   finish_team_run(collective, watch);
 }

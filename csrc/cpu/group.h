@@ -12,53 +12,20 @@
 // Tests     tests/test_communicator.py, tests/cpp/stress.cpp
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "core/collective.h"
 #include "cpu/direct.h"
 #include "cpu/fused.h"
 #include "cpu/ring.h"
-#include "cpu/strided.h"
 #include "os/turn.h"
 #include "os/work_queue.h"
 
 namespace pyringar {
-
-enum class Algorithm : std::uint8_t { kFused, kDirect, kRing };
-inline constexpr int kNumAlgorithms = 3;
-const char* algorithm_name(Algorithm algorithm);
-
-// One call, checked and ready: pointers only. Pointer tables live in here.
-struct Collective {
-  const char* operation = "collective";  // as the caller knows it, for messages
-  Algorithm algorithm = Algorithm::kFused;
-  ReduceOp op = ReduceOp::kSum;
-  int divisor = 1;
-  std::size_t bytes = 0;              // of one rank's data
-  std::vector<Reduction> reductions;  // fused and direct
-  std::vector<RingBuffers> rings;     // ring
-  std::vector<void*> pointers;        // what the two above point into; reserved, never regrown
-  std::vector<int> ranks;             // whose memory each of them is
-
-  // Tensors with gaps are packed into memory of their own before, and unpacked after.
-  struct Staged {
-    StridedView view;
-    std::unique_ptr<std::byte[]> dense;
-    bool is_input;
-    bool is_output;
-  };
-  std::vector<Staged> staged;
-};
-
-struct GroupStats {
-  std::array<std::uint64_t, kNumAlgorithms> calls{};
-  std::array<std::uint64_t, kNumAlgorithms> bytes{};
-  std::array<std::uint64_t, kNumAlgorithms> busy_ns{};
-};
 
 class Group {
  public:

@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "core/ring_program.h"
+#include "os/stillness.h"
 #include "os/thread.h"
 #include "os/wait.h"
-#include "os/stillness.h"
 
 namespace pyringar {
 

@@ -14,17 +14,15 @@ namespace {
 
 class ThreadRing {
  public:
-  ThreadRing(int rank, const RingBuffers& buffers, ReduceOp op, int divisor, RingLinks& ring,
-             Watch& watch)
+  ThreadRing(int rank, const Buffers& tensor, Fold fold, RingLinks& ring, Watch& watch)
       : rank_(rank),
         world_size_(ring.world_size()),
         prev_((rank + world_size_ - 1) % world_size_),
-        divisor_(divisor),
-        op_(op),
-        item_(item_bytes(buffers.dtype)),
-        partial_is_element_(partial_bytes(buffers.dtype) == item_),
-        buffers_(buffers),
-        kernels_(kernels(buffers.dtype, op)),
+        fold_(fold),
+        item_(item_bytes(tensor.dtype)),
+        partial_is_element_(partial_bytes(tensor.dtype) == item_),
+        tensor_(tensor),
+        kernels_(kernels(tensor.dtype, fold.op)),
         ring_(ring),
         in_(ring.links[static_cast<std::size_t>(prev_)]),
         out_(ring.links[static_cast<std::size_t>(rank)]),
@@ -62,10 +60,10 @@ class ThreadRing {
     void* result = output(rank_, range);
     if (from_ == From::kInput) {
       const void* both[] = {input(prev_, range), input(rank_, range)};
-      kernels_.fused(both, 2, &result, 1, range.size(), divisor_);
+      kernels_.fused(both, 2, &result, 1, range.size(), fold_.divisor);
     } else {
       kernels_.finish(ring_.slot(prev_, n_in), input(rank_, range), &result, 1, range.size(),
-                      divisor_);
+                      fold_.divisor);
     }
   }
   void reduce_finish_forward(Range range, std::uint32_t n_in, std::uint32_t) {
@@ -90,21 +88,21 @@ class ThreadRing {
   }
   // A rank's part of a gather, and its result of a scatter, is its own chunk alone.
   std::size_t first_elem(int rank, RingPhases one_chunk) const {
-    return buffers_.phases == one_chunk ? chunk_range(buffers_.numel, world_size_, rank).begin : 0;
+    return tensor_.phases == one_chunk ? chunk_range(tensor_.numel, world_size_, rank).begin : 0;
   }
   const void* input(int rank, Range range) const {
     const std::size_t at = range.begin - first_elem(rank, RingPhases::kAllGather);
-    return static_cast<const std::byte*>(buffers_.inputs[rank]) + at * item_;
+    return static_cast<const std::byte*>(tensor_.sources[rank]) + at * item_;
   }
   void* output(int rank, Range range) const {
     const std::size_t at = range.begin - first_elem(rank, RingPhases::kReduceScatter);
-    return static_cast<std::byte*>(buffers_.outputs[rank]) + at * item_;
+    return static_cast<std::byte*>(tensor_.destinations[rank]) + at * item_;
   }
   std::string late(int peer, int step, const char* what, const Flag& counter,
                    std::uint32_t wanted) const {
     const double seconds = std::chrono::duration<double>(watch_.timeout()).count();
-    const char* what_for = buffers_.phases == RingPhases::kAllGather ? "copy" : op_name(op_);
-    return join("ring ", what_for, " of ", buffers_.numel, " ", dtype_name(buffers_.dtype),
+    const char* what_for = tensor_.phases == RingPhases::kAllGather ? "copy" : op_name(fold_.op);
+    return join("ring ", what_for, " of ", tensor_.numel, " ", dtype_name(tensor_.dtype),
                 " elements over ", world_size_, " ranks: rank ", rank_, " waited ", seconds,
                 " s for rank ", peer, " ", what, " at step ", step, " of ",
                 ring_num_steps(world_size_), " (message ", counter.value.load(), " of ", wanted,
@@ -114,11 +112,10 @@ class ThreadRing {
   const int rank_;
   const int world_size_;
   const int prev_;
-  const int divisor_;
-  const ReduceOp op_;
+  const Fold fold_;
   const std::size_t item_;
   const bool partial_is_element_;
-  const RingBuffers& buffers_;
+  const Buffers& tensor_;
   const Kernels& kernels_;
   const RingLinks& ring_;
   Link& in_;
@@ -129,10 +126,10 @@ class ThreadRing {
 
 }  // namespace
 
-bool ring_rank(int rank, const RingBuffers& buffers, ReduceOp op, int divisor, RingLinks& ring,
-               std::uint32_t base, Watch& watch) {
-  ThreadRing engine(rank, buffers, op, divisor, ring, watch);
-  return run_ring(engine, buffers.program(rank, ring, base));
+bool ring_rank(int rank, const Buffers& tensor, Fold fold, RingLinks& ring, std::uint32_t base,
+               Watch& watch) {
+  ThreadRing engine(rank, tensor, fold, ring, watch);
+  return run_ring(engine, ring_program(rank, tensor, ring, base));
 }
 
 }  // namespace pyringar

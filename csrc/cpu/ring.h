@@ -16,10 +16,10 @@
 #include <memory>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/collective.h"
 #include "core/ring_program.h"
-#include "os/wait.h"
 #include "cpu/rank_team.h"
+#include "os/wait.h"
 
 namespace pyringar {
 
@@ -54,21 +54,14 @@ struct RingLinks {
   }
 };
 
-// One tensor of a ring collective. all_reduce: inputs[r] == outputs[r], numel each.
-// reduce_scatter: inputs of numel, outputs hold chunk r. all_gather: the other way round.
-struct RingBuffers {
-  const void* const* inputs;
-  void* const* outputs;
-  std::size_t numel;
-  DType dtype;
-  RingPhases phases;
+// What rank `rank` does with a tensor when all links have carried `base` messages.
+inline RingProgram ring_program(int rank, const Buffers& tensor, const RingLinks& ring,
+                                std::uint32_t base) {
+  const std::size_t piece_elems = ring.slot_bytes / partial_bytes(tensor.dtype);
+  return {rank, ring.world_size(), tensor.numel, piece_elems, tensor.phases, base};
+}
 
-  RingProgram program(int rank, const RingLinks& ring, std::uint32_t base) const {
-    return {rank, ring.world_size(), numel, ring.slot_bytes / partial_bytes(dtype), phases, base};
-  }
-};
-
-bool ring_rank(int rank, const RingBuffers& buffers, ReduceOp op, int divisor, RingLinks& ring,
-               std::uint32_t base, Watch& watch);
+bool ring_rank(int rank, const Buffers& tensor, Fold fold, RingLinks& ring, std::uint32_t base,
+               Watch& watch);
 
 }  // namespace pyringar

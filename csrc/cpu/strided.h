@@ -14,19 +14,9 @@
 #include <functional>
 #include <vector>
 
+#include "core/strided_view.h"
+
 namespace pyringar {
-
-// How memory holds an element: as it is, or negated as torch does lazily, in a float's sign bit or
-// an integer's two's complement.
-enum class Sign : std::uint8_t { kPlain, kBit, kComplement };
-
-struct StridedView {
-  std::byte* data;
-  std::size_t item;
-  std::vector<std::int64_t> shape;
-  std::vector<std::int64_t> strides;
-  Sign sign = Sign::kPlain;
-};
 
 void pack(const StridedView& from, std::byte* to);
 void unpack(const std::byte* from, const StridedView& to);

@@ -60,13 +60,14 @@ void Folds::launch(int device, cudaStream_t stream) const {
 template <typename T>
 void Folds::launch_tables(DType dtype, int device, cudaStream_t stream) const {
   const void* kernel = kernel_function(
-      dtype, op_,
+      dtype, fold_.op,
       std::is_same_v<T, SmallTable> ? KernelKind::kFusedSmall : KernelKind::kFusedLarge);
   const OnDevice guard(device);
   auto next = items_.begin();
   while (true) {
     T table;
-    TableBuilder<T> builder(table, item_bytes(dtype), num_sources_, num_destinations_, divisor_);
+    TableBuilder<T> builder(table, item_bytes(dtype), num_sources_, num_destinations_,
+                            fold_.divisor);
     for (; next != items_.end(); ++next) {
       if (next->dtype != dtype) continue;
       void* const* pointers = pointers_.data() + next->pointers;

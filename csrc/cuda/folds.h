@@ -16,18 +16,15 @@
 #include <span>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/collective.h"
 
 namespace pyringar::cuda {
 
 class Folds {
  public:
-  Folds(ReduceOp op, int divisor, int num_sources, int num_destinations)
-      : op_(op),
-        divisor_(divisor),
-        num_sources_(num_sources),
-        num_destinations_(num_destinations) {}
-  static Folds copies() { return {ReduceOp::kSum, 1, 1, 1}; }
+  Folds(Fold fold, int num_sources, int num_destinations)
+      : fold_(fold), num_sources_(num_sources), num_destinations_(num_destinations) {}
+  static Folds copies() { return {Fold{}, 1, 1}; }
 
   void add(DType dtype, std::span<const std::byte* const> sources,
            std::initializer_list<std::byte*> destinations, std::size_t numel);
@@ -45,8 +42,7 @@ class Folds {
   template <typename T>
   void launch_tables(DType dtype, int device, cudaStream_t stream) const;
 
-  const ReduceOp op_;
-  const int divisor_;
+  const Fold fold_;
   const int num_sources_;
   const int num_destinations_;
   std::vector<Item> items_;

@@ -53,11 +53,6 @@ struct LaunchOrder {
 
 }  // namespace
 
-const char* algorithm_name(Algorithm algorithm) {
-  constexpr const char* kNames[kNumAlgorithms] = {"fused", "direct", "ring"};
-  return kNames[static_cast<int>(algorithm)];
-}
-
 struct Group::Device {
   int index;
   int num_multiprocessors;
@@ -231,15 +226,14 @@ const std::vector<int>& Group::most_blocks(const void* kernel, int threads) {
 
 // -- one call -------------------------------------------------------------------------------------
 
-void Group::run(const Collective& collective, std::span<const cudaStream_t> streams,
-                std::size_t bytes) {
+void Group::run(const Collective& collective, std::span<const cudaStream_t> streams) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check_usable_locked();
   operation_ = collective.operation;
   const auto at = static_cast<std::size_t>(collective.algorithm);
   ++stats_.calls[at];
-  stats_.bytes[at] += bytes;
-  if (collective.parts.empty()) return;
+  stats_.bytes[at] += collective.bytes;
+  if (collective.tensors.empty()) return;
   const bool waits = devices_.size() > 1 || collective.algorithm == Algorithm::kRing;
   const bool capturing = is_capturing(streams[0], devices_[0]);
   LaunchOrder& order = LaunchOrder::get();
@@ -252,7 +246,7 @@ void Group::run(const Collective& collective, std::span<const cudaStream_t> stre
   }
   if (collective.algorithm == Algorithm::kRing) {
     prepare_ring(capturing);
-    for (const Part& part : collective.parts) run_ring_part(collective, part, streams);
+    for (const Buffers& tensor : collective.tensors) run_ring(tensor, collective.fold, streams);
   } else if (needs_staging(collective)) {
     const Collective copy = staged(collective, streams);
     run_tables(copy, streams);
@@ -268,14 +262,18 @@ void Group::run(const Collective& collective, std::span<const cudaStream_t> stre
 // -- fused and direct -----------------------------------------------------------------------------
 
 void Group::run_tables(const Collective& collective, std::span<const cudaStream_t> streams) {
-  std::array<std::size_t, kNumDTypes> parts_of{};
-  for (const Part& part : collective.parts) ++parts_of[static_cast<std::size_t>(part.dtype)];
+  std::array<std::size_t, kNumDTypes> tensors_of{};
+  for (const Buffers& tensor : collective.tensors) {
+    ++tensors_of[static_cast<std::size_t>(tensor.dtype)];
+  }
+  // Of every tensor.
+  const Buffers& first = collective.tensors.front();
+  const auto pointers_each = static_cast<std::size_t>(first.num_sources + first.num_destinations);
   for (int i = 0; i < kNumDTypes; ++i) {
-    const std::size_t parts = parts_of[static_cast<std::size_t>(i)];
-    if (parts == 0) continue;
-    const std::size_t pointers =
-        parts * static_cast<std::size_t>(collective.num_sources + collective.num_destinations);
-    const bool is_small = parts <= SmallTable::kMaxSegments && pointers <= SmallTable::kMaxPointers;
+    const std::size_t count = tensors_of[static_cast<std::size_t>(i)];
+    if (count == 0) continue;
+    const bool is_small =
+        count <= SmallTable::kMaxSegments && count * pointers_each <= SmallTable::kMaxPointers;
     if (is_small) {
       launch_tables<SmallTable>(collective, static_cast<DType>(i), streams);
     } else {
@@ -292,35 +290,37 @@ void Group::launch_tables(const Collective& collective, DType dtype,
                           std::span<const cudaStream_t> streams) {
   const std::size_t item = item_bytes(dtype);
   const auto num_devices = static_cast<int>(devices_.size());
+  const int num_sources = collective.tensors.front().num_sources;
+  const int num_destinations = collective.tensors.front().num_destinations;
   std::size_t next = 0;
-  while (next < collective.parts.size()) {
-    // The same parts for every device, so that all have the same barriers to pass.
+  while (next < collective.tensors.size()) {
+    // The same tensors for every device, so that all have the same barriers to pass.
     std::vector<T> tables(devices_.size());
     std::vector<TableBuilder<T>> builders;
     for (T& table : tables) {
-      builders.emplace_back(table, item, collective.num_sources, collective.num_destinations,
-                            collective.divisor);
+      builders.emplace_back(table, item, num_sources, num_destinations, collective.fold.divisor);
     }
     std::vector<void*> moved;
     bool is_full = false;
-    for (; next < collective.parts.size() && !is_full; ++next) {
-      const Part& part = collective.parts[next];
-      if (part.dtype != dtype) continue;
-      const std::size_t blocks = (part.numel + kSliceElems - 1) / kSliceElems;
+    for (; next < collective.tensors.size() && !is_full; ++next) {
+      const Buffers& tensor = collective.tensors[next];
+      if (tensor.dtype != dtype) continue;
+      const std::size_t blocks = (tensor.numel + kSliceElems - 1) / kSliceElems;
       for (int d = 0; d < num_devices; ++d) {
         const Range slice = chunk_range(blocks, num_devices, d);
-        const std::size_t begin = std::min(slice.begin * kSliceElems, part.numel);
-        const std::size_t end = std::min(slice.end * kSliceElems, part.numel);
-        const bool in_place = part.sources == part.destinations;
-        const auto count = static_cast<std::size_t>(collective.num_sources) +
-                           (in_place ? 0 : static_cast<std::size_t>(collective.num_destinations));
-        moved.resize(count);
-        for (std::size_t i = 0; i < count; ++i) {
-          const auto sources = static_cast<std::size_t>(collective.num_sources);
-          const std::size_t from = i < sources ? part.sources + i : part.destinations + i - sources;
-          moved[i] = static_cast<std::byte*>(collective.pointers[from]) + begin * item;
+        const std::size_t begin = std::min(slice.begin * kSliceElems, tensor.numel);
+        const std::size_t end = std::min(slice.end * kSliceElems, tensor.numel);
+        const auto at_slice = [&](const void* memory) {
+          return static_cast<std::byte*>(const_cast<void*>(memory)) + begin * item;
+        };
+        moved.clear();
+        for (int i = 0; i < num_sources; ++i) moved.push_back(at_slice(tensor.sources[i]));
+        if (!tensor.is_in_place()) {
+          for (int i = 0; i < num_destinations; ++i) {
+            moved.push_back(at_slice(tensor.destinations[i]));
+          }
         }
-        void* const* destinations = in_place ? moved.data() : moved.data() + collective.num_sources;
+        void* const* destinations = moved.data() + (tensor.is_in_place() ? 0 : num_sources);
         if (!builders[static_cast<std::size_t>(d)].add(moved.data(), destinations, end - begin)) {
           is_full = true;
           break;
@@ -330,7 +330,7 @@ void Group::launch_tables(const Collective& collective, DType dtype,
     }
     if (tables[0].num_segments == 0) {
       if (!is_full) return;
-      fail(ErrorKind::kUnsupported, collective.operation, ": ", collective.num_sources,
+      fail(ErrorKind::kUnsupported, collective.operation, ": ", num_sources,
            " ranks are more than one launch can address (", LargeTable::kMaxPointers, " pointers)");
     }
     int num_blocks = kMaxBlocks;
@@ -340,14 +340,14 @@ void Group::launch_tables(const Collective& collective, DType dtype,
     const KernelKind kind = std::is_same_v<T, SmallTable>
                                 ? (waits ? KernelKind::kDirectSmall : KernelKind::kFusedSmall)
                                 : (waits ? KernelKind::kDirectLarge : KernelKind::kFusedLarge);
-    const void* kernel = kernel_function(dtype, collective.op, kind);
+    const void* kernel = kernel_function(dtype, collective.fold.op, kind);
     if (waits) {
       const std::vector<int>& most = most_blocks(kernel, kThreads);
       num_blocks = std::min(kMaxWaitingBlocks, *std::min_element(most.begin(), most.end()));
     }
     num_blocks = std::max(1, std::min(num_blocks, static_cast<int>(most_tiles)));
     for (std::size_t d = 0; d < devices_.size(); ++d) {
-      launch_table(tables[d], dtype, collective.op, d, num_blocks, streams[d]);
+      launch_table(tables[d], dtype, collective.fold.op, d, num_blocks, streams[d]);
     }
   }
 }
@@ -401,6 +401,27 @@ void Group::reserve_staging(std::size_t rank, std::size_t bytes, bool on_host, b
   staging_on_host_[rank] = on_host;
 }
 
+namespace {
+
+// visit(index, bytes, is_input) for every pointer of a call, once, by its index in `pointers`.
+template <typename Visit>
+void for_each_pointer(const Collective& collective, Visit&& visit) {
+  for (const Buffers& tensor : collective.tensors) {
+    const std::size_t bytes = tensor.numel * item_bytes(tensor.dtype);
+    const std::size_t sources = collective.index_of(tensor.sources);
+    for (int i = 0; i < tensor.num_sources; ++i) {
+      visit(sources + static_cast<std::size_t>(i), bytes, true);
+    }
+    if (tensor.is_in_place()) continue;
+    const std::size_t destinations = collective.index_of(tensor.destinations);
+    for (int i = 0; i < tensor.num_destinations; ++i) {
+      visit(destinations + static_cast<std::size_t>(i), bytes, false);
+    }
+  }
+}
+
+}  // namespace
+
 // The same call on buffers of our own, inputs copied there. A pointer that is source and
 // destination is one buffer.
 Collective Group::staged(const Collective& collective, std::span<const cudaStream_t> streams) {
@@ -409,20 +430,9 @@ Collective Group::staged(const Collective& collective, std::span<const cudaStrea
   if (capturing && has_host_ranks_) {
     fail(ErrorKind::kUnsupported, operation_, ": ranks in the host's memory cannot be captured");
   }
-  Collective copy = collective;
   std::vector<std::size_t> used(place_.size());
-  const auto each = [&](auto&& visit) {
-    for (const Part& part : collective.parts) {
-      const auto sources = static_cast<std::size_t>(collective.num_sources);
-      const auto destinations = static_cast<std::size_t>(collective.num_destinations);
-      const std::size_t bytes = part.numel * item_bytes(part.dtype);
-      for (std::size_t i = 0; i < sources; ++i) visit(part.sources + i, bytes, true);
-      if (part.sources == part.destinations) continue;
-      for (std::size_t i = 0; i < destinations; ++i) visit(part.destinations + i, bytes, false);
-    }
-  };
   std::vector<std::size_t> offsets(collective.pointers.size());
-  each([&](std::size_t at, std::size_t bytes, bool) {
+  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, bool) {
     std::size_t& next = used[static_cast<std::size_t>(collective.ranks[at])];
     offsets[at] = next;
     next += (bytes + 255) / 256 * 256;
@@ -430,7 +440,16 @@ Collective Group::staged(const Collective& collective, std::span<const cudaStrea
   for (std::size_t rank = 0; rank < used.size(); ++rank) {
     if (used[rank] > 0) reserve_staging(rank, used[rank], on_host, capturing);
   }
-  each([&](std::size_t at, std::size_t bytes, bool is_input) {
+  Collective copy;
+  copy.operation = collective.operation;
+  copy.fold = collective.fold;
+  copy.pointers = collective.pointers;
+  copy.tensors = collective.tensors;
+  for (Buffers& tensor : copy.tensors) {
+    tensor.sources = copy.pointers.data() + collective.index_of(tensor.sources);
+    tensor.destinations = copy.pointers.data() + collective.index_of(tensor.destinations);
+  }
+  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, bool is_input) {
     const auto rank = static_cast<std::size_t>(collective.ranks[at]);
     copy.pointers[at] = as<std::byte>(staging_[rank], offsets[at]);
     if (!is_input || bytes == 0) return;
@@ -449,10 +468,11 @@ Collective Group::staged(const Collective& collective, std::span<const cudaStrea
 void Group::unstage(const Collective& original, const Collective& staged,
                     std::span<const cudaStream_t> streams) {
   const auto each = [&](auto&& visit) {
-    for (const Part& part : original.parts) {
-      const std::size_t bytes = part.numel * item_bytes(part.dtype);
-      for (int i = 0; i < original.num_destinations; ++i) {
-        visit(part.destinations + static_cast<std::size_t>(i), bytes);
+    for (const Buffers& tensor : original.tensors) {
+      const std::size_t first = original.index_of(tensor.destinations);
+      const std::size_t bytes = tensor.numel * item_bytes(tensor.dtype);
+      for (int i = 0; i < tensor.num_destinations; ++i) {
+        visit(first + static_cast<std::size_t>(i), bytes);
       }
     }
   };
@@ -546,40 +566,39 @@ void Group::prepare_ring(bool capturing) {
   ring_ = std::move(ring);
 }
 
-void Group::run_ring_part(const Collective& collective, const Part& part,
-                          std::span<const cudaStream_t> streams) {
-  const void* kernel = kernel_function(part.dtype, collective.op, KernelKind::kRing);
+void Group::run_ring(const Buffers& tensor, Fold fold, std::span<const cudaStream_t> streams) {
+  const void* kernel = kernel_function(tensor.dtype, fold.op, KernelKind::kRing);
   const std::vector<int>& most = most_blocks(kernel, kRingThreads);
-  const std::size_t capacity = ring_->slot_bytes / partial_bytes(part.dtype) - kSlotSpareElems;
+  const std::size_t capacity = ring_->slot_bytes / partial_bytes(tensor.dtype) - kSlotSpareElems;
   // Short chunks are cut finer, so that every channel has a piece.
-  const std::size_t chunk = chunk_range(part.numel, world_size(), 0).size();
+  const std::size_t chunk = chunk_range(tensor.numel, world_size(), 0).size();
   auto channels = static_cast<std::size_t>(ring_->num_channels);
   for (std::size_t d = 0; d < per_device_.size(); ++d) {
     channels = std::min(channels, static_cast<std::size_t>(most[d]) / per_device_[d].ranks.size());
   }
   const std::size_t even = (chunk + channels - 1) / channels;
   const std::size_t piece = std::clamp<std::size_t>((even + 255) / 256 * 256, 256, capacity);
-  const std::size_t pieces = num_pieces(part.numel, world_size(), piece);
+  const std::size_t pieces = num_pieces(tensor.numel, world_size(), piece);
   const auto used = static_cast<int>(std::min(channels, pieces));
   if (used == 0) return;
   for (std::size_t d = 0; d < per_device_.size(); ++d) {
     const Device& device = per_device_[d];
     RingArgs args{};
     args.ports = as<const RingPorts>(ring_->ports[d]);
-    args.numel = part.numel;
+    args.numel = tensor.numel;
     args.piece_elems = static_cast<std::uint32_t>(piece);
     args.num_slots = ring_->num_slots;
     args.slot_bytes = ring_->slot_bytes;
     args.world_size = world_size();
     args.num_channels = used;
-    args.divisor = collective.divisor;
-    args.phases = part.phases;
+    args.divisor = fold.divisor;
+    args.phases = tensor.phases;
     args.patience = patience(d);
     for (std::size_t i = 0; i < device.ranks.size(); ++i) {
       const auto rank = static_cast<std::size_t>(device.ranks[i]);
       args.rank[i] = device.ranks[i];
-      args.input[i] = collective.pointers[part.sources + rank];
-      args.output[i] = collective.pointers[part.destinations + rank];
+      args.input[i] = tensor.sources[rank];
+      args.output[i] = tensor.destinations[rank];
     }
     const OnDevice guard(device.index);
     const auto blocks = static_cast<unsigned>(device.ranks.size()) * static_cast<unsigned>(used);

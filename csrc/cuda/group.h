@@ -17,7 +17,6 @@
 // Tests     tests/cpp/cuda_host/group_test.cpp, tests/test_cuda.py
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <map>
@@ -27,46 +26,14 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/collective.h"
 #include "core/error.h"
-#include "core/ring_program.h"
 #include "cuda/args.h"
 #include "cuda/runtime.h"
 
 namespace pyringar::cuda {
 
-enum class Algorithm : std::uint8_t { kFused, kDirect, kRing };
-inline constexpr int kNumAlgorithms = 3;
-const char* algorithm_name(Algorithm algorithm);
-
 inline constexpr int kHost = -1;  // in place of a device's index
-
-// One tensor over all ranks. Pointers lie in Collective::pointers.
-struct Part {
-  std::size_t sources;  // index of the first
-  std::size_t destinations;
-  std::size_t numel;
-  DType dtype;
-  RingPhases phases;  // ring only
-};
-
-struct Collective {
-  const char* operation = "collective";
-  Algorithm algorithm = Algorithm::kFused;
-  ReduceOp op = ReduceOp::kSum;
-  int divisor = 1;
-  int num_sources = 0;  // of every part
-  int num_destinations = 0;
-  std::vector<Part> parts;
-  std::vector<void*> pointers;
-  // Which rank each pointer belongs to, for staging.
-  std::vector<int> ranks;
-};
-
-struct GroupStats {
-  std::array<std::uint64_t, kNumAlgorithms> calls{};
-  std::array<std::uint64_t, kNumAlgorithms> bytes{};
-};
 
 class Group {
  public:
@@ -81,8 +48,8 @@ class Group {
   bool has_host_ranks() const { return has_host_ranks_; }
   bool has_peers() const { return has_peers_; }
 
-  // streams[i] belongs to devices()[i]. bytes: of one rank's data, for stats.
-  void run(const Collective& collective, std::span<const cudaStream_t> streams, std::size_t bytes);
+  // streams[i] belongs to devices()[i]. Tensors with gaps have been packed before.
+  void run(const Collective& collective, std::span<const cudaStream_t> streams);
 
   void check_usable();
   GroupStats stats();
@@ -111,8 +78,7 @@ class Group {
   void reserve_staging(std::size_t rank, std::size_t bytes, bool on_host, bool capturing);
 
   void prepare_ring(bool capturing);
-  void run_ring_part(const Collective& collective, const Part& part,
-                     std::span<const cudaStream_t> streams);
+  void run_ring(const Buffers& tensor, Fold fold, std::span<const cudaStream_t> streams);
 
   void synchronize() const;
   std::string describe_failure(const Failure& failure) const;

@@ -3,8 +3,8 @@
 // Floor     cuda: device code.
 // Contract  the arithmetic of the CPU engine, bit for bit, for everything that is not a NaN: 16-bit
 //           floats in fp32 and rounded once, integers wrap, no contraction, no flushing (see the
-//           compiler flags in pyringar/engine/build.py). Loads go past L1: other multiprocessors, other
-//           devices and the host write what is read here.
+//           compiler flags in pyringar/engine/build.py). Loads go past L1: other multiprocessors,
+//           other devices and the host write what is read here.
 // Threads   pure functions, any.
 // Tests     tests/cpp/cuda/, tests/test_cuda.py compares CPU bits with GPU bits
 #pragma once

@@ -173,7 +173,7 @@ class ReduceEngine : public StagedEngine {
   }
 
   void fold(std::size_t piece, std::uint32_t n, Range range, bool into_slot) const {
-    Folds folds(collective_.op, collective_.divisor, world_size_, into_slot ? 2 : 1);
+    Folds folds(collective_.fold, world_size_, into_slot ? 2 : 1);
     std::vector<const std::byte*> sources(static_cast<std::size_t>(world_size_));
     const std::size_t in_slot = range.begin - begin(piece);
     line_.for_each(range.begin, range.end,
@@ -243,7 +243,7 @@ class ShareEngine : public StagedEngine {
       sources.push_back(rank == rank_ ? input() + share_of(rank) + begin(piece)
                                       : slot(rank, n) + part_of(rank_));
     }
-    Folds folds(collective_.op, collective_.divisor, world_size_, 1);
+    Folds folds(collective_.fold, world_size_, 1);
     folds.add(share_.dtype, sources, {output() + begin(piece)},
               size(piece) / item_bytes(share_.dtype));
     launch(folds);

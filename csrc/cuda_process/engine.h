@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/collective.h"
 #include "cuda_process/staging.h"
 
 namespace pyringar::cuda {
@@ -49,8 +49,7 @@ enum class StagedKind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kBar
 struct StagedCollective {
   StagedKind kind = StagedKind::kBarrier;
   bool is_direct = false;  // all_reduce: every rank its slice, else every rank everything
-  ReduceOp op = ReduceOp::kSum;
-  int divisor = 1;
+  Fold fold;
   int root = 0;
   // all_reduce, broadcast: inputs are the outputs. reduce_scatter: inputs[0] holds a part per rank,
   // outputs[0] one part. all_gather: the other way round.

@@ -81,8 +81,7 @@ cuda::StagedCollective translated(const ProcessCall& call, bool is_direct) {
       cuda::StagedKind::kBroadcast, cuda::StagedKind::kBarrier};
   return {kKinds[static_cast<int>(call.kind)],
           is_direct,
-          call.op,
-          call.divisor,
+          call.fold,
           call.root,
           on_device(call.inputs),
           on_device(call.outputs)};

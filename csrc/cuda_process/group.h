@@ -1,7 +1,8 @@
 // group: one rank of a group of processes, its tensors on a GPU: cuda_process/engine
 // for the data, process/group for who has come how far.
 //
-// Floor     cuda_process: the one floor above both cpu/ and cuda/. Without Python, so that tests need
+// Floor     cuda_process: the one floor above both cpu/ and cuda/. Without Python, so that tests
+// need
 //           none.
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
 // Contract  that of process/group: same calls in the same order, what differs is raised before
@@ -17,8 +18,8 @@
 #include <memory>
 #include <mutex>
 
-#include "process/group.h"
 #include "cuda_process/engine.h"
+#include "process/group.h"
 
 namespace pyringar {
 

@@ -125,9 +125,9 @@ class ReduceEngine : public StagedEngine {
     for (int rank = 0; rank < world_size_; ++rank) {
       sources_[static_cast<std::size_t>(rank)] = rank == self_.rank ? own : slot(rank, n) + at;
     }
-    kernels(dtype, call_.op)
+    kernels(dtype, call_.fold.op)
         .fused(sources_.data(), world_size_, results.begin(), static_cast<int>(results.size()),
-               bytes / item_bytes(dtype), call_.divisor);
+               bytes / item_bytes(dtype), call_.fold.divisor);
   }
 
   const PackedLine& line_;
@@ -148,10 +148,9 @@ class RegisteredEngine : public StagedEngine {
       if (tensor.numel == 0) continue;
       const std::vector<void*>& all = call_.registered[i];
       const std::vector<const void*> sources(all.begin(), all.end());
-      const Reduction reduction{sources.data(), all.data(),   world_size_,
-                                world_size_,    tensor.numel, tensor.dtype};
-      fuse_blocks(reduction, call_.op, call_.divisor,
-                  chunk_range(tensor.numel, world_size_, self_.rank),
+      const Buffers everywhere{sources.data(), all.data(),   world_size_,
+                               world_size_,    tensor.numel, tensor.dtype};
+      fuse_blocks(everywhere, call_.fold, chunk_range(tensor.numel, world_size_, self_.rank),
                   [this] { self_.watch.progressed(); });
     }
   }
@@ -211,9 +210,9 @@ class ShareEngine : public StagedEngine {
       sources.push_back(slot(rank, n) + part_of(self_.rank));
     }
     void* result = output() + begin(piece);
-    kernels(dtype, call_.op)
+    kernels(dtype, call_.fold.op)
         .fused(sources.data(), world_size_, &result, 1, size(piece) / item_bytes(dtype),
-               call_.divisor);
+               call_.fold.divisor);
   }
   std::byte* input() const { return call_.inputs[0].data; }
   std::byte* output() const { return call_.outputs[0].data; }
@@ -332,7 +331,7 @@ bool run_ring_call(const ProcessCall& call, ProcessRank& self) {
   EmptyEngine announcement(self, call);
   if (!exchange(announcement, self, 1)) return false;
   for (const TensorSpan& tensor : call.outputs) {
-    if (!run_process_ring(tensor, call.op, call.divisor, self)) return false;
+    if (!run_process_ring(tensor, call.fold, self)) return false;
   }
   return true;
 }
@@ -394,8 +393,8 @@ ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
 CallRecord ProcessCall::record() const {
   CallRecord record;
   record.kind = kind;
-  record.op = op;
-  record.divisor = static_cast<std::uint32_t>(divisor);
+  record.op = fold.op;
+  record.divisor = static_cast<std::uint32_t>(fold.divisor);
   record.root = root;
   record.num_tensors = static_cast<std::uint32_t>(outputs.size());
   record.places = places;

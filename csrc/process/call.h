@@ -15,10 +15,11 @@
 #include <memory>
 #include <vector>
 
-#include "process/packed_line.h"
-#include "process/watch.h"
-#include "process/segment.h"
+#include "core/collective.h"
 #include "cpu/strided.h"
+#include "process/packed_line.h"
+#include "process/segment.h"
+#include "process/watch.h"
 
 namespace pyringar {
 
@@ -29,8 +30,7 @@ const char* process_algorithm_name(ProcessAlgorithm algorithm);
 
 struct ProcessCall {
   CallKind kind = CallKind::kBarrier;
-  ReduceOp op = ReduceOp::kSum;
-  int divisor = 1;
+  Fold fold;
   int root = 0;
   bool wants_ring = false;
   // all_reduce, broadcast: inputs are the outputs. reduce_scatter: inputs[0] holds a part per rank,

@@ -23,9 +23,9 @@
 #include <vector>
 
 #include "os/shared_memory.h"
-#include "process/call.h"
 #include "os/turn.h"
 #include "os/work_queue.h"
+#include "process/call.h"
 
 namespace pyringar {
 

@@ -14,12 +14,12 @@ namespace {
 
 class ProcessRing {
  public:
-  ProcessRing(const TensorSpan& tensor, ReduceOp op, int divisor, ProcessRank& self)
+  ProcessRing(const TensorSpan& tensor, Fold fold, ProcessRank& self)
       : tensor_(tensor),
-        divisor_(divisor),
+        divisor_(fold.divisor),
         item_(item_bytes(tensor.dtype)),
         partial_is_element_(partial_bytes(tensor.dtype) == item_),
-        kernels_(kernels(tensor.dtype, op)),
+        kernels_(kernels(tensor.dtype, fold.op)),
         copy_(kernels(DType::kUInt8, ReduceOp::kSum)),
         self_(self),
         segment_(self.segment),
@@ -87,7 +87,7 @@ class ProcessRing {
 
 }  // namespace
 
-bool run_process_ring(const TensorSpan& tensor, ReduceOp op, int divisor, ProcessRank& self) {
+bool run_process_ring(const TensorSpan& tensor, Fold fold, ProcessRank& self) {
   const RingProgram program{self.rank,
                             self.segment.world_size(),
                             tensor.numel,
@@ -95,7 +95,7 @@ bool run_process_ring(const TensorSpan& tensor, ReduceOp op, int divisor, Proces
                             RingPhases::kAllReduce,
                             self.ring_messages};
   self.ring_messages += ring_num_messages(program);
-  ProcessRing engine(tensor, op, divisor, self);
+  ProcessRing engine(tensor, fold, self);
   return run_ring(engine, program);
 }
 

@@ -13,6 +13,6 @@
 
 namespace pyringar {
 
-bool run_process_ring(const TensorSpan& tensor, ReduceOp op, int divisor, ProcessRank& self);
+bool run_process_ring(const TensorSpan& tensor, Fold fold, ProcessRank& self);
 
 }  // namespace pyringar

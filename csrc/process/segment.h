@@ -27,10 +27,10 @@
 
 #include "core/dtype.h"
 #include "core/staged_program.h"
+#include "cpu/ring.h"
 #include "os/process.h"
 #include "os/thread.h"
 #include "os/wait.h"
-#include "cpu/ring.h"
 
 namespace pyringar {
 

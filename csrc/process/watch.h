@@ -20,9 +20,9 @@
 
 #include "core/error.h"
 #include "os/process.h"
+#include "os/stillness.h"
 #include "os/wait.h"
 #include "process/segment.h"
-#include "os/stillness.h"
 
 namespace pyringar {
 

@@ -57,17 +57,11 @@ class Call {
   Collective collective() const {
     Collective made;
     made.algorithm = algorithm_;
-    made.op = op_;
-    made.divisor = divisor_;
+    made.fold = {op_, divisor_};
     for (const RankTensors& t : tensors_) {
       made.bytes += t.bytes();
       const int k = t.world_size();
-      if (algorithm_ == Algorithm::kRing) {
-        made.rings.push_back(
-            {t.inputs(), t.pointers(), t.numel(), t.dtype(), RingPhases::kAllReduce});
-      } else {
-        made.reductions.push_back({t.inputs(), t.pointers(), k, k, t.numel(), t.dtype()});
-      }
+      made.tensors.push_back({t.inputs(), t.pointers(), k, k, t.numel(), t.dtype()});
     }
     return made;
   }
@@ -184,7 +178,7 @@ void run_staged(Random& random, Group& group) {
     collective.staged.push_back({view, std::move(dense), true, true});
   }
   void* const* table = collective.pointers.data();
-  collective.reductions.push_back({table, table, k, k, numel, DType::kFloat32});
+  collective.tensors.push_back({table, table, k, k, numel, DType::kFloat32});
   group.run(collective);
   const std::vector<std::byte> expected =
       expected_reduction(DType::kFloat32, ReduceOp::kSum, 1, sources, numel, false);
@@ -223,8 +217,8 @@ void run_scatter_and_gather(Random& random, Group& group) {
       scatter.pointers.push_back(at_chunk(wholes.pointers()[rank], chunk));
       gather.pointers.push_back(at_chunk(gathered.pointers()[rank], chunk));
     }
-    scatter.reductions.push_back({sources, chunks.pointers() + chunk, k, 1, chunk_elems, dtype});
-    gather.reductions.push_back({chunks.inputs() + chunk, destinations, 1, k, chunk_elems, dtype});
+    scatter.tensors.push_back({sources, chunks.pointers() + chunk, k, 1, chunk_elems, dtype});
+    gather.tensors.push_back({chunks.inputs() + chunk, destinations, 1, k, chunk_elems, dtype});
   }
   group.run(scatter);
   wholes.check_unchanged();

@@ -6,9 +6,9 @@
 
 #include "core/ring_program.h"
 #include "cpu/fused.h"
-#include "os/wait.h"
-#include "os/thread_pool.h"
 #include "oracle.h"
+#include "os/thread_pool.h"
+#include "os/wait.h"
 #include "parts.h"
 
 namespace pyringar::stress {
@@ -128,7 +128,7 @@ void run_failing_job(Random& random, ThreadPool& pool) {
 
 struct Job {
   std::vector<RankTensors> tensors;
-  std::vector<Reduction> reductions;
+  std::vector<Buffers> buffers;
 };
 
 // Many tensors of any dtype, often enough for the pool's helpers to be asked.
@@ -146,8 +146,7 @@ Job random_job(Random& random, int world_size) {
     job.tensors.emplace_back(random, world_size, each, numel);
   }
   for (const RankTensors& t : job.tensors) {
-    job.reductions.push_back(
-        {t.inputs(), t.pointers(), world_size, world_size, t.numel(), t.dtype()});
+    job.buffers.push_back({t.inputs(), t.pointers(), world_size, world_size, t.numel(), t.dtype()});
   }
   return job;
 }
@@ -181,7 +180,7 @@ void fused_round(Random& random) {
   const ReduceOp op = random_op(random);
   const int divisor = op == ReduceOp::kMean ? world_size : 1;
   Job job = random_job(random, world_size);
-  run_fused(job.reductions, op, divisor, pool);
+  run_fused(job.buffers, {op, divisor}, pool);
   for (const RankTensors& t : job.tensors) t.check_all_reduced(op, divisor, false, "fused");
 
   // A range alone: what lies around it stays.
@@ -193,7 +192,7 @@ void fused_round(Random& random) {
                   expected.data());
   fuse_range({tensors.inputs(), tensors.pointers(), world_size, world_size, tensors.numel(),
               tensors.dtype()},
-             op, divisor, range);
+             {op, divisor}, range);
   const std::size_t item = item_bytes(tensors.dtype());
   for (int rank = 0; rank < world_size; ++rank) {
     const auto* before = static_cast<const std::byte*>(tensors.before(rank));

@@ -11,11 +11,11 @@
 #include <limits>
 #include <thread>
 
-#include "os/process.h"
-#include "process/packed_line.h"
-#include "process/group.h"
 #include "oracle.h"
+#include "os/process.h"
 #include "parts.h"
+#include "process/group.h"
+#include "process/packed_line.h"
 
 namespace pyringar::stress {
 
@@ -102,8 +102,7 @@ class Call {
   ProcessCall of_rank(int rank) const {
     ProcessCall call;
     call.kind = kind_;
-    call.op = op_;
-    call.divisor = op_ == ReduceOp::kMean ? world_size() : 1;
+    call.fold = Fold::of(op_, world_size());
     call.root = kind_ == CallKind::kBroadcast ? root_ : 0;
     call.wants_ring = wants_ring_;
     if (kind_ == CallKind::kBarrier) return call;

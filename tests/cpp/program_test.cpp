@@ -9,9 +9,9 @@
 #include <deque>
 
 #include "core/ring_program.h"
-#include "os/wait.h"
 #include "cpu/rank_team.h"
 #include "oracle.h"
+#include "os/wait.h"
 #include "parts.h"
 
 namespace pyringar::stress {

@@ -39,8 +39,9 @@ struct RingCall {
     for (const Guarded& output : written) output_pointers.push_back(output.data());
   }
 
-  RingBuffers buffers() const {
-    return {input_pointers.data(), output_pointers.data(), numel, dtype, phases};
+  Buffers buffers() const {
+    const int k = static_cast<int>(inputs.size());
+    return {input_pointers.data(), output_pointers.data(), k, k, numel, dtype, phases};
   }
 
   std::vector<std::byte> expected() const {
@@ -155,9 +156,9 @@ void ring_round(Random& random) {
     std::uint32_t base = ring.messages;
     for (const RingCall& call : calls) {
       dawdle(randoms[static_cast<std::size_t>(rank)]);
-      const RingBuffers buffers = call.buffers();
-      CHECK(ring_rank(rank, buffers, call.op, call.divisor, ring, base, watch), watch.failure());
-      base += ring_num_messages(buffers.program(rank, ring, base));
+      const Buffers buffers = call.buffers();
+      CHECK(ring_rank(rank, buffers, {call.op, call.divisor}, ring, base, watch), watch.failure());
+      base += ring_num_messages(ring_program(rank, buffers, ring, base));
     }
   });
   for (const RingCall& call : calls) call.check();
@@ -181,9 +182,9 @@ void direct_round(Random& random) {
     std::uint32_t base = barrier.passed;
     for (const RankTensors& t : tensors) {
       dawdle(randoms[static_cast<std::size_t>(rank)]);
-      const Reduction reduction = {t.inputs(), t.pointers(), world_size,
-                                   world_size, t.numel(),    t.dtype()};
-      CHECK(direct_rank(rank, {&reduction, 1}, op, divisor, barrier, base, watch), watch.failure());
+      const Buffers buffers = {t.inputs(), t.pointers(), world_size,
+                               world_size, t.numel(),    t.dtype()};
+      CHECK(direct_rank(rank, {&buffers, 1}, {op, divisor}, barrier, base, watch), watch.failure());
       base += kDirectBarriers;
     }
   });
@@ -196,21 +197,19 @@ void withheld_round(Random& random) {
   // From a few bytes to many pieces: it is noticed in the first step or when slots run out.
   const RankTensors tensors(random, world_size, DType::kFloat32,
                             random.one_in(2) ? 100 : 1'000'000);
-  const RingBuffers buffers = {tensors.inputs(), tensors.pointers(), tensors.numel(),
-                               tensors.dtype(), RingPhases::kAllReduce};
+  const Buffers buffers = {tensors.inputs(), tensors.pointers(), world_size,
+                           world_size,       tensors.numel(),    tensors.dtype()};
   check_one_of_three([&] {
     RingLinks ring(world_size);
     start_at(ring, random_base(random));
     return withhold(world_size, absent, "ring", [&](int rank, Watch& watch) {
-      return ring_rank(rank, buffers, ReduceOp::kSum, 1, ring, ring.messages, watch);
+      return ring_rank(rank, buffers, Fold{}, ring, ring.messages, watch);
     });
   });
-  const Reduction reduction = {tensors.inputs(), tensors.pointers(), world_size,
-                               world_size,       tensors.numel(),    tensors.dtype()};
   check_one_of_three([&] {
     Barrier barrier(world_size);
     return withhold(world_size, absent, "direct", [&](int rank, Watch& watch) {
-      return direct_rank(rank, {&reduction, 1}, ReduceOp::kSum, 1, barrier, 0, watch);
+      return direct_rank(rank, {&buffers, 1}, Fold{}, barrier, 0, watch);
     });
   });
   wait_for_a_slow_rank();

@@ -23,9 +23,6 @@ namespace pyringar::stress {
 
 namespace {
 
-using cuda::Algorithm;
-using cuda::Collective;
-
 constexpr float kGuard = -7777.0f;
 
 struct Tensor {
@@ -55,8 +52,7 @@ Case make_case(Random& random, std::vector<int> place, Algorithm algorithm) {
   const std::size_t parts = random.one_in(8) ? 450 : 1 + random.below(40);
   made.collective.operation = "all_reduce";
   made.collective.algorithm = algorithm;
-  made.collective.divisor = random.one_in(2) ? 1 : k;
-  made.collective.num_sources = made.collective.num_destinations = k;
+  made.collective.fold.divisor = random.one_in(2) ? 1 : k;
   for (std::size_t p = 0; p < parts; ++p) {
     const std::size_t numel = parts > 100 ? random.below(20) : edges[random.below(9)];
     const std::size_t shift = random.below(4);
@@ -65,10 +61,10 @@ Case make_case(Random& random, std::vector<int> place, Algorithm algorithm) {
     made.sizes.push_back(numel);
     made.tensors.push_back(std::move(ranks));
   }
+  made.collective.pointers.reserve(parts * made.place.size());
   for (std::size_t p = 0; p < parts; ++p) {
-    const std::size_t at = made.collective.pointers.size();
-    made.collective.parts.push_back(
-        {at, at, made.sizes[p], DType::kFloat32, RingPhases::kAllReduce});
+    void* const* table = made.collective.pointers.data() + made.collective.pointers.size();
+    made.collective.tensors.push_back({table, table, k, k, made.sizes[p], DType::kFloat32});
     for (int r = 0; r < k; ++r) {
       made.collective.pointers.push_back(made.tensors[p][static_cast<std::size_t>(r)].data());
       made.collective.ranks.push_back(r);
@@ -89,7 +85,7 @@ std::vector<float> expected_of(Case& made, std::size_t part) {
       for (int r = 1; r < k; ++r) {
         sum += made.tensors[part][static_cast<std::size_t>((first + r) % k)].data()[i];
       }
-      sums[i] = made.collective.divisor == 1 ? sum : sum / static_cast<float>(k);
+      sums[i] = made.collective.fold.divisor == 1 ? sum : sum / static_cast<float>(k);
     }
   }
   return sums;
@@ -100,7 +96,7 @@ void check_case(Random& random, cuda::Group& group, Algorithm algorithm, std::ve
   std::vector<std::vector<float>> expected;
   for (std::size_t p = 0; p < made.sizes.size(); ++p) expected.push_back(expected_of(made, p));
   const std::vector<cudaStream_t> streams(group.devices().size());
-  group.run(made.collective, streams, 1);
+  group.run(made.collective, streams);
   run_queues();
   group.check_usable();
   for (std::size_t p = 0; p < made.sizes.size(); ++p) {
@@ -109,8 +105,7 @@ void check_case(Random& random, cuda::Group& group, Algorithm algorithm, std::ve
       for (std::size_t i = 0; i < made.sizes[p]; ++i) {
         CHECK(std::memcmp(&tensor.data()[i], &expected[p][i], sizeof(float)) == 0, "part ", p,
               " of ", made.sizes.size(), ", rank ", r, ", element ", i, " of ", made.sizes[p], ": ",
-              tensor.data()[i], ", expected ", expected[p][i], "; ",
-              cuda::algorithm_name(algorithm));
+              tensor.data()[i], ", expected ", expected[p][i], "; ", algorithm_name(algorithm));
       }
       CHECK(tensor.data()[-1] == kGuard && tensor.memory.back() == kGuard, "part ", p, ", rank ", r,
             ": written outside");
@@ -149,8 +144,8 @@ void check_withheld(Random& random) {
   group.withhold_rank(1);
   Case made = make_case(random, place, ring ? Algorithm::kRing : Algorithm::kDirect);
   if (made.sizes[0] == 0) return;
-  made.collective.parts.resize(1);
-  group.run(made.collective, std::vector<cudaStream_t>(2), 1);
+  made.collective.tensors.resize(1);
+  group.run(made.collective, std::vector<cudaStream_t>(2));
   run_queues();
   for (const bool is_first : {true, false}) {
     try {

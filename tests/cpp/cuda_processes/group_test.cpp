@@ -13,8 +13,8 @@
 #include <unistd.h>
 
 #include "async_runtime.h"
-#include "cuda_process/group.h"
 #include "check.h"
+#include "cuda_process/group.h"
 #include "oracle.h"
 
 namespace pyringar::stress {
@@ -153,8 +153,7 @@ Tensors make_tensors(const Case& made, int world_size, int rank) {
 ProcessCall call_of(const Case& made, const Tensors& tensors) {
   ProcessCall call;
   call.kind = made.kind;
-  call.op = made.op;
-  call.divisor = made.divisor;
+  call.fold = {made.op, made.divisor};
   call.root = made.kind == CallKind::kBroadcast ? made.root : 0;
   for (const auto& tensor : tensors.results()) call.outputs.push_back(tensor->span());
   if (made.kind == CallKind::kBroadcast) call.inputs = call.outputs;

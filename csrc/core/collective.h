@@ -1,0 +1,90 @@
+// collective: one call on all ranks of a group, checked and ready to run.
+//
+// Floor     core
+// Units     elements; the tensors' memory is borrowed: whoever submits a Collective keeps it alive.
+// Contract  bindings/prepare makes it, the groups of cpu/ and cuda/ run it. Pointer tables point
+//           into `pointers`, which therefore never grows again; a Collective may be moved.
+// Threads   none.
+// Tests     tests/cpp/group_test.cpp, tests/cpp/cuda_host/group_test.cpp
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/ring_program.h"
+#include "core/strided_view.h"
+
+namespace pyringar {
+
+enum class Algorithm : std::uint8_t { kFused, kDirect, kRing };
+inline constexpr int kNumAlgorithms = 3;
+
+constexpr const char* algorithm_name(Algorithm algorithm) {
+  constexpr const char* kNames[kNumAlgorithms] = {"fused", "direct", "ring"};
+  return kNames[static_cast<int>(algorithm)];
+}
+
+// How the elements of all ranks become one: a mean is a sum, divided once.
+struct Fold {
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;
+
+  static Fold of(ReduceOp op, int world_size) {
+    return {op, op == ReduceOp::kMean ? world_size : 1};
+  }
+};
+
+// One tensor over all ranks: its inputs in rank order, and where the result goes.
+struct Buffers {
+  const void* const* sources;
+  void* const* destinations;
+  int num_sources;
+  int num_destinations;
+  std::size_t numel;
+  DType dtype;
+  // For a ring, which has a source and a destination per rank. kReduceScatter: sources of numel,
+  // destinations hold chunk r; kAllGather the other way round.
+  RingPhases phases = RingPhases::kAllReduce;
+
+  bool is_in_place() const { return sources == destinations; }
+  std::size_t traffic_bytes() const {
+    return numel * item_bytes(dtype) * static_cast<std::size_t>(num_sources + num_destinations);
+  }
+};
+
+struct Collective {
+  const char* operation = "collective";  // as the caller knows it, for messages
+  Algorithm algorithm = Algorithm::kFused;
+  Fold fold;
+  std::size_t bytes = 0;  // of one rank's data
+  std::vector<Buffers> tensors;
+  std::vector<void*> pointers;  // reserved, never regrown
+  std::vector<int> ranks;       // whose memory each of them is
+
+  // Where in `pointers` a table begins.
+  std::size_t index_of(const void* const* table) const {
+    return static_cast<std::size_t>(table - static_cast<const void* const*>(pointers.data()));
+  }
+
+  // Tensors with gaps are packed into memory of their own before, and unpacked after. CPU only.
+  struct Staged {
+    StridedView view;
+    std::unique_ptr<std::byte[]> dense;
+    bool is_input;
+    bool is_output;
+  };
+  std::vector<Staged> staged;
+};
+
+// What ran so far, by algorithm.
+struct GroupStats {
+  std::array<std::uint64_t, kNumAlgorithms> calls{};
+  std::array<std::uint64_t, kNumAlgorithms> bytes{};
+  std::array<std::uint64_t, kNumAlgorithms> busy_ns{};  // on the CPU only
+};
+
+}  // namespace pyringar
