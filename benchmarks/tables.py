@@ -28,7 +28,7 @@ from benchmarks.report.document import (
     write_results,
     wrong_rows,
 )
-from benchmarks.report.summary import summary_lines
+from benchmarks.report.summary import headlines
 from benchmarks.report.text import describe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,7 @@ def filled(text: str) -> str:
     """The same text with the summary between its markers made anew."""
     sections = results()
     machine = sections["allreduce"]["machine"]
-    lines = [f"- {line}" for line in summary_lines(sections)]
+    lines = [f"- {line}" for line in headlines(sections)]
     summary = "\n".join([f"On {describe(machine)}:", "", *lines])
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{summary}\n{END}{rest.split(END)[1]}"

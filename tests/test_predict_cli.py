@@ -13,7 +13,7 @@ import pytest
 
 from pyringar.cli import main
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs/predict.md").read_text(encoding="utf-8")
 
 
 def printed(capsys: pytest.CaptureFixture[str], options: str) -> str:
@@ -133,15 +133,15 @@ def test_wrong_arguments_are_named(argv, message, capsys):
     assert captured.out == ""
 
 
-def test_readme_shows_what_is_printed(capsys):
+def test_the_page_shows_what_is_printed(capsys):
     """Predictions depend on nothing but their arguments."""
     blocks = re.findall(
-        r"<!-- predict -->\n```\n\$ pyringar (.*)\n([^`]*(?:`auto`[^`]*)*)```\n", README
+        r"<!-- predict -->\n```\n\$ pyringar (.*)\n([^`]*(?:`auto`[^`]*)*)```\n", PAGE
     )
-    assert len(blocks) == README.count("<!-- predict -->") == 2
+    assert len(blocks) == PAGE.count("<!-- predict -->") == 2
     for command, output in blocks:
         assert main(command.split()) == 0
-        assert capsys.readouterr().out == output, "README.md shows something else"
+        assert capsys.readouterr().out == output, "docs/predict.md shows something else"
 
 
 def test_help(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from benchmarks.report.document import Times, is_peer, name_of, times_of
 from benchmarks.report.text import format_us, markdown_table
 
-__all__ = ["FAR", "AutoRow", "auto_rows", "auto_table", "summary_lines"]
+__all__ = ["FAR", "AutoRow", "auto_rows", "auto_table", "headlines", "summary_lines"]
 
 FAR = 1.10  # auto's time over the best algorithm's, above which a row is flagged
 # What takes the algorithm that nobody has named, and what is asked for by name.
@@ -120,6 +121,12 @@ def summary_lines(sections: Sections) -> list[str]:
     """A sentence per section that was measured, with its figures."""
     makers = (_lists, _auto, _processes, _ddp, _bucketing, _training, _gpu)
     return [line for make in makers for line in make(sections)]
+
+
+def headlines(sections: Sections) -> list[str]:
+    """The first sentence each about ranks in lists, in processes, and under DDP."""
+    makers = (_lists(sections), _processes(sections), _ddp(sections))
+    return [line for lines in makers for line in itertools.islice(lines, 1)]
 
 
 def _lists(sections: Sections) -> Iterator[str]:
