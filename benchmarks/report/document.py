@@ -135,8 +135,24 @@ def results_of(
 
 
 def write_results(path: str | Path, results: Mapping[str, Any]) -> None:
-    """Write JSON that a person can read, and diff."""
-    write_atomically(path, json.dumps(results, indent=1) + "\n")
+    """Write JSON that a person can read, and diff: a row a line."""
+    write_atomically(path, _lines_of(results) + "\n")
+
+
+def _lines_of(value: Any, indent: str = "") -> str:
+    """JSON in which what holds no list or object is one line."""
+    is_object = isinstance(value, Mapping)
+    items = list(value.items()) if is_object else [(None, item) for item in value]
+    if not any(isinstance(item, (Mapping, list)) for _, item in items):
+        return json.dumps(value)
+    inner = indent + " "
+    lines = [
+        f"{inner}{json.dumps(key) + ': ' if is_object else ''}"
+        + (_lines_of(item, inner) if isinstance(item, (Mapping, list)) else json.dumps(item))
+        for key, item in items
+    ]
+    opening, closing = "{}" if is_object else "[]"
+    return opening + "\n" + ",\n".join(lines) + f"\n{indent}{closing}"
 
 
 def write_atomically(path: str | Path, text: str) -> None:
