@@ -203,7 +203,7 @@ def _peers() -> dict[str, Any]:
 
 
 def _probed_links(count: int) -> dict[tuple[int, int], str]:
-    """What the CUDA engine found with real data; nothing where it is not built yet."""
+    """Return what the CUDA engine found with real data; nothing where it is not built yet."""
     from pyringar.engine import build as _build
     from pyringar.engine import load as _native
 

@@ -1,4 +1,4 @@
-"""What calls of every communicator share: the work they return, and how their arguments read."""
+"""Define work handles, and argument checks shared by all communicators."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Work:
         self._in_flight = in_flight
 
     def is_completed(self) -> bool:
-        """Whether it is done, successfully or not. Never blocks."""
+        """Return whether it is done, successfully or not. Never blocks."""
         if self._native is None:
             return True
         done = bool(self._native.is_completed())
@@ -60,7 +60,7 @@ class Work:
         return None if self._native is None else self._native.exception()
 
     def finished_ns(self) -> int:
-        """When it ended, as ``time.perf_counter_ns`` counts; 0 while it runs and on GPUs."""
+        """Return when it ended (``time.perf_counter_ns``); 0 while it runs and on GPUs."""
         finished: int = self._native.finished_ns() if self._native is not None else 0
         return finished
 
@@ -129,7 +129,7 @@ class RankCommunicator(Protocol):
         """Copy the tensor of rank ``root`` into every other rank's."""
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Any:
-        """What an all_reduce of ``nbytes`` per rank would do, and why."""
+        """Return what an all_reduce of ``nbytes`` per rank would do, and why."""
 
     def close(self) -> None:
         """Leave the group; others that go on calling are told."""
@@ -159,7 +159,7 @@ _interrupted: list[dict[Any, object]] = []
 
 
 class EngineCommunicator(Closing):
-    """What communicators over an engine's group share: its end."""
+    """End an engine's group; the base of communicators that have one."""
 
     _group: Any
     # What the engine's works that may still run write and read, by the work: the engine adds it

@@ -122,12 +122,12 @@ class Communicator(EngineCommunicator):
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a memory."""
+        """Return which ranks share a memory."""
         return self._topology
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can capture the collectives: all ranks are on GPUs.
+        """Return whether a CUDA graph can capture the collectives: all ranks are on GPUs.
 
         The first ``ring`` call, and the first of its size that is staged, allocate memory: make one
         call before the capture.
@@ -311,7 +311,7 @@ class Communicator(EngineCommunicator):
     # -- what would run, what ran ------------------------------------------------------------------
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """What an all_reduce of ``nbytes`` per rank would do, and why.
+        """Return what an all_reduce of ``nbytes`` per rank would do, and why.
 
         Args:
             nbytes: Bytes of one rank's tensor.
@@ -328,7 +328,7 @@ class Communicator(EngineCommunicator):
         return Plan.of(algorithm, reason, self._topology, nbytes)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What ran so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
+        """Return what ran so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
 
         ``bytes`` counts one rank's data. Algorithms in plain torch count calls only, and on GPUs
         nobody on the host knows ``busy_s``.
@@ -399,7 +399,7 @@ def _num_bytes(data: Any) -> int:
 
 
 class _Default:
-    """What is behind :func:`allreduce`, which names no ranks: made at first use."""
+    """Hold the groups behind :func:`allreduce`, made at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may come in between
@@ -408,7 +408,7 @@ class _Default:
         close_at_exit(self, _Default._close, in_child=_Default._forget)
 
     def group(self) -> Any:
-        """What fuses the tensors of any number of CPU ranks, and refuses what is none."""
+        """Return the group that fuses any number of CPU ranks, and refuses what is no tensor."""
         if self._group is None:
             with self._lock:
                 if self._group is None:
@@ -416,7 +416,7 @@ class _Default:
         return self._group
 
     def communicator(self, data: TensorList) -> Communicator | None:
-        """What reduces these tensors; None for the group."""
+        """Return the communicator for these tensors; None: use :meth:`group`."""
         if not isinstance(data, (list, tuple)) or not data:
             return None
         # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.

@@ -93,7 +93,7 @@ def _run_empty_backward() -> None:
 
 
 def is_inherited(owner: Any) -> bool:
-    """Whether ``owner`` belongs to the process that this one was forked from."""
+    """Return whether ``owner`` belongs to the process that this one was forked from."""
     return id(owner) in _inherited
 
 

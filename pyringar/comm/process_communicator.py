@@ -153,7 +153,7 @@ class ProcessCommunicator(EngineCommunicator):
         )
 
     def _progress(self) -> tuple[int, int] | None:
-        """What changes with each call, and each piece of one that any rank has done."""
+        """Return what changes with each call, and each piece of one that any rank has done."""
         num = sum(not native.is_completed() for native in tuple(self._in_flight))
         return (num, self._group.progress()) if num else None
 
@@ -174,7 +174,7 @@ class ProcessCommunicator(EngineCommunicator):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors are."""
+        """Return the device of this rank's tensors."""
         return self._device
 
     @property
@@ -491,7 +491,7 @@ class ProcessCommunicator(EngineCommunicator):
         )
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """What an all_reduce of ``nbytes`` per rank would do, and why.
+        """Return what an all_reduce of ``nbytes`` per rank would do, and why.
 
         Args:
             nbytes: Bytes of one rank's tensors, which are not registered.
@@ -510,7 +510,7 @@ class ProcessCommunicator(EngineCommunicator):
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What ran so far: ``{"exchange" | "direct" | "ring" | "registered": {"calls", ...}}``.
+        """Return what ran: ``{"exchange" | "direct" | "ring" | "registered": {"calls", ...}}``.
 
         ``exchange`` is ``direct`` for small tensors, and what other collectives do.
         """

@@ -54,7 +54,7 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a dtype is added up in: 16-bit floats are rounded once, at the end."""
+    """Return the dtype of the sum: 16-bit floats are rounded once, at the end."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -88,7 +88,7 @@ def _fold(total: Tensor, part: Tensor, op: str) -> None:
 
 
 def shard_owners(nbytes: Sequence[int], world_size: int) -> list[int]:
-    """Which rank owns which parameter: the largest first, each to the rank with least so far.
+    """Assign parameters to ranks: the largest first, each to the rank with least so far.
 
     Args:
         nbytes: Size of every parameter in bytes.

@@ -1,4 +1,4 @@
-"""How ranks in processes of their own find each other: a torch store, then shared memory.
+"""Let ranks in processes find each other: through a torch store, then shared memory.
 
 A store may outlive the processes that wrote into it (torchrun keeps one for all restarts), and a
 process may outlive its stores and groups. So nothing is counted: every attempt to meet draws a
@@ -101,7 +101,7 @@ def node_id() -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells the others about itself."""
+    """Hold what a rank tells the others about itself."""
 
     rank: int
     node: str

@@ -57,7 +57,7 @@ def ring_schedule(world_size: int) -> list[list[RingMove]]:
 
 
 def chunk_slices(numel: int, world_size: int) -> list[slice]:
-    """Where the chunks of a flat tensor lie: one after the other, the longer ones first.
+    """Return the chunks of a flat tensor: one after the other, the longer ones first.
 
     Args:
         numel: Number of elements, 0 or more.

@@ -1,4 +1,4 @@
-"""Where ranks live: devices that exist, who shares a memory, and what a call would cost."""
+"""Describe the ranks' devices, which ranks share a memory, and what a call costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Plan", "Topology", "check_device", "check_devices"]
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks share a memory.
+    """Say which ranks share a memory.
 
     Attributes:
         devices: The device of every rank, as given.
@@ -40,7 +40,7 @@ class Topology:
 
     @property
     def is_one_memory(self) -> bool:
-        """Whether all ranks share one."""
+        """Return whether all ranks share one."""
         return len(self.memories) == 1
 
     @property
@@ -56,7 +56,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would do, and why.
+    """Describe what a call would do, and why.
 
     Attributes:
         algorithm: The algorithm that runs.
@@ -75,7 +75,7 @@ class Plan:
 
     @classmethod
     def of(cls, algorithm: str, reason: str, topology: Topology, nbytes: int) -> Plan:
-        """What an algorithm does for ranks in one process.
+        """Return what an algorithm does for ranks in one process.
 
         Args:
             algorithm: Its name.

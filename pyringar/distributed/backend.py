@@ -39,7 +39,7 @@ _living: set[Any] = set()
 
 
 class _Group(Collectives):
-    """What both ways share: how a group is made, named and ended."""
+    """Make, name and end a group: shared by both forms of the backend."""
 
     def _start(self, options: Any) -> None:
         self._global_ranks = list(options.global_ranks_in_group)
@@ -117,7 +117,7 @@ class _Group(Collectives):
 
 
 class _NamedBackend(_Backend):  # type: ignore[misc]
-    """What torch asks of a Backend beside calls."""
+    """Implement what torch asks of a Backend beside collectives."""
 
     def __init__(self, options: Any) -> None:
         _Backend.__init__(self, options.group_rank, options.group_size)
@@ -193,7 +193,7 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         return self._size
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """How torch's registry knows it."""
+        """Return the name in torch's registry."""
         self._group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
@@ -201,7 +201,7 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         return self._group_name
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """What it is for."""
+        """Return torch's description of the group."""
         self._group_desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
@@ -235,7 +235,7 @@ def _backends_can_be_python() -> bool:
 
 
 def _is_one_of_several(options: Any) -> bool:
-    """Whether torch's ProcessGroup has other backends too, or checks calls on the way to ours."""
+    """Return whether torch's ProcessGroup has other backends too, or checks calls on the way."""
     accelerator = torch.accelerator.current_accelerator()
     is_known = accelerator is None or accelerator.type in ("cuda", "xpu", "mps")
     # Its name is that of the accelerator's backend if there is one; "custom": one in Python, ours.

@@ -51,7 +51,7 @@ class _Call(NamedTuple):
 
 
 class Collectives(Delegated):
-    """What torch calls, by torch's names and with its arguments.
+    """Implement what torch calls, by torch's names and with its arguments.
 
     Tensors lie on the CPU, in any layout without overlap, and have any dtype that torch.distributed
     takes; on other devices they go to the group's backend for that device.
@@ -473,7 +473,7 @@ class Collectives(Delegated):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the engine takes it as it is."""
+    """Return whether the engine takes it as it is."""
     return (
         tensor.dtype in NATIVE
         and tensor.is_cpu
@@ -483,17 +483,17 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _share_memory(input: Tensor, output: Tensor) -> bool:
-    """Whether one may be a part of the other."""
+    """Return whether one may be a part of the other."""
     return input.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
 
 
 def _are_plain(output: Tensor, input: Tensor) -> bool:
-    """Whether the engine takes both as they are."""
+    """Return whether the engine takes both as they are."""
     return _is_plain(output) and _is_plain(input) and not _share_memory(input, output)
 
 
 def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are another backend's: on another device, or not strided."""
+    """Return whether they are another backend's: on another device, or not strided."""
     return any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors)
 
 

@@ -77,7 +77,7 @@ def reduction_name(reduce_op: Any, operation: str) -> str:
 
 
 class StandIn(NamedTuple):
-    """What the engine gets instead of a tensor."""
+    """Hold what the engine gets instead of a tensor."""
 
     tensor: Tensor
     op: str

@@ -21,7 +21,7 @@ _OPS = ("mean", "sum")
 
 
 class HookState:
-    """What :func:`ddp_hook` keeps between calls; one per DistributedDataParallel.
+    """Keep the state of :func:`ddp_hook`; one per DistributedDataParallel.
 
     Args:
         comm: The communicator, or None: made with the first gradients, of all processes of the

@@ -107,7 +107,7 @@ class WatchedPart:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done. Never blocks."""
+        """Return whether it is done. Never blocks."""
         return bool(self.work.is_completed() if self._message is None else self._message.wait(0))
 
     def _raise_named(self, error: Exception) -> NoReturn:
@@ -327,7 +327,7 @@ def _receive(work: Any, copies: Sequence[Copy]) -> None:
 
 
 def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeError:
-    """What ``check`` raises, or else gloo's error as one of ours.
+    """Return what ``check`` raises, or else gloo's error as one of ours.
 
     Args:
         error: What gloo raised.

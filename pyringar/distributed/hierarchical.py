@@ -57,7 +57,7 @@ def communicator_for(
     timeout: float = 30.0,
     backend: str = "gloo",
 ) -> ProcessCommunicator | HierarchicalCommunicator:
-    """What fits where the ranks are: one machine's communicator, or several machines'.
+    """Make the communicator for these ranks: of one machine, or of several.
 
     Args:
         store: As :class:`pyringar.ProcessCommunicator` has it.
@@ -308,7 +308,7 @@ class HierarchicalCommunicator(Closing):
         return self._submit("barrier", meet, [], async_op)
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """What an all_reduce of ``nbytes`` per rank would do, and why.
+        """Return what an all_reduce of ``nbytes`` per rank would do, and why.
 
         Args:
             nbytes: Bytes of one rank's tensors.
@@ -329,7 +329,7 @@ class HierarchicalCommunicator(Closing):
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """What ran so far.
+        """Return what ran so far.
 
         ``hierarchical`` counts calls and one rank's bytes, ``inter`` what this rank handed to the
         backend between machines.
@@ -368,7 +368,7 @@ class HierarchicalCommunicator(Closing):
         self.close()
 
     def _progress(self) -> tuple[float, float] | None:
-        """What changes with each call, and each piece that crosses the wire."""
+        """Return what changes with each call, and each piece that crosses the wire."""
         num = self._jobs.num_under_way()
         return (num, self._stats["inter"]["calls"]) if num else None
 

@@ -1,4 +1,4 @@
-"""What crosses the wire between machines: an interface, and torch.distributed behind it."""
+"""Define the interface between machines, and implement it with torch.distributed."""
 
 from __future__ import annotations
 

@@ -105,15 +105,15 @@ class Job:
         self._end.open()
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         return self._end.is_open
 
     def exception(self) -> BaseException | None:
-        """What it ended with."""
+        """Return the error that it ended with, or None."""
         return self._error
 
     def finished_ns(self) -> int:
-        """When it ended; 0 while it runs."""
+        """Return the time at which it ended; 0 while it runs."""
         return self._finished_ns
 
     def wait(self, seconds: float = math.inf) -> bool:

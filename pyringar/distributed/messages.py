@@ -77,7 +77,7 @@ class Message:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return self._end.is_open
 
     def wait(self, seconds: float) -> bool:

@@ -20,7 +20,7 @@ _DTYPES = (
 
 
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Where each tensor has its place in flat memory, end to end."""
+    """Return where each tensor begins in flat memory, end to end."""
     views, begin = [], 0
     for tensor in tensors:
         views.append(flat[begin : begin + tensor.numel()].view(tensor.shape))

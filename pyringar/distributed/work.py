@@ -1,4 +1,4 @@
-"""What the backend's collectives return: works and futures as torch.distributed wants them.
+"""Define the works and futures that the backend's collectives return to torch.
 
 Three rules, each bought with a crash or a wrong result in the versions of torch that we run on:
 ``wait`` raises by itself; ``get_future`` returns a ``then()`` child, because a future that fails by
@@ -68,7 +68,7 @@ class DelegatedPart:
 
 
 class StepPart:
-    """What follows a call of another backend's, in that backend's thread, as a :class:`Part`.
+    """Wrap what follows another backend's call, in that backend's thread, as a :class:`Part`.
 
     Args:
         future: Of that call.

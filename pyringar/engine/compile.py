@@ -132,7 +132,7 @@ CUDA = EngineKind(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to build. The default is pyringar's own CPU engine; tests build tiny ones.
+    """Say what to build. The default is pyringar's own CPU engine; tests build tiny ones.
 
     ``source_root`` holds the floors; ``_prebuilt`` beside it, if it is there, engines made when
     the wheel was. ``extra_flags`` go to every compiler call ("-Werror", a sanitizer).

@@ -1,4 +1,4 @@
-"""What this machine is and has, as far as building the engines goes.
+"""Find what building the engines needs on this machine: compilers, headers, processor.
 
 CPU, C++ compiler, CUDA toolkit, GPUs, ninja, headers. Reads and asks; writes nothing but what a
 compiler it tries writes.
@@ -459,7 +459,7 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas says of one kernel for one architecture ("sm_90"); bytes are per thread.
+    """Hold the figures of ptxas for one kernel and architecture ("sm_90"); bytes are per thread.
 
     The functions that a kernel calls count with it: a spill in one of them costs as much.
     """

@@ -1,4 +1,4 @@
-"""What the grader tries: the cases it calls a function with, and the properties it looks at.
+"""Define the grader's cases, and the properties that it checks.
 
 A property goes from small cases to large ones and stops at the first failure, so that the failure
 is the smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading.grader``.
@@ -25,7 +25,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in a larger one: the larger one's shape, and the view of it."""
+    """Describe how a tensor lies in a larger one: the larger one's shape, and the view of it."""
 
     base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -87,7 +87,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _values(case: Case, rank: int) -> Tensor:
-    """What ``rank`` contributes, flat, on the CPU: different at every position and rank.
+    """Return what ``rank`` contributes, flat, on the CPU: different at every position and rank.
 
     Positional values are small enough for exact sums, see :func:`_is_exact`. Random integers use
     all bits that a sum of ``k`` of them leaves room for: floats cannot hold them.
@@ -102,7 +102,7 @@ def _values(case: Case, rank: int) -> Tensor:
 
 
 def _is_exact(case: Case) -> bool:
-    """Whether no order of addition rounds: every partial sum is an integer the dtype can hold.
+    """Return whether no order of addition rounds: all partial sums are integers the dtype holds.
 
     Positional values are at most ``16 + rank``. bfloat16 holds integers up to 256: 11 ranks.
     """
@@ -146,7 +146,7 @@ class Call:
         return total, self.case.k * torch.finfo(self.case.dtype).eps * terms.abs().sum(0)
 
     def result(self, rank: int) -> Any:
-        """What a caller finds in the list at ``rank``, or in its own tensor if the list changed."""
+        """Return the tensor in the list at ``rank``, or the caller's own if the list changed."""
         return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
 
     def own_memory(self, rank: int) -> Tensor:
@@ -210,7 +210,7 @@ def fail(case: Case, detail: str, **more: Any) -> Failure:
 
 
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
-    """How ``found``, the result of ``rank``, differs from the sum; None if it does not."""
+    """Say how ``found``, the result of ``rank``, differs from the sum; None if it does not."""
     case = call.case
     if not isinstance(found, Tensor):
         return fail(case, f"rank {rank} holds a {type(found).__name__}, not a tensor", rank=rank)
@@ -241,7 +241,7 @@ def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
 
 
 def _guess(call: Call, rank: int, got: Tensor) -> str:
-    """What a wrong result looks like, for the commonest mistakes."""
+    """Say which of the commonest mistakes a wrong result looks like."""
     expected, bound = call.expected()
     if call.case.k == 1:
         return ""
@@ -266,7 +266,7 @@ def _guess(call: Call, rank: int, got: Tensor) -> str:
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    """Whether two results are tensors of one kind that hold the same bytes, NaNs and zeros too."""
+    """Return whether two results are tensors of one kind with the same bytes, NaNs too."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes_of(a), _bytes_of(b))

@@ -64,7 +64,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
+        """Return whether nothing failed."""
         return all(p.verdict != "fail" for p in self.properties)
 
     def __getitem__(self, name: str) -> Property:

@@ -88,7 +88,7 @@ class BrokenStep:
                 )
 
     def is_left(self, place: Place) -> bool:
-        """Whether the gradient there must still be cleared."""
+        """Return whether the gradient there must still be cleared."""
         if place not in self._left:
             return False
         ref, handle = self._left[place]

@@ -1,4 +1,4 @@
-"""Which parameters of the replicas a bucketer reduces, and how large its buckets are."""
+"""Select the parameters that a bucketer reduces, and check its bucket sizes."""
 
 from __future__ import annotations
 

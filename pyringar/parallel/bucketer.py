@@ -237,7 +237,7 @@ class GradientBucketer:
             self._native.is_counting = before
 
     def stats(self) -> StepStats:
-        """What the last step did, and when."""
+        """Return the statistics of the last step."""
         return self._stats
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class GradientBucketer:
     # -- one step ----------------------------------------------------------------------------------
 
     def _launch_rest(self, sent: dict[int, Sent]) -> bool:
-        """What wait() begins with; False if there is nothing to wait for."""
+        """Begin wait(); return False if there is nothing to wait for."""
         changed = self._find_changed(sent)
         num_buckets = len(self._native.buckets())
         # Ranks in other processes are told with the last bucket, or by not getting it.
@@ -382,7 +382,7 @@ class GradientBucketer:
     def _gradients(
         self, wanted: list[int], is_complete: bool
     ) -> tuple[list[int], list[list[Tensor]]]:
-        """Which parameters have gradients, and these by rank; zeros where other ranks have one."""
+        """Return which parameters have gradients, and these by rank; zeros where only others do."""
         if not is_complete:
             wanted = [
                 i for i in wanted if any(params[i].grad is not None for params in self._params)
@@ -418,7 +418,7 @@ class GradientBucketer:
         return []
 
     def _is_changed(self, sent: Sent) -> bool:
-        """Whether gradients were changed, or replaced, since they left in a backward pass."""
+        """Return whether gradients were changed or replaced since they left in a backward pass."""
         if sent.versions is None:
             return False
         for params, grads, then in zip(self._params, sent.lists, sent.versions, strict=True):
@@ -504,7 +504,7 @@ class GradientBucketer:
                 raise interrupt
 
     def _tell_others(self, sent: dict[int, Sent]) -> bool:
-        """Where ranks in other processes miss the last bucket only, they learn from it."""
+        """Send the last bucket, from which ranks in other processes learn of the failure."""
         last = len(self._native.buckets()) - 1
         is_sure = not any(bucket.is_leaving for bucket in sent.values())
         can_tell = self._elsewhere is not None and self._elsewhere.can_tell

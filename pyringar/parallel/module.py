@@ -327,7 +327,7 @@ class DataParallel(nn.Module):
         self._stats_then = self.stats()
 
     def stats(self) -> StepStats:
-        """What the last step's reductions did, and when."""
+        """Return the statistics of the last step's reductions."""
         return self.bucketer.stats()
 
     # -- as the plain module -----------------------------------------------------------------------
@@ -439,7 +439,7 @@ class DataParallel(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """What ``load_state_dict`` of a module that holds this one calls."""
+        """Load into all replicas, for ``load_state_dict`` of a module that holds this one."""
         own = {
             name.removeprefix(prefix): value
             for name, value in state_dict.items()
@@ -485,7 +485,7 @@ class DataParallel(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
-        """What ``to``, ``cuda``, ``half`` and the like call: fine while it would change nothing."""
+        """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""
         held = [*self.module.parameters(), *self.module.buffers()]
         if all(fn(tensor) is tensor for tensor in held):
             return self

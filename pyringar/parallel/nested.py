@@ -92,7 +92,7 @@ def gather(outputs: Sequence[Any], device: torch.device) -> Any:
 
 
 def nothing(device: torch.device, tensor: Tensor) -> Tensor:
-    """What a rank without samples has to show: no rows of what another has."""
+    """Return no rows of an output, for a rank without samples."""
     tensor = tensor.detach()
     return (tensor[:0] if tensor.ndim else torch.zeros_like(tensor)).to(device)
 

@@ -72,7 +72,7 @@ class ProcessRanks:
 
     @property
     def can_tell(self) -> bool:
-        """Whether results can be looked at for nothing; on a GPU that would wait for it."""
+        """Return whether looking at results is free; on a GPU it would wait."""
         return self._device.type == "cpu"
 
     def pack(
@@ -120,7 +120,7 @@ class ProcessRanks:
         return self._comm.all_reduce_coalesced([*values[0], flags], self._op, async_op=True)
 
     def sees_change(self, sent: Mapping[int, Sent]) -> bool:
-        """Whether a rank changed gradients that had left, or broke the step off.
+        """Return whether a rank changed gradients that had left, or broke the step off.
 
         All ranks see it. All works are done.
         """

@@ -64,7 +64,7 @@ def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
-    """How many of ``n`` samples each of ``num_shards`` ranks gets; the sizes always add up to n.
+    """Return how many of ``n`` samples each of ``num_shards`` ranks gets; they add up to n.
 
     Without weights the sizes differ by at most one and the larger come first, as in
     ``torch.tensor_split``. With weights each rank gets its share rounded down, and what is left
@@ -201,7 +201,7 @@ def count_correct(
     *,
     devices: Sequence[Device] | None = None,
 ) -> tuple[int, int]:
-    """What :func:`evaluate_accuracy_gpus` divides.
+    """Count what :func:`evaluate_accuracy_gpus` divides.
 
     Args:
         replicas: As there; also a part of all ranks, if ``split_f`` gives the shards of that part.
@@ -335,7 +335,7 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _stops_early(device: torch.device) -> bool:
-    """Whether tensors there are best compared one by one, up to the first that differs."""
+    """Return whether tensors there are best compared one by one, up to the first that differs."""
     return device.type == "cpu"
 
 

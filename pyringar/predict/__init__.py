@@ -1,4 +1,4 @@
-"""What an all-reduce, and a training step around it, would take on a machine that is described.
+"""Predict the time of an all-reduce, and of a training step, on a machine given as figures.
 
 The engine's own schedules run message by message over links with a bandwidth and a latency
 (:mod:`pyringar.predict.algorithms`, :mod:`pyringar.predict.events`); a step launches the buckets

@@ -47,7 +47,7 @@ class Algorithm:
     needs_wires: bool = False
 
     def suits(self, network: Network) -> bool:
-        """Whether there is something to say about it there."""
+        """Return whether there is something to say about it there."""
         return not (
             (self.needs_nodes and network.nodes == 1)
             or (self.needs_wires and network.wiring == "switch")
@@ -191,7 +191,7 @@ def _direct_gather(program: Program, group: _Group, after: Joins) -> Joins:
 def _joined(
     program: Program, group: _Group, after: Joins, arrived: Sequence[tuple[int, int]]
 ) -> Joins:
-    """When everything has come to a position, for each that stands for others."""
+    """Return when everything has come to a position, for each that stands for others."""
     needs = {position: [after[position]] if after else [] for position in range(group.unit)}
     for position, place in arrived:
         needs[position].append(place)

@@ -57,7 +57,7 @@ class CpuRow:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a share of the measurement; negative: too short."""
+        """Return the prediction's error as a share of the measurement; negative: too short."""
         return self.predicted_s / self.measured_s - 1
 
 

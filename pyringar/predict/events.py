@@ -72,7 +72,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program took.
+    """Hold the times of a program.
 
     Attributes:
         time_s: Until the last message has arrived.

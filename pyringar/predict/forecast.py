@@ -17,7 +17,7 @@ __all__ = ["Forecast", "Row", "Workload", "predict"]
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank brings.
+    """Describe what one rank reduces.
 
     Attributes:
         name: For people.
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``auto`` takes for a call with all tensors at one number of ranks, and why."""
+    """Hold what ``auto`` takes for a call with all tensors at one number of ranks, and why."""
 
     world_size: int
     algorithm: str

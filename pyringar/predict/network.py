@@ -156,7 +156,7 @@ class Network:
 
     @property
     def unit(self) -> int:
-        """How many ranks stand for all: turning the ranks by this many changes nothing.
+        """Return how many ranks stand for all: turning the ranks by this many changes nothing.
 
         One rank where there is one node, one node's ranks where there are several.
         """

@@ -34,7 +34,7 @@ def render(forecast: Forecast) -> str:
 
 
 def _legend(forecast: Forecast) -> str:
-    """What the columns and names mean that do not say it themselves."""
+    """Explain the columns and names that do not explain themselves."""
     lines = ["MB a link: through the busiest rank's link, in the busier direction"]
     if any(network.nodes > 1 for network in forecast.networks):
         lines.append("MB a card: likewise through a node's network card")
@@ -146,7 +146,7 @@ def _cells(row: Row, has_nodes: bool, is_fastest: bool) -> list[str]:
 
 
 def _verdict(forecast: Forecast, choice: Choice) -> str:
-    """What ``auto`` takes, and whether something of the engine's would do better."""
+    """Say what ``auto`` takes, and whether another algorithm of the engine's would be faster."""
     head = f"{choice.world_size} ranks: "
     if choice.world_size == 1:
         return "1 rank: there is nothing to reduce."

@@ -19,7 +19,7 @@ __all__ = ["Backward", "BucketForecast", "StepForecast", "plan_buckets", "predic
 
 @dataclass(frozen=True)
 class Backward:
-    """When the gradients of one rank come.
+    """Say when the gradients of one rank come.
 
     Attributes:
         compute_s: Forward and backward, without any communication.

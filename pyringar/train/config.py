@@ -48,7 +48,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train, on what, and how.
+    """Configure a training run.
 
     The defaults learn well in few epochs; the book's own choice is ``batch_size=256, lr=0.2,
     epochs=10, lr_schedule="constant", init="book"``.

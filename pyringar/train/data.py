@@ -97,7 +97,7 @@ def batches(
 
 
 def default_data_dir() -> Path:
-    """Where Fashion-MNIST is looked for, and put, unless a folder is named."""
+    """Return the folder of Fashion-MNIST, unless another is named."""
     return Path(platformdirs.user_data_dir("pyringar", appauthor=False))
 
 

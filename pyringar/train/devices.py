@@ -1,4 +1,4 @@
-"""Which ranks run where: from ``--ranks`` and ``--devices`` to a list, and from it to words."""
+"""Choose the ranks' devices from ``--ranks`` and ``--devices``, and describe them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
 
 
 class Capture(Protocol):
-    """How functions become graphs."""
+    """Turn functions into graphs."""
 
     def warm_up(self, function: Callable[[], None]) -> None:
         """Call a function some times, where it will be captured."""

@@ -68,7 +68,7 @@ class LivePlot:
         self._add("accuracy", result)
 
     def curve(self, label: str) -> Callable[[EpochResult], None]:
-        """What adds epochs to a curve of its own, for ``Trainer.run(on_epoch=...)``.
+        """Return a callback for ``Trainer.run(on_epoch=...)`` that adds epochs to a new curve.
 
         Args:
             label: The curve's name in the legend; one used again starts its curve anew.
@@ -97,7 +97,7 @@ class LivePlot:
 
 
 class _Screen(Protocol):
-    """Where a plot is seen."""
+    """Show a plot somewhere."""
 
     def show(self, curves: Curves, num_epochs: int) -> None:
         """Replace what was shown before."""
@@ -110,7 +110,7 @@ class _Screen(Protocol):
 
 
 def _is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: whoever runs in one has imported IPython."""
+    """Return whether a Jupyter kernel runs this: then IPython is imported."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return hasattr(shell, "kernel")

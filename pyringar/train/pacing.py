@@ -1,4 +1,4 @@
-"""How far the host may run ahead of the GPUs, and how long an epoch really took."""
+"""Limit how far the host runs ahead of the GPUs, and time epochs."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _POLL_S = 0.05
 
 
 def num_processes() -> int:
-    """How many processes torchrun has started, of which this is one; 1 without torchrun.
+    """Return the number of processes that torchrun has started; 1 without torchrun.
 
     Raises:
         ArgumentError: ``WORLD_SIZE`` in the environment is no number.
@@ -48,7 +48,7 @@ def num_processes() -> int:
 
 
 def writes_files() -> bool:
-    """Whether this process is the one that writes a run's files; others may not have the folders.
+    """Return whether this process writes the run's files; others may not have the folders.
 
     Raises:
         ArgumentError: As :func:`num_processes`.
@@ -98,7 +98,7 @@ class TrainGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone prints, draws and downloads."""
+        """Return whether this is rank 0, which alone prints, draws and downloads."""
         return self.comm.rank == 0
 
     @property

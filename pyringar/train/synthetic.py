@@ -310,7 +310,7 @@ def _render(draw: Callable[[_Pencil], _Drawing], n: int, generator: torch.Genera
 
 
 def _cover(distance: Tensor) -> Tensor:
-    """How much of a pixel a shape covers: 1 inside, 0 outside, in between on the outline."""
+    """Return how much of a pixel a shape covers: 1 inside, 0 outside, in between on the outline."""
     return (0.5 - distance / _PIXEL).clamp(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What a training step did and when: spans by rank, as a file, a picture and a table.
+"""Record where a training step's time goes: spans by rank, as a file, a picture and a table.
 
 A trace is a list of spans. It is written in the Chrome format, which https://ui.perfetto.dev and
 chrome://tracing show, one row for each rank's computation and one for its buckets.
@@ -22,7 +22,7 @@ from pyringar.parallel.bucketer import StepStats
 __all__ = ["CATEGORIES", "Span", "Trace"]
 
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
-"""What a span may be: a phase of a step, or a bucket on its way."""
+"""A span's kind: a phase of a step, or a bucket on its way."""
 _MOST_FILE_BYTES = 1 << 30
 _ROWS = {"bucket": 1}  # computation is row 0
 _COLORS = {

@@ -57,7 +57,7 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run found.
+    """Hold the results of a training run.
 
     Attributes:
         config: What was asked for.
@@ -223,14 +223,14 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """How the gradients of a step are reduced."""
+        """Return what reduces the gradients of a step."""
         nbytes = sum(param.numel() * param.element_size() for param in self.replicas[0])
         plan: Plan = self._comm.plan(nbytes, self.config.torch_dtype)
         return plan
 
     @property
     def is_main(self) -> bool:
-        """Whether this process has rank 0, and shall talk to people."""
+        """Return whether this process has rank 0, which alone prints."""
         return self.group is None or self.group.is_main
 
     @property
