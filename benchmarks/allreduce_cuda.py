@@ -419,7 +419,7 @@ def driver_version() -> str:
 
 def describe_gpu() -> dict[str, Any]:
     """The GPU, its driver, and the versions of what drives it."""
-    from pyringar.engine import load as _native
+    from pyringar.engine import load
 
     facts = torch.cuda.get_device_properties(0)
     return {
@@ -431,7 +431,7 @@ def describe_gpu() -> dict[str, Any]:
         "l2_mib": round(facts.L2_cache_size / 2**20, 1),
         "driver": driver_version(),
         "torch_cuda": torch.version.cuda,
-        "engine_cuda": _native.cuda_engine().runtime_version(),
+        "engine_cuda": load.cuda_engine().runtime_version(),
         "nccl": nccl.nccl_version(),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import pyringar
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 __all__ = ["describe_machine", "num_cores"]
 
@@ -28,7 +28,7 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "pyringar": pyringar.__version__,
-        "engine": _native.engine().build_info(),
+        "engine": load.engine().build_info(),
     }
 
 

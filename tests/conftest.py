@@ -13,7 +13,7 @@ import torch
 from ranks import Crew, Nursery
 
 import pyringar as pr
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 # A shell's background jobs are started with Ctrl-C ignored, and hand that down.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,7 +74,7 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Where processes come from; see ranks.py."""
-    _native.engine()  # built once, before a process that waits for another needs it
+    load.engine()  # built once, before a process that waits for another needs it
     made = Nursery()
     yield made
     made.close()

@@ -39,9 +39,9 @@ def run(
     A rank that raised gives its traceback, as a :class:`Failed`; one that died its exit code, as a
     :class:`Died`.
     """
-    from pyringar.engine import load as _native
+    from pyringar.engine import load
 
-    _native.engine()  # compiled once, here
+    load.engine()  # compiled once, here
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
         task = (function, size, args, backend, timeout_s, limit_s, env or {}, path)

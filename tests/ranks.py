@@ -318,9 +318,9 @@ def _nursery(control: socket.socket) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from pyringar.engine import load as _native
+    from pyringar.engine import load
 
-    _native.engine()
+    load.engine()
     for module in _PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             getattr(importlib.import_module(module), "warm_up", lambda: None)()

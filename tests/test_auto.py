@@ -108,7 +108,7 @@ def test_what_is_no_data_is_the_engines_to_refuse(between_gpus, bad):
 
 @pytest.mark.parametrize("algorithm", ["auto", ("fused", 5, "ring"), ["fused"], 3])
 def test_the_engine_knows_names_only(algorithm):
-    group = communicator._native.engine().Group(2, 5.0)
+    group = communicator.load.engine().Group(2, 5.0)
     tensors = [torch.ones(3) for _ in range(2)]
     with pytest.raises(pr.ArgumentError, match="expected one of fused, direct, ring"):
         group.all_reduce(tensors, "sum", algorithm, None)

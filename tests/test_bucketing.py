@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pyringar as pr
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 K = 3
 
@@ -88,7 +88,7 @@ def step(nets: list[nn.Module], xs: list[Tensor], loss: Callable = loss_of) -> N
 def test_a_plan_holds_every_parameter_once_and_keeps_its_caps(items, random, first_cap, cap):
     order = list(range(len(items)))
     random.shuffle(order)
-    plan = _native.engine().plan_buckets(items, order, first_cap, cap)
+    plan = load.engine().plan_buckets(items, order, first_cap, cap)
     assert sorted(itertools.chain(*plan)) == list(range(len(items)))
     assert all(plan)
     closed, open_kinds = 0, []
@@ -107,7 +107,7 @@ def test_a_plan_holds_every_parameter_once_and_keeps_its_caps(items, random, fir
 
 
 def test_a_small_first_bucket_and_a_large_tensor_alone():
-    plan = _native.engine().plan_buckets([(1, 0), (2, 0), (90, 0), (3, 0)], [3, 2, 1, 0], 3, 50)
+    plan = load.engine().plan_buckets([(1, 0), (2, 0), (90, 0), (3, 0)], [3, 2, 1, 0], 3, 50)
     assert plan == [[3], [2], [1, 0]]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 nbformat = pytest.importorskip("nbformat", reason="the chapter needs pip install '.[test]'")
 
@@ -107,7 +107,7 @@ def images_dir(tmp_path):
 @pytest.fixture
 def built_engine():
     """Compiled before the time is taken."""
-    return _native.engine()
+    return load.engine()
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ from oracle import (
 )
 
 import pyringar as pr
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 ON_CPU = os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1"
 NUM_GPUS = torch.cuda.device_count()
@@ -1174,7 +1174,7 @@ def test_a_withheld_device_is_a_timeout(algorithm):
 @two_gpus
 def test_peers_are_probed():
     with pr.Communicator(gpus((0, 1))) as comm:
-        links = _native.cuda_engine().peer_links([0, 1])
+        links = load.cuda_engine().peer_links([0, 1])
         assert [link[:2] for link in links] == [(0, 1), (1, 0)]
         assert all(can_access or not delivers for _, _, can_access, delivers in links)
         assert comm._group.has_peers() is all(delivers for *_, delivers in links)

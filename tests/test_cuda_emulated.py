@@ -29,7 +29,7 @@ from test_stress import (
     run,
 )
 
-from pyringar.engine import toolchain as _toolchain
+from pyringar.engine import toolchain
 from pyringar.errors import BuildError
 
 EMULATED = STRESS / "cuda"
@@ -266,8 +266,8 @@ HOST_MISTAKES = {
 def build_host(folder: Path, group: Path) -> Path:
     """Compile csrc/cuda/group.cpp, or what stands for it, with a fake CUDA runtime."""
     try:
-        nvcc, host = _toolchain.find_nvcc(), _toolchain.find_compiler()
-        headers = _toolchain.read_cuda_toolkit(nvcc, host).includes
+        nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
+        headers = toolchain.read_cuda_toolkit(nvcc, host).includes
     except BuildError as error:
         pytest.skip(f"no CUDA toolkit, whose headers are needed: {error}")
     includes = [f"-I{path}" for path in (CSRC, STRESS, EMULATED, HOST)]

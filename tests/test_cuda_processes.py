@@ -19,7 +19,7 @@ from ranks import new_name
 import pyringar as pr
 from pyringar import errors
 from pyringar.comm import process_communicator
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 WORLD_SIZES = (2, 3)
 SLOT_BYTES = 16 << 20
@@ -62,9 +62,7 @@ def test_no_ring_on_gpus(fake_gpu):
 def on_rank_wrong_kind(state: SimpleNamespace, name: str) -> list[str]:
     """Rank 1 says it is on a GPU; nobody gets as far as CUDA."""
     torch.cuda.device_count = lambda: 1
-    process_communicator._native = SimpleNamespace(
-        engine=_native.engine, cuda_engine=_native.engine
-    )
+    process_communicator._native = SimpleNamespace(engine=load.engine, cuda_engine=load.engine)
     device = "cuda:0" if state.rank == 1 else None
     try:
         pr.ProcessCommunicator(
@@ -120,7 +118,7 @@ def gpu_crew_of(nursery, store_port):
     """``gpu_crew_of(k)``: k processes with a communicator on cuda:0."""
     from ranks import Crew
 
-    _native.cuda_engine()  # compiled once, here
+    load.cuda_engine()  # compiled once, here
     made = {}
 
     def get(world_size: int) -> Crew:
@@ -138,7 +136,7 @@ def gpu_crew_of(nursery, store_port):
 
 @pytest.fixture
 def new_gpu_crew(new_crew):
-    _native.cuda_engine()
+    load.cuda_engine()
 
     def make(world_size: int, **options):
         crew = new_crew(world_size)
@@ -466,7 +464,7 @@ def on_rank_expandable(state) -> str:
 def test_expandable_segments(new_crew):
     """Memory that cudaIpcGetMemHandle refuses: it is never asked for it."""
     crew = new_crew(2)
-    _native.cuda_engine()
+    load.cuda_engine()
     crew.run(on_rank_set_allocator)
     crew.join(device="cuda:0")
     assert crew.run(on_rank_expandable) == ["expandable_segments:True"] * 2

@@ -25,7 +25,7 @@ from test_stress import (
     run,
 )
 
-from pyringar.engine import toolchain as _toolchain
+from pyringar.engine import toolchain
 from pyringar.errors import BuildError
 
 pytestmark = pytest.mark.slow
@@ -156,8 +156,8 @@ class Builder:
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     require("g++")
     try:
-        nvcc, host = _toolchain.find_nvcc(), _toolchain.find_compiler()
-        headers = _toolchain.read_cuda_toolkit(nvcc, host).includes
+        nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
+        headers = toolchain.read_cuda_toolkit(nvcc, host).includes
     except BuildError as error:
         pytest.skip(f"no CUDA toolkit, whose headers are needed: {error}")
     return Builder(tmp_path_factory.mktemp("processes"), list(headers))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -246,7 +246,7 @@ except pr.PeerLostError as error:
 
 @contextlib.contextmanager
 def ending(folder, how, end):
-    _native.engine()  # compiled once, here
+    load.engine()  # compiled once, here
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", ENDING, str(rank), str(folder / "store"), how, end],

@@ -20,7 +20,7 @@ import torch
 from test_process_faults import LARGE
 
 import pyringar as pr
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
@@ -210,7 +210,7 @@ def reduce_large(state) -> None:
 
 def test_children_of_a_process_whose_threads_call():
     """A lock that some thread holds at the fork stays locked: no method may want it."""
-    _native.engine()
+    load.engine()
     comm = pr.Communicator(["cpu"] * 2)
     tensors = [torch.ones(64), torch.ones(64)]
     bound = comm.bind(tensors)

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 import pyringar as pr
 from pyringar.cli import main
-from pyringar.engine import build as _build
-from pyringar.engine import toolchain as _toolchain
+from pyringar.engine import build, toolchain
 from pyringar.train import load_data
 from pyringar.train.trace import Trace
 
@@ -177,9 +176,9 @@ def test_broken_files_of_images_are_named(raw, name, content):
 def test_a_compiler_with_a_line_break_is_refused(monkeypatch, name):
     monkeypatch.setenv("CXX", name)
     with pytest.raises(pr.BuildError, match=r"CXX holds .*control characters"):
-        _toolchain.find_compiler()
+        toolchain.find_compiler()
     with pytest.raises(pr.BuildError, match="CXX holds"):
-        _build.find_engine(_build.Recipe(extra_flags=("-Dother",)))
+        build.find_engine(build.Recipe(extra_flags=("-Dother",)))
 
 
 def test_an_nvcc_with_a_line_break_is_refused(monkeypatch, tmp_path):
@@ -188,19 +187,19 @@ def test_an_nvcc_with_a_line_break_is_refused(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setenv("PYRINGAR_NVCC", str(program))
     with pytest.raises(pr.BuildError, match="PYRINGAR_NVCC holds"):
-        _toolchain.find_nvcc()
+        toolchain.find_nvcc()
 
 
 def test_blanks_between_the_words_of_a_compiler_are_no_matter(monkeypatch):
     monkeypatch.setenv("CXX", f"{sys.executable}\t-O1\n")
-    assert _toolchain.find_compiler().command == (sys.executable, "-O1")
+    assert toolchain.find_compiler().command == (sys.executable, "-O1")
 
 
 @pytest.mark.parametrize("archs", ["9" * 5000 + ".0", "\u0669.\u0660", "-9.0", "\udcff"])
 def test_silly_architectures_are_refused(monkeypatch, archs):
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", archs)
     with pytest.raises(pr.BuildError, match="PYRINGAR_CUDA_ARCHS="):
-        _toolchain.cuda_archs_wanted()
+        toolchain.cuda_archs_wanted()
 
 
 SILLY = ["", " ", "\t\n", "x" * 5000, "\udcff\udcfe", "~no-such-user/x", "/dev/null/x", "\x1b[2J"]
@@ -211,8 +210,8 @@ def test_silly_paths_are_refused_or_not_used(monkeypatch, tmp_path, value):
     """By looking only: what is built where is for tests/build."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", value)
-    other = _build.Recipe(extra_flags=("-Dother",))
-    _, error = outcome(lambda: _build.find_engine(other), pr.RingarError)
+    other = build.Recipe(extra_flags=("-Dother",))
+    _, error = outcome(lambda: build.find_engine(other), pr.RingarError)
     assert error is None or "PYRINGAR_CACHE_DIR" in str(error)
     assert list(tmp_path.iterdir()) == []
 

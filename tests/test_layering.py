@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pyringar.engine import toolchain as _toolchain
+from pyringar.engine import toolchain
 from pyringar.errors import BuildError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -337,8 +337,8 @@ def compiler() -> str | None:
 def cuda_includes() -> tuple[Path, ...]:
     """Where cuda_runtime.h is; skips the test where there is no CUDA toolkit."""
     try:
-        nvcc, host = _toolchain.find_nvcc(), _toolchain.find_compiler()
-        return _toolchain.read_cuda_toolkit(nvcc, host).includes
+        nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
+        return toolchain.read_cuda_toolkit(nvcc, host).includes
     except BuildError as error:
         pytest.skip(f"no CUDA toolkit: {error}")
 

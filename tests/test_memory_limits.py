@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pyringar as pr
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 
@@ -50,7 +50,7 @@ def machine(tmp_path):
             files = f"{names[2]}inactive_file {cache * MIB // 2}\n"
             files += f"{names[2]}active_file {cache * MIB // 2}\n"
             (path / "memory.stat").write_text(f"anon 12345\ninactive_file 0\n{files}shmem 77\n")
-        return _native.engine().memory_left_bytes(str(tmp_path))
+        return load.engine().memory_left_bytes(str(tmp_path))
 
     return left
 
@@ -104,7 +104,7 @@ def test_a_container_sees_a_part_of_the_hierarchy(machine, root, cgroup, left):
 
 
 def test_what_does_not_fit_is_an_error_that_says_what_is_left():
-    left = _native.engine().memory_left_bytes()
+    left = load.engine().memory_left_bytes()
     with pytest.raises(pr.RingarError, match=r"cannot allocate .* of which [0-9]+ bytes are left"):
         pr.shared_empty(left, torch.uint8)  # and nothing for page tables
 
@@ -112,8 +112,8 @@ def test_what_does_not_fit_is_an_error_that_says_what_is_left():
 IN_A_CGROUP = """
 import os, sys, torch
 import pyringar as pr
-from pyringar.engine import load as _native
-_native.engine()
+from pyringar.engine import load
+load.engine()
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 held = pr.shared_empty(int(sys.argv[2]), torch.uint8)
 try:

@@ -23,7 +23,7 @@ from oracle import assert_bits, inputs, reduced, same_bits
 from ranks import Crew, Outcome, join, new_name, value_of
 
 import pyringar as pr
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
@@ -788,7 +788,7 @@ def test_interrupted_while_joining(new_crew):
 
 
 def test_a_rank_joins_once():
-    engine = _native.engine()
+    engine = load.engine()
     memory = engine.create_segment(2, b"t" * 32)
     again = engine.open_segment(os.getpid(), memory.fd, 2)
     options = {"world_size": 2, "token": b"t" * 32, "timeout_s": 5.0, "checks_digests": False}
@@ -801,7 +801,7 @@ def test_a_rank_joins_once():
 def test_another_user_cannot_open_it():
     if os.geteuid() != 0:
         pytest.skip("must be root to become somebody else")
-    memory = _native.engine().create_segment(2, b"t" * 32)
+    memory = load.engine().create_segment(2, b"t" * 32)
     parent, path = os.getpid(), f"/proc/{os.getpid()}/fd/{memory.fd}"
     with open(path, "rb"):
         pass  # we may
@@ -817,7 +817,7 @@ def test_another_user_cannot_open_it():
                 os.open(path, os.O_RDWR)
             except PermissionError:
                 try:
-                    _native.engine().open_segment(parent, memory.fd, 2)
+                    load.engine().open_segment(parent, memory.fd, 2)
                 except pr.RingarError as error:
                     status = 0 if "Permission denied" in str(error) else 2
         finally:

@@ -24,7 +24,7 @@ from ranks import Crew, connect, join, new_name, value_of
 
 import pyringar as pr
 from pyringar.comm.rendezvous import Member, Rendezvous, node_id
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
@@ -535,10 +535,10 @@ def test_a_process_whose_main_thread_ended_is_alive():
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
         start_ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-        assert _native.engine().is_alive(program.pid, start_ticks)
+        assert load.engine().is_alive(program.pid, start_ticks)
         program.kill()
         deadline = time.monotonic() + LONG_S
-        while _native.engine().is_alive(program.pid, start_ticks):  # a zombie, not waited for
+        while load.engine().is_alive(program.pid, start_ticks):  # a zombie, not waited for
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:

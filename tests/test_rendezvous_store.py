@@ -24,7 +24,7 @@ from test_rendezvous import CountingStore, meet
 
 import pyringar as pr
 from pyringar.comm.rendezvous import Member
-from pyringar.engine import load as _native
+from pyringar.engine import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
@@ -218,7 +218,7 @@ BAD_NOTES += [json.dumps([ROW, ROW | {"from_bytes": x}]) for x in (0, -1, 1.5)]
 @pytest.mark.parametrize("note", BAD_NOTES, ids=range(len(BAD_NOTES)))
 def test_rank_0s_choices_that_are_none(store_port, note):
     name = new_name()
-    memory = _native.engine().create_segment(2, b"t" * 32)
+    memory = load.engine().create_segment(2, b"t" * 32)
     offer = segment(fd=memory.fd, token=(b"t" * 32).hex(), note=note)
     with (
         in_thread(be_rank_0, store_port, name, None, offer),
@@ -228,7 +228,7 @@ def test_rank_0s_choices_that_are_none(store_port, note):
 
 
 def segment_bytes() -> int:
-    return _native.engine().create_segment(2, b"t" * 32).nbytes
+    return load.engine().create_segment(2, b"t" * 32).nbytes
 
 
 @contextlib.contextmanager
@@ -298,7 +298,7 @@ def test_a_descriptor_that_is_no_segment(store_port, kind, words):
 def test_another_groups_memory(store_port):
     """The right kind of memory, another token."""
     name = new_name()
-    memory = _native.engine().create_segment(2, b"t" * 32)
+    memory = load.engine().create_segment(2, b"t" * 32)
     with (
         in_thread(be_rank_0, store_port, name, None, segment(fd=memory.fd)),
         pytest.raises(pr.RingarError, match="another group's, or none of ours"),

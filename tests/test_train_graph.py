@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyringar import Communicator
 from pyringar.cli import main
 from pyringar.errors import ArgumentError, CudaError, RingarError
-from pyringar.parallel import shards as data_parallel
+from pyringar.parallel import shards
 from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer, graph, train
 from pyringar.train import step as step_module
@@ -130,7 +130,7 @@ def recorder(monkeypatch) -> Recorder:
 
     monkeypatch.setattr(Communicator, "all_reduce_coalesced", all_reduce_coalesced)
     # Replicas are compared as on a GPU, where nobody waits.
-    monkeypatch.setattr(data_parallel, "_stops_early", lambda _: False)
+    monkeypatch.setattr(shards, "_stops_early", lambda _: False)
     monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made

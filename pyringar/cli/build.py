@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     """Build and load the engines, and print where each is, what compiled it, how long it took."""
     import torch
 
-    from pyringar.engine import build as _build
+    from pyringar.engine import build
     from pyringar.errors import CompilerNotFoundError
 
-    _build_and_describe(_build.CPU, args)
+    _build_and_describe(build.CPU, args)
     if args.cuda is None and torch.version.cuda is None:
         print("cuda      not built: torch is a CPU build (--cuda builds it all the same)")
     elif args.cuda is not False:
         try:
-            _build_and_describe(_build.CUDA, args)
+            _build_and_describe(build.CUDA, args)
         except CompilerNotFoundError as error:
             if args.cuda or os.environ.get("PYRINGAR_NVCC"):  # asked for, in one way or the other
                 raise
@@ -67,14 +67,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build_and_describe(kind: EngineKind, args: argparse.Namespace) -> None:
-    from pyringar.engine import build as _build
-    from pyringar.engine import load as _native
+    from pyringar.engine import build, load
 
-    started, recipe = time.monotonic(), _build.Recipe(kind=kind)
-    found = None if args.force else _build.find_engine(recipe)
-    engine = found or _build.build_engine(recipe, force=args.force, verbose=args.verbose)
+    started, recipe = time.monotonic(), build.Recipe(kind=kind)
+    found = None if args.force else build.find_engine(recipe)
+    engine = found or build.build_engine(recipe, force=args.force, verbose=args.verbose)
     seconds = time.monotonic() - started
-    _native.load(engine)
+    load.load(engine)
     print(f"{'cuda' if kind.cuda else 'engine':<9} {engine.path}")
     print(f"compiler  {engine.record['compiler']}")
     print(f"flags     {' '.join(engine.record['flags'])}")

@@ -95,31 +95,30 @@ def _torch_cuda() -> str | None:
 
 
 def _build_facts() -> dict[str, Any]:
-    from pyringar.engine import build as _build
-    from pyringar.engine import toolchain as tools
+    from pyringar.engine import build, toolchain
 
     def compiler() -> str:
-        found = tools.find_compiler()
-        return f"{found}: {tools.compiler_version(found)}"
+        found = toolchain.find_compiler()
+        return f"{found}: {toolchain.compiler_version(found)}"
 
     def cuda_toolkit() -> str:
-        return str(tools.read_cuda_toolkit(tools.find_nvcc(), tools.find_compiler()))
+        return str(toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler()))
 
     return {
         "compiler": _told(compiler),
         "cuda_toolkit": _told(cuda_toolkit),
-        "cuda_archs": _told(lambda: ", ".join(tools.cuda_archs_wanted())),
-        "ninja": _told(tools.find_ninja),
-        "headers": _told(tools.python_include_dirs),
-        "sources": _told(lambda: str(_build.Recipe().root())),
+        "cuda_archs": _told(lambda: ", ".join(toolchain.cuda_archs_wanted())),
+        "ninja": _told(toolchain.find_ninja),
+        "headers": _told(toolchain.python_include_dirs),
+        "sources": _told(lambda: str(build.Recipe().root())),
         "cache": _told(_cache),
     }
 
 
 def _cache() -> str:
-    from pyringar.engine import build as _build
+    from pyringar.engine import build
 
-    cache = _build.cache_dir()
+    cache = build.cache_dir()
     try:
         if not cache.is_dir():
             return f"{cache} (not there yet)"
@@ -132,24 +131,23 @@ def _cache() -> str:
 
 def _engine_facts() -> dict[str, Any]:
     """Say what is built for this machine, and ask the engines themselves what they are."""
-    from pyringar.engine import build as _build
+    from pyringar.engine import build
 
     return {
-        "cpu": _told(lambda: _engine(_build.CPU)),
-        "cuda": _told(lambda: _engine(_build.CUDA)),
+        "cpu": _told(lambda: _engine(build.CPU)),
+        "cuda": _told(lambda: _engine(build.CUDA)),
     }
 
 
 def _engine(kind: EngineKind) -> str | dict[str, Any]:
-    from pyringar.engine import build as _build
-    from pyringar.engine import load as _native
+    from pyringar.engine import build, load
 
-    engine = _build.find_engine(_build.Recipe(kind=kind))
+    engine = build.find_engine(build.Recipe(kind=kind))
     if engine is None:
         if kind.cuda and _torch_cuda() is None:
             return "not built: torch is a CPU build; `pyringar build --cuda` builds it all the same"
         return "not built yet: the first call compiles it, `pyringar build` does it now"
-    module, record = _native.load(engine), engine.record
+    module, record = load.load(engine), engine.record
     return {
         "found_in": engine.origin,
         "path": str(engine.path),
@@ -163,13 +161,13 @@ def _engine(kind: EngineKind) -> str | dict[str, Any]:
 def _devices() -> dict[str, Any]:
     import torch
 
-    from pyringar.engine import toolchain as tools
+    from pyringar.engine import toolchain
 
-    cpu = tools.read_cpu()
+    cpu = toolchain.read_cpu()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     devices = {
         "cpu": f"{cpu.name}, {cpu.machine}",
-        "cores": f"{tools.cores_allowed()} of {os.cpu_count()} may be used",
+        "cores": f"{toolchain.cores_allowed()} of {os.cpu_count()} may be used",
         "memory": f"{memory_gib:.1f} GiB",
     }
     if not torch.cuda.is_available():
@@ -204,13 +202,12 @@ def _peers() -> dict[str, Any]:
 
 def _probed_links(count: int) -> dict[tuple[int, int], str]:
     """Return what the CUDA engine found with real data; nothing where it is not built yet."""
-    from pyringar.engine import build as _build
-    from pyringar.engine import load as _native
+    from pyringar.engine import build, load
 
-    if count < 2 or _build.find_engine(_build.Recipe(kind=_build.CUDA)) is None:
+    if count < 2 or build.find_engine(build.Recipe(kind=build.CUDA)) is None:
         return {}
     found = {}
-    for source, target, can_access, delivers in _native.cuda_engine().peer_links(range(count)):
+    for source, target, can_access, delivers in load.cuda_engine().peer_links(range(count)):
         lies = "says yes, delivers wrong data: not used"
         found[source, target] = "yes, probed" if delivers else (lies if can_access else "no")
     return found

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm import arrays as interop
-from pyringar.comm import reference
+from pyringar.comm import arrays, reference
 from pyringar.comm.auto import choose, depends_on_size
 from pyringar.comm.call import (
     ORDERS,
@@ -28,7 +27,7 @@ from pyringar.comm.call import (
 )
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.topology import Plan, Topology, check_devices
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = ["ALGORITHMS", "Communicator", "Work", "allreduce"]
@@ -45,9 +44,9 @@ logger = logging.getLogger(__name__)
 def _make_group(devices: tuple[torch.device, ...], timeout_s: float) -> Any:
     """The engine's side of a communicator: for ranks on the CPU, or with GPUs among them."""
     if all(device.type == "cpu" for device in devices):
-        return _native.engine().Group(len(devices), timeout_s)
+        return load.engine().Group(len(devices), timeout_s)
     place = [-1 if device.type == "cpu" else device.index for device in devices]
-    group = _native.cuda_engine().Group(place, timeout_s)
+    group = load.cuda_engine().Group(place, timeout_s)
     if not group.has_peers():
         logger.warning(
             "the GPUs %s cannot reach each other's memory: every byte goes through the host's",
@@ -378,7 +377,7 @@ class Communicator(EngineCommunicator):
     def _run_in_python(
         self, algorithm: str, lists: Sequence[TensorList], op: str, async_op: bool
     ) -> Work | None:
-        lists = [interop.as_tensors(tensors) for tensors in lists]
+        lists = [arrays.as_tensors(tensors) for tensors in lists]
         if algorithm == "sharded":
             reference.sharded_all_reduce(lists, op)
         else:
@@ -412,7 +411,7 @@ class _Default:
         if self._group is None:
             with self._lock:
                 if self._group is None:
-                    self._group = _native.engine().Group(0, 30.0)
+                    self._group = load.engine().Group(0, 30.0)
         return self._group
 
     def communicator(self, data: TensorList) -> Communicator | None:
@@ -422,7 +421,7 @@ class _Default:
         # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if has_cuda or not isinstance(data[0], Tensor):
-            tensors = interop.as_tensors(data)
+            tensors = arrays.as_tensors(data)
             if not all(isinstance(t, Tensor) for t in tensors):
                 return None
             if any(t.is_cuda for t in tensors):

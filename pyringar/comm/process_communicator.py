@@ -25,7 +25,7 @@ from pyringar.comm.exits import close_at_exit
 from pyringar.comm.rendezvous import Member, Rendezvous, checked_store
 from pyringar.comm.shared_tensors import memory_of
 from pyringar.comm.topology import Plan, check_device
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 __all__ = ["ProcessCommunicator"]
@@ -112,10 +112,10 @@ class ProcessCommunicator(EngineCommunicator):
         store, self._rank, self._world_size = checked_store(store, rank, world_size)
         self._name = name
         # Before the clock starts: they may have to be compiled.
-        engine = _native.engine()
+        engine = load.engine()
         options: dict[str, Any] = {}
         if self._device.type == "cuda":
-            engine = _native.cuda_engine()
+            engine = load.cuda_engine()
             options["device"] = self._device.index
         elif not compares_shapes:
             options["compares_shapes"] = False

@@ -50,7 +50,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pyringar.comm.patient_store import PatientStore
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -115,7 +115,7 @@ class Member:
     @classmethod
     def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
         """This process, as rank ``rank``, with tensors on this kind of device."""
-        pid, start_ticks = _native.engine().process_id()
+        pid, start_ticks = load.engine().process_id()
         host = os.uname().nodename if hasattr(os, "uname") else "this machine"
         check = os.environ.get("PYRINGAR_CHECK", "")
         return cls(rank, node_id(), host, pid, start_ticks, check, kind, attempt)
@@ -284,7 +284,7 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
-        self._engine = engine or _native.engine()
+        self._engine = engine or load.engine()
         attempt = secrets.token_hex(_ATTEMPT_BYTES)
         self._own = Member.this_process(rank, kind, attempt)
         # Of whom we know, by rank. Of rank 0, the last that called; answered, if it was alive.
@@ -530,7 +530,7 @@ class Rendezvous:
 
     def _is_alive(self, member: Member) -> bool:
         is_here = member.node == self._own.node
-        return not is_here or _native.engine().is_alive(member.pid, member.start_ticks)
+        return not is_here or load.engine().is_alive(member.pid, member.start_ticks)
 
     def _check_alive(self, absent: Callable[[], list[int]], what: str) -> None:
         for member in self._members.values():

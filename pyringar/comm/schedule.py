@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.errors import ArgumentError
 
 __all__ = ["RingMove", "chunk_slices", "ring_schedule"]
@@ -45,7 +45,7 @@ def ring_schedule(world_size: int) -> list[list[RingMove]]:
         ArgumentError: There is no rank.
     """
     _check_world_size(world_size)
-    engine = _native.engine()
+    engine = load.engine()
     steps = []
     for step in range(engine.ring_num_steps(world_size)):
         moves = []
@@ -69,7 +69,7 @@ def chunk_slices(numel: int, world_size: int) -> list[slice]:
     _check_world_size(world_size)
     if numel < 0:
         raise ArgumentError(f"numel is {numel}, expected 0 or more elements")
-    chunk_range = _native.engine().chunk_range
+    chunk_range = load.engine().chunk_range
     return [slice(*chunk_range(numel, world_size, chunk)) for chunk in range(world_size)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.errors import ArgumentError
 
 __all__ = ["memory_of", "shared_empty"]
@@ -50,7 +50,7 @@ def shared_empty(
     if not is_shape or nbytes >= 2**63:
         raise ArgumentError(f"shape is {shape!r}, expected sizes, 0 or more, of less than 2^63 B")
     sizes = tuple(sizes)
-    memory = _native.engine().SharedMemory(nbytes, "a shared tensor")
+    memory = load.engine().SharedMemory(nbytes, "a shared tensor")
     _memories[memory.address] = memory
     if numel == 0:
         return torch.empty(sizes, dtype=dtype)

@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
-from pyringar.engine import build as _build
+from pyringar.engine import build
 from pyringar.errors import BuildError
 
 __all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine"]
 
-_NAME = f"pyringar.{_build.CPU.module}"
-_CUDA_NAME = f"pyringar.{_build.CUDA.module}"
+_NAME = f"pyringar.{build.CPU.module}"
+_CUDA_NAME = f"pyringar.{build.CUDA.module}"
 # Apart: compiling kernels takes minutes, and the CPU's engine need not wait for it.
 # A signal handler may come in between, and want the engine too.
 _locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
@@ -36,7 +36,7 @@ def engine() -> ModuleType:
         CompilerNotFoundError: it must be built and there is no compiler.
         BuildError: it cannot be built or loaded; says what was tried and what to do.
     """
-    return sys.modules.get(_NAME) or _load_once(_NAME, _build.CPU)
+    return sys.modules.get(_NAME) or _load_once(_NAME, build.CPU)
 
 
 def cuda_engine() -> ModuleType:
@@ -46,7 +46,7 @@ def cuda_engine() -> ModuleType:
         CompilerNotFoundError: it must be built and there is no nvcc, or no C++ compiler.
         BuildError: it cannot be built or loaded; says what was tried and what to do.
     """
-    return sys.modules.get(_CUDA_NAME) or _load_once(_CUDA_NAME, _build.CUDA)
+    return sys.modules.get(_CUDA_NAME) or _load_once(_CUDA_NAME, build.CUDA)
 
 
 def loaded_engine() -> ModuleType | None:
@@ -59,23 +59,23 @@ def loaded_cuda_engine() -> ModuleType | None:
     return sys.modules.get(_CUDA_NAME)
 
 
-def _load_once(name: str, kind: _build.EngineKind) -> ModuleType:
+def _load_once(name: str, kind: build.EngineKind) -> ModuleType:
     with _locks[name]:
         module = sys.modules.get(name)
         if module is None:
-            module = load(_build.ensure_engine(_build.Recipe(kind=kind)))
+            module = load(build.ensure_engine(build.Recipe(kind=kind)))
             sys.modules[name] = module  # last: whoever sees it there may use it
         return module
 
 
-def load(built: _build.Engine) -> ModuleType:
+def load(built: build.Engine) -> ModuleType:
     """Load an engine from its file, and keep it nowhere; callers other than checks want `engine`.
 
     Raises:
         BuildError: it cannot be loaded; the cause is the ImportError.
     """
     name = f"pyringar.{built.path.name.partition('.')[0]}"
-    path = _path_of(_build.open_engine(built), built.path)
+    path = _path_of(build.open_engine(built), built.path)
     loader = importlib.machinery.ExtensionFileLoader(name, path)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pyringar.comm.call import RankCommunicator
 from pyringar.comm.communicator import Communicator
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.parallel.broken_step import BrokenStep, are_changed, settle
 from pyringar.parallel.bucket_params import (
@@ -135,7 +135,7 @@ class GradientBucketer:
                     f"comm has {self._comm.world_size} ranks for {len(self._replicas)} replicas"
                 )
         this = weakref.ref(self)  # hooks must not keep the bucketer alive
-        self._native = _native.engine().Bucketer(
+        self._native = load.engine().Bucketer(
             world_size=len(self._replicas),
             items=items_of(self._params),
             first_cap_bytes=caps["first_bucket_mb"],

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pyringar.comm.reference import shard_owners
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.predict.events import Outcome, Program, simulate
 from pyringar.predict.network import Network
 
@@ -119,7 +119,7 @@ class _Group:
 
 def _cut(numel: int, parts: int) -> list[int]:
     """Numbers of elements of the chunks of a buffer."""
-    chunk_range = _native.engine().chunk_range
+    chunk_range = load.engine().chunk_range
     ranges = (chunk_range(numel, parts, chunk) for chunk in range(parts))
     return [end - begin for begin, end in ranges]
 
@@ -138,7 +138,7 @@ Collective = Callable[[Program, _Group, Joins], Joins]
 
 def _ring(program: Program, group: _Group, after: Joins, *, reduces: bool) -> Joins:
     """One phase of the ring, every step as the engine's schedule has it."""
-    engine = _native.engine()
+    engine = load.engine()
     size, unit = group.size, group.unit
     sent: dict[tuple[int, int], int] = {}  # (position below unit, step) -> place
     brought: list[dict[int, int]] = [{} for _ in range(unit)]  # chunk -> step that brought it

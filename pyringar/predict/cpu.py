@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from pyringar.comm.communicator import Communicator
-from pyringar.engine import load as _native
-from pyringar.engine import toolchain as _toolchain
+from pyringar.engine import load, toolchain
 from pyringar.predict.algorithms import ITEM_BYTES, ring_in_memory
 from pyringar.predict.events import Program, simulate
 from pyringar.predict.network import Memory
@@ -72,7 +71,7 @@ def compare_cpu(
         rounds: In which all that is measured takes turns, so that drift hits all alike.
     """
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(_toolchain.cores_allowed())
+    torch.set_num_threads(toolchain.cores_allowed())
     try:
         return [
             row
@@ -148,7 +147,7 @@ def _program(name: str, world_size: int, numel: int) -> Program:
     program = Program()
     for rank in range(world_size):
         # Its slice of every buffer, read and written once: by a helper (fused), or by its own rank.
-        begin, end = _native.engine().chunk_range(numel, world_size, rank)
+        begin, end = load.engine().chunk_range(numel, world_size, rank)
         program.send(rank, rank, 2 * world_size * (end - begin) * ITEM_BYTES)
     return program
 
@@ -198,9 +197,9 @@ def render_cpu(rows: Sequence[CpuRow]) -> str:
         )
         for row in rows
     ]
-    cores = _toolchain.cores_allowed()
+    cores = toolchain.cores_allowed()
     lines = [
-        f"CPU ranks in this machine's memory: {_toolchain.read_cpu().name}, {cores} cores.",
+        f"CPU ranks in this machine's memory: {toolchain.read_cpu().name}, {cores} cores.",
         "Predicted from two measurements: the bandwidth of multiplying the same buffers in place,",
         "and a call for one element. The calls themselves were measured in turn with them (lower",
         "quartile of rounds). For sizes beyond the caches; other work on this machine disturbs it.",

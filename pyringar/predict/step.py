@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyringar.engine import load as _native
+from pyringar.engine import load
 from pyringar.parallel.bucket_params import check_caps
 from pyringar.predict.algorithms import ITEM_BYTES
 
@@ -159,7 +159,7 @@ def plan_buckets(
     """
     items = [(numel * ITEM_BYTES, 0) for numel in tensors]
     caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-    buckets: list[list[int]] = _native.engine().plan_buckets(
+    buckets: list[list[int]] = load.engine().plan_buckets(
         items, list(order), caps["first_bucket_mb"], caps["bucket_cap_mb"]
     )
     return buckets

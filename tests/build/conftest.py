@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_engine import CUDA_MODULE_CPP, KERNEL_CU, MODULE_CPP, run
 
-from pyringar.engine import build as _build
-from pyringar.engine import load as _native
+from pyringar.engine import build, load
 
 
 @pytest.fixture
@@ -32,24 +31,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> _build.Recipe:
+def tiny(tmp_path: Path) -> build.Recipe:
     """The sources of an engine whose value() is 42."""
     root = tmp_path / "csrc"
     for floor in ("bindings", "cpu", "core"):
         (root / floor).mkdir(parents=True)
     (root / "core/value.h").write_text("#pragma once\ninline constexpr long kValue = 42;\n")
     (root / "bindings/module.cpp").write_text(MODULE_CPP)
-    return _build.Recipe(root)
+    return build.Recipe(root)
 
 
 @pytest.fixture
-def tiny_cuda(tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch) -> _build.Recipe:
+def tiny_cuda(tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch) -> build.Recipe:
     """A CUDA engine beside the tiny one, for one architecture so that it is there in seconds."""
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
     (tiny.root() / "cuda").mkdir()
     (tiny.root() / "cuda/kernel.cu").write_text(KERNEL_CU)
     (tiny.root() / "bindings/cuda_module.cpp").write_text(CUDA_MODULE_CPP)
-    return _build.Recipe(tiny.root(), kind=_build.CUDA)
+    return build.Recipe(tiny.root(), kind=build.CUDA)
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ def wrapper(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that this process has loaded no engine."""
-    names = (_native._NAME, _native._CUDA_NAME)
+    names = (load._NAME, load._CUDA_NAME)
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from tiny_engine import alive, child, leftovers, load, needs_compiler, value_of, wait_for
 
-from pyringar.engine import build as _build
-from pyringar.engine import compile as _compile
+from pyringar.engine import build, compile
 from pyringar.engine import load as _native
 from pyringar.engine import toolchain as tools
 from pyringar.errors import BuildError, CompilerNotFoundError
@@ -27,12 +26,12 @@ from pyringar.errors import BuildError, CompilerNotFoundError
 
 
 @needs_compiler
-def test_builds_once_then_finds_it(cache: Path, tiny: _build.Recipe) -> None:
-    assert _build.find_engine(tiny) is None
+def test_builds_once_then_finds_it(cache: Path, tiny: build.Recipe) -> None:
+    assert build.find_engine(tiny) is None
     assert not cache.exists(), "looking for an engine must write nothing"
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     assert (built.origin, _native.load(built).value()) == ("built", 42)
-    found = _build.ensure_engine(tiny)
+    found = build.ensure_engine(tiny)
     assert (found.origin, found.path) == ("cache", built.path)
     assert found.record["content"] == json.loads(json.dumps(tiny.content()))
     assert found.record["build_s"] > 0
@@ -41,12 +40,12 @@ def test_builds_once_then_finds_it(cache: Path, tiny: _build.Recipe) -> None:
 
 @needs_compiler
 def test_everything_that_matters_is_in_the_key(
-    cache: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch, wrapper: Any
+    cache: Path, tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch, wrapper: Any
 ) -> None:
     root = tiny.root()
 
-    def folder(recipe: _build.Recipe = tiny) -> str:
-        return _build._folder(_compile.plan_build(recipe, recipe.content()))
+    def folder(recipe: build.Recipe = tiny) -> str:
+        return build._folder(compile.plan_build(recipe, recipe.content()))
 
     seen = [folder()]
     assert folder() == seen[0]
@@ -56,7 +55,7 @@ def test_everything_that_matters_is_in_the_key(
     seen.append(folder())
     (root / "cpu/new.cpp").write_text("int more;\n")
     seen.append(folder())
-    seen.append(folder(_build.Recipe(root, ("-Werror",))))
+    seen.append(folder(build.Recipe(root, ("-Werror",))))
     with monkeypatch.context() as patch:
         patch.setattr(tools, "read_cpu", lambda: tools.Cpu("x86_64", "another", ("avx",)))
         seen.append(folder())
@@ -75,7 +74,7 @@ def test_everything_that_matters_is_in_the_key(
     assert contents[-3:] == [contents[3]] * 3, "the toolchain is the second half of the key"
 
 
-def test_files_that_are_no_sources_do_not_count(tiny: _build.Recipe) -> None:
+def test_files_that_are_no_sources_do_not_count(tiny: build.Recipe) -> None:
     before = tiny.content()
     (tiny.root() / "core/notes.md").write_text("hello")
     (tiny.root() / "cuda").mkdir()
@@ -85,23 +84,23 @@ def test_files_that_are_no_sources_do_not_count(tiny: _build.Recipe) -> None:
 
 @needs_compiler
 def test_an_edit_during_a_build_is_not_filed_under_the_old_key(
-    cache: Path, tiny: _build.Recipe, wrapper: Any
+    cache: Path, tiny: build.Recipe, wrapper: Any
 ) -> None:
     header = tiny.root() / "core/value.h"
     wrapper(f'case "$*" in *module.cpp*) sed -i.bak s/42/43/ {header};; esac')
-    before = _build.ensure_engine(tiny)
+    before = build.ensure_engine(tiny)
     assert header.read_text().count("43") == 1
-    assert _build.find_engine(tiny) is None
-    after = _build.ensure_engine(tiny)
+    assert build.find_engine(tiny) is None
+    after = build.ensure_engine(tiny)
     assert before.path != after.path
     assert [value_of(engine) for engine in (before, after)] == ["42", "43"]
 
 
 @needs_compiler
-def test_force_builds_again(cache: Path, tiny: _build.Recipe, wrapper: Any) -> None:
+def test_force_builds_again(cache: Path, tiny: build.Recipe, wrapper: Any) -> None:
     log = wrapper("")
     for force, compiled in ((False, 1), (False, 1), (True, 2)):
-        _build.build_engine(tiny, force=force)
+        build.build_engine(tiny, force=force)
         assert log.read_text().count("module.cpp") == compiled
     assert load(tiny).value() == 42
 
@@ -109,19 +108,19 @@ def test_force_builds_again(cache: Path, tiny: _build.Recipe, wrapper: Any) -> N
 @needs_compiler
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_cxx_may_hold_arguments(
-    cache: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch, compiler: str
+    cache: Path, tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
     monkeypatch.setenv("CXX", f"{compiler} -DEXTRA='(1 + 7)'")
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     assert _native.load(built).value() == 50
     assert "-ffp-contract=off" in built.record["flags"]
 
 
 @needs_compiler
 def test_cxx_may_start_with_a_launcher(
-    cache: Path, tiny: _build.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tiny: build.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = tmp_path / "ccache"
     launcher.write_text('#!/bin/sh\nexec "$@"\n')
@@ -136,28 +135,28 @@ def test_cxx_may_start_with_a_launcher(
 
 @needs_compiler
 def test_paths_with_odd_characters(
-    tmp_path: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch, cache: Path
+    tmp_path: Path, tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     odd = tmp_path / "a b$c:d'e"
     odd.mkdir()
     shutil.copytree(tiny.root(), odd / "csrc")
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(odd / "cache"))
-    assert load(_build.Recipe(odd / "csrc")).value() == 42
+    assert load(build.Recipe(odd / "csrc")).value() == 42
 
 
 @needs_compiler
 def test_a_compiler_without_the_cpu_flag_builds_without_it(
-    cache: Path, tiny: _build.Recipe, wrapper: Any, caplog: pytest.LogCaptureFixture
+    cache: Path, tiny: build.Recipe, wrapper: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrapper('case "$*" in *native*) echo "unknown option native" >&2; exit 1;; esac')
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     assert _native.load(built).value() == 42
     assert not [flag for flag in built.record["flags"] if "native" in flag]
     assert "building without it" in caplog.text
 
 
 @needs_compiler
-def test_a_build_is_announced_without_any_logging_set_up(cache: Path, tiny: _build.Recipe) -> None:
+def test_a_build_is_announced_without_any_logging_set_up(cache: Path, tiny: build.Recipe) -> None:
     process = child(tiny)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
@@ -171,7 +170,7 @@ def test_a_build_is_announced_without_any_logging_set_up(cache: Path, tiny: _bui
 
 
 @needs_compiler
-def test_four_processes_build_once(cache: Path, tiny: _build.Recipe, wrapper: Any) -> None:
+def test_four_processes_build_once(cache: Path, tiny: build.Recipe, wrapper: Any) -> None:
     log = wrapper('case "$*" in *module.cpp*) sleep 0.5;; esac')
     processes = [child(tiny) for _ in range(4)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
@@ -183,7 +182,7 @@ def test_four_processes_build_once(cache: Path, tiny: _build.Recipe, wrapper: An
 
 @needs_compiler
 def test_a_killed_builder_blocks_nobody(
-    cache: Path, tiny: _build.Recipe, tmp_path: Path, wrapper: Any
+    cache: Path, tiny: build.Recipe, tmp_path: Path, wrapper: Any
 ) -> None:
     slow = tmp_path / "slow"
     log = wrapper(f'case "$*" in *module.cpp*) [ -e {slow} ] && exec sleep 2;; esac')
@@ -197,14 +196,14 @@ def test_a_killed_builder_blocks_nobody(
     assert len(leftovers(cache)) == 1
     slow.unlink()
     started = time.monotonic()
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     assert (built.origin, _native.load(built).value()) == ("built", 42)
     assert time.monotonic() - started < 20
     assert leftovers(cache) == []
 
 
 @needs_compiler
-def test_sweeps_after_the_dead_and_spares_the_living(cache: Path, tiny: _build.Recipe) -> None:
+def test_sweeps_after_the_dead_and_spares_the_living(cache: Path, tiny: build.Recipe) -> None:
     from filelock import FileLock
 
     cache.mkdir(mode=0o700)
@@ -212,42 +211,42 @@ def test_sweeps_after_the_dead_and_spares_the_living(cache: Path, tiny: _build.R
     for folder in (dead, living):
         folder.mkdir(parents=True)
     with FileLock(str(living.parent / "lock")):
-        _build.ensure_engine(tiny)
+        build.ensure_engine(tiny)
         assert leftovers(cache) == [living]
 
 
 @needs_compiler
 def test_waiting_for_a_lock_is_announced_and_ends(
     cache: Path,
-    tiny: _build.Recipe,
+    tiny: build.Recipe,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from filelock import FileLock
 
-    folder = cache / _build._folder(_compile.plan_build(tiny, tiny.content()))
+    folder = cache / build._folder(compile.plan_build(tiny, tiny.content()))
     cache.mkdir(mode=0o700)
     folder.mkdir()
     (folder / "builder").write_text("process 7 on elsewhere")
-    monkeypatch.setattr(_build, "LOCK_NOTICE_S", 0.1)
-    monkeypatch.setattr(_build, "LOCK_DEADLINE_S", 0.2)
+    monkeypatch.setattr(build, "LOCK_NOTICE_S", 0.1)
+    monkeypatch.setattr(build, "LOCK_DEADLINE_S", 0.2)
     with (
         FileLock(str(folder / "lock")),
         pytest.raises(BuildError, match="process 7 on elsewhere") as caught,
     ):
-        _build.ensure_engine(tiny)
+        build.ensure_engine(tiny)
     assert "PYRINGAR_CACHE_DIR" in str(caught.value)
     assert "waiting for another process" in caplog.text
 
 
 @needs_compiler
 def test_a_compiler_that_hangs_is_ended(
-    cache: Path, tiny: _build.Recipe, wrapper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cache: Path, tiny: build.Recipe, wrapper: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrapper(f'case "$*" in *module.cpp*) echo $$ > {tmp_path}/pid; exec sleep 60;; esac')
-    monkeypatch.setattr(_compile, "COMPILE_DEADLINE_S", 1.5)
+    monkeypatch.setattr(compile, "COMPILE_DEADLINE_S", 1.5)
     with pytest.raises(BuildError, match="was ended after"):
-        _build.ensure_engine(tiny)
+        build.ensure_engine(tiny)
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not alive(pid))
     assert leftovers(cache) == []
@@ -256,7 +255,7 @@ def test_a_compiler_that_hangs_is_ended(
 # --- the engine in the wheel ---
 
 
-def pretend_wheel(recipe: _build.Recipe, **changes: Any) -> Path:
+def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
     """Put an engine where ``PYRINGAR_PREBUILD=1`` puts one: beside the sources."""
     folder = recipe.root().parent / "_prebuilt" / recipe.kind.module
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,14 +268,14 @@ def pretend_wheel(recipe: _build.Recipe, **changes: Any) -> Path:
 
 
 def test_the_engine_in_the_wheel_is_used_if_it_fits(
-    cache: Path, tiny: _build.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tiny: build.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # and no compiler is asked for
     cpu = tools.read_cpu()
     smaller = {"machine": cpu.machine, "model": "older", "features": list(cpu.features[1:])}
     for changes in ({}, {"cpu": smaller} if cpu.features else {}):
         path = pretend_wheel(tiny, **changes)
-        found = _build.ensure_engine(tiny)
+        found = build.ensure_engine(tiny)
         assert (found.path, found.origin) == (path, "wheel")
     assert not cache.exists()
 
@@ -294,7 +293,7 @@ def test_the_engine_in_the_wheel_is_used_if_it_fits(
 )
 @needs_compiler
 def test_an_engine_in_the_wheel_for_another_machine_is_passed_over_aloud(
-    cache: Path, tiny: _build.Recipe, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+    cache: Path, tiny: build.Recipe, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.INFO)
     pretend_wheel(tiny, **changes)

@@ -22,8 +22,7 @@ from pyringar.cli import main
 from pyringar.cli.build import kernel_table
 from pyringar.engine import build as _build
 from pyringar.engine import compile as _compile
-from pyringar.engine import load as _native
-from pyringar.engine import toolchain as tools
+from pyringar.engine import load, toolchain
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 PTXAS = """\
@@ -47,7 +46,7 @@ ptxas info    : Used 64 registers, used 1 barriers, 1232 bytes cumulative stack 
 @pytest.fixture
 def no_nvcc(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that nvcc is nowhere."""
-    monkeypatch.setattr(tools, "_nvcc_places", lambda wanted: iter(()))
+    monkeypatch.setattr(toolchain, "_nvcc_places", lambda wanted: iter(()))
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_builds_links_and_imports_without_a_gpu(
     cache: Path, tiny_cuda: _build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = _build.ensure_engine(tiny_cuda)
-    assert built.path.name == f"_cuda_engine{tools.extension_suffix()}"
+    assert built.path.name == f"_cuda_engine{toolchain.extension_suffix()}"
     assert built.record["archs"] == ["9.0"]
     (kernel,) = built.record["kernels"]
     assert "add" in kernel["name"]
@@ -88,11 +87,11 @@ def test_builds_links_and_imports_without_a_gpu(
     assert _build.ensure_engine(tiny_cuda).origin == "cache"
     asked = []
     monkeypatch.setattr(_build, "ensure_engine", lambda recipe: asked.append(recipe.kind) or built)
-    assert _native.loaded_cuda_engine() is None
-    module = _native.cuda_engine()
-    assert module is _native.cuda_engine() is _native.loaded_cuda_engine()
+    assert load.loaded_cuda_engine() is None
+    module = load.cuda_engine()
+    assert module is load.cuda_engine() is load.loaded_cuda_engine()
     assert asked == [_build.CUDA]
-    assert _native.loaded_engine() is None
+    assert load.loaded_engine() is None
     # With a GPU or without one, with a driver or without: an answer, and no crash.
     for error in (module.count_error(), module.launch_error()):
         assert re.fullmatch("cuda(Success|Error[A-Za-z]+)", error)
@@ -103,7 +102,7 @@ def test_builds_links_and_imports_without_a_gpu(
 def test_the_cuda_runtime_stays_inside(cache: Path, tiny_cuda: _build.Recipe) -> None:
     """Another cudart in the process, torch's, and this one must not find each other's functions."""
     path = str(_build.ensure_engine(tiny_cuda).path)
-    needs = tools.run_tool(["readelf", "--dynamic", "--dyn-syms", "--wide", path], "readelf")
+    needs = toolchain.run_tool(["readelf", "--dynamic", "--dyn-syms", "--wide", path], "readelf")
     assert not re.search(r"NEEDED.*lib(cuda|cudart)", needs)
     assert not re.search(r"\bcuda[A-Z]\w+", needs)
 
@@ -144,7 +143,7 @@ def test_archs_and_nvcc_are_in_the_key_and_the_cpu_is_not(
 
     first = folder()
     with monkeypatch.context() as patch:
-        patch.setattr(tools, "read_cpu", lambda: tools.Cpu("x86_64", "another", ("avx",)))
+        patch.setattr(toolchain, "read_cpu", lambda: toolchain.Cpu("x86_64", "another", ("avx",)))
         assert folder() == first
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "8.0")
     other_archs = folder()
@@ -188,9 +187,9 @@ def test_the_engine_in_the_wheel_serves_its_archs(
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", built)
     folder = tiny_cuda.root().parent / "_prebuilt" / "_cuda_engine"
     folder.mkdir(parents=True)
-    record = {"content": tiny_cuda.content(), "archs": list(tools.cuda_archs_wanted())}
+    record = {"content": tiny_cuda.content(), "archs": list(toolchain.cuda_archs_wanted())}
     (folder / "build.json").write_text(json.dumps(record))
-    (folder / f"_cuda_engine{tools.extension_suffix()}").write_bytes(b"")
+    (folder / f"_cuda_engine{toolchain.extension_suffix()}").write_bytes(b"")
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", wanted)
     found = _build.find_engine(tiny_cuda)
     assert (found is not None and found.origin == "wheel") == used
@@ -209,11 +208,11 @@ def test_nvcc_is_looked_for_in_order(
     monkeypatch.setenv("PYRINGAR_NVCC", str(wanted))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(on_path.parent))
-    monkeypatch.setattr(tools, "_SYSTEM_NVCC", str(system))
+    monkeypatch.setattr(toolchain, "_SYSTEM_NVCC", str(system))
     monkeypatch.syspath_prepend(tmp_path / "site")
     importlib.invalidate_caches()
     for nvcc in (wanted, home, on_path, system, pip):
-        found = tools.find_nvcc()
+        found = toolchain.find_nvcc()
         assert found.command == (str(nvcc),)
         assert str(nvcc) in found.identity[0]
         nvcc.unlink()
@@ -226,7 +225,7 @@ def test_a_wrong_pyringar_nvcc_is_not_passed_over(
     monkeypatch.setenv("PATH", str(nvcc_in("bin").parent))
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
     with pytest.raises(CompilerNotFoundError, match="PYRINGAR_NVCC='/no/such/nvcc'"):
-        tools.find_nvcc()
+        toolchain.find_nvcc()
 
 
 def test_no_nvcc_says_where_it_was_looked_for_and_what_to_install(
@@ -235,7 +234,13 @@ def test_no_nvcc_says_where_it_was_looked_for_and_what_to_install(
     monkeypatch.setenv("CUDA_HOME", "/no/cuda")
     with pytest.raises(CompilerNotFoundError) as caught:
         _build.ensure_engine(tiny_cuda)
-    places = ("PYRINGAR_NVCC", "/no/cuda/bin/nvcc", "PATH=", tools._SYSTEM_NVCC, tools._PIP_NVCC)
+    places = (
+        "PYRINGAR_NVCC",
+        "/no/cuda/bin/nvcc",
+        "PATH=",
+        toolchain._SYSTEM_NVCC,
+        toolchain._PIP_NVCC,
+    )
     for told in (*places, "pip install 'pyringar[cuda]'", "CUDA toolkit"):
         assert told in str(caught.value)
     assert not cache.exists()
@@ -246,11 +251,11 @@ def test_no_nvcc_says_where_it_was_looked_for_and_what_to_install(
 def test_the_toolkit_is_where_nvcc_says(
     cache: Path, monkeypatch: pytest.MonkeyPatch, nvcc_in: Callable[[str], Path]
 ) -> None:
-    real = tools.find_nvcc()
+    real = toolchain.find_nvcc()
     wrapper = nvcc_in("wrapper")
     wrapper.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
     monkeypatch.setenv("PYRINGAR_NVCC", str(wrapper))
-    toolkit = tools.read_cuda_toolkit(tools.find_nvcc(), tools.find_compiler())
+    toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     assert toolkit.nvcc.command == (str(wrapper),)
     assert (toolkit.root / "bin/nvcc").is_file()
     assert toolkit.root not in wrapper.parents
@@ -290,7 +295,7 @@ def test_a_broken_toolkit_is_named(
     nvcc.write_text("#!/bin/sh\n" + said.format(folder=tmp_path))
     monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc))
     with pytest.raises(BuildError, match=told) as caught:
-        tools.read_cuda_toolkit(tools.find_nvcc(), tools.find_compiler())
+        toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     assert str(nvcc) in str(caught.value)
     assert "pyringar[cuda]" in str(caught.value)
 
@@ -307,13 +312,13 @@ def test_a_broken_toolkit_is_named(
 def test_nvcc_gets_the_host_compiler_if_it_is_a_plain_one(
     command: str, flags: tuple[str, ...]
 ) -> None:
-    assert tools.nvcc_host_flags(tools.Compiler(tuple(command.split()), ())) == flags
+    assert toolchain.nvcc_host_flags(toolchain.Compiler(tuple(command.split()), ())) == flags
 
 
 # --- architectures ---
 
-TOOLKIT = tools.CudaToolkit(
-    tools.Compiler(("nvcc",), ()), Path("/cuda"), (), Path(), "13.0.88", ("8.0", "9.0", "12.0")
+TOOLKIT = toolchain.CudaToolkit(
+    toolchain.Compiler(("nvcc",), ()), Path("/cuda"), (), Path(), "13.0.88", ("8.0", "9.0", "12.0")
 )
 
 
@@ -337,8 +342,8 @@ def test_archs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
-    assert tools.cuda_archs_wanted() == wanted
-    assert tools.cuda_archs_built(wanted, TOOLKIT) == built
+    assert toolchain.cuda_archs_wanted() == wanted
+    assert toolchain.cuda_archs_built(wanted, TOOLKIT) == built
 
 
 @pytest.mark.parametrize("chosen", ["sm_90", "9", "9.0;hopper", "9.0+ptx", "all;9.0", "9.0a"])
@@ -347,13 +352,13 @@ def test_archs_that_are_none_are_refused(
 ) -> None:
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
     with pytest.raises(BuildError, match=re.escape(f"PYRINGAR_CUDA_ARCHS={chosen!r}")) as caught:
-        tools.cuda_archs_wanted()
+        toolchain.cuda_archs_wanted()
     assert "'8.0;9.0+PTX'" in str(caught.value)
 
 
 def test_archs_that_nvcc_does_not_know_are_refused() -> None:
     with pytest.raises(BuildError, match=r"13\.0\.88.* no code .*10\.3.* 8\.0, 9\.0, 12\.0\b"):
-        tools.cuda_archs_built(("9.0", "10.3"), TOOLKIT)
+        toolchain.cuda_archs_built(("9.0", "10.3"), TOOLKIT)
 
 
 def test_the_gpus_here_are_the_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,15 +368,15 @@ def test_the_gpus_here_are_the_default(cache: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda index: [(12, 0), (9, 0), (9, 0)][index]
     )
-    assert tools.cuda_archs_wanted() == ("9.0", "12.0")
+    assert toolchain.cuda_archs_wanted() == ("9.0", "12.0")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert tools.cuda_archs_wanted() == ("all",)
+    assert toolchain.cuda_archs_wanted() == ("all",)
     monkeypatch.delitem(sys.modules, "torch")
-    assert tools.cuda_archs_wanted() == ("all",), "torch is asked, and not imported to be asked"
+    assert toolchain.cuda_archs_wanted() == ("all",), "torch is asked, and not imported to be asked"
 
 
 def test_gencode_flags() -> None:
-    assert tools.gencode_flags(("8.0", "12.0+PTX")) == [
+    assert toolchain.gencode_flags(("8.0", "12.0+PTX")) == [
         *("-gencode", "arch=compute_80,code=sm_80"),
         *("-gencode", "arch=compute_120,code=sm_120"),
         *("-gencode", "arch=compute_120,code=compute_120"),
@@ -382,24 +387,24 @@ def test_gencode_flags() -> None:
 
 
 def test_kernels_are_read_from_what_ptxas_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools.shutil, "which", lambda name: None)
-    heavy, light = tools.kernels_in(PTXAS)
-    assert light == tools.Kernel("_ZN1a3addIdEEvPT_i", "sm_90", 8, 0, 0, 0)
-    assert heavy == tools.Kernel("_Z5heavyPf", "sm_120", 64, 1248, 1312, 1376)
-    assert tools.kernels_in("no kernels\n") == []
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    heavy, light = toolchain.kernels_in(PTXAS)
+    assert light == toolchain.Kernel("_ZN1a3addIdEEvPT_i", "sm_90", 8, 0, 0, 0)
+    assert heavy == toolchain.Kernel("_Z5heavyPf", "sm_120", 64, 1248, 1312, 1376)
+    assert toolchain.kernels_in("no kernels\n") == []
 
 
-@pytest.mark.skipif(tools.shutil.which("c++filt") is None, reason="no c++filt")
+@pytest.mark.skipif(toolchain.shutil.which("c++filt") is None, reason="no c++filt")
 def test_kernels_have_readable_names() -> None:
-    assert [kernel.name for kernel in tools.kernels_in(PTXAS)] == [
+    assert [kernel.name for kernel in toolchain.kernels_in(PTXAS)] == [
         "heavy(float*)",
         "void a::add<double>(double*, int)",
     ]
 
 
 def test_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools.shutil, "which", lambda name: None)
-    heavy = vars(tools.kernels_in(PTXAS)[0])
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    heavy = vars(toolchain.kernels_in(PTXAS)[0])
     assert kernel_table([heavy]) == [
         "  arch  registers  stack B  spill stores B  spill loads B  kernel",
         "sm_120         64     1248            1312           1376  _Z5heavyPf",
@@ -456,11 +461,11 @@ import json, pathlib, sys, types
 package = types.ModuleType("pyringar")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
-from pyringar.engine import build as _build, load as _native, toolchain as tools
-tools._SYSTEM_NVCC = "/nowhere"
+from pyringar.engine import build as _build, load, toolchain
+toolchain._SYSTEM_NVCC = "/nowhere"
 root = pathlib.Path(sys.argv[2])
 built = _build.ensure_engine(_build.Recipe(root, kind=_build.CUDA))
-module = _native.load(built)
+module = load.load(built)
 print(built.record["nvcc"], getattr(module, sys.argv[3])())
 """
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_engine import REPO, needs_compiler, needs_nvcc, run
 
-from pyringar.engine import build as _build
-from pyringar.engine import toolchain as tools
+from pyringar.engine import build, toolchain
 
 KERNELS = ("fused_kernel", "direct_kernel", "ring_kernel")
 DTYPES = 8
@@ -31,7 +30,7 @@ def test_builds_for_all_architectures_and_spills_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "all")
-    record = _build.build_engine(_build.Recipe(kind=_build.CUDA)).record
+    record = build.build_engine(build.Recipe(kind=build.CUDA)).record
     archs = {kernel["arch"] for kernel in record["kernels"]}
     assert {"sm_75", "sm_80", "sm_90"} <= archs
     for arch in archs:
@@ -59,7 +58,7 @@ def test_builds_for_all_architectures_and_spills_nothing(
     ("file", "wide"), [("kernels_float.cu", "float"), ("kernels_half.cu", "half")]
 )
 def test_fused_moves_sixteen_bytes_at_a_time(tmp_path: Path, file: str, wide: str) -> None:
-    toolkit = tools.read_cuda_toolkit(tools.find_nvcc(), tools.find_compiler())
+    toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     cubin = tmp_path / f"{wide}.cubin"
     flags = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-arch=sm_90"]
     command = [*toolkit.nvcc.command, *flags, f"-I{REPO / 'csrc'}", "-cubin", "-o", str(cubin)]

@@ -17,8 +17,7 @@ import torch
 from tiny_engine import REPO, needs_compiler
 
 from pyringar.cli import main
-from pyringar.engine import build as _build
-from pyringar.engine import load as _native
+from pyringar.engine import build, load
 from pyringar.errors import BuildError
 
 # --- loading ---
@@ -26,18 +25,18 @@ from pyringar.errors import BuildError
 
 @needs_compiler
 def test_threads_load_one_engine(
-    cache: Path, tiny: _build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tiny: build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, calls, results = _build.ensure_engine(tiny), [], []
-    assert _native.loaded_engine() is None
+    built, calls, results = build.ensure_engine(tiny), [], []
+    assert load.loaded_engine() is None
 
-    def slow_ensure(recipe: _build.Recipe) -> _build.Engine:
+    def slow_ensure(recipe: build.Recipe) -> build.Engine:
         calls.append(1)
         time.sleep(0.05)
         return built
 
-    monkeypatch.setattr(_build, "ensure_engine", slow_ensure)
-    threads = [threading.Thread(target=lambda: results.append(_native.engine())) for _ in range(8)]
+    monkeypatch.setattr(build, "ensure_engine", slow_ensure)
+    threads = [threading.Thread(target=lambda: results.append(load.engine())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -45,21 +44,21 @@ def test_threads_load_one_engine(
     assert len(calls) == 1
     assert len(results) == 8
     assert all(module is results[0] for module in results)
-    assert _native.loaded_engine() is results[0]
+    assert load.loaded_engine() is results[0]
 
 
 @needs_compiler
 def test_an_engine_that_cannot_be_loaded(
-    cache: Path, tiny: _build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tiny: build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     built.path.write_bytes(b"no machine code")
-    monkeypatch.setattr(_build, "ensure_engine", lambda recipe: built)
+    monkeypatch.setattr(build, "ensure_engine", lambda recipe: built)
     with pytest.raises(BuildError, match="pyringar build --force") as caught:
-        _native.engine()
+        load.engine()
     assert isinstance(caught.value.__cause__, ImportError)
     assert str(built.path) in str(caught.value)
-    assert _native.loaded_engine() is None
+    assert load.loaded_engine() is None
 
 
 @needs_compiler
@@ -68,7 +67,7 @@ def test_finding_pyringars_engine_is_quick(cache: Path) -> None:
     took = []
     for _ in range(5):
         started = time.process_time()
-        _build.find_engine()
+        build.find_engine()
         took.append(time.process_time() - started)
     assert min(took) < 0.05
 
@@ -133,13 +132,13 @@ def test_info_shows_a_refused_cache(cache: Path, capsys: pytest.CaptureFixture[s
 @needs_compiler
 def test_build_command(
     cache: Path,
-    tiny: _build.Recipe,
+    tiny: build.Recipe,
     unloaded: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
+    monkeypatch.setattr(build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
     caplog.set_level(logging.INFO)
     assert main(["build", "--no-cuda", "--verbose"]) == 0
     told = capsys.readouterr().out
@@ -167,9 +166,9 @@ def test_pyringars_engine_compiles_without_warnings(
     monkeypatch.setenv("CXX", compiler)
     # In a process of its own: one process loads one engine.
     code = (
-        "from pyringar.engine import build as _build, load as _native; "
-        "engine = _build.ensure_engine(_build.Recipe(extra_flags=('-Werror',))); "
-        "print(_native.load(engine).build_info()['compiler'])"
+        "from pyringar.engine import build, load; "
+        "engine = build.ensure_engine(build.Recipe(extra_flags=('-Werror',))); "
+        "print(load.load(engine).build_info()['compiler'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False

@@ -19,18 +19,18 @@ import pytest
 from tiny_engine import REPO, needs_compiler, run
 
 import pyringar
-from pyringar.engine import build as _build
+from pyringar.engine import build
 
 USE = """
 import json, torch, pyringar
-from pyringar.engine import build as _build, load as _native
+from pyringar.engine import build, load
 ranks = [torch.full((5,), float(rank)) for rank in range(3)]
 pyringar.allreduce(ranks)
 print(json.dumps({
     "package": pyringar.__file__,
-    "sources": str(_build.Recipe().root()),
-    "origin": _build.find_engine().origin,
-    "engine": _native.engine().__file__,
+    "sources": str(build.Recipe().root()),
+    "origin": build.find_engine().origin,
+    "engine": load.engine().__file__,
     "sums": [rank.tolist() for rank in ranks],
 }))
 """
@@ -71,7 +71,7 @@ def names_in(archive: Path) -> set[str]:
 
 def sources() -> set[str]:
     """Every source of both engines."""
-    recipes = [_build.Recipe(kind=kind) for kind in (_build.CPU, _build.CUDA)]
+    recipes = [build.Recipe(kind=kind) for kind in (build.CPU, build.CUDA)]
     return {
         path.relative_to(recipe.root()).as_posix() for recipe in recipes for path in recipe.files()
     }

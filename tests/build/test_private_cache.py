@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_engine import CHILD, REPO, needs_compiler, wait_for
 
-from pyringar.engine import build as _build
-from pyringar.engine import files as _files
+from pyringar.engine import build, files
 from pyringar.engine import load as _native
 from pyringar.errors import BuildError
 
@@ -51,24 +50,24 @@ def make(folder: Path, mode: int, owner: int | None = None) -> Path:
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o702])
 def test_a_folder_above_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
     make(tmp_path / "above", mode)
-    with pytest.raises(_files.NotPrivateError, match=rf"above can be written.*{mode:04o}"):
-        _files.private_path(tmp_path / "above/cache/key")
+    with pytest.raises(files.NotPrivateError, match=rf"above can be written.*{mode:04o}"):
+        files.private_path(tmp_path / "above/cache/key")
 
 
 @needs_root
 def test_a_folder_above_of_another_user_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "theirs", 0o755, NOBODY)
-    with pytest.raises(_files.NotPrivateError, match=rf"theirs belongs to user {NOBODY}"):
-        _files.private_path(tmp_path / "theirs/cache/key")
+    with pytest.raises(files.NotPrivateError, match=rf"theirs belongs to user {NOBODY}"):
+        files.private_path(tmp_path / "theirs/cache/key")
 
 
 def test_a_sticky_folder_may_be_above_and_not_the_cache_itself(tmp_path: Path) -> None:
     make(tmp_path / "tmp", 0o1777)
     make(tmp_path / "tmp/cache", 0o755)
-    found = _files.private_path(tmp_path / "tmp/cache/not/there")
+    found = files.private_path(tmp_path / "tmp/cache/not/there")
     assert found == (tmp_path / "tmp/cache/not/there").resolve()
-    with pytest.raises(_files.NotPrivateError, match="can be written by other users"):
-        _files.private_path(tmp_path / "tmp")
+    with pytest.raises(files.NotPrivateError, match="can be written by other users"):
+        files.private_path(tmp_path / "tmp")
 
 
 @pytest.mark.parametrize(
@@ -107,10 +106,10 @@ def test_a_group_of_its_owner_alone_may_write(
         os, "lstat", lambda path: os.stat_result(changed) if path == folder else lstat(path)
     )
     if is_own:
-        assert _files.private_path(folder / "cache") == folder / "cache"
+        assert files.private_path(folder / "cache") == folder / "cache"
     else:
-        with pytest.raises(_files.NotPrivateError, match=r"home can be written .*group 5000"):
-            _files.private_path(folder / "cache")
+        with pytest.raises(files.NotPrivateError, match=r"home can be written .*group 5000"):
+            files.private_path(folder / "cache")
 
 
 def test_links_are_followed_and_end(tmp_path: Path) -> None:
@@ -118,10 +117,10 @@ def test_links_are_followed_and_end(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b/../b")
     (tmp_path / "b").symlink_to(tmp_path / "c")
     (tmp_path / "c").symlink_to("./real")
-    assert _files.private_path(tmp_path / "a/key") == real.resolve() / "key"
+    assert files.private_path(tmp_path / "a/key") == real.resolve() / "key"
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="40 symbolic links"):
-        _files.private_path(tmp_path / "loop/key")
+        files.private_path(tmp_path / "loop/key")
 
 
 @needs_root
@@ -129,30 +128,30 @@ def test_a_link_of_another_user_is_refused_wherever_it_leads(tmp_path: Path) -> 
     make(tmp_path / "tmp", 0o1777)
     (tmp_path / "tmp/link").symlink_to(make(tmp_path / "mine", 0o700))
     os.lchown(tmp_path / "tmp/link", NOBODY, NOBODY)
-    with pytest.raises(_files.NotPrivateError, match=rf"link belongs to user {NOBODY}"):
-        _files.private_path(tmp_path / "tmp/link/key")
+    with pytest.raises(files.NotPrivateError, match=rf"link belongs to user {NOBODY}"):
+        files.private_path(tmp_path / "tmp/link/key")
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)  # opening it would wait
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
-        with pytest.raises((OSError, _files.NotPrivateError)):
-            _files.open_private(path)
+        with pytest.raises((OSError, files.NotPrivateError)):
+            files.open_private(path)
     (tmp_path / "file").write_text("mine")
-    os.close(_files.open_private(tmp_path / "file"))
+    os.close(files.open_private(tmp_path / "file"))
     (tmp_path / "file").chmod(0o666)
-    with pytest.raises(_files.NotPrivateError, match="file can be written"):
-        _files.open_private(tmp_path / "file")
+    with pytest.raises(files.NotPrivateError, match="file can be written"):
+        files.open_private(tmp_path / "file")
 
 
 @needs_compiler
 def test_everything_that_is_made_is_its_owners_alone(
-    cache: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(cache / "a/b"))
     before = os.umask(0)
     try:
-        built = _build.ensure_engine(tiny)
+        built = build.ensure_engine(tiny)
     finally:
         os.umask(before)
     assert cache.stat().st_mode & 0o777 == 0o700
@@ -183,14 +182,14 @@ package = types.ModuleType("pyringar")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
 from pyringar import errors
-from pyringar.engine import build as _build, load as _native
-recipe = _build.Recipe(pathlib.Path(sys.argv[2]))
+from pyringar.engine import build, load as _native
+recipe = build.Recipe(pathlib.Path(sys.argv[2]))
 for _ in range(int(sys.argv[3])):
     child = os.fork()
     if child == 0:
         code = 3
         try:
-            engine = _build.find_engine(recipe)
+            engine = build.find_engine(recipe)
             code = 2 if engine is None else 0 if _native.load(engine).value() == 42 else 3
         except errors.BuildError:
             code = 1
@@ -201,13 +200,13 @@ for _ in range(int(sys.argv[3])):
 """
 
 
-def plant_foreign_engine(tiny: _build.Recipe, good: Path, evil: Path) -> None:
+def plant_foreign_engine(tiny: build.Recipe, good: Path, evil: Path) -> None:
     """Make a cache that looks like the good one, of another user's, whose engine says 666."""
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     shutil.copytree(good, evil)
     header = tiny.root() / "core/value.h"
     header.write_text(header.read_text().replace("42", "666"))
-    foreign = _build.ensure_engine(tiny)
+    foreign = build.ensure_engine(tiny)
     header.write_text(header.read_text().replace("666", "42"))
     shutil.copy(foreign.path, evil / built.path.relative_to(good))
     for path in (evil, *evil.rglob("*")):
@@ -221,7 +220,7 @@ def plant_foreign_engine(tiny: _build.Recipe, good: Path, evil: Path) -> None:
 @pytest.mark.parametrize("swapper", ["nobody", "root"])
 @pytest.mark.parametrize("loads", [40, pytest.param(500, marks=pytest.mark.thorough)])
 def test_folders_that_change_during_a_load_run_no_foreign_code(
-    shared: Path, tiny: _build.Recipe, swapper: str, loads: int
+    shared: Path, tiny: build.Recipe, swapper: str, loads: int
 ) -> None:
     """Another user exchanges them, who may write the folder above; then root, who always may.
 
@@ -255,19 +254,19 @@ def test_folders_that_change_during_a_load_run_no_foreign_code(
 @needs_compiler
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
 def test_what_was_checked_is_what_is_loaded(
-    cache: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that takes the engine's place after it was opened is not loaded."""
-    built = _build.ensure_engine(tiny)
-    checked = _build.open_engine
+    built = build.ensure_engine(tiny)
+    checked = build.open_engine
 
-    def swap_after(engine: _build.Engine) -> int:
+    def swap_after(engine: build.Engine) -> int:
         fd = checked(engine)
         engine.path.unlink()
         engine.path.write_bytes(b"foreign")
         return fd
 
-    monkeypatch.setattr(_build, "open_engine", swap_after)
+    monkeypatch.setattr(build, "open_engine", swap_after)
     module = _native.load(built)
     assert module.value() == 42
     assert (module.__file__, module.__spec__.origin) == (str(built.path),) * 2
@@ -275,28 +274,28 @@ def test_what_was_checked_is_what_is_loaded(
 
 @needs_compiler
 def test_without_proc_an_engine_is_loaded_by_its_path(
-    cache: Path, tiny: _build.Recipe, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     monkeypatch.setattr(os.path, "samestat", lambda a, b: False)
-    assert _native._path_of(_build.open_engine(built), built.path) == str(built.path)
+    assert _native._path_of(build.open_engine(built), built.path) == str(built.path)
     assert _native.load(built).value() == 42
 
 
 @needs_compiler
-def test_two_engines_are_never_taken_for_each_other(cache: Path, tiny: _build.Recipe) -> None:
+def test_two_engines_are_never_taken_for_each_other(cache: Path, tiny: build.Recipe) -> None:
     """Not even where somebody closes all descriptors, as daemons do, so that numbers serve again.
 
     In a process of its own, because it closes what is not its own.
     """
-    first = _build.ensure_engine(tiny)
+    first = build.ensure_engine(tiny)
     (tiny.root() / "core/value.h").write_text("inline constexpr long kValue = 43;\n")
-    second = _build.ensure_engine(tiny)
+    second = build.ensure_engine(tiny)
     code = CHILD.rpartition("from pyringar")[0] + (
         "from pathlib import Path\n"
         "import os\n"
-        "from pyringar.engine import build as _build, load as _native\n"
-        "load = lambda path: _native.load(_build.Engine(Path(path), 'cache', {}))\n"
+        "from pyringar.engine import build, load as _native\n"
+        "load = lambda path: _native.load(build.Engine(Path(path), 'cache', {}))\n"
     )
     for between in ("", "os.closerange(3, 99)\n"):
         lines = code + f"a = load(sys.argv[2])\n{between}b = load(sys.argv[3])\n"
@@ -331,7 +330,7 @@ def homeless(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr("tempfile.tempdir", None)
-    _build._warn_of_temporary.cache_clear()
+    build._warn_of_temporary.cache_clear()
 
     def move(home: str) -> Path:
         monkeypatch.setenv("HOME", home)
@@ -344,7 +343,7 @@ def homeless(
 @pytest.mark.parametrize("home", ["/dev/null", "/proc/none", "open", "theirs"])
 def test_without_a_home_of_ones_own_a_temporary_folder_serves(
     homeless: Callable[[str], Path],
-    tiny: _build.Recipe,
+    tiny: build.Recipe,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     home: str,
@@ -356,11 +355,11 @@ def test_without_a_home_of_ones_own_a_temporary_folder_serves(
     elif home == "open":
         home = str(make(tmp_path / "open", 0o777))
     folder = homeless(home)
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     assert built.path.parent.parent == folder
     assert folder.stat().st_mode & 0o777 == 0o700
     assert _native.load(built).value() == 42
-    found = _build.ensure_engine(tiny)
+    found = build.ensure_engine(tiny)
     assert (found.origin, found.path) == ("cache", built.path), "it is used again"
     warned = [record.message for record in caplog.records if "may not last" in record.message]
     assert len(warned) == 1, "once"
@@ -372,48 +371,48 @@ def test_without_a_home_of_ones_own_a_temporary_folder_serves(
 @needs_compiler
 @needs_root
 def test_a_temporary_folder_of_somebody_else_is_refused_or_passed_over(
-    homeless: Callable[[str], Path], tiny: _build.Recipe, tmp_path: Path
+    homeless: Callable[[str], Path], tiny: build.Recipe, tmp_path: Path
 ) -> None:
     folder = homeless("/dev/null")
     make(folder, 0o755, NOBODY)
     with pytest.raises(BuildError, match=rf"pyringar-0 belongs to user {NOBODY}.*is not loaded"):
-        _build.ensure_engine(tiny)
+        build.ensure_engine(tiny)
     # Whoever has a home need not care.
     assert homeless(str(tmp_path)) == folder
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     assert built.path.is_relative_to(tmp_path / ".cache/pyringar")
     theirs = make(folder / built.path.parent.name, 0o755, NOBODY)
     shutil.copy(built.path, theirs)
     shutil.copy(built.path.parent / "build.json", theirs)
     shutil.rmtree(tmp_path / ".cache")
-    assert _build.ensure_engine(tiny).origin == "built"
+    assert build.ensure_engine(tiny).origin == "built"
 
 
 @needs_compiler
 def test_an_engine_in_a_cache_that_cannot_be_written_is_used(
     homeless: Callable[[str], Path],
-    tiny: _build.Recipe,
+    tiny: build.Recipe,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An image with a read-only root: what was built into it serves, what is new goes elsewhere."""
     folder = homeless(str(tmp_path))
-    built = _build.ensure_engine(tiny)
+    built = build.ensure_engine(tiny)
     access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: ".cache" not in str(path) and access(path, mode)
     )
-    assert _build.ensure_engine(tiny).path == built.path
+    assert build.ensure_engine(tiny).path == built.path
     (tiny.root() / "core/value.h").write_text("inline constexpr long kValue = 43;\n")
-    fresh = _build.ensure_engine(tiny)
+    fresh = build.ensure_engine(tiny)
     assert fresh.path.parent.parent == folder
     assert "Permission denied" in caplog.text
-    assert _build.ensure_engine(tiny).path == fresh.path
+    assert build.ensure_engine(tiny).path == fresh.path
 
 
 def test_a_user_without_a_home_has_no_usual_cache() -> None:
-    assert "no home folder" in _build._why_unusable(Path("~/.cache/pyringar"))
+    assert "no home folder" in build._why_unusable(Path("~/.cache/pyringar"))
 
 
 def test_a_named_cache_that_is_nobodys_is_an_error(
@@ -421,4 +420,4 @@ def test_a_named_cache_that_is_nobodys_is_an_error(
 ) -> None:
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", "~no-such-user/cache")
     with pytest.raises(BuildError, match="PYRINGAR_CACHE_DIR is '~no-such-user/cache'"):
-        _build.find_engine()
+        build.find_engine()

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from pyringar.engine import build as _build
+from pyringar.engine import build, toolchain
 from pyringar.engine import load as _native
-from pyringar.engine import toolchain as tools
 from pyringar.errors import CompilerNotFoundError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -69,15 +68,15 @@ import importlib, pathlib, sys, types
 package = types.ModuleType("pyringar")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
-from pyringar.engine import build as _build, load as _native
-engine = _build.ensure_engine(_build.Recipe(pathlib.Path(sys.argv[2])))
+from pyringar.engine import build, load as _native
+engine = build.ensure_engine(build.Recipe(pathlib.Path(sys.argv[2])))
 print(engine.origin, _native.load(engine).value())
 """
 
 
 def has_nvcc() -> bool:
     try:
-        tools.find_nvcc()
+        toolchain.find_nvcc()
     except CompilerNotFoundError:
         return False
     return True
@@ -109,7 +108,7 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str
     return done.stdout
 
 
-def child(recipe: _build.Recipe, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+def child(recipe: build.Recipe, before: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start CHILD; ``before``: arguments of a Python that starts it in turn."""
     arguments = [*before, "-c", CHILD, str(REPO / "pyringar"), str(recipe.source_root)]
     return subprocess.Popen(
@@ -117,11 +116,11 @@ def child(recipe: _build.Recipe, before: Sequence[str] = ()) -> subprocess.Popen
     )
 
 
-def load(recipe: _build.Recipe) -> Any:
-    return _native.load(_build.ensure_engine(recipe))
+def load(recipe: build.Recipe) -> Any:
+    return _native.load(build.ensure_engine(recipe))
 
 
-def value_of(engine: _build.Engine) -> str:
+def value_of(engine: build.Engine) -> str:
     """Load the engine in a process of its own: one process loads one engine."""
     code = (
         "import importlib.util as util, sys; "
