@@ -1,6 +1,6 @@
 """Do the floors hold: imports and includes point down only, and every C++ header stands alone?
 
-The floors are drawn in csrc/README.md. A new module takes its place in FLOORS here.
+The floors are drawn in docs/architecture.md. A new module takes its place in ORDER here.
 """
 
 from __future__ import annotations
