@@ -11,6 +11,7 @@
 #include <deque>
 #include <fstream>
 
+#include "cpu/strided.h"
 #include "oracle.h"
 #include "parts.h"
 
