@@ -78,15 +78,15 @@ class Builder {
 
   void reserve(std::size_t num_tensors) {
     views_.reserve(num_tensors);
-    places_.reserve(num_tensors);
+    names_.reserve(num_tensors);
   }
 
   // Returns the index of the view. Written tensors must not be part of an autograd graph.
-  std::size_t add(PyObject* object, Place place, bool is_written) {
-    read_tensor(object, operation_, place, &views_.emplace_back());
-    places_.push_back(place);
-    check_device(views_.back(), place);
-    if (is_written) grad_.check(object, place);
+  std::size_t add(PyObject* object, ArgName name, bool is_written) {
+    read_tensor(object, operation_, name, &views_.emplace_back());
+    names_.push_back(name);
+    check_device(views_.back(), name);
+    if (is_written) grad_.check(object, name);
     return views_.size() - 1;
   }
 
@@ -97,10 +97,10 @@ class Builder {
   }
 
   const TensorView& view(std::size_t i) const { return views_[i]; }
-  Place place(std::size_t i) const { return places_[i]; }
+  ArgName name(std::size_t i) const { return names_[i]; }
 
   void check_pair(std::size_t i, std::size_t first) const {
-    check_agrees(views_[i], places_[i], views_[first], places_[first], operation_);
+    check_agrees(views_[i], names_[i], views_[first], names_[first], operation_);
   }
 
   // Whether views first, first + step, ..., one per rank, lie alike.
@@ -117,13 +117,13 @@ class Builder {
     const TensorView& c = views_[chunk];
     if (w.dtype != c.dtype) check_pair(chunk, whole);
     if (w.numel != c.numel * static_cast<std::size_t>(world_size_)) {
-      fail(ErrorKind::kArgument, operation_, ": ", places_[whole].text(), " has ", w.numel,
-           " elements and ", places_[chunk].text(), " has ", c.numel, "; expected ", world_size_,
+      fail(ErrorKind::kArgument, operation_, ": ", names_[whole].text(), " has ", w.numel,
+           " elements and ", names_[chunk].text(), " has ", c.numel, "; expected ", world_size_,
            " times as many, one part per rank");
     }
   }
 
-  void check_all_disjoint() const { check_disjoint(views_, places_, operation_); }
+  void check_all_disjoint() const { check_disjoint(views_, names_, operation_); }
 
   // Memory of view i in the order of its index: its own, or a packed copy. Dense tensors that lie
   // alike on all ranks need no copy, whatever their order; is_flat says that index order is needed.
@@ -131,7 +131,7 @@ class Builder {
     const TensorView& v = views_[i];
     if (v.numel == 0) return v.data;
     if (v.is_dense && (!is_flat || has_index_order(v))) return v.data;
-    if (devices_ != nullptr) return torch_copy(v, places_[i], is_output);
+    if (devices_ != nullptr) return torch_copy(v, names_[i], is_output);
     auto dense = std::make_unique_for_overwrite<std::byte[]>(v.bytes());
     collective_.staged.push_back({v.strided(), std::move(dense), is_input, is_output});
     return collective_.staged.back().dense.get();
@@ -155,23 +155,23 @@ class Builder {
   int world_size() const { return world_size_; }
 
  private:
-  void check_device(const TensorView& view, Place place) const {
-    const auto rank = static_cast<std::size_t>(place.index);
-    const int expected = devices_ == nullptr ? kHostDevice : (*devices_)[rank];
+  void check_device(const TensorView& view, ArgName name) const {
+    const auto rank = static_cast<std::size_t>(name.index);
+    const int expected = devices_ == nullptr ? kHost : (*devices_)[rank];
     if (view.device == expected) return;
-    fail(ErrorKind::kArgument, operation_, ": ", place.text(), " is on ", device_name(view.device),
+    fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
          ", expected ", device_name(expected), ", the device of rank ", rank);
   }
 
   // Made by torch, on its current stream, where our kernels also go.
-  void* torch_copy(const TensorView& view, Place place, bool is_output) {
+  void* torch_copy(const TensorView& view, ArgName name, bool is_output) {
     const py::object dense = packed(view.object);
     PyObject* target = is_output ? view.object : Py_None;
     const auto pair = py::reinterpret_steal<py::object>(PyTuple_Pack(2, target, dense.ptr()));
     if (!pair) throw_python_error();
     append(copies_, pair.ptr());
     TensorView copy;
-    read_tensor(dense.ptr(), operation_, place, &copy);
+    read_tensor(dense.ptr(), operation_, name, &copy);
     return copy.data;
   }
 
@@ -182,7 +182,7 @@ class Builder {
   Collective collective_;
   py::list copies_;
   std::vector<TensorView> views_;
-  std::vector<Place> places_;
+  std::vector<ArgName> names_;
 };
 
 // One tensor over all ranks, pointers already pushed: input and output are the same memory.

@@ -79,7 +79,7 @@ struct Calls {
   using GroupPtr = pyringar::GroupPtr;
   static ProcessGroup& host(ProcessGroup& group) { return group; }
   static LocalRank local_rank(const ProcessGroup& group) {
-    return {group.rank(), group.world_size(), kHostDevice, group.compares_shapes()};
+    return {group.rank(), group.world_size(), kHost, group.compares_shapes()};
   }
   static PreparedCall prepare_all_reduce(ProcessGroup& group, py::handle tensors, py::handle op,
                                          py::handle algorithm, const char* operation) {

@@ -29,14 +29,14 @@ class CallBuilder {
   }
 
   // in place: an output that is its own input.
-  void add_in_place(py::handle given, Place place, bool is_read_only = false) {
-    add(given, place, {.is_input = true, .is_output = !is_read_only, .is_in_place = true});
+  void add_in_place(py::handle given, ArgName name, bool is_read_only = false) {
+    add(given, name, {.is_input = true, .is_output = !is_read_only, .is_in_place = true});
   }
-  void add_input(py::handle given, Place place) {
-    add(given, place, {.is_input = true, .is_output = false, .is_in_place = false});
+  void add_input(py::handle given, ArgName name) {
+    add(given, name, {.is_input = true, .is_output = false, .is_in_place = false});
   }
-  void add_output(py::handle given, Place place) {
-    add(given, place, {.is_input = false, .is_output = true, .is_in_place = false});
+  void add_output(py::handle given, ArgName name) {
+    add(given, name, {.is_input = false, .is_output = true, .is_in_place = false});
   }
 
   // whole holds a part per rank.
@@ -44,15 +44,15 @@ class CallBuilder {
     const TensorView& w = views_[whole];
     const TensorView& p = views_[part];
     if (w.dtype != p.dtype || w.numel != p.numel * static_cast<std::size_t>(self_.world_size)) {
-      fail(ErrorKind::kArgument, operation_, ": ", places_[whole].text(), " has ", w.numel, " ",
-           dtype_name(w.dtype), " elements and ", places_[part].text(), " has ", p.numel, " ",
+      fail(ErrorKind::kArgument, operation_, ": ", names_[whole].text(), " has ", w.numel, " ",
+           dtype_name(w.dtype), " elements and ", names_[part].text(), " has ", p.numel, " ",
            dtype_name(p.dtype), "; expected one dtype and ", self_.world_size,
            " times as many, one part per rank");
     }
   }
 
   PreparedCall finish() {
-    check_disjoint(views_, places_, operation_);
+    check_disjoint(views_, names_, operation_);
     PreparedCall prepared;
     for (std::size_t i = 0; i < views_.size(); ++i) {
       const Use& use = uses_[i];
@@ -73,18 +73,17 @@ class CallBuilder {
     bool is_in_place;
   };
 
-  void add(py::handle given, Place place, Use use) {
+  void add(py::handle given, ArgName name, Use use) {
     py::object tensor = is_plain_tensor(given.ptr()) ? py::reinterpret_borrow<py::object>(given)
                                                      : as_tensor(given.ptr());
     TensorView& view = views_.emplace_back();
-    read_tensor(tensor.ptr(), operation_, place, &view);
+    read_tensor(tensor.ptr(), operation_, name, &view);
     if (view.device != self_.device) {
-      fail(ErrorKind::kArgument, operation_, ": ", place.text(), " is on ",
-           device_name(view.device), ", expected ", device_name(self_.device),
-           ", this rank's device");
+      fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
+           ", expected ", device_name(self_.device), ", this rank's device");
     }
-    if (use.is_output) grad_.check(tensor.ptr(), place);
-    places_.push_back(place);
+    if (use.is_output) grad_.check(tensor.ptr(), name);
+    names_.push_back(name);
     uses_.push_back(use);
     tensors_.push_back(std::move(tensor));
   }
@@ -101,7 +100,7 @@ class CallBuilder {
       call_.permuted.push_back({i, view.strided(), use.is_output});
       return {view.data, view.numel, view.dtype};
     }
-    if (self_.device != kHostDevice) return torch_copy(i, prepared);
+    if (self_.device != kHost) return torch_copy(i, prepared);
     std::shared_ptr<std::byte[]> memory = std::make_unique_for_overwrite<std::byte[]>(view.bytes());
     std::byte* data = memory.get();
     call_.staged.push_back({view.strided(), std::move(memory), use.is_input, use.is_output});
@@ -113,7 +112,7 @@ class CallBuilder {
     const py::handle tensor = views_[i].object;
     py::object copy = packed(tensor.attr("detach")().ptr());
     TensorView copied;
-    read_tensor(copy.ptr(), operation_, places_[i], &copied);
+    read_tensor(copy.ptr(), operation_, names_[i], &copied);
     if (uses_[i].is_output) {
       prepared.copies.append(py::make_tuple(tensor, copy));
     } else {
@@ -144,7 +143,7 @@ class CallBuilder {
   GradGuard grad_;
   ProcessCall call_;
   std::vector<TensorView> views_;
-  std::vector<Place> places_;
+  std::vector<ArgName> names_;
   std::vector<Use> uses_;
   std::vector<py::object> tensors_;  // keeps what the views point into
 };

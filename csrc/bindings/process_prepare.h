@@ -32,7 +32,7 @@ struct PreparedCall {
 struct LocalRank {
   int rank;
   int world_size;
-  int device = kHostDevice;
+  int device = kHost;
   bool compares_shapes = true;
 };
 

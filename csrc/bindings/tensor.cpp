@@ -185,10 +185,10 @@ bool is_dense(const TensorView& view) {
 }
 
 // What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
-[[noreturn]] void refuse_layout(PyObject* object, const char* operation, Place place) {
+[[noreturn]] void refuse_layout(PyObject* object, const char* operation, ArgName name) {
   std::string why = take_python_error();
   why = why.substr(0, why.find('\n'));
-  fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " has layout ",
+  fail(ErrorKind::kUnsupported, operation, ": ", name.text(), " has layout ",
        text_of(object, "layout"), " on device ", text_of(object, "device"), " and dtype ",
        text_of(object, "dtype"), "; expected a dense (strided) tensor with memory of its own (",
        why, ")");
@@ -201,20 +201,20 @@ StridedView TensorView::strided() const {
   return {data, item_bytes(dtype), {shape, shape + ndim}, {strides, strides + ndim}, sign};
 }
 
-std::string Place::text() const {
+std::string ArgName::text() const {
   if (index < 0) return argument;
   if (inner >= 0) return join(argument, "[", index, "][", inner, "]");
   return join(argument, "[", index, "]");
 }
 
-void read_tensor(PyObject* object, const char* operation, Place place, TensorView* view) {
+void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view) {
   const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   if (api == nullptr) {
-    fail(ErrorKind::kArgument, operation, ": ", place.text(), " is a ", Py_TYPE(object)->tp_name,
+    fail(ErrorKind::kArgument, operation, ": ", name.text(), " is a ", Py_TYPE(object)->tp_name,
          ", expected a torch.Tensor");
   }
   dlpack::Tensor raw{};
-  if (api->dltensor_from_py_object(object, &raw) != 0) refuse_layout(object, operation, place);
+  if (api->dltensor_from_py_object(object, &raw) != 0) refuse_layout(object, operation, name);
   view->object = object;
   view->data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
   view->ndim = raw.ndim;
@@ -223,26 +223,24 @@ void read_tensor(PyObject* object, const char* operation, Place place, TensorVie
   view->numel = 1;
   for (int dim = 0; dim < raw.ndim; ++dim) view->numel *= static_cast<std::size_t>(raw.shape[dim]);
   if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) {
-    fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " is on device ",
+    fail(ErrorKind::kUnsupported, operation, ": ", name.text(), " is on device ",
          text_of(object, "device"), "; supported are cpu and cuda");
   }
-  view->device = raw.device_type == dlpack::kCpu ? kHostDevice : raw.device_id;
+  view->device = raw.device_type == dlpack::kCpu ? kHost : raw.device_id;
   if (!read_dtype(raw, &view->dtype)) {
-    fail(ErrorKind::kUnsupported, operation, ": ", place.text(), " has dtype ",
+    fail(ErrorKind::kUnsupported, operation, ": ", name.text(), " has dtype ",
          text_of(object, "dtype"),
          "; supported are float64, float32, float16, bfloat16, int8, uint8, int32 and int64");
   }
   if (raw.data == nullptr && view->numel > 0) {
-    fail(ErrorKind::kUnsupported, operation, ": ", place.text(),
+    fail(ErrorKind::kUnsupported, operation, ": ", name.text(),
          " has no memory behind it (a fake or functional tensor?); expected a real tensor");
   }
   view->is_negated = TorchNames::get().is_neg(object);
   view->is_dense = !view->is_negated && is_dense(*view);
 }
 
-std::string device_name(int device) {
-  return device == kHostDevice ? "cpu" : join("cuda:", device);
-}
+std::string device_name(int device) { return device == kHost ? "cpu" : join("cuda:", device); }
 
 void* current_stream(int device) {
   auto* tensor_type = reinterpret_cast<PyTypeObject*>(TorchNames::get().tensor_type.ptr());
@@ -274,12 +272,12 @@ std::string describe_shape(const TensorView& view) {
   return text + (view.ndim == 1 ? ",)" : ")");
 }
 
-void check_agrees(const TensorView& view, Place place, const TensorView& first, Place first_place,
+void check_agrees(const TensorView& view, ArgName name, const TensorView& first, ArgName first_name,
                   const char* operation) {
   const auto differs = [&](const char* what, const std::string& value,
                            const std::string& expected) {
-    fail(ErrorKind::kArgument, operation, ": ", place.text(), " has ", what, " ", value, ", but ",
-         first_place.text(), " has ", expected, "; all ranks must agree");
+    fail(ErrorKind::kArgument, operation, ": ", name.text(), " has ", what, " ", value, ", but ",
+         first_name.text(), " has ", expected, "; all ranks must agree");
   };
   if (view.dtype != first.dtype) {
     differs("dtype", dtype_name(view.dtype), dtype_name(first.dtype));
@@ -309,7 +307,7 @@ bool has_index_order(const TensorView& view) {
   return true;
 }
 
-void check_disjoint(std::span<const TensorView> views, std::span<const Place> places,
+void check_disjoint(std::span<const TensorView> views, std::span<const ArgName> names,
                     const char* operation) {
   struct Span {
     const std::byte* first;
@@ -327,7 +325,7 @@ void check_disjoint(std::span<const TensorView> views, std::span<const Place> pl
     }
     const StridedView strided = view.strided();
     if (overlaps_itself(strided)) {
-      fail(ErrorKind::kArgument, operation, ": ", places[i].text(), " of shape ",
+      fail(ErrorKind::kArgument, operation, ": ", names[i].text(), " of shape ",
            describe_shape(view),
            " overlaps itself (an expanded tensor?); expected every element at its own address");
     }
@@ -342,8 +340,8 @@ void check_disjoint(std::span<const TensorView> views, std::span<const Place> pl
       const std::size_t j = std::max(spans[a].index, spans[b].index);
       const bool dense = views[i].is_dense && views[j].is_dense;
       if (!dense && !overlap(views[i].strided(), views[j].strided())) continue;
-      fail(ErrorKind::kArgument, operation, ": ", places[j].text(), " shares memory with ",
-           places[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
+      fail(ErrorKind::kArgument, operation, ": ", names[j].text(), " shares memory with ",
+           names[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
     }
   }
 }
@@ -352,10 +350,10 @@ GradGuard::GradGuard(const char* operation) : operation_(operation) {
   recording_ = call(TorchNames::get().is_grad_enabled).ptr() == Py_True;
 }
 
-void GradGuard::check(PyObject* tensor, Place place) const {
+void GradGuard::check(PyObject* tensor, ArgName name) const {
   if (!recording_) return;
   if (TorchNames::get().requires_grad(tensor)) {
-    fail(ErrorKind::kArgument, operation_, ": ", place.text(),
+    fail(ErrorKind::kArgument, operation_, ": ", name.text(),
          " requires grad, and autograd would not see this in-place change; "
          "call it under torch.no_grad(), or pass .detach()");
   }

@@ -24,12 +24,12 @@ namespace pyringar {
 namespace py = pybind11;
 
 // In place of the index of a GPU.
-inline constexpr int kHostDevice = -1;
+inline constexpr int kHost = -1;
 
 struct TensorView {
   PyObject* object;
   std::byte* data;
-  int device;  // index of the GPU, or kHostDevice
+  int device;  // index of the GPU, or kHost
   DType dtype;
   bool is_negated;  // torch's lazy negation: memory holds the elements with the other sign
   bool is_dense;    // its elements fill one block of memory as they are, in whatever order
@@ -43,7 +43,7 @@ struct TensorView {
 };
 
 // Where a tensor stands in the caller's arguments: "tensor", "tensors[1]", "lists[1][0]".
-struct Place {
+struct ArgName {
   const char* argument;
   int index = -1;
   int inner = -1;
@@ -51,7 +51,7 @@ struct Place {
 };
 
 // Into a view where it is to stay: copying one that was just written costs as much as reading it.
-void read_tensor(PyObject* object, const char* operation, Place place, TensorView* view);
+void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view);
 
 // "cpu" or "cuda:1".
 std::string device_name(int device);
@@ -72,7 +72,7 @@ py::object as_tensor(PyObject* object);
 std::string describe_shape(const TensorView& view);
 
 // Tensors of one collective that must agree: dtype and shape of view against first.
-void check_agrees(const TensorView& view, Place place, const TensorView& first, Place first_place,
+void check_agrees(const TensorView& view, ArgName name, const TensorView& first, ArgName first_name,
                   const char* operation);
 
 // Whether two tensors of one shape have the same elements at the same offsets. The strides of
@@ -82,15 +82,15 @@ bool lie_alike(const TensorView& view, const TensorView& first);
 // Whether elements lie side by side in the order of their index.
 bool has_index_order(const TensorView& view);
 
-// No two of these share a byte, none overlaps itself. places[i] belongs to views[i].
-void check_disjoint(std::span<const TensorView> views, std::span<const Place> places,
+// No two of these share a byte, none overlaps itself. names[i] belongs to views[i].
+void check_disjoint(std::span<const TensorView> views, std::span<const ArgName> names,
                     const char* operation);
 
 // In-place results would bypass autograd: refuses tensors that require grad while it records.
 class GradGuard {
  public:
   explicit GradGuard(const char* operation);
-  void check(PyObject* tensor, Place place) const;
+  void check(PyObject* tensor, ArgName name) const;
 
  private:
   const char* operation_;

@@ -32,8 +32,8 @@ void RankTeam::run(const std::function<void(int rank)>& program) {
   const std::uint32_t epoch = started_.value.load(std::memory_order_relaxed) + 1;
   program_ = &program;
   start_threads(epoch - 1);
-  places_.look();
-  places_.spread_from_caller(threads_);
+  affinity_.look();
+  affinity_.spread_from_caller(threads_);
   started_.set(epoch);
   // The other ranks use what lies on this stack.
   [&]() noexcept { program(0); }();

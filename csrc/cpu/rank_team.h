@@ -101,7 +101,7 @@ class RankTeam {
 
   const int world_size_;
   std::vector<std::thread> threads_;
-  Places places_;
+  Affinity affinity_;
   const std::function<void(int)>* program_ = nullptr;
   Flag started_;  // one tick per run
   std::vector<Flag> finished_ = std::vector<Flag>(static_cast<std::size_t>(world_size_));

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "process/board.h"
+#include "process/staged_counters.h"
 
 namespace pyringar {
 
@@ -32,7 +32,7 @@ class HostBoard : public cuda::Board {
   bool agree(std::uint32_t n) override { return board_.agree(n); }
 
  private:
-  ProcessBoard board_;
+  StagedCounters board_;
 };
 
 // Slots of closed groups that others may still read.

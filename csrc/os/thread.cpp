@@ -81,7 +81,7 @@ CoreSet usable_cores(CoreSet own) {
 
 CoreSet allowed_cores() { return usable_cores(cores_of_thread(0)); }
 
-int Places::look() {
+int Affinity::look() {
   const CoreSet own = cores_of_thread(0);
   if (cores_.empty() || own != own_) {
     own_ = own;
@@ -96,7 +96,7 @@ int Places::look() {
   return static_cast<int>(cores_.size());
 }
 
-bool Places::are_placed(std::size_t num_threads) {
+bool Affinity::are_placed(std::size_t num_threads) {
   const int core = sched_getcpu();
   const bool has_moved =
       core != caller_core_ && std::binary_search(cores_.begin(), cores_.end(), core);
@@ -106,7 +106,7 @@ bool Places::are_placed(std::size_t num_threads) {
   return false;
 }
 
-void Places::keep_off_caller(std::span<std::thread> helpers) {
+void Affinity::keep_off_caller(std::span<std::thread> helpers) {
   if (are_placed(helpers.size())) return;
   cpu_set_t others;
   CPU_ZERO(&others);
@@ -116,7 +116,7 @@ void Places::keep_off_caller(std::span<std::thread> helpers) {
   for (std::thread& helper : helpers) run_on(helper, others);
 }
 
-void Places::spread_from_caller(std::span<std::thread> ranks) {
+void Affinity::spread_from_caller(std::span<std::thread> ranks) {
   if (are_placed(ranks.size())) return;
   const auto found = std::lower_bound(cores_.begin(), cores_.end(), caller_core_);
   const auto place = static_cast<std::size_t>(found - cores_.begin());
@@ -143,12 +143,12 @@ CoreSet allowed_cores() {
   return cores;
 }
 
-int Places::look() {
+int Affinity::look() {
   static const int count = allowed_cores().count();
   return count;
 }
-void Places::keep_off_caller(std::span<std::thread>) {}
-void Places::spread_from_caller(std::span<std::thread>) {}
+void Affinity::keep_off_caller(std::span<std::thread>) {}
+void Affinity::spread_from_caller(std::span<std::thread>) {}
 
 #endif
 

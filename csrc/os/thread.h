@@ -2,11 +2,11 @@
 //
 // Floor     os: std and the operating system (Linux; elsewhere threads run where they like).
 // Contract  A thread that is woken is often put on the waker's own core, and stays there, behind
-//           the very thread that waits for it. Places therefore keeps helpers off the core of the
+//           the very thread that waits for it. Affinity therefore keeps helpers off the core of the
 //           calling thread, and spreads ranks over cores. It acts when the caller has moved, or may
 //           use other cores than before, costs a system call per thread then (and one, of 0.2 us,
 //           to look), and never leaves the cores that the caller may use now.
-// Threads   one at a time per Places (its owner holds a lock).
+// Threads   one at a time per Affinity (its owner holds a lock).
 // Tests     tests/cpp/stress.cpp
 #pragma once
 
@@ -35,7 +35,7 @@ struct CoreSet {
 // to bind its threads, which binds the one that uses it, too: those of all threads of the process.
 CoreSet allowed_cores();
 
-class Places {
+class Affinity {
  public:
   // Looks which cores the caller may use now, and returns how many.
   int look();

@@ -25,7 +25,7 @@ ThreadPool::~ThreadPool() {
 }
 
 int ThreadPool::look_for_helpers() {
-  const int num_cores = places_.look();
+  const int num_cores = affinity_.look();
   if (follows_cores_) num_helpers_ = num_cores - 1;
   return num_helpers_;
 }
@@ -53,7 +53,7 @@ void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers)
   const int most = static_cast<int>(std::min(max_helpers, static_cast<std::size_t>(num_helpers_)));
   if (most == 0) return work();
   if (static_cast<int>(helpers_.size()) < num_helpers_) start_helpers();
-  places_.keep_off_caller(helpers_);
+  affinity_.keep_off_caller(helpers_);
   work_ = &work;
   most_inside_.store(static_cast<std::uint32_t>(most), std::memory_order_relaxed);
   const std::uint32_t left_before = left_.value.load(std::memory_order_acquire);

@@ -57,7 +57,7 @@ class ThreadPool {
   const bool follows_cores_;
   int num_helpers_;                   // of the job at hand, at most
   std::vector<std::thread> helpers_;  // as many as any job had
-  Places places_;
+  Affinity affinity_;
   Deadline last_asked_{};
   const std::function<void()>* work_ = nullptr;  // written while closed, read by who joined
   std::mutex error_mutex_;                       // taken by who fails

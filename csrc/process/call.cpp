@@ -14,8 +14,8 @@
 #include "cpu/copy.h"
 #include "cpu/fused.h"
 #include "cpu/kernels.h"
-#include "process/board.h"
 #include "process/ring.h"
+#include "process/staged_counters.h"
 
 namespace pyringar {
 
@@ -29,9 +29,9 @@ constexpr std::size_t kPiecesPerCall = 4;
 constexpr std::size_t kMinPieceBytes = 32 * 1024;
 
 // What the engines here keep of a call.
-class StagedEngine : public ProcessBoard {
+class StagedEngine : public StagedCounters {
  public:
-  StagedEngine(ProcessRank& self, const ProcessCall& call) : ProcessBoard(self), call_(call) {}
+  StagedEngine(ProcessRank& self, const ProcessCall& call) : StagedCounters(self), call_(call) {}
 
  protected:
   std::byte* slot(int rank, std::uint32_t n) const { return segment_.slot(rank, n); }
@@ -44,7 +44,7 @@ class StagedEngine : public ProcessBoard {
 // is a rank's own it reads where it is, in its tensors.
 class ReduceEngine : public StagedEngine {
  public:
-  ReduceEngine(ProcessRank& self, const ProcessCall& call, const PackedLine& packed,
+  ReduceEngine(ProcessRank& self, const ProcessCall& call, const FlatView& packed,
                std::size_t piece_bytes, bool is_direct)
       : StagedEngine(self, call),
         line_(packed),
@@ -130,7 +130,7 @@ class ReduceEngine : public StagedEngine {
                bytes / item_bytes(dtype), call_.fold.divisor);
   }
 
-  const PackedLine& line_;
+  const FlatView& line_;
   const std::size_t piece_bytes_;
   const bool is_direct_;
   std::vector<const void*> sources_;
@@ -298,7 +298,7 @@ ProcessAlgorithm unregistered_algorithm(const ProcessCall& call, const Segment& 
 }
 
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
-  const PackedLine packed(call.outputs);
+  const FlatView packed(call.outputs);
   const std::size_t piece_bytes = piece_bytes_for(packed.bytes(), self.segment);
   const std::size_t num_pieces = pieces_of(packed.bytes(), piece_bytes);
   const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
@@ -374,7 +374,7 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
     return ProcessAlgorithm::kExchange;
   }
-  if (call.places != 0) return ProcessAlgorithm::kRegistered;
+  if (call.offsets != 0) return ProcessAlgorithm::kRegistered;
   return unregistered_algorithm(call, segment);
 }
 
@@ -397,7 +397,7 @@ CallRecord ProcessCall::record() const {
   record.divisor = static_cast<std::uint32_t>(fold.divisor);
   record.root = root;
   record.num_tensors = static_cast<std::uint32_t>(outputs.size());
-  record.places = places;
+  record.offsets = offsets;
   record.strides = strides;
   record.shapes = shapes;
   if (!outputs.empty()) record.dtype = outputs[0].dtype;
@@ -453,7 +453,7 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
 ProcessCall in_index_order(const ProcessCall& call) {
   ProcessCall packed = call;
   packed.strides = 0;
-  packed.places = 0;
+  packed.offsets = 0;
   packed.registered.clear();
   packed.permuted.clear();
   for (const ProcessCall::Permuted& permuted : call.permuted) {

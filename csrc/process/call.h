@@ -17,7 +17,7 @@
 
 #include "core/collective.h"
 #include "cpu/strided.h"
-#include "process/packed_line.h"
+#include "process/flat_view.h"
 #include "process/segment.h"
 #include "process/watch.h"
 
@@ -60,7 +60,7 @@ struct ProcessCall {
 
   // Where all ranks' copies of each output lie, if every one is registered: peers[i][rank].
   std::vector<std::vector<void*>> registered;
-  std::uint64_t places = 0;
+  std::uint64_t offsets = 0;
 
   std::size_t bytes() const;
   CallRecord record() const;  // without a sequence and an algorithm

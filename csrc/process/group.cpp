@@ -282,7 +282,7 @@ void ProcessGroup::find_registered(ProcessCall& call) {
   check_usable();
   const std::lock_guard<std::mutex> lock(regions_mutex_);
   if (regions_.empty()) return;
-  std::uint64_t places = 1;
+  std::uint64_t offsets = 1;
   std::vector<std::vector<void*>> registered;
   for (const TensorSpan& tensor : call.outputs) {
     if (tensor.numel == 0) {
@@ -296,12 +296,12 @@ void ProcessGroup::find_registered(ProcessCall& call) {
     if (found == regions_.end()) return;
     const auto offset =
         static_cast<std::size_t>(tensor.data - found->bases[static_cast<std::size_t>(rank_)]);
-    places = mix(mix(places, found->id), offset);
+    offsets = mix(mix(offsets, found->id), offset);
     registered.emplace_back();
     for (std::byte* base : found->bases) registered.back().push_back(base + offset);
   }
   if (call.bytes() == 0) return;
-  call.places = places;
+  call.offsets = offsets;
   call.registered = std::move(registered);
 }
 

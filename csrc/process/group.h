@@ -98,7 +98,7 @@ class ProcessGroup {
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
   // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
-  // lie in it, fills in call.registered and call.places, if all do.
+  // lie in it, fills in call.registered and call.offsets, if all do.
   void add_region(std::uint64_t id, std::vector<SharedMemory> mapped, std::vector<std::byte*> bases,
                   std::size_t bytes);
   void remove_region(std::uint64_t id);

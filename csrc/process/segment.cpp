@@ -74,7 +74,7 @@ std::string CallRecord::text() const {
               kind == CallKind::kBroadcast ? join(" from rank ", root) : "", " of ", numel, " ",
               dtype_is_known ? dtype_name(dtype) : "unknown", " elements",
               num_tensors > 1 ? join(" in ", num_tensors, " tensors") : "",
-              places != 0 ? ", registered" : "");
+              offsets != 0 ? ", registered" : "");
 }
 
 std::size_t Segment::bytes_for(int world_size) {

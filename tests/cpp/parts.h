@@ -27,7 +27,7 @@ void two_groups_round(Random& random);
 void float_mode_round(Random& random);  // a caller that flushes denormals and rounds upwards
 void no_threads_round(Random& random);  // the system refuses threads
 void fork_round(Random& random);
-void packed_line_round(Random& random);       // process/packed_line.h
+void flat_view_round(Random& random);         // process/flat_view.h
 void processes_round(Random& random);         // process/group.h, a thread per rank
 void process_counters_round(Random& random);  // the same, where counters wrap
 void process_mismatch_round(Random& random);  // a rank that calls something else

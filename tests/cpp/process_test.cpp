@@ -14,8 +14,8 @@
 #include "oracle.h"
 #include "os/process.h"
 #include "parts.h"
+#include "process/flat_view.h"
 #include "process/group.h"
-#include "process/packed_line.h"
 
 namespace pyringar::stress {
 
@@ -384,7 +384,7 @@ void process_failures_round(Random& random) {
 }
 
 // The line of tensors, against the plainest account of where each byte lies.
-void packed_line_round(Random& random) {
+void flat_view_round(Random& random) {
   const int count = random.one_in(4) ? 0 : random.between(1, 12);
   std::vector<TensorSpan> tensors;
   std::deque<std::vector<std::byte>> memory;
@@ -406,7 +406,7 @@ void packed_line_round(Random& random) {
       dtypes.push_back(dtype);
     }
   }
-  const PackedLine line(tensors);
+  const FlatView line(tensors);
   CHECK(line.bytes() == bytes.size(), line.bytes(), " bytes instead of ", bytes.size());
 
   const std::size_t piece = 64 * (1 + random.below(8));

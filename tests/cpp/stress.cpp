@@ -53,7 +53,7 @@ constexpr Part kParts[] = {
     {"float-mode", &float_mode_round, Often::kFew},
     {"no-threads", &no_threads_round, Often::kFew},
     {"fork", &fork_round, Often::kOnce},
-    {"packed-line", &packed_line_round, Often::kMany},
+    {"packed-line", &flat_view_round, Often::kMany},
     {"processes", &processes_round, Often::kMany},
     {"counters", &process_counters_round, Often::kMany},
     {"mismatch", &process_mismatch_round, Often::kMany},

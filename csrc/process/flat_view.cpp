@@ -1,9 +1,9 @@
-// packed_line: where each tensor begins.
+// flat_view: where each tensor begins.
 //
 // Floor     process
 // Tests     tests/cpp/process_test.cpp
 
-#include "process/packed_line.h"
+#include "process/flat_view.h"
 
 namespace pyringar {
 
@@ -13,7 +13,7 @@ constexpr std::size_t kCacheLine = 64;  // a multiple of every element's size
 
 }  // namespace
 
-PackedLine::PackedLine(const std::vector<TensorSpan>& tensors) {
+FlatView::FlatView(const std::vector<TensorSpan>& tensors) {
   tensors_.reserve(tensors.size());
   tensor_ends_.reserve(tensors.size());
   for (const TensorSpan& tensor : tensors) {

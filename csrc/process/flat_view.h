@@ -1,4 +1,4 @@
-// packed_line: tensors of one rank laid end to end in thought, and cut into pieces that fit a slot.
+// flat_view: one rank's tensors viewed as a single buffer (no copy), cut into pieces that fit a slot.
 //
 // Floor     process
 // Units     bytes for the line and for pieces, elements for runs.
@@ -26,9 +26,9 @@ struct TensorSpan {
   std::size_t bytes() const { return numel * item_bytes(dtype); }
 };
 
-class PackedLine {
+class FlatView {
  public:
-  explicit PackedLine(const std::vector<TensorSpan>& tensors);
+  explicit FlatView(const std::vector<TensorSpan>& tensors);
 
   std::size_t bytes() const { return bytes_; }
 

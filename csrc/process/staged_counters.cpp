@@ -1,15 +1,15 @@
-// board: see the header.
+// staged_counters: see the header.
 //
 // Floor     process
 // Tests     tests/test_processes.py
 
-#include "process/board.h"
+#include "process/staged_counters.h"
 
 #include "core/error.h"
 
 namespace pyringar {
 
-bool ProcessBoard::agree(std::uint32_t) {
+bool StagedCounters::agree(std::uint32_t) {
   const std::uint64_t parity = self_.sequence % 2;
   const CallRecord& own = line(self_.rank).calls[parity];
   bool lies_otherwise = false;
@@ -27,7 +27,8 @@ bool ProcessBoard::agree(std::uint32_t) {
   return true;
 }
 
-std::string ProcessBoard::mismatch(const CallRecord& own, int rank, const CallRecord& other) const {
+std::string StagedCounters::mismatch(const CallRecord& own, int rank,
+                                     const CallRecord& other) const {
   const char* hint = own.text() != other.text()         ? ""
                      : own.algorithm != other.algorithm ? " (with different algorithms)"
                                                         : " (tensors of different sizes or dtypes)";

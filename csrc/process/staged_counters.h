@@ -1,5 +1,5 @@
-// board: what every staged engine of a process does alike: counters, and the comparison of
-// calls.
+// staged_counters: what every staged engine of a process does alike: counters, and the comparison
+// of calls.
 //
 // Floor     process
 // Contract  the counters and waits of core/staged_program.h, on the rank's line of the segment.
@@ -15,9 +15,9 @@
 
 namespace pyringar {
 
-class ProcessBoard {
+class StagedCounters {
  public:
-  explicit ProcessBoard(ProcessRank& self)
+  explicit StagedCounters(ProcessRank& self)
       : self_(self), segment_(self.segment), world_size_(segment_.world_size()) {}
 
   void announce(std::uint32_t n) {
