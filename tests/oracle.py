@@ -1,4 +1,4 @@
-"""What a collective must give, worked out in plain torch: nothing of pyringar is used here.
+"""What a collective must give, worked out in plain torch. The engine is asked for its sizes only.
 
 Inputs that cannot lie (positional, or random and full of special values, another seed for every
 rank), the promised order of additions, and comparison of bits instead of tolerances.
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyringar.engine import load
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 DTYPES = (*FLOATS, *INTEGERS)
@@ -19,9 +21,6 @@ OPS = ("sum", "mean", "max", "min", "prod")
 NATIVE = ("fused", "direct", "ring")
 RANK_ORDER = ("auto", "fused", "direct", "sharded", "naive")
 ALGORITHMS = (*RANK_ORDER, "ring")
-
-BLOCK_BYTES = 64 * 1024  # what a thread of the fused engine takes at a time
-PIECE_BYTES = (32 * 1024, 64 * 1024, 128 * 1024)  # what the ring may send at a time
 
 # Random values lie between 2^-reach and 2^reach, so that sums lose bits, another in every order.
 _REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat16: 20}
@@ -37,8 +36,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
 
 
-def piece_elems(dtype: torch.dtype, piece_bytes: int = PIECE_BYTES[-1]) -> int:
-    """Elements of one ring message: 16-bit floats travel as fp32."""
+def limit_bytes(name: str) -> int:
+    """Size at which the CPU engine cuts buffers or changes what it does."""
+    limits: dict[str, int] = load.engine().limits()
+    return limits[name]
+
+
+def piece_elems(dtype: torch.dtype, world_size: int = 2) -> int:
+    """Elements of one message in a ring of so many ranks: 16-bit floats travel as fp32."""
+    piece_bytes: int = load.engine().ring_slot_bytes(world_size)
     return piece_bytes // max(dtype.itemsize, 4 if dtype.is_floating_point else 1)
 
 

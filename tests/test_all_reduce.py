@@ -9,7 +9,6 @@ import pytest
 import torch
 from oracle import (
     ALGORITHMS,
-    BLOCK_BYTES,
     DTYPES,
     FLOATS,
     NATIVE,
@@ -20,6 +19,7 @@ from oracle import (
     bits,
     expected,
     inputs,
+    limit_bytes,
     positional,
     reduced,
     ring_reduced,
@@ -124,7 +124,7 @@ def test_positions(comm_of, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_around_block_boundaries(comm_of, dtype, algorithm):
     """Large enough for helper threads; the last block full, short by one, over by one."""
-    block = BLOCK_BYTES // dtype.itemsize
+    block = limit_bytes("fused_block") // dtype.itemsize
     for world_size, numel in [
         (2, 2 * block - 1),
         (2, 2 * block),
@@ -154,7 +154,7 @@ def test_several_mebibytes(comm_of, algorithm):
 def test_rank_order(make_comm, algorithm, order):
     """P4, for the communicator's own setting and for the call's."""
     for dtype in FLOATS:
-        parts = inputs(2 * BLOCK_BYTES // dtype.itemsize + 3, dtype, 6)
+        parts = inputs(2 * limit_bytes("fused_block") // dtype.itemsize + 3, dtype, 6)
         wanted = reduced(parts, "sum")
         tensors = [part.clone() for part in parts]
         make_comm(6, algorithm=algorithm, order=order).all_reduce(tensors)

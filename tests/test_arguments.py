@@ -8,9 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from oracle import DTYPES, OPS
 from torch import Tensor
 
 import pyringar as pr
+from pyringar.comm import communicator, process_communicator
+from pyringar.engine import load
 
 
 def ranks(k: int = 3, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32):
@@ -35,6 +38,15 @@ def refuse(call: Callable[[], object], kind: type[Exception], *words: str) -> No
     assert isinstance(caught.value, pr.RingarError)
     for word in words:
         assert re.search(word, str(caught.value)), f"{word!r} is not in: {caught.value}"
+
+
+def test_python_knows_the_names_of_the_engine():
+    """Python has lists of its own: `import pyringar` must not load the engine."""
+    names = load.engine().names()
+    assert [str(dtype) for dtype in DTYPES] == [f"torch.{name}" for name in names["dtypes"]]
+    assert list(OPS) == names["ops"]
+    assert set(names["algorithms"]) == {*communicator.ALGORITHMS} - {"auto", "sharded", "naive"}
+    assert {*process_communicator.ALGORITHMS} - {"auto"} < set(names["process_algorithms"])
 
 
 BASE = torch.zeros(100)

@@ -22,8 +22,12 @@ from pyringar.comm import process_communicator
 from pyringar.engine import load
 
 WORLD_SIZES = (2, 3)
-SLOT_BYTES = 16 << 20
-EXCHANGE_BYTES = 256 * 1024
+
+
+def limit_bytes(name: str) -> int:
+    """Size at which the CUDA engine changes what it does."""
+    limits: dict[str, int] = load.cuda_engine().limits()
+    return limits[name]
 
 
 def num_gpus() -> int:
@@ -160,7 +164,7 @@ def on_rank_everything(state, dtype: str, sizes: list[int], ops: list[str]) -> N
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_ops_sizes(gpu_crew_of, dtype, world_size):
-    border = EXCHANGE_BYTES // dtype.itemsize
+    border = limit_bytes("process_exchange") // dtype.itemsize
     sizes = [0, 1, 3, 257, 4099, border - 1, border, border + 1]
     name = str(dtype).removeprefix("torch.")
     gpu_crew_of(world_size).run(on_rank_everything, dtype=name, sizes=sizes, ops=OPS)
@@ -169,7 +173,8 @@ def test_dtypes_ops_sizes(gpu_crew_of, dtype, world_size):
 @gpu
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_several_slots(gpu_crew_of, world_size):
-    sizes = [SLOT_BYTES // 4 + d for d in (-1, 0, 1)] + [5 * SLOT_BYTES // 4 + 17]
+    slot = limit_bytes("process_slot")
+    sizes = [slot // 4 + d for d in (-1, 0, 1)] + [5 * slot // 4 + 17]
     run = functools.partial(gpu_crew_of(world_size).run, on_rank_everything, ops=["mean"])
     run(dtype="float32", sizes=sizes)
     run(dtype="bfloat16", sizes=[2 * sizes[1] + 1])
@@ -208,7 +213,7 @@ def on_rank_layouts(state) -> None:
 
 def on_rank_others(state) -> None:
     k, rank = state.world_size, state.rank
-    for numel in (0, 1, 1000, SLOT_BYTES // 8 + 5):
+    for numel in (0, 1, 1000, limit_bytes("process_slot") // 8 + 5):
         parts = [random(numel * k, torch.float32, seed=numel + r) for r in range(k)]
         wanted = expected(parts, "sum", "direct")
         output = torch.empty(numel, device="cuda")
@@ -321,7 +326,7 @@ def test_on_one_gpu(gpu_crew_of, case, world_size):
 @gpu
 def test_digests(new_gpu_crew):
     crew = new_gpu_crew(2, env={"PYRINGAR_CHECK": "digest"})
-    sizes = [0, 1000, SLOT_BYTES]
+    sizes = [0, 1000, limit_bytes("process_slot")]
     crew.run(on_rank_everything, dtype="float16", sizes=sizes, ops=["sum"])
     crew.run(on_rank_streams)
 
@@ -335,7 +340,8 @@ def test_two_gpus(new_crew):
         crew[rank].start(on_rank_join_own_gpu, port=crew.port, rank=rank, name=name)
     for outcome in crew.outcomes():
         assert outcome.error is None, outcome.trace
-    crew.run(on_rank_everything, dtype="float32", sizes=[1000, SLOT_BYTES], ops=["sum"])
+    sizes = [1000, limit_bytes("process_slot")]
+    crew.run(on_rank_everything, dtype="float32", sizes=sizes, ops=["sum"])
     crew.run(on_rank_others)
 
 
@@ -386,8 +392,9 @@ def test_a_rank_that_stays_away(new_gpu_crew):
 
 
 @gpu
-@pytest.mark.parametrize("numel", [1000, 3 * SLOT_BYTES])
-def test_a_rank_that_is_killed(new_gpu_crew, numel):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_rank_that_is_killed(new_gpu_crew, is_large):
+    numel = 3 * limit_bytes("process_slot") if is_large else 1000
     crew = new_gpu_crew(3, timeout=30.0)
     assert crew.run(on_rank_reduce, numel=numel) == [True] * 3
     crew[1].kill()
@@ -450,7 +457,7 @@ def on_rank_memory(state, rounds: int) -> list[int]:
 def test_close_gives_the_memory_back(new_gpu_crew):
     crew = new_gpu_crew(2)
     for free in crew.run(on_rank_memory, rounds=6):
-        assert free[-1] >= free[1] - 2 * 4 * SLOT_BYTES, free
+        assert free[-1] >= free[1] - 2 * 4 * limit_bytes("process_slot"), free
 
 
 def on_rank_expandable(state) -> str:

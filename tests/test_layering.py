@@ -298,6 +298,14 @@ def test_planted_include_is_caught(tmp_path, floor, line):
     assert len(wrong_includes(tmp_path)) == 1
 
 
+def test_bindings_are_what_knows_python():
+    """The files that include Python, themselves or through another of the bindings."""
+    for file in CSRC_FILES:
+        text = (ROOT / "csrc" / file).read_text()
+        knows_python = re.search(r'#include (<pybind11/|<Python\.h|"bindings/)', text) is not None
+        assert knows_python == file.startswith("bindings/"), file
+
+
 def test_memory_order_is_in_one_file():
     files = [file for file in CSRC_FILES if file.startswith("cuda/")]
     found = [f for f in files if MEMORY_ORDER.search((ROOT / "csrc" / f).read_text())]

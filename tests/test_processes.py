@@ -30,6 +30,7 @@ from oracle import (
     chunk,
     expected,
     inputs,
+    limit_bytes,
     positional,
     random,
     reduced,
@@ -42,8 +43,8 @@ import pyringar as pr
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
-EXCHANGE_BYTES = 32 * 1024  # up to here every rank reduces everything
-SLOT_BYTES = 256 * 1024
+EXCHANGE_BYTES = limit_bytes("process_exchange")  # up to here every rank reduces everything
+SLOT_BYTES = limit_bytes("process_slot")
 ALGORITHMS = ("direct", "ring")
 # On this many cores or fewer; more ranks than cores must work, too.
 WORLD_SIZES = (1, 2, 3, 4)
@@ -276,7 +277,7 @@ def test_a_thousand_small_tensors(crew_of, world_size):
 def test_64_tensors_of_64_kib(crew_of):
     run = functools.partial(crew_of(2).run, on_rank_many_tensors)
     assert_alike(run(count=64, numel=16 * 1024, dtype="float32"))
-    assert_alike(run(count=64, numel=32 * 1024 + 1, dtype="bfloat16"))
+    assert_alike(run(count=64, numel=32_769, dtype="bfloat16"))
 
 
 def layouts(rank: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-// module: the engine as Python sees it: Group, Work, Bound, and the schedule, for
+// module: the engine as Python sees it: Group, Work, and the schedule, names and sizes, for
 //         predictions and tests.
 //
 // Floor     bindings
@@ -9,17 +9,13 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
-
 #include "bindings/bucketer.h"
-#include "bindings/convert.h"
-#include "bindings/prepare.h"
-#include "bindings/process.h"
-#include "bindings/python_call.h"
-#include "bindings/tensor.h"
-#include "core/error.h"
+#include "bindings/group_binding.h"
 #include "core/schedule.h"
+#include "cpu/fused.h"
 #include "cpu/group.h"
+#include "cpu/ring.h"
+#include "os/thread.h"
 
 namespace pyringar {
 
@@ -28,119 +24,29 @@ namespace {
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
-// A group made before fork() is leaked in the child: its locks and threads are not usable there.
-struct GroupDeleter {
-  void operator()(Group* group) const {
-    if (group->forked()) return;
-    const PythonCall python_call(PythonCall::Signals::kWait);
-    delete group;
-  }
-};
-using GroupPtr = std::shared_ptr<Group>;
+struct Engine {
+  using Group = pyringar::Group;
+  using GroupPtr = std::shared_ptr<Group>;
 
-void run(Group& group, const Collective& collective, int world_size) {
-  if (collective.bytes * static_cast<std::size_t>(world_size) <= kKeepGilBytes &&
-      collective.algorithm == Algorithm::kFused && group.try_run(collective)) {
-    return;
-  }
-  const PythonCall python_call;
-  group.run(collective);
-}
-
-// A call that was checked once. It keeps the tensors and their storages, so that the memory stays.
-struct Bound {
-  GroupPtr group;
-  Prepared prepared;
-  py::list storages;
-
-  Bound(GroupPtr g, Prepared p)
-      : group(std::move(g)), prepared(std::move(p)), storages(storages_of({prepared.written})) {}
-
-  void call() {
-    group->check_usable();
-    mark_written(prepared.written.ptr());
-    run(*group, prepared.collective, static_cast<int>(storages.size()));
-  }
-};
-
-constexpr const char* kBoundCapsule = "pyringar.bound";
-
-// A plain C function for Python: a bound call lasts a microsecond, and a class would add a third.
-PyObject* call_bound(PyObject* capsule, PyObject*) {
-  try {
-    static_cast<Bound*>(PyCapsule_GetPointer(capsule, kBoundCapsule))->call();
-  } catch (...) {
-    set_python_error(std::current_exception());
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
-py::object make_bound(GroupPtr group, Prepared prepared) {
-  static PyMethodDef method = {"bound_all_reduce", &call_bound, METH_NOARGS,
-                               "Reduce the bound tensors in place."};
-  const py::capsule capsule(
-      new Bound(std::move(group), std::move(prepared)), kBoundCapsule,
-      [](PyObject* c) { delete static_cast<Bound*>(PyCapsule_GetPointer(c, kBoundCapsule)); });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
-}
-
-// Runs now and returns None, or, with a dict for what is in flight, submits and returns the Work:
-// the caller may drop its lists, or change them.
-py::object run_or_submit(const GroupPtr& group, Prepared prepared, py::handle in_flight) {
-  group->check_usable();
-  // Before the first write: a collective that fails half-way has written too.
-  mark_written(prepared.written.ptr());
-  if (!in_flight.is_none()) {
-    py::list storages = storages_of({prepared.written, prepared.read});
-    auto work = group->submit(std::move(prepared.collective));
-    return keep_until_done(in_flight, py::cast(work), std::move(storages));
-  }
-  const auto ranks = std::max<std::size_t>(1, py::len(prepared.written));
-  run(*group, prepared.collective, static_cast<int>(ranks));
-  return py::none();
-}
-
-// Ctrl-C ends the wait, not the work.
-bool wait_for(Work& work, double timeout_s) {
-  check_can_end(work);
-  try {
-    const PythonCall python_call(work.turn());
-    const auto deadline = std::chrono::steady_clock::now() + to_nanoseconds(timeout_s);
-    while (true) {
-      const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
-      if (work.wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) return true;
-      if (left <= kNapInterval) return false;
-      look_at_signals();
+  static Group& host(Group& group) { return group; }
+  static Ranks ranks(const Group& group) { return {group.world_size()}; }
+  static void run(Group& group, const Collective& collective) {
+    const std::size_t bytes = collective.bytes * static_cast<std::size_t>(collective.num_ranks);
+    if (bytes <= kKeepGilBytes && collective.algorithm == Algorithm::kFused &&
+        group.try_run(collective)) {
+      return;
     }
-  } catch (const py::error_already_set&) {  // a step's, which the work keeps
-    set_python_error(std::current_exception());
-    throw PythonErrorPending{};
+    const PythonCall python_call;
+    group.run(collective);
   }
-}
-
-py::object exception_of(Work& work) {
-  const std::exception_ptr error = work.exception();
-  if (!error) return py::none();
-  set_python_error(error);
-  const py::error_already_set raised;
-  return py::reinterpret_borrow<py::object>(raised.value());
-}
-
-py::dict stats_dict(Group& group) {
-  const GroupStats stats = group.stats();
-  py::dict by_algorithm;
-  for (int i = 0; i < kNumAlgorithms; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    if (stats.calls[at] == 0) continue;
-    py::dict row;
-    row["calls"] = stats.calls[at];
-    row["bytes"] = stats.bytes[at];
-    row["busy_s"] = static_cast<double>(stats.busy_ns[at]) * 1e-9;
-    by_algorithm[algorithm_name(static_cast<Algorithm>(i))] = row;
+  static py::object submit(const GroupPtr& group, Collective collective) {
+    return py::cast(group->submit(std::move(collective)));
   }
-  return by_algorithm;
-}
+  static void wait_for_turn(Group& group) {
+    const PythonCall python_call;
+    group.wait_for_turn();
+  }
+};
 
 py::dict build_info() {
   py::dict info;
@@ -176,82 +82,45 @@ py::dict build_info() {
   return info;
 }
 
-// For the algorithms in Python: the next to run, as run() would be, or the reason why not.
-void wait_for_turn(Group& group) {
-  const PythonCall python_call;
-  group.wait_for_turn();
+template <typename Enum>
+py::list names_of(const char* (*name_of)(Enum), int count) {
+  py::list names;
+  for (int i = 0; i < count; ++i) names.append(name_of(static_cast<Enum>(i)));
+  return names;
+}
+
+// What parameters may be called, in the order of the engine's enums.
+py::dict names() {
+  py::dict names;
+  names["dtypes"] = names_of(&dtype_name, kNumDTypes);
+  names["ops"] = names_of(&op_name, kNumReduceOps);
+  names["algorithms"] = names_of(&algorithm_name, kNumAlgorithms);
+  names["process_algorithms"] = names_of(&process_algorithm_name, kNumProcessAlgorithms);
+  return names;
+}
+
+// Sizes in bytes at which engines cut buffers or change what they do; tests try those around them.
+py::dict limits() {
+  py::dict bytes;
+  bytes["fused_block"] = kMaxBlockBytes;
+  bytes["ring_link"] = kLinkBytes;
+  bytes["process_slot"] = kSlotBytes;
+  bytes["process_exchange"] = kExchangeBytes;
+  return bytes;
 }
 
 void bind_group(py::module_& m) {
-  py::class_<Group, GroupPtr>(m, "Group")
+  py::class_<Group, Engine::GroupPtr> group(m, "Group");
+  def_rank_calls<Engine>(group);
+  group
       .def(py::init([](int world_size, double timeout_s) {
-             return GroupPtr(new Group(world_size, to_nanoseconds(timeout_s), &look_at_signals),
-                             GroupDeleter{});
+             return Engine::GroupPtr(
+                 new Group(world_size, to_nanoseconds(timeout_s), &look_at_signals),
+                 GroupDeleter<Engine>{});
            }),
            py::arg("world_size"), py::arg("timeout_s"))
-      .def("all_reduce",
-           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm,
-              py::handle in_flight) {
-             return run_or_submit(
-                 group,
-                 prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
-                                    {group->world_size()}, "all_reduce"),
-                 in_flight);
-           })
-      .def("all_reduce_coalesced",
-           [](const GroupPtr& group, py::handle lists, py::handle op, py::handle algorithm,
-              py::handle in_flight) {
-             return run_or_submit(
-                 group,
-                 prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
-                                              {group->world_size()}),
-                 in_flight);
-           })
-      .def("reduce_scatter",
-           [](const GroupPtr& group, py::handle outputs, py::handle inputs, py::handle op,
-              py::handle algorithm, py::handle in_flight) {
-             return run_or_submit(
-                 group,
-                 prepare_reduce_scatter(outputs, inputs, parse_op(op), parse_algorithm(algorithm),
-                                        {group->world_size()}),
-                 in_flight);
-           })
-      .def("all_gather",
-           [](const GroupPtr& group, py::handle outputs, py::handle inputs, py::handle algorithm,
-              py::handle in_flight) {
-             return run_or_submit(group,
-                                  prepare_all_gather(outputs, inputs, parse_algorithm(algorithm),
-                                                     {group->world_size()}),
-                                  in_flight);
-           })
-      .def("broadcast",
-           [](const GroupPtr& group, py::handle tensors, int root, py::handle in_flight) {
-             return run_or_submit(group, prepare_broadcast(tensors, root, {group->world_size()}),
-                                  in_flight);
-           })
-      .def("bind",
-           [](const GroupPtr& group, py::handle tensors, py::handle op, py::handle algorithm) {
-             group->check_usable();
-             return make_bound(group,
-                               prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
-                                                  {group->world_size()}, "bind"));
-           })
-      .def("check",
-           [](const GroupPtr& group, py::handle tensors) {
-             group->check_usable();
-             const Prepared prepared = prepare_all_reduce(
-                 tensors, ReduceOp::kSum, Algorithm::kFused, {group->world_size()}, "all_reduce");
-             wait_for_turn(*group);
-           })
-      .def("check_coalesced",
-           [](const GroupPtr& group, py::handle lists) {
-             group->check_usable();
-             const Prepared prepared = prepare_all_reduce_coalesced(
-                 lists, ReduceOp::kSum, Algorithm::kFused, {group->world_size()});
-             wait_for_turn(*group);
-           })
       .def("close", &Group::close, py::call_guard<PythonCall>())
-      .def("stats", &stats_dict)
+      .def("stats", [](Group& group) { return stats_dict(group.stats(), &algorithm_name); })
       .def(
           "delay_rank",
           [](Group& group, int rank, double seconds) {
@@ -267,7 +136,7 @@ PYBIND11_MODULE(_engine, m) {
   py::register_exception_translator(&translate);
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("is_completed", &Work::is_completed)
-      .def("exception", &exception_of)
+      .def("exception", [](Work& work) { return as_exception(work.exception()); })
       .def("finished_ns", &Work::finished_ns)
       .def("wait", &wait_for)
       .def("describe", &Work::describe, py::call_guard<PythonCall>());
@@ -275,6 +144,9 @@ PYBIND11_MODULE(_engine, m) {
   bind_bucketer(m);
   bind_process_group(m);
   m.def("build_info", &build_info);
+  m.def("names", &names);
+  m.def("limits", &limits);
+  m.def("ring_slot_bytes", &ring_slot_bytes);
   m.def("ring_step", [](int rank, int world_size, int step) {
     const RingStep s = ring_step(rank, world_size, step);
     return py::make_tuple(s.send_chunk, s.recv_chunk, s.reduce);

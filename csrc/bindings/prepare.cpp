@@ -71,70 +71,45 @@ void append(const py::list& list, PyObject* item) {
 class Builder {
  public:
   Builder(const char* operation, ReduceOp op, int world_size, const std::vector<int>* devices)
-      : operation_(operation), world_size_(world_size), devices_(devices), grad_(operation) {
+      : world_size_(world_size), devices_(devices), tensors_(operation) {
     collective_.operation = operation;
     collective_.fold = Fold::of(op, world_size);
+    collective_.num_ranks = world_size;
   }
 
-  void reserve(std::size_t num_tensors) {
-    views_.reserve(num_tensors);
-    names_.reserve(num_tensors);
+  void reserve(std::size_t num_tensors) { tensors_.reserve(num_tensors); }
+  void add(PyObject* object, ArgName name, bool is_written) {
+    const int device =
+        devices_ == nullptr ? kHost : (*devices_)[static_cast<std::size_t>(name.index)];
+    tensors_.add(object, name, name.index, device, is_written);
   }
-
-  // Returns the index of the view. Written tensors must not be part of an autograd graph.
-  std::size_t add(PyObject* object, ArgName name, bool is_written) {
-    read_tensor(object, operation_, name, &views_.emplace_back());
-    names_.push_back(name);
-    check_device(views_.back(), name);
-    if (is_written) grad_.check(object, name);
-    return views_.size() - 1;
-  }
+  const TensorArgs& tensors() const { return tensors_; }
 
   // Before buffers are laid out for it.
   void choose(Algorithm algorithm) {
-    // One rank waits for nobody, and what it has is the result.
+    // world_size 1: nothing to reduce, nobody to wait for.
     collective_.algorithm = world_size_ == 1 ? Algorithm::kFused : algorithm;
   }
 
-  const TensorView& view(std::size_t i) const { return views_[i]; }
-  ArgName name(std::size_t i) const { return names_[i]; }
-
-  void check_pair(std::size_t i, std::size_t first) const {
-    check_agrees(views_[i], names_[i], views_[first], names_[first], operation_);
-  }
-
-  // Whether views first, first + step, ..., one per rank, lie alike.
+  // Whether tensors first, first + step, ..., one per rank, lie alike.
   bool all_lie_alike(std::size_t first, std::size_t step) const {
-    for (std::size_t i = first + step; i < views_.size(); i += step) {
-      if (!lie_alike(views_[i], views_[first])) return false;
+    for (std::size_t i = first + step; i < tensors_.size(); i += step) {
+      if (!lie_alike(tensors_[i], tensors_[first])) return false;
     }
     return true;
   }
 
-  // One output of world_size chunks against one chunk, in dtype and number of elements.
-  void check_chunk(std::size_t whole, std::size_t chunk) const {
-    const TensorView& w = views_[whole];
-    const TensorView& c = views_[chunk];
-    if (w.dtype != c.dtype) check_pair(chunk, whole);
-    if (w.numel != c.numel * static_cast<std::size_t>(world_size_)) {
-      fail(ErrorKind::kArgument, operation_, ": ", names_[whole].text(), " has ", w.numel,
-           " elements and ", names_[chunk].text(), " has ", c.numel, "; expected ", world_size_,
-           " times as many, one part per rank");
-    }
-  }
-
-  void check_all_disjoint() const { check_disjoint(views_, names_, operation_); }
-
-  // Memory of view i in the order of its index: its own, or a packed copy. Dense tensors that lie
+  // Memory of tensor i in the order of its index: its own, or a packed copy. Dense tensors that lie
   // alike on all ranks need no copy, whatever their order; is_flat says that index order is needed.
   void* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
-    const TensorView& v = views_[i];
+    const TensorView& v = tensors_[i];
     if (v.numel == 0) return v.data;
     if (v.is_dense && (!is_flat || has_index_order(v))) return v.data;
-    if (devices_ != nullptr) return torch_copy(v, names_[i], is_output);
-    auto dense = std::make_unique_for_overwrite<std::byte[]>(v.bytes());
-    collective_.staged.push_back({v.strided(), std::move(dense), is_input, is_output});
-    return collective_.staged.back().dense.get();
+    if (devices_ != nullptr) return torch_copy(i, is_output);
+    std::shared_ptr<std::byte[]> dense = std::make_unique_for_overwrite<std::byte[]>(v.bytes());
+    std::byte* data = dense.get();
+    collective_.packed.push_back({v.strided(), std::move(dense), is_input, is_output});
+    return data;
   }
 
   // Pointer tables are filled front to back into memory reserved once, so that they stay put.
@@ -148,41 +123,31 @@ class Builder {
     collective_.ranks.push_back(rank);
   }
 
-  Prepared finish(py::object written, py::object read = py::none()) {
+  PreparedCollective finish(py::object written, py::object read = py::none()) {
     return {std::move(collective_), std::move(written), std::move(read), std::move(copies_)};
   }
   Collective& collective() { return collective_; }
   int world_size() const { return world_size_; }
 
  private:
-  void check_device(const TensorView& view, ArgName name) const {
-    const auto rank = static_cast<std::size_t>(name.index);
-    const int expected = devices_ == nullptr ? kHost : (*devices_)[rank];
-    if (view.device == expected) return;
-    fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
-         ", expected ", device_name(expected), ", the device of rank ", rank);
-  }
-
   // Made by torch, on its current stream, where our kernels also go.
-  void* torch_copy(const TensorView& view, ArgName name, bool is_output) {
-    const py::object dense = packed(view.object);
-    PyObject* target = is_output ? view.object : Py_None;
-    const auto pair = py::reinterpret_steal<py::object>(PyTuple_Pack(2, target, dense.ptr()));
+  void* torch_copy(std::size_t i, bool is_output) {
+    PyObject* tensor = tensors_[i].object;
+    const py::object dense = packed(tensor);
+    const auto pair = py::reinterpret_steal<py::object>(
+        PyTuple_Pack(2, is_output ? tensor : Py_None, dense.ptr()));
     if (!pair) throw_python_error();
     append(copies_, pair.ptr());
     TensorView copy;
-    read_tensor(dense.ptr(), operation_, name, &copy);
+    read_tensor(dense.ptr(), tensors_.operation(), tensors_.name(i), &copy);
     return copy.data;
   }
 
-  const char* operation_;
   const int world_size_;
   const std::vector<int>* devices_;
-  GradGuard grad_;
+  TensorArgs tensors_;
   Collective collective_;
   py::list copies_;
-  std::vector<TensorView> views_;
-  std::vector<ArgName> names_;
 };
 
 // One tensor over all ranks, pointers already pushed: input and output are the same memory.
@@ -196,8 +161,8 @@ void add_in_place(Builder& builder, void* const* table, const TensorView& view) 
 
 }  // namespace
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, Ranks who,
-                            const char* operation) {
+PreparedCollective prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
+                                      Ranks who, const char* operation) {
   Sequence ranks(tensors, operation, "tensors", expected_ranks(who.world_size), "tensor per rank");
   check_some_rank(ranks, operation, "tensors");
   ranks.adopt_arrays();
@@ -206,9 +171,9 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm
   builder.reserve(static_cast<std::size_t>(k));
   for (int rank = 0; rank < k; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, true);
-    builder.check_pair(static_cast<std::size_t>(rank), 0);
+    builder.tensors().check_agree(static_cast<std::size_t>(rank), 0);
   }
-  builder.check_all_disjoint();
+  builder.tensors().check_disjoint();
   builder.choose(algorithm);
   builder.reserve_pointers(static_cast<std::size_t>(k));
   const bool is_flat = !builder.all_lie_alike(0, 1);
@@ -216,12 +181,12 @@ Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm
   for (int rank = 0; rank < k; ++rank) {
     builder.push(builder.memory(static_cast<std::size_t>(rank), true, true, is_flat), rank);
   }
-  add_in_place(builder, table, builder.view(0));
+  add_in_place(builder, table, builder.tensors()[0]);
   return builder.finish(ranks.items());
 }
 
-Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
-                                      Ranks who) {
+PreparedCollective prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
+                                                Ranks who) {
   constexpr const char* kOperation = "all_reduce_coalesced";
   const Sequence ranks(lists, kOperation, "lists", expected_ranks(who.world_size), "list per rank");
   check_some_rank(ranks, kOperation, "lists");
@@ -237,12 +202,12 @@ Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm a
     if (rank == 0) builder.reserve(static_cast<std::size_t>(k * tensors[0].size()));
     for (Py_ssize_t i = 0; i < tensors.back().size(); ++i) {
       PyObject* tensor = tensors.back()[i];
-      const std::size_t at = builder.add(tensor, {"lists", rank, static_cast<int>(i)}, true);
-      builder.check_pair(at, static_cast<std::size_t>(i));
+      builder.add(tensor, {"lists", rank, static_cast<int>(i)}, true);
+      builder.tensors().check_agree(builder.tensors().size() - 1, static_cast<std::size_t>(i));
       append(written, tensor);
     }
   }
-  builder.check_all_disjoint();
+  builder.tensors().check_disjoint();
   const auto num_tensors = static_cast<std::size_t>(tensors[0].size());
   builder.choose(algorithm);
   builder.reserve_pointers(num_tensors * static_cast<std::size_t>(k));
@@ -253,53 +218,12 @@ Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm a
       const std::size_t at = static_cast<std::size_t>(rank) * num_tensors + i;
       builder.push(builder.memory(at, true, true, is_flat), rank);
     }
-    add_in_place(builder, table, builder.view(i));
+    add_in_place(builder, table, builder.tensors()[i]);
   }
   return builder.finish(written);
 }
 
 namespace {
-
-// The two collectives between whole buffers (one per rank, world_size chunks) and chunks (one per
-// rank): reads both lists, written ones marked, and checks sizes.
-struct WholeAndChunks {
-  std::vector<void*> wholes;
-  std::vector<void*> chunks;
-  std::size_t numel;  // of a whole
-  DType dtype;
-};
-
-WholeAndChunks read_whole_and_chunks(Builder& builder, const Sequence& wholes,
-                                     const char* whole_name, const Sequence& chunks,
-                                     const char* chunk_name, bool chunks_are_written) {
-  const int k = builder.world_size();
-  for (int rank = 0; rank < k; ++rank) {
-    builder.add(wholes[rank], {whole_name, rank}, !chunks_are_written);
-  }
-  for (int rank = 0; rank < k; ++rank) {
-    builder.add(chunks[rank], {chunk_name, rank}, chunks_are_written);
-  }
-  const auto size = static_cast<std::size_t>(k);
-  for (std::size_t rank = 0; rank < size; ++rank) {
-    builder.check_pair(rank, 0);
-    builder.check_pair(size + rank, size);
-    builder.check_chunk(rank, size + rank);
-  }
-  builder.check_all_disjoint();
-  WholeAndChunks memory{{}, {}, builder.view(0).numel, builder.view(0).dtype};
-  for (std::size_t rank = 0; rank < size; ++rank) {
-    memory.wholes.push_back(builder.memory(rank, chunks_are_written, !chunks_are_written, true));
-    memory.chunks.push_back(
-        builder.memory(size + rank, !chunks_are_written, chunks_are_written, true));
-  }
-  builder.collective().bytes = builder.view(0).bytes();
-  return memory;
-}
-
-void* at_chunk(void* whole, const WholeAndChunks& memory, int world_size, int chunk) {
-  const std::size_t begin = chunk_range(memory.numel, world_size, chunk).begin;
-  return static_cast<std::byte*>(whole) + begin * item_bytes(memory.dtype);
-}
 
 // A copy, as bytes: a 16-bit float that is loaded as fp32 loses the payload of a NaN.
 Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_destinations,
@@ -307,93 +231,113 @@ Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_de
   return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
 }
 
-void push_all(Builder& builder, const std::vector<void*>& pointers) {
-  for (std::size_t rank = 0; rank < pointers.size(); ++rank) {
-    builder.push(pointers[rank], static_cast<int>(rank));
-  }
-}
+// The two collectives between whole buffers (one per rank, world_size chunks) and chunks (one per
+// rank): a reduce-scatter reads the former and writes the latter, an all-gather the other way
+// round.
+class ChunkBuilder : public Builder {
+ public:
+  ChunkBuilder(bool scatters, ReduceOp op, Ranks who)
+      : Builder(scatters ? "reduce_scatter" : "all_gather", op, who.world_size, who.devices),
+        scatters_(scatters),
+        k_(static_cast<std::size_t>(who.world_size)) {}
 
-void push_chunks(Builder& builder, const WholeAndChunks& memory, int chunk) {
-  for (std::size_t rank = 0; rank < memory.wholes.size(); ++rank) {
-    builder.push(at_chunk(memory.wholes[rank], memory, builder.world_size(), chunk),
-                 static_cast<int>(rank));
+  PreparedCollective prepare(py::handle outputs, py::handle inputs, Algorithm algorithm) {
+    const char* operation = tensors().operation();
+    Sequence out(outputs, operation, "outputs", world_size(), "tensor per rank");
+    Sequence in(inputs, operation, "inputs", world_size(), "tensor per rank");
+    out.adopt_arrays();
+    in.adopt_arrays();
+    if (scatters_) {
+      read(in, "inputs", out, "outputs");
+    } else {
+      read(out, "outputs", in, "inputs");
+    }
+    choose(algorithm);
+    if (numel_ > 0 && collective().algorithm == Algorithm::kRing) {
+      lay_out_ring();
+    } else if (numel_ > 0) {
+      lay_out_chunks();
+    }
+    return finish(out.items(), in.items());
   }
-}
+
+ private:
+  void read(const Sequence& wholes, const char* whole_name, const Sequence& chunks,
+            const char* chunk_name) {
+    for (int rank = 0; rank < world_size(); ++rank) {
+      add(wholes[rank], {whole_name, rank}, !scatters_);
+    }
+    for (int rank = 0; rank < world_size(); ++rank) {
+      add(chunks[rank], {chunk_name, rank}, scatters_);
+    }
+    for (std::size_t rank = 0; rank < k_; ++rank) {
+      tensors().check_agree(rank, 0);
+      tensors().check_agree(k_ + rank, k_);
+      tensors().check_parts(rank, k_ + rank, world_size());
+    }
+    tensors().check_disjoint();
+    for (std::size_t rank = 0; rank < k_; ++rank) {
+      wholes_.push_back(memory(rank, scatters_, !scatters_, true));
+      chunks_.push_back(memory(k_ + rank, !scatters_, scatters_, true));
+    }
+    numel_ = tensors()[0].numel;
+    dtype_ = tensors()[0].dtype;
+    collective().bytes = tensors()[0].bytes();
+  }
+
+  void lay_out_ring() {
+    reserve_pointers(2 * k_);
+    void* const* sources = push_all(scatters_ ? wholes_ : chunks_);
+    void* const* destinations = push_all(scatters_ ? chunks_ : wholes_);
+    collective().tensors.push_back(
+        {sources, destinations, world_size(), world_size(), numel_, dtype_,
+         scatters_ ? RingPhases::kReduceScatter : RingPhases::kAllGather});
+  }
+
+  void lay_out_chunks() {
+    reserve_pointers(k_ * (k_ + 1));
+    const std::size_t numel = numel_ / k_;
+    for (std::size_t c = 0; c < k_; ++c) {
+      void* const* whole = table_end();
+      for (std::size_t rank = 0; rank < k_; ++rank) {
+        push(static_cast<std::byte*>(wholes_[rank]) + c * numel * item_bytes(dtype_),
+             static_cast<int>(rank));
+      }
+      void* const* chunk = table_end();
+      push(chunks_[c], static_cast<int>(c));
+      collective().tensors.push_back(
+          scatters_ ? Buffers{whole, chunk, world_size(), 1, numel, dtype_}
+                    : copy_of_bytes(chunk, whole, world_size(), numel * item_bytes(dtype_)));
+    }
+  }
+
+  void* const* push_all(const std::vector<void*>& pointers) {
+    void* const* table = table_end();
+    for (std::size_t rank = 0; rank < k_; ++rank) push(pointers[rank], static_cast<int>(rank));
+    return table;
+  }
+
+  const bool scatters_;
+  const std::size_t k_;
+  std::vector<void*> wholes_;
+  std::vector<void*> chunks_;
+  std::size_t numel_ = 0;  // of a whole, a multiple of k_
+  DType dtype_ = DType::kUInt8;
+};
 
 }  // namespace
 
-Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                Algorithm algorithm, Ranks who) {
-  constexpr const char* kOperation = "reduce_scatter";
-  const int world_size = who.world_size;
-  Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
-  Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
-  out.adopt_arrays();
-  in.adopt_arrays();
-  Builder builder(kOperation, op, world_size, who.devices);
-  const WholeAndChunks memory = read_whole_and_chunks(builder, in, "inputs", out, "outputs", true);
-  const auto k = static_cast<std::size_t>(world_size);
-  Collective& collective = builder.collective();
-  builder.choose(algorithm);
-  if (memory.numel == 0) return builder.finish(out.items(), in.items());
-  if (collective.algorithm == Algorithm::kRing) {
-    builder.reserve_pointers(2 * k);
-    void* const* sources = builder.table_end();
-    push_all(builder, memory.wholes);
-    void* const* destinations = builder.table_end();
-    push_all(builder, memory.chunks);
-    collective.tensors.push_back({sources, destinations, world_size, world_size, memory.numel,
-                                  memory.dtype, RingPhases::kReduceScatter});
-    return builder.finish(out.items(), in.items());
-  }
-  builder.reserve_pointers(k * (k + 1));
-  for (int chunk = 0; chunk < world_size; ++chunk) {
-    void* const* sources = builder.table_end();
-    push_chunks(builder, memory, chunk);
-    void* const* destination = builder.table_end();
-    builder.push(memory.chunks[static_cast<std::size_t>(chunk)], chunk);
-    collective.tensors.push_back(
-        {sources, destination, world_size, 1, memory.numel / k, memory.dtype});
-  }
-  return builder.finish(out.items(), in.items());
+PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
+                                          Algorithm algorithm, Ranks who) {
+  return ChunkBuilder(true, op, who).prepare(outputs, inputs, algorithm);
 }
 
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm, Ranks who) {
-  constexpr const char* kOperation = "all_gather";
-  const int world_size = who.world_size;
-  Sequence out(outputs, kOperation, "outputs", world_size, "tensor per rank");
-  Sequence in(inputs, kOperation, "inputs", world_size, "tensor per rank");
-  out.adopt_arrays();
-  in.adopt_arrays();
-  Builder builder(kOperation, ReduceOp::kSum, world_size, who.devices);
-  const WholeAndChunks memory = read_whole_and_chunks(builder, out, "outputs", in, "inputs", false);
-  const auto k = static_cast<std::size_t>(world_size);
-  Collective& collective = builder.collective();
-  builder.choose(algorithm);
-  if (memory.numel == 0) return builder.finish(out.items(), in.items());
-  if (collective.algorithm == Algorithm::kRing) {
-    builder.reserve_pointers(2 * k);
-    void* const* sources = builder.table_end();
-    push_all(builder, memory.chunks);
-    void* const* destinations = builder.table_end();
-    push_all(builder, memory.wholes);
-    collective.tensors.push_back({sources, destinations, world_size, world_size, memory.numel,
-                                  memory.dtype, RingPhases::kAllGather});
-    return builder.finish(out.items(), in.items());
-  }
-  builder.reserve_pointers(k * (k + 1));
-  for (int chunk = 0; chunk < world_size; ++chunk) {
-    void* const* source = builder.table_end();
-    builder.push(memory.chunks[static_cast<std::size_t>(chunk)], chunk);
-    void* const* destinations = builder.table_end();
-    push_chunks(builder, memory, chunk);
-    const std::size_t bytes = memory.numel / k * item_bytes(memory.dtype);
-    collective.tensors.push_back(copy_of_bytes(source, destinations, world_size, bytes));
-  }
-  return builder.finish(out.items(), in.items());
+PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
+                                      Ranks who) {
+  return ChunkBuilder(false, ReduceOp::kSum, who).prepare(outputs, inputs, algorithm);
 }
 
-Prepared prepare_broadcast(py::handle tensors, int root, Ranks who) {
+PreparedCollective prepare_broadcast(py::handle tensors, int root, Ranks who) {
   constexpr const char* kOperation = "broadcast";
   const int world_size = who.world_size;
   Sequence ranks(tensors, kOperation, "tensors", world_size, "tensor per rank");
@@ -406,10 +350,10 @@ Prepared prepare_broadcast(py::handle tensors, int root, Ranks who) {
   py::list written;
   for (int rank = 0; rank < world_size; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, rank != root);
-    builder.check_pair(static_cast<std::size_t>(rank), 0);
+    builder.tensors().check_agree(static_cast<std::size_t>(rank), 0);
     if (rank != root) append(written, ranks[rank]);
   }
-  builder.check_all_disjoint();
+  builder.tensors().check_disjoint();
   builder.reserve_pointers(static_cast<std::size_t>(world_size));
   const bool is_flat = !builder.all_lie_alike(0, 1);
   void* const* source = builder.table_end();
@@ -419,7 +363,7 @@ Prepared prepare_broadcast(py::handle tensors, int root, Ranks who) {
     if (rank == root) continue;
     builder.push(builder.memory(static_cast<std::size_t>(rank), false, true, is_flat), rank);
   }
-  const TensorView& first = builder.view(0);
+  const TensorView& first = builder.tensors()[0];
   Collective& collective = builder.collective();
   collective.bytes = first.bytes();
   if (world_size > 1 && first.numel > 0) {

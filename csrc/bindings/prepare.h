@@ -16,14 +16,7 @@ namespace pyringar {
 
 namespace py = pybind11;
 
-struct Prepared {
-  Collective collective;
-  py::object written;  // the tensors that the collective writes
-  py::object read;     // those it only reads; both own their items, whatever becomes of the lists
-  // GPU tensors with gaps: (tensor, dense copy) of those that are written, to be copied back after,
-  // and of those that are read, to be kept.
-  py::object copies;
-};
+using PreparedCollective = Prepared<Collective>;
 
 // Who takes part: device of every rank, or null for ranks in the host's memory.
 // world_size 0: as many ranks as there are tensors.
@@ -32,14 +25,14 @@ struct Ranks {
   const std::vector<int>* devices = nullptr;
 };
 
-Prepared prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm, Ranks ranks,
-                            const char* operation);
-Prepared prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
+PreparedCollective prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
+                                      Ranks ranks, const char* operation);
+PreparedCollective prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
+                                                Ranks ranks);
+PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
+                                          Algorithm algorithm, Ranks ranks);
+PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                                       Ranks ranks);
-Prepared prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                Algorithm algorithm, Ranks ranks);
-Prepared prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
-                            Ranks ranks);
-Prepared prepare_broadcast(py::handle tensors, int root, Ranks ranks);
+PreparedCollective prepare_broadcast(py::handle tensors, int root, Ranks ranks);
 
 }  // namespace pyringar

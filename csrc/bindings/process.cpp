@@ -1,17 +1,16 @@
-// process: the class ProcessGroup, and shared memory.
+// process: one rank of a group of processes as Python sees it, and shared memory.
 //
 // Floor     bindings
+// Contract  pyringar.comm.process_communicator is its only user. Every argument is checked before
+//           anything is announced to the other ranks.
 // Tests     tests/test_processes.py
-
-#include "bindings/process.h"
 
 #include <pybind11/functional.h>
 
 #include <memory>
 #include <vector>
 
-#include "bindings/convert.h"
-#include "bindings/process_prepare.h"
+#include "bindings/group_binding.h"
 #include "core/error.h"
 #include "os/memory.h"
 #include "process/group.h"
@@ -23,65 +22,19 @@ namespace {
 constexpr const char* kAlgorithms[] = {"direct", "ring"};
 const char* wish_name(int wish) { return kAlgorithms[wish]; }
 
-// A communicator that was made before fork() is the parent's: its thread is not in the child.
-struct GroupDeleter {
-  void operator()(ProcessGroup* group) const {
-    if (!group->forked()) delete_group(group, group->has_this_thread());
-  }
-};
-using GroupPtr = std::shared_ptr<ProcessGroup>;
-
 bool parse_ring(py::handle algorithm) {
   return !algorithm.is_none() && parse<int>(algorithm, "algorithm", &wish_name, 2) == 1;
 }
 
-void run(ProcessGroup& group, const ProcessCall& call) {
-  const PythonCall python_call(group.turn());
-  group.run(call);
-}
+struct Engine {
+  using Group = ProcessGroup;
+  using GroupPtr = std::shared_ptr<Group>;
 
-// A call that was checked once; see the one of bindings/module.cpp.
-struct BoundCall {
-  GroupPtr group;
-  PreparedCall prepared;
-  py::list storages;
-
-  BoundCall(GroupPtr g, PreparedCall p)
-      : group(std::move(g)), prepared(std::move(p)), storages(storages_of({prepared.written})) {}
-};
-
-constexpr const char* kBoundCapsule = "pyringar.bound_process_call";
-
-PyObject* call_bound(PyObject* capsule, PyObject*) {
-  try {
-    auto* bound = static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, kBoundCapsule));
-    mark_written(bound->prepared.written.ptr());
-    run(*bound->group, bound->prepared.call);
-  } catch (...) {
-    set_python_error(std::current_exception());
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
-py::object make_bound(GroupPtr group, PreparedCall prepared) {
-  static PyMethodDef method = {"bound_all_reduce", &call_bound, METH_NOARGS,
-                               "Reduce the bound tensors in place."};
-  auto bound = std::make_unique<BoundCall>(std::move(group), std::move(prepared));
-  const py::capsule capsule(bound.release(), kBoundCapsule, [](PyObject* c) {
-    delete static_cast<BoundCall*>(PyCapsule_GetPointer(c, kBoundCapsule));
-  });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
-}
-
-// What def_process_calls() asks for.
-struct Calls {
-  using GroupPtr = pyringar::GroupPtr;
-  static ProcessGroup& host(ProcessGroup& group) { return group; }
-  static LocalRank local_rank(const ProcessGroup& group) {
+  static Group& host(Group& group) { return group; }
+  static LocalRank local_rank(const Group& group) {
     return {group.rank(), group.world_size(), kHost, group.compares_shapes()};
   }
-  static PreparedCall prepare_all_reduce(ProcessGroup& group, py::handle tensors, py::handle op,
+  static PreparedCall prepare_all_reduce(Group& group, py::handle tensors, py::handle op,
                                          py::handle algorithm, const char* operation) {
     PreparedCall prepared =
         prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
@@ -89,30 +42,23 @@ struct Calls {
     group.find_registered(prepared.call);
     return prepared;
   }
-  static py::object run_or_submit(const GroupPtr& group, PreparedCall prepared,
-                                  py::handle in_flight) {
-    group->check_usable();
-    mark_written(prepared.written.ptr());
-    if (!in_flight.is_none()) {
-      py::list storages = storages_of({prepared.written, prepared.read});
-      auto work = group->submit(std::move(prepared.call));
-      return keep_until_done(in_flight, py::cast(work), std::move(storages));
-    }
-    run(*group, prepared.call);
-    return py::none();
+  static void run(Group& group, const ProcessCall& call) {
+    const PythonCall python_call(group.turn());
+    group.run(call);
   }
-  static py::object bind(const GroupPtr& group, PreparedCall prepared) {
-    return make_bound(group, std::move(prepared));
+  static py::object submit(const GroupPtr& group, ProcessCall call) {
+    return py::cast(group->submit(std::move(call)));
   }
 };
 
-GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                    double timeout_s, bool checks_digests, bool compares_shapes) {
+Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
+                            double timeout_s, bool checks_digests, bool compares_shapes) {
   const Segment segment =
       Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
   const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests, compares_shapes,
                                     &look_at_signals};
-  return GroupPtr(new ProcessGroup(std::move(memory), segment, rank, options), GroupDeleter{});
+  return Engine::GroupPtr(new ProcessGroup(std::move(memory), segment, rank, options),
+                          GroupDeleter<Engine>{});
 }
 
 // bases[r]: (process id, descriptor, address) of rank r's memory; own memory is not mapped again.
@@ -163,8 +109,8 @@ void bind_shared_memory(py::module_& m) {
 
 void bind_process_group(py::module_& m) {
   bind_shared_memory(m);
-  py::class_<ProcessGroup, GroupPtr> group(m, "ProcessGroup");
-  def_process_calls<Calls>(group);
+  py::class_<ProcessGroup, Engine::GroupPtr> group(m, "ProcessGroup");
+  def_process_calls<Engine>(group);
   group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
            py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"),
@@ -178,7 +124,8 @@ void bind_process_group(py::module_& m) {
              return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm)));
            })
       .def("submit_step", &ProcessGroup::submit_step)  // the step takes the GIL by itself
-      .def("stats", [](ProcessGroup& group) { return process_stats_dict(group.stats()); })
+      .def("stats",
+           [](ProcessGroup& group) { return stats_dict(group.stats(), &process_algorithm_name); })
       .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next, py::call_guard<PythonCall>());
 }
 

@@ -9,7 +9,9 @@
 #include <memory>
 #include <vector>
 
+#include "bindings/convert.h"
 #include "core/error.h"
+#include "process/group.h"
 
 namespace pyringar {
 
@@ -18,7 +20,7 @@ namespace {
 class CallBuilder {
  public:
   CallBuilder(LocalRank self, CallKind kind, const char* operation)
-      : self_(self), operation_(operation), grad_(operation) {
+      : self_(self), tensors_(operation) {
     call_.kind = kind;
   }
 
@@ -39,31 +41,24 @@ class CallBuilder {
     add(given, name, {.is_input = false, .is_output = true, .is_in_place = false});
   }
 
-  // whole holds a part per rank.
   void check_parts(std::size_t whole, std::size_t part) const {
-    const TensorView& w = views_[whole];
-    const TensorView& p = views_[part];
-    if (w.dtype != p.dtype || w.numel != p.numel * static_cast<std::size_t>(self_.world_size)) {
-      fail(ErrorKind::kArgument, operation_, ": ", names_[whole].text(), " has ", w.numel, " ",
-           dtype_name(w.dtype), " elements and ", names_[part].text(), " has ", p.numel, " ",
-           dtype_name(p.dtype), "; expected one dtype and ", self_.world_size,
-           " times as many, one part per rank");
-    }
+    tensors_.check_parts(whole, part, self_.world_size);
   }
 
   PreparedCall finish() {
-    check_disjoint(views_, names_, operation_);
-    PreparedCall prepared;
-    for (std::size_t i = 0; i < views_.size(); ++i) {
+    tensors_.check_disjoint();
+    py::list written;
+    py::list read;
+    py::list copies;
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
       const Use& use = uses_[i];
-      const TensorSpan span = dense(i, prepared);
-      (use.is_output ? prepared.written : prepared.read).append(py::handle(views_[i].object));
+      const TensorSpan span = dense(i, read, copies);
+      (use.is_output ? written : read).append(py::handle(tensors_[i].object));
       const bool is_result = use.is_output || use.is_in_place;
       (is_result ? call_.outputs : call_.inputs).push_back(span);
     }
     if (call_.kind == CallKind::kBroadcast) call_.inputs = call_.outputs;
-    prepared.call = std::move(call_);
-    return prepared;
+    return {std::move(call_), std::move(written), std::move(read), std::move(copies)};
   }
 
  private:
@@ -76,22 +71,15 @@ class CallBuilder {
   void add(py::handle given, ArgName name, Use use) {
     py::object tensor = is_plain_tensor(given.ptr()) ? py::reinterpret_borrow<py::object>(given)
                                                      : as_tensor(given.ptr());
-    TensorView& view = views_.emplace_back();
-    read_tensor(tensor.ptr(), operation_, name, &view);
-    if (view.device != self_.device) {
-      fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
-           ", expected ", device_name(self_.device), ", this rank's device");
-    }
-    if (use.is_output) grad_.check(tensor.ptr(), name);
-    names_.push_back(name);
+    tensors_.add(tensor.ptr(), name, self_.rank, self_.device, use.is_output);
     uses_.push_back(use);
-    tensors_.push_back(std::move(tensor));
+    objects_.push_back(std::move(tensor));
   }
 
   // Elements side by side: the tensor's own, or a packed copy. In another order than that of their
   // index only where all ranks may have that order.
-  TensorSpan dense(std::size_t i, PreparedCall& prepared) {
-    const TensorView& view = views_[i];
+  TensorSpan dense(std::size_t i, py::list& read, py::list& copies) {
+    const TensorView& view = tensors_[i];
     const Use& use = uses_[i];
     if (use.is_in_place && self_.compares_shapes) mix_sizes(view);
     if (view.is_dense && has_index_order(view)) return {view.data, view.numel, view.dtype};
@@ -100,23 +88,23 @@ class CallBuilder {
       call_.permuted.push_back({i, view.strided(), use.is_output});
       return {view.data, view.numel, view.dtype};
     }
-    if (self_.device != kHost) return torch_copy(i, prepared);
+    if (self_.device != kHost) return torch_copy(i, read, copies);
     std::shared_ptr<std::byte[]> memory = std::make_unique_for_overwrite<std::byte[]>(view.bytes());
     std::byte* data = memory.get();
-    call_.staged.push_back({view.strided(), std::move(memory), use.is_input, use.is_output});
+    call_.packed.push_back({view.strided(), std::move(memory), use.is_input, use.is_output});
     return {data, view.numel, view.dtype};
   }
 
   // Made by torch, on its current stream.
-  TensorSpan torch_copy(std::size_t i, PreparedCall& prepared) const {
-    const py::handle tensor = views_[i].object;
+  TensorSpan torch_copy(std::size_t i, py::list& read, py::list& copies) const {
+    const py::handle tensor = tensors_[i].object;
     py::object copy = packed(tensor.attr("detach")().ptr());
     TensorView copied;
-    read_tensor(copy.ptr(), operation_, names_[i], &copied);
+    read_tensor(copy.ptr(), tensors_.operation(), tensors_.name(i), &copied);
     if (uses_[i].is_output) {
-      prepared.copies.append(py::make_tuple(tensor, copy));
+      copies.append(py::make_tuple(tensor, copy));
     } else {
-      prepared.read.append(copy);
+      read.append(copy);
     }
     return {copied.data, copied.numel, copied.dtype};
   }
@@ -139,13 +127,10 @@ class CallBuilder {
   }
 
   const LocalRank self_;
-  const char* operation_;
-  GradGuard grad_;
+  TensorArgs tensors_;
   ProcessCall call_;
-  std::vector<TensorView> views_;
-  std::vector<ArgName> names_;
   std::vector<Use> uses_;
-  std::vector<py::object> tensors_;  // keeps what the views point into
+  std::vector<py::object> objects_;  // keep what tensors_ points into
 };
 
 }  // namespace
@@ -197,9 +182,9 @@ PreparedCall prepare_process_broadcast(LocalRank self, py::handle tensor, int ro
 }
 
 PreparedCall prepare_process_barrier() {
-  PreparedCall prepared;
-  prepared.call.kind = CallKind::kBarrier;
-  return prepared;
+  ProcessCall call;
+  call.kind = CallKind::kBarrier;
+  return {std::move(call), py::list(), py::list(), py::list()};
 }
 
 SegmentToken parse_token(const py::bytes& token) {
@@ -229,12 +214,6 @@ py::dict process_plan_dict(const ProcessPlan& plan) {
   dict["algorithm"] = process_algorithm_name(plan.algorithm);
   dict["num_pieces"] = plan.num_pieces;
   return dict;
-}
-
-py::list absent_ranks_list(const std::vector<int>& ranks) {
-  py::list absent;
-  for (const int rank : ranks) absent.append(rank);
-  return absent;
 }
 
 }  // namespace pyringar

@@ -9,12 +9,50 @@
 #include <array>
 #include <numeric>
 
-#include "bindings/dlpack_abi.h"
 #include "core/error.h"
 
 namespace pyringar {
 
 namespace {
+
+// The C structures of DLPack 1.3 through which torch (2.11 and up) shows a tensor to a library that
+// knows none of its headers. Their layout, and that of the function table which a tensor type
+// offers as __dlpack_c_exchange_api__, is stable within the major version. dltensor_from_py_object
+// borrows: its result is valid while the tensor lives and is not resized.
+namespace dlpack {
+
+constexpr std::uint32_t kMajorVersion = 1;
+constexpr const char* kCapsuleName = "dlpack_exchange_api";
+constexpr std::int32_t kCpu = 1;
+constexpr std::int32_t kCuda = 2;
+
+enum TypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4 };
+
+struct Tensor {
+  void* data;
+  std::int32_t device_type;
+  std::int32_t device_id;
+  std::int32_t ndim;
+  std::uint8_t type_code;
+  std::uint8_t type_bits;
+  std::uint16_t type_lanes;
+  const std::int64_t* shape;
+  const std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+struct ExchangeApi {
+  std::uint32_t major_version;
+  std::uint32_t minor_version;
+  ExchangeApi* previous;
+  void* managed_tensor_allocator;
+  void* managed_tensor_from_py_object;
+  void* managed_tensor_to_py_object;
+  int (*dltensor_from_py_object)(void* object, Tensor* out);
+  int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);
+};
+
+}  // namespace dlpack
 
 py::object attribute(PyObject* object, const char* name) {
   auto value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(object, name));
@@ -184,6 +222,12 @@ bool is_dense(const TensorView& view) {
   return true;
 }
 
+std::string describe_shape(const TensorView& view) {
+  std::string text = "(";
+  for (int dim = 0; dim < view.ndim; ++dim) text += join(dim == 0 ? "" : ", ", view.shape[dim]);
+  return text + (view.ndim == 1 ? ",)" : ")");
+}
+
 // What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
 [[noreturn]] void refuse_layout(PyObject* object, const char* operation, ArgName name) {
   std::string why = take_python_error();
@@ -266,27 +310,6 @@ py::object as_tensor(PyObject* object) {
   return call(attribute(interop.ptr(), "as_tensor"), object);
 }
 
-std::string describe_shape(const TensorView& view) {
-  std::string text = "(";
-  for (int dim = 0; dim < view.ndim; ++dim) text += join(dim == 0 ? "" : ", ", view.shape[dim]);
-  return text + (view.ndim == 1 ? ",)" : ")");
-}
-
-void check_agrees(const TensorView& view, ArgName name, const TensorView& first, ArgName first_name,
-                  const char* operation) {
-  const auto differs = [&](const char* what, const std::string& value,
-                           const std::string& expected) {
-    fail(ErrorKind::kArgument, operation, ": ", name.text(), " has ", what, " ", value, ", but ",
-         first_name.text(), " has ", expected, "; all ranks must agree");
-  };
-  if (view.dtype != first.dtype) {
-    differs("dtype", dtype_name(view.dtype), dtype_name(first.dtype));
-  }
-  if (view.ndim != first.ndim || !std::equal(view.shape, view.shape + view.ndim, first.shape)) {
-    differs("shape", describe_shape(view), describe_shape(first));
-  }
-}
-
 bool lie_alike(const TensorView& view, const TensorView& first) {
   if (view.numel <= 1) return true;
   if (view.is_negated != first.is_negated) return false;
@@ -307,17 +330,59 @@ bool has_index_order(const TensorView& view) {
   return true;
 }
 
-void check_disjoint(std::span<const TensorView> views, std::span<const ArgName> names,
-                    const char* operation) {
+TensorArgs::TensorArgs(const char* operation)
+    : operation_(operation),
+      is_recording_(call(TorchNames::get().is_grad_enabled).ptr() == Py_True) {}
+
+void TensorArgs::add(PyObject* object, ArgName name, int rank, int device, bool is_written) {
+  TensorView& view = views_.emplace_back();
+  names_.push_back(name);
+  read_tensor(object, operation_, name, &view);
+  if (view.device != device) {
+    fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
+         ", expected ", device_name(device), ", the device of rank ", rank);
+  }
+  if (is_written && is_recording_ && TorchNames::get().requires_grad(object)) {
+    fail(ErrorKind::kArgument, operation_, ": ", name.text(),
+         " requires grad, and autograd would not see this in-place change; "
+         "call it under torch.no_grad(), or pass .detach()");
+  }
+}
+
+void TensorArgs::check_agree(std::size_t i, std::size_t first) const {
+  const TensorView& a = views_[i];
+  const TensorView& b = views_[first];
+  const auto differs = [&](const char* what, const std::string& value,
+                           const std::string& expected) {
+    fail(ErrorKind::kArgument, operation_, ": ", names_[i].text(), " has ", what, " ", value,
+         ", but ", names_[first].text(), " has ", expected, "; all ranks must agree");
+  };
+  if (a.dtype != b.dtype) differs("dtype", dtype_name(a.dtype), dtype_name(b.dtype));
+  if (a.ndim != b.ndim || !std::equal(a.shape, a.shape + a.ndim, b.shape)) {
+    differs("shape", describe_shape(a), describe_shape(b));
+  }
+}
+
+void TensorArgs::check_parts(std::size_t whole, std::size_t part, int world_size) const {
+  const TensorView& w = views_[whole];
+  const TensorView& p = views_[part];
+  if (w.dtype == p.dtype && w.numel == p.numel * static_cast<std::size_t>(world_size)) return;
+  fail(ErrorKind::kArgument, operation_, ": ", names_[whole].text(), " has ", w.numel, " ",
+       dtype_name(w.dtype), " elements and ", names_[part].text(), " has ", p.numel, " ",
+       dtype_name(p.dtype), "; expected one dtype and ", world_size,
+       " times as many, one part per rank");
+}
+
+void TensorArgs::check_disjoint() const {
   struct Span {
     const std::byte* first;
     const std::byte* last;
     std::size_t index;
   };
   std::vector<Span> spans;
-  spans.reserve(views.size());
-  for (std::size_t i = 0; i < views.size(); ++i) {
-    const TensorView& view = views[i];
+  spans.reserve(size());
+  for (std::size_t i = 0; i < size(); ++i) {
+    const TensorView& view = views_[i];
     if (view.numel == 0) continue;
     if (view.is_dense) {
       spans.push_back({view.data, view.data + view.bytes(), i});
@@ -325,7 +390,7 @@ void check_disjoint(std::span<const TensorView> views, std::span<const ArgName> 
     }
     const StridedView strided = view.strided();
     if (overlaps_itself(strided)) {
-      fail(ErrorKind::kArgument, operation, ": ", names[i].text(), " of shape ",
+      fail(ErrorKind::kArgument, operation_, ": ", names_[i].text(), " of shape ",
            describe_shape(view),
            " overlaps itself (an expanded tensor?); expected every element at its own address");
     }
@@ -338,24 +403,11 @@ void check_disjoint(std::span<const TensorView> views, std::span<const ArgName> 
     for (std::size_t b = a + 1; b < spans.size() && spans[b].first < spans[a].last; ++b) {
       const std::size_t i = std::min(spans[a].index, spans[b].index);
       const std::size_t j = std::max(spans[a].index, spans[b].index);
-      const bool dense = views[i].is_dense && views[j].is_dense;
-      if (!dense && !overlap(views[i].strided(), views[j].strided())) continue;
-      fail(ErrorKind::kArgument, operation, ": ", names[j].text(), " shares memory with ",
-           names[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
+      const bool dense = views_[i].is_dense && views_[j].is_dense;
+      if (!dense && !overlap(views_[i].strided(), views_[j].strided())) continue;
+      fail(ErrorKind::kArgument, operation_, ": ", names_[j].text(), " shares memory with ",
+           names_[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
     }
-  }
-}
-
-GradGuard::GradGuard(const char* operation) : operation_(operation) {
-  recording_ = call(TorchNames::get().is_grad_enabled).ptr() == Py_True;
-}
-
-void GradGuard::check(PyObject* tensor, ArgName name) const {
-  if (!recording_) return;
-  if (TorchNames::get().requires_grad(tensor)) {
-    fail(ErrorKind::kArgument, operation_, ": ", name.text(),
-         " requires grad, and autograd would not see this in-place change; "
-         "call it under torch.no_grad(), or pass .detach()");
   }
 }
 

@@ -16,15 +16,12 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/collective.h"
 #include "cpu/strided.h"
 
 namespace pyringar {
 
 namespace py = pybind11;
-
-// In place of the index of a GPU.
-inline constexpr int kHost = -1;
 
 struct TensorView {
   PyObject* object;
@@ -69,12 +66,6 @@ bool is_plain_tensor(PyObject* object);
 // its memory; anything else as it is, for read_tensor() to refuse.
 py::object as_tensor(PyObject* object);
 
-std::string describe_shape(const TensorView& view);
-
-// Tensors of one collective that must agree: dtype and shape of view against first.
-void check_agrees(const TensorView& view, ArgName name, const TensorView& first, ArgName first_name,
-                  const char* operation);
-
 // Whether two tensors of one shape have the same elements at the same offsets. The strides of
 // dimensions of one element mean nothing, nor do any where there is one element or none.
 bool lie_alike(const TensorView& view, const TensorView& first);
@@ -82,19 +73,45 @@ bool lie_alike(const TensorView& view, const TensorView& first);
 // Whether elements lie side by side in the order of their index.
 bool has_index_order(const TensorView& view);
 
-// No two of these share a byte, none overlaps itself. names[i] belongs to views[i].
-void check_disjoint(std::span<const TensorView> views, std::span<const ArgName> names,
-                    const char* operation);
-
-// In-place results would bypass autograd: refuses tensors that require grad while it records.
-class GradGuard {
+// The tensors of one call, under the names of its arguments. Results in place would bypass
+// autograd, so that a written tensor must not require grad while it records.
+class TensorArgs {
  public:
-  explicit GradGuard(const char* operation);
-  void check(PyObject* tensor, ArgName name) const;
+  explicit TensorArgs(const char* operation);
+
+  void reserve(std::size_t num_tensors) {
+    views_.reserve(num_tensors);
+    names_.reserve(num_tensors);
+  }
+  // device: that of `rank`, where the tensor must be.
+  void add(PyObject* object, ArgName name, int rank, int device, bool is_written);
+
+  const char* operation() const { return operation_; }
+  std::size_t size() const { return views_.size(); }
+  const TensorView& operator[](std::size_t i) const { return views_[i]; }
+  ArgName name(std::size_t i) const { return names_[i]; }
+
+  // Of one dtype and shape, as all ranks must be.
+  void check_agree(std::size_t i, std::size_t first) const;
+  // Of one dtype, and the whole holds a part for each rank.
+  void check_parts(std::size_t whole, std::size_t part, int world_size) const;
+  // No two of them share a byte, none overlaps itself.
+  void check_disjoint() const;
 
  private:
   const char* operation_;
-  bool recording_;
+  bool is_recording_;
+  std::vector<TensorView> views_;
+  std::vector<ArgName> names_;
+};
+
+// A checked call, and what must live until it is done.
+template <typename Call>
+struct Prepared {
+  Call call;
+  py::object written;  // the tensors that it writes; like `read` a list or tuple of its own
+  py::object read;     // those it only reads; None: there are none
+  py::list copies;     // on GPUs: (tensor, dense copy), to be copied back; (None, copy) of an input
 };
 
 // Thrown while a Python exception is pending, to be let through as it is.

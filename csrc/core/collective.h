@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -19,6 +20,8 @@
 #include "core/strided_view.h"
 
 namespace pyringar {
+
+inline constexpr int kHost = -1;  // in place of the index of a GPU
 
 enum class Algorithm : std::uint8_t { kFused, kDirect, kRing };
 inline constexpr int kNumAlgorithms = 3;
@@ -56,11 +59,21 @@ struct Buffers {
   }
 };
 
+// A tensor with gaps, in the host's memory: packed before a call that reads it, and unpacked after
+// one that writes it.
+struct PackedTensor {
+  StridedView view;
+  std::shared_ptr<std::byte[]> dense;
+  bool is_input;
+  bool is_output;
+};
+
 struct Collective {
   const char* operation = "collective";  // as the caller knows it, for messages
   Algorithm algorithm = Algorithm::kFused;
   Fold fold;
   std::size_t bytes = 0;  // of one rank's data
+  int num_ranks = 1;
   std::vector<Buffers> tensors;
   std::vector<void*> pointers;  // reserved, never regrown
   std::vector<int> ranks;       // whose memory each of them is
@@ -70,21 +83,24 @@ struct Collective {
     return static_cast<std::size_t>(table - static_cast<const void* const*>(pointers.data()));
   }
 
-  // Tensors with gaps are packed into memory of their own before, and unpacked after. CPU only.
-  struct Staged {
-    StridedView view;
-    std::unique_ptr<std::byte[]> dense;
-    bool is_input;
-    bool is_output;
-  };
-  std::vector<Staged> staged;
+  std::vector<PackedTensor> packed;
 };
 
-// What ran so far, by algorithm.
-struct GroupStats {
-  std::array<std::uint64_t, kNumAlgorithms> calls{};
-  std::array<std::uint64_t, kNumAlgorithms> bytes{};
-  std::array<std::uint64_t, kNumAlgorithms> busy_ns{};  // on the CPU only
+// What ran so far, by algorithm. busy_ns: of threads of the host.
+template <int kNum>
+struct CallStats {
+  std::array<std::uint64_t, kNum> calls{};
+  std::array<std::uint64_t, kNum> bytes{};
+  std::array<std::uint64_t, kNum> busy_ns{};
+
+  template <typename Algorithm>
+  void add(Algorithm algorithm, std::size_t call_bytes, std::chrono::nanoseconds busy) {
+    const auto i = static_cast<std::size_t>(algorithm);
+    calls[i] += 1;
+    bytes[i] += call_bytes;
+    busy_ns[i] += static_cast<std::uint64_t>(busy.count());
+  }
 };
+using GroupStats = CallStats<kNumAlgorithms>;
 
 }  // namespace pyringar

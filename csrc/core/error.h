@@ -36,4 +36,19 @@ template <typename... Parts>
   throw Error(kind, join(std::forward<Parts>(parts)...));
 }
 
+// Why a communicator refuses calls, in the same words whatever its engine.
+[[noreturn]] inline void fail_closed(const std::string& why = "") {
+  fail(ErrorKind::kState, "this communicator is closed", why.empty() ? "" : ": ", why);
+}
+
+[[noreturn]] inline void fail_forked() {
+  fail(ErrorKind::kState,
+       "this communicator was made before fork() and belongs to the parent process. Make a new one "
+       "in the child");
+}
+
+[[noreturn]] inline void fail_after(ErrorKind kind, const std::string& failure) {
+  fail(kind, "this communicator failed before and cannot be used again: ", failure);
+}
+
 }  // namespace pyringar

@@ -18,7 +18,6 @@ namespace {
 // Bytes per rank of a block. Threads do not start together, so a small call is cut finely enough
 // for the faster one to take more; a large one coarsely, since every block opens new streams.
 constexpr std::size_t kMinBlockBytes = 8 * 1024;
-constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 constexpr std::size_t kBlocksPerThread = 8;
 // Below this much traffic a helper costs more to wake than it saves.
 constexpr std::size_t kAloneBytes = 512 * 1024;

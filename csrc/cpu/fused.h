@@ -19,6 +19,9 @@
 
 namespace pyringar {
 
+// Bytes per rank that a thread takes at a time, at most.
+inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
+
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool);
 
 // The elements [range) of one tensor, on this thread.

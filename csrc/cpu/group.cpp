@@ -24,24 +24,16 @@ Group::~Group() { close(); }
 bool Group::forked() const { return fork_generation() != fork_generation_; }
 
 void Group::check_not_forked() const {
-  if (forked()) {
-    fail(ErrorKind::kState,
-         "this communicator was made before fork(); its threads stayed in the parent process. "
-         "Make a new Communicator in the child");
-  }
+  if (forked()) fail_forked();
 }
 
 void Group::check_usable() const {
   check_not_forked();
-  if (closed_.load(std::memory_order_acquire)) {
-    fail(ErrorKind::kState, "this communicator is closed");
-  }
+  if (closed_.load(std::memory_order_acquire)) fail_closed();
 }
 
 void Group::check_not_failed() const {
-  if (!failure_.empty()) {
-    fail(failure_kind_, "this communicator failed before and cannot be used again: ", failure_);
-  }
+  if (!failure_.empty()) fail_after(failure_kind_, failure_);
 }
 
 Turn::Held Group::take_turn() {
@@ -75,19 +67,16 @@ void Group::run_locked(const Collective& collective) {
   check_not_failed();
   const DefaultFloatMode mode;
   const auto start = Clock::now();
-  for (const Collective::Staged& staged : collective.staged) {
-    if (staged.is_input) pack(staged.view, staged.dense.get());
+  for (const PackedTensor& tensor : collective.packed) {
+    if (tensor.is_input) pack(tensor.view, tensor.dense.get());
   }
   dispatch(collective);
-  for (const Collective::Staged& staged : collective.staged) {
-    if (staged.is_output) unpack(staged.dense.get(), staged.view);
+  for (const PackedTensor& tensor : collective.packed) {
+    if (tensor.is_output) unpack(tensor.dense.get(), tensor.view);
   }
-  const auto busy = std::chrono::nanoseconds(Clock::now() - start).count();
-  const auto i = static_cast<std::size_t>(collective.algorithm);
+  const auto busy = Clock::now() - start;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
-  stats_.calls[i] += 1;
-  stats_.bytes[i] += collective.bytes;
-  stats_.busy_ns[i] += static_cast<std::uint64_t>(busy);
+  stats_.add(collective.algorithm, collective.bytes, busy);
 }
 
 void Group::dispatch(const Collective& collective) {

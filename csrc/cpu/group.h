@@ -52,6 +52,8 @@ class Group {
   // True in a child process of the one that made the group. Such a group must be leaked, not
   // destroyed: what its threads held at the fork stays held.
   bool forked() const;
+  // Whether this is the thread of its work in the background.
+  bool has_this_thread() const { return queue_.is_mine(); }
 
   // Fault injection for tests: the rank sleeps before its next direct or ring collective.
   void delay_rank(int rank, std::chrono::nanoseconds delay);

@@ -18,6 +18,8 @@ class ThreadRing {
       : rank_(rank),
         world_size_(ring.world_size()),
         prev_((rank + world_size_ - 1) % world_size_),
+        first_of_prev_(
+            chunk_range(tensor.numel, world_size_, ring_step(prev_, world_size_, 0).send_chunk)),
         fold_(fold),
         item_(item_bytes(tensor.dtype)),
         partial_is_element_(partial_bytes(tensor.dtype) == item_),
@@ -29,9 +31,6 @@ class ThreadRing {
         watch_(watch) {}
 
   bool wait_message(std::uint32_t n, int action) {
-    from_ = action - 1 >= world_size_ - 1 ? From::kResult
-            : action == 1                 ? From::kInput
-                                          : From::kPartial;
     return watch_.wait(rank_, in_.flag, n, n,
                        [&] { return late(prev_, action - 1, "to send", in_.flag, n); });
   }
@@ -46,7 +45,7 @@ class ThreadRing {
   void send_own(Range, std::uint32_t) {}  // it lies in the input
   void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
     void* partial = ring_.slot(rank_, n_out);
-    if (from_ == From::kPartial) {
+    if (!is_input_of_prev(range)) {
       kernels_.accumulate(ring_.slot(prev_, n_in), input(rank_, range), partial, range.size());
     } else if (partial_is_element_) {
       const void* both[] = {input(prev_, range), input(rank_, range)};
@@ -58,7 +57,7 @@ class ThreadRing {
   }
   void reduce_finish(Range range, std::uint32_t n_in) {
     void* result = output(rank_, range);
-    if (from_ == From::kInput) {
+    if (is_input_of_prev(range)) {
       const void* both[] = {input(prev_, range), input(rank_, range)};
       kernels_.fused(both, 2, &result, 1, range.size(), fold_.divisor);
     } else {
@@ -74,11 +73,14 @@ class ThreadRing {
   void copy_last(Range range, std::uint32_t) { copy_to_output(range, output(prev_, range)); }
 
  private:
-  // Where the data of the message at hand lies. Ranks of one process can read each other's tensors,
-  // so only partial sums need a slot: a rank's own part is read in its input, a result in its
-  // output. Both stay: a result comes to a rank only after its input has gone all the way round,
-  // and is never written again.
-  enum class From { kInput, kPartial, kResult };
+  // Ranks of one process can read each other's tensors, so only partial sums need a slot: a rank's
+  // own part is read in its input, a result in its output. Both stay: a result comes to a rank only
+  // after its input has gone all the way round, and is never written again.
+  //
+  // Whether what prev sends to be reduced is its own part: that of the chunk which it sends first.
+  bool is_input_of_prev(Range range) const {
+    return first_of_prev_.begin <= range.begin && range.begin < first_of_prev_.end;
+  }
 
   void copy_to_output(Range range, const void* from) {
     // Not memcpy: that takes rep movsb, which is slow on lines that another core has just written.
@@ -112,6 +114,7 @@ class ThreadRing {
   const int rank_;
   const int world_size_;
   const int prev_;
+  const Range first_of_prev_;
   const Fold fold_;
   const std::size_t item_;
   const bool partial_is_element_;
@@ -121,7 +124,6 @@ class ThreadRing {
   Link& in_;
   Link& out_;
   Watch& watch_;
-  From from_ = From::kInput;
 };
 
 }  // namespace

@@ -26,6 +26,10 @@ namespace pyringar {
 // All slots of a link together: what a rank reads and writes in a tick stays in its core's L2.
 inline constexpr std::size_t kLinkBytes = 512 * 1024;
 
+constexpr std::size_t ring_slot_bytes(int world_size) {
+  return std::max<std::size_t>(64, kLinkBytes / ring_num_slots(world_size));
+}
+
 // The link from a rank to its next; see the table in core/ring_program.h.
 struct Link {
   Flag flag;   // messages published, by the writer
@@ -38,7 +42,7 @@ struct RingLinks {
   explicit RingLinks(int world_size)
       : links(static_cast<std::size_t>(world_size)),
         num_slots(ring_num_slots(world_size)),
-        slot_bytes(std::max<std::size_t>(64, kLinkBytes / num_slots)),
+        slot_bytes(ring_slot_bytes(world_size)),
         slots(std::make_unique_for_overwrite<std::byte[]>(links.size() * num_slots * slot_bytes)) {}
 
   std::vector<Link> links;

@@ -59,7 +59,7 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe desc
   turn_.check_not_mine();  // who waited for the work would wait for itself
   auto work = std::make_shared<Work>(&turn_, std::move(describe));
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_closing_) fail(ErrorKind::kState, "this communicator is closed");
+  if (is_closing_) fail_closed();
   start_thread();
   jobs_.push_back({std::move(job), work});
   num_waiting_.fetch_add(1, std::memory_order_release);

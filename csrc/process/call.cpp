@@ -21,9 +21,6 @@ namespace pyringar {
 
 namespace {
 
-// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do: each
-// would read as much from the other either way.
-constexpr std::size_t kExchangeBytes = 32 * 1024;
 // A call is cut in some pieces, so that copying and reducing overlap, none of them tiny.
 constexpr std::size_t kPiecesPerCall = 4;
 constexpr std::size_t kMinPieceBytes = 32 * 1024;
@@ -317,10 +314,10 @@ bool run_shares(const ProcessCall& call, ProcessRank& self) {
 
 // visit(part, where it lies in the dense copy)
 template <typename Visit>
-void for_each_dense_part(const ProcessCall::Staged& staged, ProcessRank& self, Visit&& visit) {
-  const std::size_t item = staged.view.item;
-  std::byte* dense = staged.dense.get();
-  for_each_part(staged.view, kProgressBytes / item, [&](const StridedView& part) {
+void for_each_dense_part(const PackedTensor& tensor, ProcessRank& self, Visit&& visit) {
+  const std::size_t item = tensor.view.item;
+  std::byte* dense = tensor.dense.get();
+  for_each_part(tensor.view, kProgressBytes / item, [&](const StridedView& part) {
     visit(part, dense);
     dense += num_elems(part) * item;
     self.watch.progressed();
@@ -421,16 +418,17 @@ void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank
 }
 
 void pack_inputs(const ProcessCall& call, ProcessRank& self) {
-  for (const ProcessCall::Staged& staged : call.staged) {
-    if (staged.is_input) for_each_dense_part(staged, self, &pack);
+  for (const PackedTensor& tensor : call.packed) {
+    if (tensor.is_input) for_each_dense_part(tensor, self, &pack);
   }
 }
 
 void unpack_outputs(const ProcessCall& call, ProcessRank& self) {
-  for (const ProcessCall::Staged& staged : call.staged) {
-    if (!staged.is_output) continue;
-    for_each_dense_part(
-        staged, self, [](const StridedView& part, const std::byte* dense) { unpack(dense, part); });
+  const auto unpack_part = [](const StridedView& part, const std::byte* dense) {
+    unpack(dense, part);
+  };
+  for (const PackedTensor& tensor : call.packed) {
+    if (tensor.is_output) for_each_dense_part(tensor, self, unpack_part);
   }
 }
 
@@ -451,19 +449,19 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
 }
 
 ProcessCall in_index_order(const ProcessCall& call) {
-  ProcessCall packed = call;
-  packed.strides = 0;
-  packed.offsets = 0;
-  packed.registered.clear();
-  packed.permuted.clear();
+  ProcessCall ordered = call;
+  ordered.strides = 0;
+  ordered.offsets = 0;
+  ordered.registered.clear();
+  ordered.permuted.clear();
   for (const ProcessCall::Permuted& permuted : call.permuted) {
-    TensorSpan& span = packed.outputs[permuted.output];
+    TensorSpan& span = ordered.outputs[permuted.output];
     std::shared_ptr<std::byte[]> dense = std::make_unique_for_overwrite<std::byte[]>(span.bytes());
     span.data = dense.get();
-    packed.staged.push_back({permuted.view, std::move(dense), true, permuted.is_output});
+    ordered.packed.push_back({permuted.view, std::move(dense), true, permuted.is_output});
   }
-  if (call.kind == CallKind::kBroadcast) packed.inputs = packed.outputs;
-  return packed;
+  if (call.kind == CallKind::kBroadcast) ordered.inputs = ordered.outputs;
+  return ordered;
 }
 
 bool compare_digests(std::uint64_t digest, ProcessRank& self) {

@@ -40,14 +40,7 @@ struct ProcessCall {
   std::uint64_t shapes = 0;   // digest of sizes
   std::uint64_t strides = 0;  // digest of those of `permuted`; 0: there are none
 
-  // Tensors with gaps are packed before, and unpacked after.
-  struct Staged {
-    StridedView view;
-    std::shared_ptr<std::byte[]> dense;
-    bool is_input;
-    bool is_output;
-  };
-  std::vector<Staged> staged;
+  std::vector<PackedTensor> packed;
 
   // Outputs whose memory is theirs, but not in the order of their index: fine where it is so on all
   // ranks.
@@ -93,6 +86,10 @@ struct ProcessRank {
   bool count_messages(const StagedProgram& program, bool is_done);
   void sleep_in(Phase phase);
 };
+
+// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do: each
+// would read as much from the other either way.
+inline constexpr std::size_t kExchangeBytes = 32 * 1024;
 
 // Which algorithm a call takes, alike on all ranks that agree on the call.
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);

@@ -1,4 +1,5 @@
-// flat_view: one rank's tensors viewed as a single buffer (no copy), cut into pieces that fit a slot.
+// flat_view: one rank's tensors viewed as a single buffer (no copy), cut into pieces that fit a
+// slot.
 //
 // Floor     process
 // Units     bytes for the line and for pieces, elements for runs.

@@ -53,26 +53,16 @@ std::vector<int> ProcessGroup::absent_ranks() const {
 bool ProcessGroup::forked() const { return fork_generation() != fork_generation_; }
 
 void ProcessGroup::check_not_forked() const {
-  if (forked()) {
-    fail(ErrorKind::kState,
-         "this communicator was made before fork() and is the parent process's rank. Make a new "
-         "one in the child");
-  }
+  if (forked()) fail_forked();
 }
 
 void ProcessGroup::check_usable() const {
   check_not_forked();
-  if (closed_.load(std::memory_order_acquire)) {
-    const std::string why = watch_.shared_failure();
-    fail(ErrorKind::kState, "this communicator is closed", why.empty() ? "" : ": ", why);
-  }
+  if (closed_.load(std::memory_order_acquire)) fail_closed(watch_.shared_failure());
 }
 
 void ProcessGroup::check_not_failed() const {
-  if (watch_.failed()) {
-    fail(watch_.kind(),
-         "this communicator failed before and cannot be used again: ", watch_.failure());
-  }
+  if (watch_.failed()) fail_after(watch_.kind(), watch_.failure());
 }
 
 Turn::Held ProcessGroup::take_turn() {
@@ -203,12 +193,9 @@ bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
     return false;
   }
   unpack_outputs(call, self_);
-  const auto busy = std::chrono::nanoseconds(Clock::now() - start).count();
-  const auto i = static_cast<std::size_t>(algorithm_of(call, segment_));
+  const auto busy = Clock::now() - start;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
-  stats_.calls[i] += 1;
-  stats_.bytes[i] += call.bytes();
-  stats_.busy_ns[i] += static_cast<std::uint64_t>(busy);
+  stats_.add(algorithm_of(call, segment_), call.bytes(), busy);
   return true;
 }
 

@@ -13,7 +13,6 @@
 // Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -40,11 +39,7 @@ struct ProcessGroupOptions {
 // here and on the other ranks, which are told that this rank closed, or aborted.
 enum class Leaving { kAfterCalls, kAtOnce, kAborting };
 
-struct ProcessStats {
-  std::array<std::uint64_t, kNumProcessAlgorithms> calls{};
-  std::array<std::uint64_t, kNumProcessAlgorithms> bytes{};
-  std::array<std::uint64_t, kNumProcessAlgorithms> busy_ns{};
-};
+using ProcessStats = CallStats<kNumProcessAlgorithms>;
 
 class ProcessGroup {
  public:

@@ -17,8 +17,6 @@ namespace {
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
 constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kPage = 4096;
-// Small enough that what is under way stays in a core's L2: own tensor, own slot, the others'.
-constexpr std::size_t kSlotBytes = 256 * 1024;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
                   std::atomic<std::int64_t>::is_always_lock_free,
@@ -38,7 +36,7 @@ struct Layout {
         staging(0),
         ring(0),
         total(0),
-        ring_slot_bytes(std::max<std::size_t>(64, kLinkBytes / ring_num_slots(world_size))) {
+        ring_slot_bytes(pyringar::ring_slot_bytes(world_size)) {
     const auto k = static_cast<std::size_t>(world_size);
     staging = lines + round_up(k * sizeof(RankLine), kPage);
     ring = staging + k * kStagingSlots * kSlotBytes;

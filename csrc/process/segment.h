@@ -95,6 +95,10 @@ struct SharedFailure {
   std::array<char, 504> text{};
 };
 
+// Of a staging slot. Small enough that what is under way stays in a core's L2: own tensor, own
+// slot, the others'.
+inline constexpr std::size_t kSlotBytes = 256 * 1024;
+
 inline constexpr std::size_t kTokenBytes = 32;
 using SegmentToken = std::array<unsigned char, kTokenBytes>;
 

@@ -176,7 +176,7 @@ void run_staged(Random& random, Group& group) {
     sources.push_back(packed.back().data());
     auto dense = std::make_unique<std::byte[]>(numel * 4);
     collective.pointers.push_back(dense.get());
-    collective.staged.push_back({view, std::move(dense), true, true});
+    collective.packed.push_back({view, std::move(dense), true, true});
   }
   void* const* table = collective.pointers.data();
   collective.tensors.push_back({table, table, k, k, numel, DType::kFloat32});

@@ -1,0 +1,316 @@
+// group_binding: what the four groups (CPU and CUDA, ranks as threads and as processes) show Python
+// alike: calls, bound calls, works, statistics, and how a group ends.
+//
+// Floor     bindings
+// Contract  An engine's file brings a struct Engine with
+//             Group, GroupPtr    the class that Python sees, held by a shared_ptr
+//             host(group)        answers forked(), has_this_thread(), check_usable()
+//             run(group, call)   now; on GPUs the work is enqueued when this returns
+//             submit(group, call)   in the background; returns the work as a Python object
+//             enqueued(group)    GPUs only: the work of all that is on the current streams
+//           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
+//           written before the first write: a call that fails half-way has written too.
+// Threads   with the GIL held; an engine releases it while it waits or moves data.
+// Tests     tests/test_communicator.py, tests/test_processes.py, tests/test_cuda.py
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bindings/convert.h"
+#include "bindings/prepare.h"
+#include "bindings/process_prepare.h"
+#include "bindings/python_call.h"
+#include "bindings/tensor.h"
+#include "process/group.h"
+
+namespace pyringar {
+
+// The parts of the modules _engine and _cuda_engine that have files of their own.
+void bind_process_group(py::module_& m);
+void bind_cuda_process_group(py::module_& m);
+
+// A group made before fork() is leaked in the child: its locks, threads and devices cannot be used
+// there.
+template <typename Engine>
+struct GroupDeleter {
+  void operator()(typename Engine::Group* group) const {
+    auto& host = Engine::host(*group);
+    if (!host.forked()) delete_group(group, host.has_this_thread());
+  }
+};
+
+// -- works ----------------------------------------------------------------------------------------
+
+// Ctrl-C ends the wait, not the work.
+inline bool wait_for(Work& work, double timeout_s) {
+  check_can_end(work);
+  try {
+    const PythonCall python_call(work.turn());
+    const auto deadline = Clock::now() + to_nanoseconds(timeout_s);
+    while (true) {
+      const std::chrono::nanoseconds left = deadline - Clock::now();
+      if (work.wait(std::min<std::chrono::nanoseconds>(left, kNapInterval))) return true;
+      if (left <= kNapInterval) return false;
+      look_at_signals();
+    }
+  } catch (const py::error_already_set&) {  // a step's, which the work keeps
+    set_python_error(std::current_exception());
+    throw PythonErrorPending{};
+  }
+}
+
+// As an exception object of Python's; None if there is none.
+inline py::object as_exception(std::exception_ptr error) {
+  if (!error) return py::none();
+  set_python_error(std::move(error));
+  const py::error_already_set raised;
+  return py::reinterpret_borrow<py::object>(raised.value());
+}
+
+// -- running --------------------------------------------------------------------------------------
+
+inline void copy_back(const py::list& copies) {
+  for (const py::handle pair : copies) {
+    const auto both = py::reinterpret_borrow<py::tuple>(pair);
+    if (!both[0].is_none()) both[0].attr("detach")().attr("copy_")(both[1]);
+  }
+}
+
+// Runs now and returns None, or, with a dict for what is in flight, returns a work: the caller may
+// drop its lists, or change them.
+template <typename Engine, typename Call>
+py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> prepared,
+                         py::handle in_flight) {
+  Engine::host(*group).check_usable();
+  mark_written(prepared.written.ptr());
+  if (in_flight.is_none()) {
+    Engine::run(*group, prepared.call);
+    copy_back(prepared.copies);
+    return py::none();
+  }
+  py::list storages = storages_of({prepared.written, prepared.read});
+  if constexpr (requires { Engine::enqueued(group); }) {
+    if (py::len(prepared.copies) > 0) {
+      // The copies back are torch's, on the current streams: there the work ends.
+      Engine::run(*group, prepared.call);
+      copy_back(prepared.copies);
+      return keep_until_done(in_flight, Engine::enqueued(group),
+                             py::make_tuple(std::move(storages), prepared.copies));
+    }
+  }
+  py::object work = Engine::submit(group, std::move(prepared.call));
+  return keep_until_done(in_flight, std::move(work), std::move(storages));
+}
+
+// A call that was checked once. It keeps the tensors and their storages, so that the memory stays.
+template <typename Engine, typename Call>
+struct BoundCall {
+  typename Engine::GroupPtr group;
+  Call call;
+  py::object written;
+  py::list storages;
+
+  static constexpr const char* kCapsule = "pyringar.bound";
+
+  // A plain C function for Python: a bound call lasts a microsecond, and a class would add a third.
+  static PyObject* run(PyObject* capsule, PyObject*) {
+    try {
+      auto* bound = static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, kCapsule));
+      Engine::host(*bound->group).check_usable();
+      mark_written(bound->written.ptr());
+      Engine::run(*bound->group, bound->call);
+    } catch (...) {
+      set_python_error(std::current_exception());
+      return nullptr;
+    }
+    Py_RETURN_NONE;
+  }
+};
+
+template <typename Engine, typename Call>
+py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prepared) {
+  using Bound = BoundCall<Engine, Call>;
+  if (py::len(prepared.copies) > 0) {
+    fail(ErrorKind::kUnsupported,
+         "bind: on GPUs, tensors with gaps or with strides of their own on some rank cannot be "
+         "bound; pass .contiguous() ones");
+  }
+  static PyMethodDef method = {"bound_all_reduce", &Bound::run, METH_NOARGS,
+                               "Reduce the bound tensors in place."};
+  py::list storages = storages_of({prepared.written});
+  std::unique_ptr<Bound> bound(
+      new Bound{group, std::move(prepared.call), std::move(prepared.written), std::move(storages)});
+  const py::capsule capsule(bound.release(), Bound::kCapsule, [](PyObject* c) {
+    delete static_cast<Bound*>(PyCapsule_GetPointer(c, Bound::kCapsule));
+  });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+}
+
+// {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
+template <typename Algorithm, int kNum>
+py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorithm),
+                    bool has_times = true) {
+  py::dict by_algorithm;
+  for (std::size_t i = 0; i < stats.calls.size(); ++i) {
+    if (stats.calls[i] == 0) continue;
+    py::dict row;
+    row["calls"] = stats.calls[i];
+    row["bytes"] = stats.bytes[i];
+    if (has_times) row["busy_s"] = static_cast<double>(stats.busy_ns[i]) * 1e-9;
+    by_algorithm[name_of(static_cast<Algorithm>(i))] = row;
+  }
+  return by_algorithm;
+}
+
+// -- ranks in one process -------------------------------------------------------------------------
+
+// Engine brings, besides:
+//   ranks(group)            how many there are, and where
+//   wait_for_turn(group)    for the algorithms in Python: the next to run, as run() would be
+template <typename Engine, typename Class>
+void def_rank_calls(Class& cls) {
+  using Ptr = const typename Engine::GroupPtr&;
+  cls.def("all_reduce",
+          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
+             py::handle in_flight) {
+            return run_or_submit<Engine>(
+                group,
+                prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
+                                   Engine::ranks(*group), "all_reduce"),
+                in_flight);
+          })
+      .def("all_reduce_coalesced",
+           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm,
+              py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group,
+                 prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
+                                              Engine::ranks(*group)),
+                 in_flight);
+           })
+      .def("reduce_scatter",
+           [](Ptr group, py::handle outputs, py::handle inputs, py::handle op, py::handle algorithm,
+              py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group,
+                 prepare_reduce_scatter(outputs, inputs, parse_op(op), parse_algorithm(algorithm),
+                                        Engine::ranks(*group)),
+                 in_flight);
+           })
+      .def("all_gather",
+           [](Ptr group, py::handle outputs, py::handle inputs, py::handle algorithm,
+              py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group,
+                 prepare_all_gather(outputs, inputs, parse_algorithm(algorithm),
+                                    Engine::ranks(*group)),
+                 in_flight);
+           })
+      .def("broadcast",
+           [](Ptr group, py::handle tensors, int root, py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group, prepare_broadcast(tensors, root, Engine::ranks(*group)), in_flight);
+           })
+      .def("bind",
+           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {
+             Engine::host(*group).check_usable();
+             return bind_call<Engine>(
+                 group, prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
+                                           Engine::ranks(*group), "bind"));
+           })
+      .def("check",
+           [](Ptr group, py::handle tensors) {
+             Engine::host(*group).check_usable();
+             const PreparedCollective prepared = prepare_all_reduce(
+                 tensors, ReduceOp::kSum, Algorithm::kFused, Engine::ranks(*group), "all_reduce");
+             Engine::wait_for_turn(*group);
+           })
+      .def("check_coalesced", [](Ptr group, py::handle lists) {
+        Engine::host(*group).check_usable();
+        const PreparedCollective prepared = prepare_all_reduce_coalesced(
+            lists, ReduceOp::kSum, Algorithm::kFused, Engine::ranks(*group));
+        Engine::wait_for_turn(*group);
+      });
+}
+
+// -- ranks in processes ---------------------------------------------------------------------------
+
+// Engine brings, besides (host(group) is the ProcessGroup on the host):
+//   local_rank(group)    prepare_all_reduce(group, tensors, op, algorithm, operation)
+template <typename Engine, typename Class>
+void def_process_calls(Class& cls) {
+  using Ptr = const typename Engine::GroupPtr&;
+  cls.def("absent_ranks", [](Ptr group) { return Engine::host(*group).absent_ranks(); })
+      .def("seal", [](Ptr group) { Engine::host(*group).seal(); })
+      .def("all_reduce",
+           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
+              py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group, Engine::prepare_all_reduce(*group, tensors, op, algorithm, "all_reduce"),
+                 in_flight);
+           })
+      .def("reduce_scatter",
+           [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group,
+                 prepare_process_reduce_scatter(Engine::local_rank(*group), output, input,
+                                                parse_op(op)),
+                 in_flight);
+           })
+      .def("all_gather",
+           [](Ptr group, py::handle output, py::handle input, py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group, prepare_process_all_gather(Engine::local_rank(*group), output, input),
+                 in_flight);
+           })
+      .def("broadcast",
+           [](Ptr group, py::handle tensor, int root, py::handle in_flight) {
+             return run_or_submit<Engine>(
+                 group, prepare_process_broadcast(Engine::local_rank(*group), tensor, root),
+                 in_flight);
+           })
+      .def("barrier",
+           [](Ptr group, py::handle in_flight) {
+             return run_or_submit<Engine>(group, prepare_process_barrier(), in_flight);
+           })
+      .def("bind",
+           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {
+             Engine::host(*group).check_usable();
+             return bind_call<Engine>(
+                 group, Engine::prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
+           })
+      .def("abort",
+           [](Ptr group) {
+             const PythonCall python_call(Engine::host(*group).turn());
+             return group->close(Leaving::kAborting);
+           })
+      .def(
+          "check_peers",
+          [](Ptr group, const std::vector<int>& ranks) { Engine::host(*group).check_peers(ranks); })
+      .def("progress", [](Ptr group) { return Engine::host(*group).progress(); })
+      .def("set_timeout",
+           [](Ptr group, double seconds) {
+             Engine::host(*group).set_timeout(to_nanoseconds(seconds));
+           })
+      .def("close",
+           [](Ptr group) {
+             const Turn* turn = Engine::host(*group).turn();
+             const bool is_interrupted = PythonCall::is_interrupted(turn);
+             const PythonCall python_call(turn);
+             return group->close(is_interrupted ? Leaving::kAtOnce : Leaving::kAfterCalls);
+           })
+      // For tests; see ProcessGroup.
+      .def("delay", [](Ptr group, py::handle phase, double seconds) {
+        const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
+        const PythonCall python_call;
+        Engine::host(*group).delay(parsed, to_nanoseconds(seconds));
+      });
+}
+
+}  // namespace pyringar
