@@ -245,26 +245,28 @@ def test_headers_stand_alone(compiler: str) -> None:
 # -- the host's side, on a runtime that is not there -----------------------------------------------
 
 HOST = STRESS / "cuda_host"
+PARTS_OF_GROUP = ("devices", "tables", "staging", "ring_links")
 HOST_SOURCES = [
     *(CSRC / "cuda/kernels.cpp", *sorted((CSRC / "cuda").glob("kernels_*.cu"))),
-    *(CSRC / "cuda/group.cpp", CSRC / "cuda/runtime.cpp"),
+    *(CSRC / f"cuda/{name}.cpp" for name in ("group", *PARTS_OF_GROUP, "runtime")),
     *(EMULATED / "cuda_emulator.cpp", STRESS / "check.cpp"),
     *sorted(HOST.glob("*.cpp")),
 ]
 HOST_MISTAKES = {
-    "every-device-from-the-start": ("+ begin * item;", ";"),
-    "one-part-too-many": ("if (is_full) break;", ""),
+    "every-device-from-the-start": ("tables", "+ begin * item;", ";"),
+    "one-part-too-many": ("tables", "if (is_full) break;", ""),
     "ring-the-wrong-way-round": (
+        "ring_links",
         "as<std::byte>(ring->slots[next])",
         "as<std::byte>(ring->slots[prev])",
     ),
-    "results-stay-in-staging": ("    unstage(collective, copy, streams);\n", ""),
-    "failures-unread": ("if (earliest == nullptr) return;", "return;"),
+    "results-stay-in-staging": ("group", "    unstage(collective, copy, streams);\n", ""),
+    "failures-unread": ("group", "if (earliest == nullptr) return;", "return;"),
 }
 
 
-def build_host(folder: Path, group: Path) -> Path:
-    """Compile csrc/cuda/group.cpp, or what stands for it, with a fake CUDA runtime."""
+def build_host(folder: Path, changed: Path | None = None) -> Path:
+    """Compile csrc/cuda/group.cpp and its parts, one of them changed, with a fake CUDA runtime."""
     try:
         nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
         headers = toolchain.read_cuda_toolkit(nvcc, host).includes
@@ -273,7 +275,10 @@ def build_host(folder: Path, group: Path) -> Path:
     includes = [f"-I{path}" for path in (CSRC, STRESS, EMULATED, HOST)]
     system = [f"-isystem{path}" for path in headers]
     compiler = ["g++", *BASE_FLAGS, *includes, *system, *FLAGS, *PLAIN.flags]
-    sources = [group if path.name == "group.cpp" else path for path in HOST_SOURCES]
+    sources = [
+        changed if changed is not None and path == CSRC / "cuda" / changed.name else path
+        for path in HOST_SOURCES
+    ]
     objects = {source: folder / f"{source.name}.o" for source in sources}
     compile_all([[*compiler, "-x", "c++", "-c", source, "-o", o] for source, o in objects.items()])
     program = folder / "group_test"
@@ -284,7 +289,7 @@ def build_host(folder: Path, group: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 def test_the_group_on_devices_of_threads(tmp_path: Path) -> None:
-    program = build_host(tmp_path, CSRC / "cuda/group.cpp")
+    program = build_host(tmp_path)
     for seed in range(1, 4):
         done = run([program, str(seed), "40"], RUN_TIMEOUT_S)
         assert done.returncode == 0, done.stdout
@@ -295,11 +300,12 @@ def test_the_group_on_devices_of_threads(tmp_path: Path) -> None:
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", some(HOST_MISTAKES, "results-stay-in-staging"))
 def test_a_planted_mistake_of_the_group_is_noticed(name: str, tmp_path: Path) -> None:
-    line, instead = HOST_MISTAKES[name]
-    text = (CSRC / "cuda/group.cpp").read_text(encoding="utf-8")
-    assert line in text, f"group.cpp no longer says {line!r}"
-    (tmp_path / "group.cpp").write_text(text.replace(line, instead), encoding="utf-8")
-    program = build_host(tmp_path, tmp_path / "group.cpp")
+    part, line, instead = HOST_MISTAKES[name]
+    text = (CSRC / f"cuda/{part}.cpp").read_text(encoding="utf-8")
+    assert line in text, f"{part}.cpp no longer says {line!r}"
+    changed = tmp_path / f"{part}.cpp"
+    changed.write_text(text.replace(line, instead), encoding="utf-8")
+    program = build_host(tmp_path, changed)
     try:
         done = run([program, "1", "40"], 60)
     except subprocess.TimeoutExpired:

@@ -34,6 +34,11 @@
 namespace pyringar::cuda {
 
 inline constexpr int kHost = -1;  // in place of a device's index
+// Blocks that wait for other devices must all be on the device at once.
+inline constexpr int kMaxWaitingBlocks = 512;
+inline constexpr std::size_t kFlagBytes = kFlagStride * sizeof(std::uint32_t);
+
+[[noreturn]] void refuse_in_capture(const char* operation);
 
 class Group {
  public:
@@ -57,8 +62,25 @@ class Group {
   void withhold_rank(int rank);  // for tests: the rank's blocks leave at once; -1 for none
 
  private:
-  struct Device;
-  struct Ring;
+  struct Device {
+    int index;
+    int num_multiprocessors;
+    std::vector<int> ranks;
+    Memory gave_up;  // one word
+    Memory failure;  // in the host's memory
+    Memory barrier;  // arrived[from][block], then count[block]
+    BarrierPorts ports{};
+  };
+  struct Ring {
+    int num_channels;
+    std::uint32_t num_slots;
+    std::uint32_t slot_bytes;
+    std::vector<Memory> slots;  // by reading rank
+    std::vector<Memory> flags;  // by reading rank
+    std::vector<Memory> taken;  // by writing rank
+    std::vector<Memory> bases;  // by rank
+    std::vector<Memory> ports;  // by device
+  };
 
   void check_usable_locked();
   void run_tables(const Collective& collective, std::span<const cudaStream_t> streams);
