@@ -57,7 +57,7 @@ MISTAKES = {
     "event-before-copy": (
         ENGINE,
         {
-            "    staging_.record_announced(n, stream_);\n    board": "    board",
+            "    staging_.record_announced(n, stream_);\n    Proc": "    Proc",
             "    if (world_size_ == 1) return;\n": "    staging_.record_announced(n, stream_);\n"
             "    if (world_size_ == 1) return;\n",
         },
@@ -73,16 +73,16 @@ MISTAKES = {
     "host-before-event": (
         ENGINE,
         {
-            "    staging_.record_announced(n, stream_);\n    board_.announce(n);\n": "    board_."
-            "announce(n);\n    staging_.record_announced(n, stream_);\n"
+            "    staging_.record_announced(n, stream_);\n    StagedCounters::announce(n);\n": "    "
+            "StagedCounters::announce(n);\n    staging_.record_announced(n, stream_);\n"
         },
     ),
     "stream-before-host": (
         ENGINE,
         {
-            "    if (!board_.wait_announced(n)) return false;\n    staging_.await_announced(n, "
-            "stream_);\n    return true;": "    staging_.await_announced(n, stream_);\n"
-            "    return board_.wait_announced(n);"
+            "    if (!StagedCounters::wait_announced(n)) return false;\n"
+            "    staging_.await_announced(n, stream_);\n    return true;": "    staging_.await_announced(n, stream_);\n"
+            "    return StagedCounters::wait_announced(n);"
         },
     ),
     "slot-off-by-one": (ENGINE, {"return slot(rank_, n); }": "return slot(rank_, n + 1); }"}),

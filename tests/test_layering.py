@@ -71,7 +71,9 @@ CUDA_BINDINGS = "bindings/cuda_"  # these files may include the CUDA floors
 CUDA_FLOORS = {"cuda", "cuda_process"}
 CUDA_HEADERS = {"cuda.h", "cuda_runtime.h"}
 # Headers that need the CUDA toolkit's.
-WITH_CUDA_RUNTIME = {f"cuda/{name}.h" for name in ("runtime", "group", "folds")}
+WITH_CUDA_RUNTIME = {
+    f"cuda/{name}.h" for name in ("runtime", "devices", "staging", "ring_links", "group", "folds")
+}
 WITH_CUDA_RUNTIME |= {f"cuda_process/{name}.h" for name in ("staging", "engine", "group")}
 # Where nvcc does not compile the kernels, the tests' emulator brings CUDA's words.
 EMULATED_FILE, EMULATOR = "cuda/device.cuh", "cuda_emulator.h"

@@ -1,4 +1,4 @@
-// folds: launches of the fused kernels over pieces of memory wherever they lie: sums and copies.
+// folds: launches of the fused kernels, over whole tensors or pieces of memory: sums and copies.
 //
 // Floor     cuda: host.
 // Units     elements for folds, bytes for copies. Pointers are of memory that the device reaches.
@@ -17,8 +17,12 @@
 #include <vector>
 
 #include "core/collective.h"
+#include "cuda/tables.h"
 
 namespace pyringar::cuda {
+
+// Enqueues without waiting; the caller's list is not needed afterwards.
+void launch_fused(const TensorList& list, int device, cudaStream_t stream);
 
 class Folds {
  public:
@@ -38,9 +42,6 @@ class Folds {
     std::size_t numel;
     std::size_t pointers;  // index of the first
   };
-
-  template <typename T>
-  void launch_tables(DType dtype, int device, cudaStream_t stream) const;
 
   const Fold fold_;
   const int num_sources_;

@@ -5,45 +5,71 @@
 
 #include "cuda/group.h"
 
+#include <algorithm>
+#include <map>
+#include <type_traits>
 #include <utility>
 
 #include "core/error.h"
+#include "cuda/folds.h"
+#include "cuda/kernels.h"
 
 namespace pyringar::cuda {
 
 namespace {
 
-// Launches that wait across devices, in the order in which all devices run them.
-struct LaunchOrder {
-  std::mutex mutex;
-  std::map<int, Event> last;  // by device
+// Launches that wait across devices, in the order in which all devices run them: while one of these
+// lives, no other group enqueues such launches.
+class LaunchOrder {
+ public:
+  LaunchOrder(const std::vector<int>& devices, Streams streams)
+      : lock_(last().mutex), devices_(devices), streams_(streams) {
+    for (std::size_t d = 0; d < devices_.size(); ++d) {
+      last_on(devices_[d]).make_wait(streams_[d], devices_[d]);
+    }
+  }
+  void record() const {
+    for (std::size_t d = 0; d < devices_.size(); ++d) last_on(devices_[d]).record(streams_[d]);
+  }
 
-  static LaunchOrder& get() {
-    static auto* order = new LaunchOrder;  // never destroyed: CUDA may be gone by then
-    return *order;
+ private:
+  struct Last {
+    std::mutex mutex;
+    std::map<int, Event> by_device;
+  };
+
+  static Last& last() {
+    static auto* last = new Last;  // never destroyed: CUDA may be gone by then
+    return *last;
   }
-  const Event& of(int device) {
-    const auto found = last.find(device);
-    return found != last.end() ? found->second : last.emplace(device, Event(device)).first->second;
+  static const Event& last_on(int device) {
+    return last().by_device.try_emplace(device, device).first->second;
   }
+
+  const std::lock_guard<std::mutex> lock_;
+  const std::vector<int>& devices_;
+  const Streams streams_;
 };
 
 }  // namespace
+
+Group::Group(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout)
+    : devices_(std::move(device_of_rank), timeout), staging_(devices_) {}
 
 Group::~Group() { close(); }
 
 void Group::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (broken_.empty()) broken_ = "the communicator is closed";
-  synchronize();  // kernels under way use what is released now
+  if (broken_.empty()) broken_ = "this communicator is closed";
+  devices_.synchronize();  // kernels under way use what is released now
   ring_.reset();
-  staging_.clear();
-  per_device_.clear();
+  staging_.release();
+  devices_.release();
 }
 
 void Group::withhold_rank(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  withheld_rank_ = rank;
+  devices_.withhold_rank(rank);
 }
 
 GroupStats Group::stats() {
@@ -58,22 +84,15 @@ void Group::check_usable() {
 
 void Group::check_usable_locked() {
   if (!broken_.empty()) fail(broken_kind_, broken_);
-  const Failure* earliest = nullptr;
-  for (const Device& device : per_device_) {
-    const auto* failure = as<const Failure>(device.failure);
-    if (__atomic_load_n(&failure->is_set, __ATOMIC_ACQUIRE) == 0) continue;
-    // Who waits for the earliest step waits for the culprit; the others wait for that one.
-    const auto turn = [](const Failure* f) { return std::pair(f->step, f->what); };
-    if (earliest == nullptr || turn(failure) < turn(earliest)) earliest = failure;
-  }
-  if (earliest == nullptr) return;
-  const std::string reason = describe_failure(*earliest);
+  const Failure* failure = devices_.earliest_failure();
+  if (failure == nullptr) return;
+  const std::string reason = devices_.describe(*failure, operation_);
   broken_ = join("this communicator failed before and cannot be used again: ", reason);
   broken_kind_ = ErrorKind::kTimeout;
   fail(broken_kind_, reason);
 }
 
-void Group::run(const Collective& collective, std::span<const cudaStream_t> streams) {
+void Group::run(const Collective& collective, Streams streams) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check_usable_locked();
   operation_ = collective.operation;
@@ -82,27 +101,67 @@ void Group::run(const Collective& collective, std::span<const cudaStream_t> stre
   stats_.bytes[at] += collective.bytes;
   if (collective.tensors.empty()) return;
   const bool waits = devices_.size() > 1 || collective.algorithm == Algorithm::kRing;
-  const bool capturing = is_capturing(streams[0], devices_[0]);
-  LaunchOrder& order = LaunchOrder::get();
-  std::unique_lock<std::mutex> in_order(order.mutex, std::defer_lock);
-  if (waits && !capturing) {
-    in_order.lock();
-    for (std::size_t d = 0; d < devices_.size(); ++d) {
-      order.of(devices_[d]).make_wait(streams[d], devices_[d]);
-    }
-  }
+  const bool capturing = is_capturing(streams[0], devices()[0]);
+  if (!waits || capturing) return enqueue(collective, streams, capturing);
+  const LaunchOrder order(devices(), streams);
+  enqueue(collective, streams, capturing);
+  order.record();
+}
+
+void Group::enqueue(const Collective& collective, Streams streams, bool capturing) {
   if (collective.algorithm == Algorithm::kRing) {
-    prepare_ring(capturing);
-    for (const Buffers& tensor : collective.tensors) run_ring(tensor, collective.fold, streams);
-  } else if (needs_staging(collective)) {
-    const Collective copy = staged(collective, streams);
-    run_tables(copy, streams);
-    unstage(collective, copy, streams);
+    if (has_host_ranks()) {
+      fail(ErrorKind::kUnsupported, operation_,
+           ": ring does not support ranks in the host's memory; use algorithm 'auto'");
+    }
+    if (ring_ == nullptr) {
+      check_may_allocate(capturing, operation_);
+      ring_ = std::make_unique<RingLinks>(devices_, operation_);
+    }
+    for (const Buffers& tensor : collective.tensors) {
+      ring_->launch(tensor, collective.fold, streams);
+    }
+  } else if (staging_.is_needed(collective)) {
+    const Collective staged = staging_.copy_in(collective, streams, capturing);
+    run_tables(staged, streams);
+    staging_.copy_out(collective, staged, streams);
   } else {
     run_tables(collective, streams);
   }
-  if (waits && !capturing) {
-    for (std::size_t d = 0; d < devices_.size(); ++d) order.of(devices_[d]).record(streams[d]);
+}
+
+void Group::run_tables(const Collective& collective, Streams streams) {
+  const TensorList list{collective.tensors, collective.fold, collective.operation};
+  if (devices_.size() == 1) return launch_fused(list, devices()[0], streams[0]);
+  launch_tables(list, devices_.size(), [&]<typename T>(DType dtype, T* tables) {
+    launch_direct(dtype, collective.fold.op, tables, streams);
+  });
+}
+
+template <typename T>
+void Group::launch_direct(DType dtype, ReduceOp op, T* tables, Streams streams) {
+  const KernelKind kind =
+      std::is_same_v<T, SmallTable> ? KernelKind::kDirectSmall : KernelKind::kDirectLarge;
+  const void* kernel = kernel_function(dtype, op, kind);
+  const std::vector<int>& most = devices_.most_blocks(kernel, kThreads);
+  int num_blocks = 1;
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    num_blocks = std::max(num_blocks, static_cast<int>(tables[d].num_tiles));
+  }
+  num_blocks = std::max(
+      1, std::min({num_blocks, kMaxWaitingBlocks, *std::min_element(most.begin(), most.end())}));
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    BarrierPorts ports = devices_[d].ports;
+    Patience patience = devices_.patience(d);
+    if (patience.withheld >= 0) {
+      const int index = devices_.of_rank(static_cast<std::size_t>(patience.withheld));
+      patience.withheld = static_cast<std::int32_t>(devices_.position_of(index));
+    }
+    const OnDevice guard(devices_[d].index);
+    void* arguments[] = {&tables[d], &ports, &patience};
+    check(cudaLaunchCooperativeKernel(kernel, dim3(static_cast<unsigned>(num_blocks)),
+                                      dim3(kThreads), arguments, 0, streams[d]),
+          "launch of direct", devices_[d].index);
   }
 }
 

@@ -116,8 +116,10 @@ class TableBuilder {
     table_.divisor = divisor;
   }
 
-  // Sources and destinations that are the same list (in place) are stored once.
-  bool add(void* const* sources, void* const* destinations, std::size_t numel) {
+  // Of every tensor, numel elements from offset_bytes on. Sources and destinations that are the
+  // same list (in place) are stored once.
+  bool add(const void* const* sources, void* const* destinations, std::size_t numel,
+           std::size_t offset_bytes = 0) {
     const auto num_sources = static_cast<std::uint32_t>(table_.num_sources);
     const auto num_destinations = static_cast<std::uint32_t>(table_.num_destinations);
     const bool in_place = sources == destinations && num_sources == num_destinations;
@@ -127,17 +129,21 @@ class TableBuilder {
       return false;
     }
     Segment& segment = table_.segments[table_.num_segments++];
-    segment = {numel, table_.num_tiles, push(sources, num_sources), 0, 0, 0, 0};
-    segment.destinations = in_place ? segment.sources : push(destinations, num_destinations);
+    segment = {numel, table_.num_tiles, push(sources, num_sources, offset_bytes), 0, 0, 0, 0};
+    segment.destinations =
+        in_place ? segment.sources : push(destinations, num_destinations, offset_bytes);
     align(segment, wanted);
     table_.num_tiles += num_tiles(segment, item_);
     return true;
   }
 
  private:
-  std::uint16_t push(void* const* pointers, std::uint32_t count) {
+  std::uint16_t push(const void* const* pointers, std::uint32_t count, std::size_t offset_bytes) {
     const auto first = static_cast<std::uint16_t>(table_.num_pointers);
-    for (std::uint32_t i = 0; i < count; ++i) table_.pointers[table_.num_pointers++] = pointers[i];
+    for (std::uint32_t i = 0; i < count; ++i) {
+      auto* memory = static_cast<std::byte*>(const_cast<void*>(pointers[i]));
+      table_.pointers[table_.num_pointers++] = memory + offset_bytes;
+    }
     return first;
   }
 

@@ -9,6 +9,7 @@
 
 #include "core/schedule.h"
 #include "cuda/folds.h"
+#include "process/staged_counters.h"
 
 namespace pyringar::cuda {
 
@@ -26,8 +27,8 @@ constexpr std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
 // Tensors laid end to end in thought. Equal lists have equal lines on all ranks.
 class TensorLine {
  public:
-  explicit TensorLine(const std::vector<DeviceSpan>& tensors) {
-    for (const DeviceSpan& tensor : tensors) {
+  explicit TensorLine(const std::vector<TensorSpan>& tensors) {
+    for (const TensorSpan& tensor : tensors) {
       if (tensor.numel == 0) continue;
       const std::size_t begin =
           (bytes_ + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
@@ -54,7 +55,7 @@ class TensorLine {
 
  private:
   struct Placed {
-    DeviceSpan tensor;
+    TensorSpan tensor;
     std::size_t begin;
     std::size_t end;
   };
@@ -64,64 +65,62 @@ class TensorLine {
 };
 
 // What every engine does alike: on the device first, then on the host, and the other way round.
-class StagedEngine {
+class StagedEngine : public StagedCounters {
  public:
-  StagedEngine(const StagedCollective& collective, const ProcessStaging& staging, Board& board,
-               std::uint32_t base, cudaStream_t stream)
-      : collective_(collective),
+  StagedEngine(const ProcessCall& call, ProcessRank& self, const ProcessStaging& staging,
+               cudaStream_t stream)
+      : StagedCounters(self),
+        call_(call),
         staging_(staging),
-        board_(board),
-        base_(base),
+        base_(self.messages),
         stream_(stream),
-        rank_(staging.rank()),
-        world_size_(staging.world_size()) {}
+        rank_(self.rank) {}
 
   void announce(std::uint32_t n) {
     staging_.record_announced(n, stream_);
-    board_.announce(n);
+    StagedCounters::announce(n);
   }
   bool wait_announced(std::uint32_t n) {
-    if (!board_.wait_announced(n)) return false;
+    if (!StagedCounters::wait_announced(n)) return false;
     staging_.await_announced(n, stream_);
     return true;
   }
   void publish_reduced(std::uint32_t n) {
     // What a call before has left behind nobody waits for; its event may still be asked for.
     if (n != base_) staging_.record_reduced(n, stream_);
-    board_.publish_reduced(n);
+    StagedCounters::publish_reduced(n);
   }
   bool wait_reduced(std::uint32_t n) {
-    if (!board_.wait_reduced(n)) return false;
+    if (!StagedCounters::wait_reduced(n)) return false;
     staging_.await_reduced(n, stream_);
     return true;
   }
-  bool agree(std::uint32_t n) { return board_.agree(n); }
 
  protected:
   std::byte* slot(int rank, std::uint32_t n) const { return staging_.slot(rank, n); }
   std::byte* own_slot(std::uint32_t n) const { return slot(rank_, n); }
   void launch(const Folds& folds) const { folds.launch(staging_.device(), stream_); }
 
-  const StagedCollective& collective_;
+  const ProcessCall& call_;
   const ProcessStaging& staging_;
-  Board& board_;
   const std::uint32_t base_;
   const cudaStream_t stream_;
   const int rank_;
-  const int world_size_;
 };
 
 // Tensors reduced in place. What is a rank's own it reads where it is, in its tensors.
 class ReduceEngine : public StagedEngine {
  public:
-  using StagedEngine::StagedEngine;
+  ReduceEngine(const ProcessCall& call, bool is_direct, ProcessRank& self,
+               const ProcessStaging& staging, cudaStream_t stream)
+      : StagedEngine(call, self, staging, stream), is_direct_(is_direct) {}
 
   std::size_t num_pieces() const { return pieces_of(line_.bytes(), staging_.slot_bytes()); }
 
   void copy_in(std::size_t piece, std::uint32_t n) const {
     if (world_size_ == 1) return;
     Folds copies = Folds::copies();
-    if (!collective_.is_direct) {
+    if (!is_direct_) {
       add_copy_in(copies, piece, n, {begin(piece), end(piece)});
     } else {
       for (int owner = 0; owner < world_size_; ++owner) {
@@ -173,7 +172,7 @@ class ReduceEngine : public StagedEngine {
   }
 
   void fold(std::size_t piece, std::uint32_t n, Range range, bool into_slot) const {
-    Folds folds(collective_.fold, world_size_, into_slot ? 2 : 1);
+    Folds folds(call_.fold, world_size_, into_slot ? 2 : 1);
     std::vector<const std::byte*> sources(static_cast<std::size_t>(world_size_));
     const std::size_t in_slot = range.begin - begin(piece);
     line_.for_each(range.begin, range.end,
@@ -192,17 +191,18 @@ class ReduceEngine : public StagedEngine {
     launch(folds);
   }
 
-  const TensorLine line_{collective_.outputs};
+  const bool is_direct_;
+  const TensorLine line_{call_.outputs};
 };
 
 // Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
 class ShareEngine : public StagedEngine {
  public:
-  ShareEngine(const StagedCollective& collective, const ProcessStaging& staging, Board& board,
-              std::uint32_t base, cudaStream_t stream)
-      : StagedEngine(collective, staging, board, base, stream),
-        is_scatter_(collective.kind == StagedKind::kReduceScatter),
-        share_(is_scatter_ ? collective.outputs[0] : collective.inputs[0]),
+  ShareEngine(const ProcessCall& call, ProcessRank& self, const ProcessStaging& staging,
+              cudaStream_t stream)
+      : StagedEngine(call, self, staging, stream),
+        is_scatter_(call.kind == CallKind::kReduceScatter),
+        share_(is_scatter_ ? call.outputs[0] : call.inputs[0]),
         part_bytes_(staging.slot_bytes() / static_cast<std::size_t>(is_scatter_ ? world_size_ : 1) /
                     kTensorAlignment * kTensorAlignment) {}
 
@@ -216,7 +216,7 @@ class ShareEngine : public StagedEngine {
         copies.add_copy(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
                         size(piece), share_.dtype);
       }
-    } else if (collective_.kind == StagedKind::kAllGather || rank_ == collective_.root) {
+    } else if (call_.kind == CallKind::kAllGather || rank_ == call_.root) {
       copies.add_copy(own_slot(n), input() + begin(piece), size(piece), share_.dtype);
     }
     launch(copies);
@@ -224,14 +224,13 @@ class ShareEngine : public StagedEngine {
   void combine(std::size_t piece, std::uint32_t n) const {
     if (is_scatter_) return combine_share(piece, n);
     Folds copies = Folds::copies();
-    if (collective_.kind == StagedKind::kAllGather) {
+    if (call_.kind == CallKind::kAllGather) {
       for (int rank = 0; rank < world_size_; ++rank) {
         const std::byte* from = rank == rank_ ? input() + begin(piece) : slot(rank, n);
         copies.add_copy(output() + share_of(rank) + begin(piece), from, size(piece), share_.dtype);
       }
-    } else if (rank_ != collective_.root) {
-      copies.add_copy(output() + begin(piece), slot(collective_.root, n), size(piece),
-                      share_.dtype);
+    } else if (rank_ != call_.root) {
+      copies.add_copy(output() + begin(piece), slot(call_.root, n), size(piece), share_.dtype);
     }
     launch(copies);
   }
@@ -243,13 +242,13 @@ class ShareEngine : public StagedEngine {
       sources.push_back(rank == rank_ ? input() + share_of(rank) + begin(piece)
                                       : slot(rank, n) + part_of(rank_));
     }
-    Folds folds(collective_.fold, world_size_, 1);
+    Folds folds(call_.fold, world_size_, 1);
     folds.add(share_.dtype, sources, {output() + begin(piece)},
               size(piece) / item_bytes(share_.dtype));
     launch(folds);
   }
-  std::byte* input() const { return collective_.inputs[0].data; }
-  std::byte* output() const { return collective_.outputs[0].data; }
+  std::byte* input() const { return call_.inputs[0].data; }
+  std::byte* output() const { return call_.outputs[0].data; }
   std::size_t begin(std::size_t piece) const { return piece * part_bytes_; }
   std::size_t size(std::size_t piece) const {
     return std::min(part_bytes_, share_.bytes() - begin(piece));
@@ -258,7 +257,7 @@ class ShareEngine : public StagedEngine {
   std::size_t part_of(int rank) const { return static_cast<std::size_t>(rank) * part_bytes_; }
 
   const bool is_scatter_;
-  const DeviceSpan share_;
+  const TensorSpan share_;
   const std::size_t part_bytes_;  // of one rank's share in a piece
 };
 
@@ -273,29 +272,29 @@ class EmptyEngine : public StagedEngine {
 
 }  // namespace
 
-bool run_staged(const StagedCollective& collective, const ProcessStaging& staging, Board& board,
-                std::uint32_t& messages, cudaStream_t stream) {
+bool run_staged(const ProcessCall& call, bool is_direct, ProcessRank& self,
+                const ProcessStaging& staging, cudaStream_t stream) {
   const auto run = [&](auto engine) {
-    const StagedProgram program{messages, engine.num_pieces()};
-    messages += static_cast<std::uint32_t>(program.num_pieces);
+    const StagedProgram program{self.messages, engine.num_pieces()};
+    self.messages += static_cast<std::uint32_t>(program.num_pieces);
     staging.begin(stream);
     bool is_done = false;
     if constexpr (requires { engine.reduce(0, 0); }) {
-      is_done = collective.is_direct ? run_staged_direct(engine, program)
-                                     : run_staged_exchange(engine, program);
+      is_done =
+          is_direct ? run_staged_direct(engine, program) : run_staged_exchange(engine, program);
     } else {
       is_done = run_staged_exchange(engine, program);
     }
     staging.end(stream);
     return is_done;
   };
-  switch (collective.kind) {
-    case StagedKind::kAllReduce:
-      return run(ReduceEngine(collective, staging, board, messages, stream));
-    case StagedKind::kBarrier:
-      return run(EmptyEngine(collective, staging, board, messages, stream));
+  switch (call.kind) {
+    case CallKind::kAllReduce:
+      return run(ReduceEngine(call, is_direct, self, staging, stream));
+    case CallKind::kBarrier:
+      return run(EmptyEngine(call, self, staging, stream));
     default:
-      return run(ShareEngine(collective, staging, board, messages, stream));
+      return run(ShareEngine(call, self, staging, stream));
   }
 }
 

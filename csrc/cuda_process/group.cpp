@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "process/staged_counters.h"
 
 namespace pyringar {
 
@@ -21,19 +20,6 @@ using namespace std::chrono_literals;
 
 // How long close() looks whether the others close too, before it leaves the slots for later.
 constexpr auto kPatienceOfClose = 200ms;
-
-class HostBoard : public cuda::Board {
- public:
-  explicit HostBoard(ProcessRank& self) : board_(self) {}
-  void announce(std::uint32_t n) override { board_.announce(n); }
-  bool wait_announced(std::uint32_t n) override { return board_.wait_announced(n); }
-  void publish_reduced(std::uint32_t n) override { board_.publish_reduced(n); }
-  bool wait_reduced(std::uint32_t n) override { return board_.wait_reduced(n); }
-  bool agree(std::uint32_t n) override { return board_.agree(n); }
-
- private:
-  StagedCounters board_;
-};
 
 // Slots of closed groups that others may still read.
 struct Leftovers {
@@ -67,24 +53,6 @@ void free_leftovers() {
   std::erase_if(leftovers.entries, [](const Leftovers::Entry& entry) {
     return !entry.host->forked() && entry.staging == nullptr && all_others_are_gone(*entry.host);
   });
-}
-
-std::vector<cuda::DeviceSpan> on_device(const std::vector<TensorSpan>& spans) {
-  std::vector<cuda::DeviceSpan> found;
-  for (const TensorSpan& span : spans) found.push_back({span.data, span.numel, span.dtype});
-  return found;
-}
-
-cuda::StagedCollective translated(const ProcessCall& call, bool is_direct) {
-  constexpr cuda::StagedKind kKinds[kNumCallKinds] = {
-      cuda::StagedKind::kAllReduce, cuda::StagedKind::kReduceScatter, cuda::StagedKind::kAllGather,
-      cuda::StagedKind::kBroadcast, cuda::StagedKind::kBarrier};
-  return {kKinds[static_cast<int>(call.kind)],
-          is_direct,
-          call.fold,
-          call.root,
-          on_device(call.inputs),
-          on_device(call.outputs)};
 }
 
 }  // namespace
@@ -205,10 +173,9 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
                                          : ProcessAlgorithm::kExchange;
   const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
   begin_call(call, algorithm, self, false);
-  HostBoard board(self);
   const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
   if (staging_ == nullptr) fail(ErrorKind::kState, "this communicator is closed");
-  if (!cuda::run_staged(translated(call, is_direct), *staging_, board, self.messages, stream)) {
+  if (!cuda::run_staged(call, is_direct, self, *staging_, stream)) {
     if (!self.lies_otherwise) return false;
     fail(ErrorKind::kUnsupported, call_name(call.kind),
          ": the ranks' tensors lie in different strides, which ranks in processes of their own "

@@ -1,9 +1,7 @@
-// group: one rank of a group of processes, its tensors on a GPU: cuda_process/engine
-// for the data, process/group for who has come how far.
+// group: one rank of a group of processes, its tensors on a GPU: cuda_process/engine moves the
+// data, process/group meets the other ranks.
 //
-// Floor     cuda_process: the one floor above both cpu/ and cuda/. Without Python, so that tests
-// need
-//           none.
+// Floor     cuda_process
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
 // Contract  that of process/group: same calls in the same order, what differs is raised before
 //           tensors are written, failures are everybody's. A call that returns has been enqueued,

@@ -3,15 +3,14 @@
 //
 // Floor     cuda_process: host.
 // Units     bytes; message n lies in slot n % kStagingSlots, see core/staged_program.h.
-// Contract  Every rank owns kStagingSlots slots (memory of its own, never torch's: what an
-// allocator
-//           hands out need not be exportable) and, for every slot, two events that other processes
-//           can wait for: `announced` and `reduced`. The owner records them, all others wait.
-//           An event stands for the last time it was recorded before the host asked to wait. So the
-//           host waits first, on the counters of the group's shared memory, which are set after the
-//           record; then the stream does. Streams wait only for what has been enqueued already, so
-//           that no order in which devices run things can keep them waiting for each other; kernels
-//           never wait.
+// Contract  Every rank owns kStagingSlots slots (memory of its own, never torch's, whose allocator
+//           may hand out what cannot be exported) and, for every slot, two events that other
+//           processes can wait for: `announced` and `reduced`. The owner records them, all others
+//           wait. An event stands for the last time it was recorded before the host asked to wait.
+//           So the host waits first, on the counters of the group's shared memory, which are set
+//           after the record; then the stream does. Streams wait only for what has been enqueued
+//           already, so that no order in which devices run things can keep them waiting for each
+//           other; kernels never wait.
 //           Why nothing is used again too early:
 //             an event  record n + 4 follows, on the host, the owner's wait for all to have
 //                       announced n + 2 or to have reduced it; each says so after it has asked its

@@ -1,0 +1,57 @@
+// ring_links: the memory through which ranks on GPUs send messages around the ring, and the ring's
+// launches.
+//
+// Floor     cuda: host.
+// Contract  one launch per device and tensor, all blocks on the devices at once. A link's slots and
+//           flags lie on a device if the one at its other end reaches them there, else in the
+//           host's memory. Message counts go on from launch to launch.
+// Source    core/ring_program.h, cuda/ring.cuh
+// Tests     tests/cpp/cuda_host/group_test.cpp
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/collective.h"
+#include "cuda/devices.h"
+
+namespace pyringar::cuda {
+
+class RingLinks {
+ public:
+  // All ranks are on devices. operation: for messages.
+  RingLinks(Devices& devices, const char* operation);
+  void launch(const Buffers& tensor, Fold fold, Streams streams);
+
+ private:
+  // What a rank owns, per channel.
+  struct End {
+    Memory slots;  // it reads
+    Memory flag;   // it reads
+    Memory taken;  // it writes
+    Memory base;
+  };
+  struct Cut {
+    std::size_t piece_elems;
+    int num_channels;  // 0: there is nothing to send
+  };
+
+  void choose_channels(const char* operation);
+  End make_end(std::size_t rank) const;
+  Memory make_ports(const Device& device) const;
+  Cut cut(const Buffers& tensor, const std::vector<int>& most_blocks) const;
+  RingArgs arguments(std::size_t d, const Buffers& tensor, Fold fold, const Cut& cut) const;
+  std::size_t next_of(std::size_t rank) const { return (rank + 1) % num_ranks_; }
+  std::size_t prev_of(std::size_t rank) const { return (rank + num_ranks_ - 1) % num_ranks_; }
+
+  Devices& devices_;
+  const std::size_t num_ranks_;
+  const std::uint32_t num_slots_;
+  int num_channels_;
+  std::uint32_t slot_bytes_ = 0;
+  std::vector<End> ends_;      // by rank
+  std::vector<Memory> ports_;  // by device
+};
+
+}  // namespace pyringar::cuda
