@@ -172,7 +172,7 @@ def tests(checker: Checker, args: argparse.Namespace) -> Step:
         return Step("tests", False, note="pytest is not installed")
     # addopts is for the whole suite and wants plugins that may not be here.
     files = (
-        *("tests/test_cuda.py", "tests/test_cuda_processes.py"),
+        *("tests/cuda", "tests/test_cuda_processes.py"),
         "tests/test_train_graph.py",
     )
     command = [sys.executable, "-m", "pytest", *files, "-v", "-m", "cuda"]

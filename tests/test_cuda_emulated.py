@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from test_layering import cuda_includes
 from test_stress import (
     BASE_FLAGS,
     COMPILE_TIMEOUT_S,
@@ -28,9 +29,6 @@ from test_stress import (
     require,
     run,
 )
-
-from pyringar.engine import toolchain
-from pyringar.errors import BuildError
 
 EMULATED = STRESS / "cuda"
 TEST_SOURCES = [*sorted(EMULATED.glob("*.cpp")), STRESS / "check.cpp", STRESS / "oracle.cpp"]
@@ -66,7 +64,10 @@ class Mistake:
     file: str
     line: str
     instead: str
-    part: str
+    part: str = ""
+
+    def plant(self, folder: Path) -> Path:
+        return planted(folder, f"cuda/{self.file}", {self.line: self.instead})
 
 
 MISTAKES = {
@@ -171,7 +172,7 @@ def build(variant: Variant, folder: Path, csrc: Path = CSRC) -> Path:
     return program
 
 
-def some(names: Iterable[str], *each_time: str) -> list[object]:
+def some(names, *each_time):
     """All mistakes, those that are not tried each time marked thorough: a build takes long."""
     return [
         pytest.param(name, marks=[] if name in each_time else pytest.mark.thorough)
@@ -180,11 +181,11 @@ def some(names: Iterable[str], *each_time: str) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Path]:
+def emulated(tmp_path_factory):
     """Build the program of a variant, once."""
     built: dict[Variant, Path] = {}
 
-    def program(variant: Variant) -> Path:
+    def program(variant):
         if variant not in built:
             built[variant] = build(variant, tmp_path_factory.mktemp("emulated"))
         return built[variant]
@@ -197,36 +198,37 @@ def below(csrc: Path, path: Path) -> Path:
     return csrc / path.relative_to(CSRC) if path.is_relative_to(CSRC) else path
 
 
-def planted(mistake: Mistake, folder: Path) -> Path:
-    """A copy of the kernels' source with the mistake in it."""
+def planted(folder: Path, file: str, edits: Mapping[str, str]) -> Path:
+    """A copy of the engine's source, with other text in a file of it."""
     copy = folder / "csrc"
-    shutil.copytree(CSRC / "cuda", copy / "cuda")
-    path = copy / "cuda" / mistake.file
-    text = path.read_text(encoding="utf-8")
-    assert mistake.line in text, f"{mistake.file} no longer says {mistake.line!r}"
-    path.write_text(text.replace(mistake.line, mistake.instead), encoding="utf-8")
+    shutil.copytree(CSRC, copy)
+    text = (copy / file).read_text(encoding="utf-8")
+    for line, instead in edits.items():
+        assert line in text, f"{file} no longer says {line!r}"
+        text = text.replace(line, instead)
+    (copy / file).write_text(text, encoding="utf-8")
     return copy
 
 
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
-def test_plain(emulated: Callable[[Variant], Path]) -> None:
+def test_plain(emulated):
     check(PLAIN, emulated(PLAIN))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant(emulated: Callable[[Variant], Path], name: str) -> None:
+def test_variant(emulated, name):
     check(VARIANTS[name], emulated(VARIANTS[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", some(MISTAKES, "no-release", "slot-freed-early", "no-tail"))
-def test_planted_mistake_is_noticed(name: str, tmp_path: Path) -> None:
+def test_planted_mistake_is_noticed(name, tmp_path):
     mistake = MISTAKES[name]
     variant = PLAIN if mistake.part in WITHOUT_THREADS else THREAD
-    program = build(variant, tmp_path, planted(mistake, tmp_path))
+    program = build(variant, tmp_path, mistake.plant(tmp_path))
     done = execute(variant, program, "--only", mistake.part, "--rounds", 300)
     print(done.stdout[:2000])
     # 2: there is no such part. Anything else is a failed check, a report, a hang or a crash.
@@ -236,7 +238,7 @@ def test_planted_mistake_is_noticed(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_headers_stand_alone(compiler: str) -> None:
+def test_headers_stand_alone(compiler):
     require(compiler)
     alone = [compiler, *BASE_FLAGS, f"-I{EMULATED}", f"-I{STRESS}", *FLAGS, "-fsyntax-only"]
     commands: list[Sequence[str | Path]] = [
@@ -259,7 +261,7 @@ HOST_SOURCES = [
 ]
 HOST_MISTAKES = {
     "every-device-from-the-start": Mistake(
-        "tables.h", "slice.begin * item_bytes(tensor.dtype)", "0", "group"
+        "tables.h", "slice.begin * item_bytes(tensor.dtype)", "0"
     ),
     "one-part-too-many": Mistake(
         "tables.h",
@@ -268,24 +270,19 @@ HOST_MISTAKES = {
         "group",
     ),
     "ring-the-wrong-way-round": Mistake(
-        "ring_links.cpp", "as<std::byte>(next.slots)", "as<std::byte>(prev.slots)", "group"
+        "ring_links.cpp", "as<std::byte>(next.slots)", "as<std::byte>(prev.slots)"
     ),
     "results-stay-in-staging": Mistake(
-        "group.cpp", "    staging_.copy_out(collective, staged, streams);\n", "", "group"
+        "group.cpp", "    staging_.copy_out(collective, staged, streams);\n", ""
     ),
-    "failures-unread": Mistake("group.cpp", "if (failure == nullptr) return;", "return;", "group"),
+    "failures-unread": Mistake("group.cpp", "if (failure == nullptr) return;", "return;"),
 }
 
 
 def build_host(folder: Path, csrc: Path = CSRC) -> Path:
     """Compile csrc/cuda/group.cpp and its parts with a fake CUDA runtime."""
-    try:
-        nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
-        headers = toolchain.read_cuda_toolkit(nvcc, host).includes
-    except BuildError as error:
-        pytest.skip(f"no CUDA toolkit, whose headers are needed: {error}")
     includes = [f"-I{path}" for path in (csrc, STRESS, EMULATED, HOST)]
-    system = [f"-isystem{path}" for path in headers]
+    system = [f"-isystem{path}" for path in cuda_includes()]
     compiler = ["g++", *includes, *BASE_FLAGS, *system, *FLAGS, *PLAIN.flags]
     sources = [below(csrc, path) for path in HOST_SOURCES]
     objects = {source: folder / f"{source.name}.o" for source in sources}
@@ -297,7 +294,7 @@ def build_host(folder: Path, csrc: Path = CSRC) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-def test_the_group_on_devices_of_threads(tmp_path: Path) -> None:
+def test_the_group_on_devices_of_threads(tmp_path):
     program = build_host(tmp_path)
     for seed in range(1, 4):
         done = run([program, str(seed), "40"], RUN_TIMEOUT_S)
@@ -308,8 +305,8 @@ def test_the_group_on_devices_of_threads(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", some(HOST_MISTAKES, "results-stay-in-staging"))
-def test_a_planted_mistake_of_the_group_is_noticed(name: str, tmp_path: Path) -> None:
-    program = build_host(tmp_path, planted(HOST_MISTAKES[name], tmp_path))
+def test_a_planted_mistake_of_the_group_is_noticed(name, tmp_path):
+    program = build_host(tmp_path, HOST_MISTAKES[name].plant(tmp_path))
     try:
         done = run([program, "1", "40"], 60)
     except subprocess.TimeoutExpired:

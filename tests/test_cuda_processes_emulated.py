@@ -7,12 +7,12 @@ of which must be noticed. All are slow.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from test_cuda_emulated import EMULATED, FLAGS, PLAIN
+from test_cuda_emulated import EMULATED, FLAGS, PLAIN, planted
+from test_layering import cuda_includes
 from test_stress import (
     BASE_FLAGS,
     COMPILE_TIMEOUT_S,
@@ -24,9 +24,6 @@ from test_stress import (
     require,
     run,
 )
-
-from pyringar.engine import toolchain
-from pyringar.errors import BuildError
 
 pytestmark = pytest.mark.slow
 
@@ -80,9 +77,9 @@ MISTAKES = {
     "stream-before-host": (
         ENGINE,
         {
-            "    if (!StagedCounters::wait_announced(n)) return false;\n"
-            "    staging_.await_announced(n, stream_);\n    return true;": "    staging_.await_announced(n, stream_);\n"
-            "    return StagedCounters::wait_announced(n);"
+            "    if (!StagedCounters::wait_announced(n)) return false;\n": "",
+            "    staging_.await_announced(n, stream_);\n    return true;": "    "
+            "staging_.await_announced(n, stream_);\n    return StagedCounters::wait_announced(n);",
         },
     ),
     "slot-off-by-one": (ENGINE, {"return slot(rank_, n); }": "return slot(rank_, n + 1); }"}),
@@ -126,7 +123,7 @@ MISTAKES = {
 class Builder:
     """Compiles once what no mistake is planted in."""
 
-    def __init__(self, folder: Path, headers: list[Path]) -> None:
+    def __init__(self, folder: Path, headers: tuple[Path, ...]):
         includes = [f"-I{path}" for path in (STRESS, EMULATED, HERE)]
         system = [f"-isystem{path}" for path in headers]
         # BASE_FLAGS name CSRC, after the copy that has a mistake.
@@ -153,18 +150,13 @@ class Builder:
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+def builder(tmp_path_factory):
     require("g++")
-    try:
-        nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
-        headers = toolchain.read_cuda_toolkit(nvcc, host).includes
-    except BuildError as error:
-        pytest.skip(f"no CUDA toolkit, whose headers are needed: {error}")
-    return Builder(tmp_path_factory.mktemp("processes"), list(headers))
+    return Builder(tmp_path_factory.mktemp("processes"), cuda_includes())
 
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-def test_ranks_in_processes_on_devices_of_memory(builder: Builder, tmp_path: Path) -> None:
+def test_ranks_in_processes_on_devices_of_memory(builder, tmp_path):
     program = builder.build(CSRC, tmp_path)
     for seed in range(1, 6):
         done = run([program, str(seed), str(ROUNDS)], RUN_TIMEOUT_S)
@@ -175,16 +167,8 @@ def test_ranks_in_processes_on_devices_of_memory(builder: Builder, tmp_path: Pat
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_noticed(builder: Builder, tmp_path: Path, name: str) -> None:
-    file, lines = MISTAKES[name]
-    copy = tmp_path / "csrc"
-    shutil.copytree(CSRC, copy)
-    text = (copy / file).read_text(encoding="utf-8")
-    for line, instead in lines.items():
-        assert line in text, f"{file} no longer says {line!r}"
-        text = text.replace(line, instead)
-    (copy / file).write_text(text, encoding="utf-8")
-    program = builder.build(copy, tmp_path)
+def test_a_planted_mistake_is_noticed(builder, tmp_path, name):
+    program = builder.build(planted(tmp_path, *MISTAKES[name]), tmp_path)
     try:
         done = run([program, "1", str(ROUNDS)], 60)
     except subprocess.TimeoutExpired:

@@ -5,7 +5,7 @@
 // Contract  the calls of CudaGroup are those of the CPU engine's Group, so that the communicator
 //           treats both alike. Importing it needs no GPU and no driver. The GIL is released while
 //           kernels are launched.
-// Tests     tests/test_cuda.py, tests/build/test_cuda_build.py
+// Tests     tests/cuda, tests/build/test_cuda_build.py
 
 #include <pybind11/pybind11.h>
 

@@ -10,7 +10,7 @@
 //           A block that folds shows the others how far it has come.
 //           Flags count barriers, two per launch, and never go back; the count lies beside them in
 //           device memory, so a replayed graph goes on where the last replay ended.
-// Tests     tests/cpp/cuda/direct_test.cpp (two devices of threads), tests/test_cuda.py
+// Tests     tests/cpp/cuda/direct_test.cpp (two devices of threads), tests/cuda
 #pragma once
 
 #include "cuda/flag.cuh"

@@ -18,7 +18,7 @@
 //             block         barrier                              multiprocessor's L1 has kept
 //             all threads   read payload, past L1
 // Source    PTX ISA, memory consistency model: release and acquire patterns, causality order.
-// Tests     tests/cpp/cuda/, tests/test_cuda.py
+// Tests     tests/cpp/cuda/, tests/cuda
 #pragma once
 
 #include <cstdint>

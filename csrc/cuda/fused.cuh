@@ -5,7 +5,7 @@
 //           its sources. Traffic is the minimum, (sources + destinations) * n. A destination may be
 //           one of the sources: each element is read before it is written, by the same thread.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/test_cuda.py
+// Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda
 #pragma once
 
 #include "cuda/pack.cuh"

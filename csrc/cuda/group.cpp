@@ -1,7 +1,7 @@
 // group: see the header.
 //
 // Floor     cuda
-// Tests     tests/cpp/cuda_host/group_test.cpp, tests/test_cuda.py
+// Tests     tests/cpp/cuda_host/group_test.cpp, tests/cuda
 
 #include "cuda/group.h"
 

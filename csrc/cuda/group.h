@@ -14,7 +14,7 @@
 //           A kernel's failed wait is found by the next call: the group then refuses everything
 //           with that reason. The devices stay usable.
 // Threads   any; calls of one group run one at a time.
-// Tests     tests/cpp/cuda_host/group_test.cpp, tests/test_cuda.py
+// Tests     tests/cpp/cuda_host/group_test.cpp, tests/cuda
 #pragma once
 
 #include <chrono>

@@ -4,7 +4,7 @@
 // Contract  the arguments of each kind, in order: fused (table), direct (table, BarrierPorts,
 //           Patience), ring (RingArgs); the tables are those of cuda/table.h.
 // Threads   pure functions, any.
-// Tests     tests/build/test_cuda_build.py reads registers and SASS, tests/test_cuda.py runs them
+// Tests     tests/build/test_cuda_build.py reads registers and SASS, tests/cuda runs them
 #pragma once
 
 #include "core/dtype.h"

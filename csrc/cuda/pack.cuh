@@ -6,7 +6,7 @@
 //           compiler flags in pyringar/engine/build.py). Loads go past L1: other multiprocessors,
 //           other devices and the host write what is read here.
 // Threads   pure functions, any.
-// Tests     tests/cpp/cuda/, tests/test_cuda.py compares CPU bits with GPU bits
+// Tests     tests/cpp/cuda/, tests/cuda compares CPU bits with GPU bits
 #pragma once
 
 #include <cstdint>

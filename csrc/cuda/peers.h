@@ -5,7 +5,7 @@
 //           counts only after a kernel of each has written a pattern into the other's memory, read
 //           it back, and the other has found it there: some machines say yes and deliver zeros.
 // Threads   any.
-// Tests     tests/test_cuda.py (on machines with two devices)
+// Tests     tests/cuda (on machines with two devices)
 #pragma once
 
 #include <span>

@@ -15,7 +15,7 @@
 //
 //           In a slot, element i of a piece lies at index shift + i, so that what is 16-byte
 //           aligned in an aligned tensor is so in the slot.
-// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/test_cuda.py
+// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda
 #pragma once
 
 #include "cuda/flag.cuh"

@@ -1,7 +1,7 @@
 // runtime: see the header.
 //
 // Floor     cuda
-// Tests     tests/test_cuda.py
+// Tests     tests/cuda
 
 #include "cuda/runtime.h"
 

@@ -4,7 +4,7 @@
 // Contract  every failed call is an Error of kind kCuda that names the call, the device and CUDA's
 //           reason. Owners release on the device they were made on and never throw.
 // Threads   any; the current device of the calling thread is left as it was.
-// Tests     tests/test_cuda.py
+// Tests     tests/cuda
 #pragma once
 
 #include <cuda_runtime.h>

@@ -10,9 +10,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,16 +42,16 @@ ptxas info    : Used 64 registers, used 1 barriers, 1232 bytes cumulative stack 
 
 
 @pytest.fixture
-def no_nvcc(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_nvcc(cache, monkeypatch):
     """Pretend that nvcc is nowhere."""
     monkeypatch.setattr(toolchain, "_nvcc_places", lambda wanted: iter(()))
 
 
 @pytest.fixture
-def nvcc_in(tmp_path: Path) -> Callable[[str], Path]:
+def nvcc_in(tmp_path):
     """Put a program called nvcc, that does nothing, into a folder."""
 
-    def make(folder: str) -> Path:
+    def make(folder):
         path = tmp_path / folder / "nvcc"
         path.parent.mkdir(parents=True)
         path.write_text("#!/bin/sh\n")
@@ -64,7 +62,7 @@ def nvcc_in(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def one_root(tiny_cuda: _build.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_root(tiny_cuda, monkeypatch):
     """Make the tiny engines' sources pyringar's own."""
     own = tiny_cuda.source_root
     monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or own)
@@ -75,9 +73,7 @@ def one_root(tiny_cuda: _build.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 @needs_nvcc
-def test_builds_links_and_imports_without_a_gpu(
-    cache: Path, tiny_cuda: _build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_links_and_imports_without_a_gpu(cache, tiny_cuda, unloaded, monkeypatch):
     built = _build.ensure_engine(tiny_cuda)
     assert built.path.name == f"_cuda_engine{toolchain.extension_suffix()}"
     assert built.record["archs"] == ["9.0"]
@@ -99,7 +95,7 @@ def test_builds_links_and_imports_without_a_gpu(
 
 @needs_compiler
 @needs_nvcc
-def test_the_cuda_runtime_stays_inside(cache: Path, tiny_cuda: _build.Recipe) -> None:
+def test_the_cuda_runtime_stays_inside(cache, tiny_cuda):
     """Another cudart in the process, torch's, and this one must not find each other's functions."""
     path = str(_build.ensure_engine(tiny_cuda).path)
     needs = toolchain.run_tool(["readelf", "--dynamic", "--dyn-syms", "--wide", path], "readelf")
@@ -107,11 +103,11 @@ def test_the_cuda_runtime_stays_inside(cache: Path, tiny_cuda: _build.Recipe) ->
     assert not re.search(r"\bcuda[A-Z]\w+", needs)
 
 
-def test_each_engine_has_a_key_of_its_own(cache: Path, tiny_cuda: _build.Recipe) -> None:
+def test_each_engine_has_a_key_of_its_own(cache, tiny_cuda):
     root = tiny_cuda.root()
     cpu = _build.Recipe(root)
 
-    def edit(file: str) -> tuple[bool, bool]:
+    def edit(file):
         """Change or add a file; say whose content that changed: the CPU's, CUDA's."""
         before = cpu.content(), tiny_cuda.content()
         (root / file).parent.mkdir(exist_ok=True)
@@ -131,13 +127,8 @@ def test_each_engine_has_a_key_of_its_own(cache: Path, tiny_cuda: _build.Recipe)
 
 @needs_nvcc
 @needs_compiler
-def test_archs_and_nvcc_are_in_the_key_and_the_cpu_is_not(
-    cache: Path,
-    tiny_cuda: _build.Recipe,
-    monkeypatch: pytest.MonkeyPatch,
-    nvcc_in: Callable[[str], Path],
-) -> None:
-    def folder() -> list[str]:
+def test_archs_and_nvcc_are_in_the_key_and_the_cpu_is_not(cache, tiny_cuda, monkeypatch, nvcc_in):
+    def folder():
         plan = _compile.plan_build(tiny_cuda, tiny_cuda.content())
         return _build._folder(plan).split("-")
 
@@ -155,7 +146,7 @@ def test_archs_and_nvcc_are_in_the_key_and_the_cpu_is_not(
 
 @needs_compiler
 @needs_nvcc
-def test_an_error_in_a_kernel_is_shown(cache: Path, tiny_cuda: _build.Recipe) -> None:
+def test_an_error_in_a_kernel_is_shown(cache, tiny_cuda):
     (tiny_cuda.root() / "cuda/wrong.cu").write_text("__global__ int wrong() { nonsense; }\n")
     with pytest.raises(BuildError, match="compiling the CUDA engine") as caught:
         _build.ensure_engine(tiny_cuda)
@@ -174,15 +165,8 @@ def test_an_error_in_a_kernel_is_shown(cache: Path, tiny_cuda: _build.Recipe) ->
     ],
 )
 def test_the_engine_in_the_wheel_serves_its_archs(
-    cache: Path,
-    tiny_cuda: _build.Recipe,
-    no_nvcc: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    built: str,
-    wanted: str,
-    used: bool,
-) -> None:
+    cache, tiny_cuda, no_nvcc, monkeypatch, caplog, built, wanted, used
+):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", built)
     folder = tiny_cuda.root().parent / "_prebuilt" / "_cuda_engine"
@@ -199,9 +183,7 @@ def test_the_engine_in_the_wheel_serves_its_archs(
 # --- finding nvcc ---
 
 
-def test_nvcc_is_looked_for_in_order(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvcc_in: Callable[[str], Path]
-) -> None:
+def test_nvcc_is_looked_for_in_order(cache, tmp_path, monkeypatch, nvcc_in):
     wanted, home, on_path, system, pip = map(
         nvcc_in, ("wanted", "home/bin", "path", "system", "site/nvidia/cu13/bin")
     )
@@ -219,9 +201,7 @@ def test_nvcc_is_looked_for_in_order(
         monkeypatch.delenv("PYRINGAR_NVCC", raising=False)
 
 
-def test_a_wrong_pyringar_nvcc_is_not_passed_over(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, nvcc_in: Callable[[str], Path]
-) -> None:
+def test_a_wrong_pyringar_nvcc_is_not_passed_over(cache, monkeypatch, nvcc_in):
     monkeypatch.setenv("PATH", str(nvcc_in("bin").parent))
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
     with pytest.raises(CompilerNotFoundError, match="PYRINGAR_NVCC='/no/such/nvcc'"):
@@ -229,8 +209,8 @@ def test_a_wrong_pyringar_nvcc_is_not_passed_over(
 
 
 def test_no_nvcc_says_where_it_was_looked_for_and_what_to_install(
-    cache: Path, tiny_cuda: _build.Recipe, no_nvcc: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cache, tiny_cuda, no_nvcc, monkeypatch
+):
     monkeypatch.setenv("CUDA_HOME", "/no/cuda")
     with pytest.raises(CompilerNotFoundError) as caught:
         _build.ensure_engine(tiny_cuda)
@@ -248,9 +228,7 @@ def test_no_nvcc_says_where_it_was_looked_for_and_what_to_install(
 
 @needs_compiler
 @needs_nvcc
-def test_the_toolkit_is_where_nvcc_says(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, nvcc_in: Callable[[str], Path]
-) -> None:
+def test_the_toolkit_is_where_nvcc_says(cache, monkeypatch, nvcc_in):
     real = toolchain.find_nvcc()
     wrapper = nvcc_in("wrapper")
     wrapper.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
@@ -281,14 +259,7 @@ RUNTIME = "touch {folder}/lib64/libcudart_static.a"
         (f"{HEADER}; {RUNTIME}; echo '#$ TOP={{folder}}'", "no GPU it makes code for"),
     ],
 )
-def test_a_broken_toolkit_is_named(
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    nvcc_in: Callable[[str], Path],
-    said: str,
-    told: str,
-) -> None:
+def test_a_broken_toolkit_is_named(cache, tmp_path, monkeypatch, nvcc_in, said, told):
     for folder in ("include", "lib64"):
         (tmp_path / folder).mkdir()
     nvcc = nvcc_in("broken")
@@ -309,9 +280,7 @@ def test_a_broken_toolkit_is_named(
         ("ccache g++ -m64", ()),
     ],
 )
-def test_nvcc_gets_the_host_compiler_if_it_is_a_plain_one(
-    command: str, flags: tuple[str, ...]
-) -> None:
+def test_nvcc_gets_the_host_compiler_if_it_is_a_plain_one(command, flags):
     assert toolchain.nvcc_host_flags(toolchain.Compiler(tuple(command.split()), ())) == flags
 
 
@@ -333,13 +302,7 @@ TOOLKIT = toolchain.CudaToolkit(
         ("", ("all",), ("8.0", "9.0", "12.0+PTX")),
     ],
 )
-def test_archs(
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    chosen: str,
-    wanted: tuple[str, ...],
-    built: tuple[str, ...],
-) -> None:
+def test_archs(cache, monkeypatch, chosen, wanted, built):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
     assert toolchain.cuda_archs_wanted() == wanted
@@ -347,21 +310,19 @@ def test_archs(
 
 
 @pytest.mark.parametrize("chosen", ["sm_90", "9", "9.0;hopper", "9.0+ptx", "all;9.0", "9.0a"])
-def test_archs_that_are_none_are_refused(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
-) -> None:
+def test_archs_that_are_none_are_refused(cache, monkeypatch, chosen):
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
     with pytest.raises(BuildError, match=re.escape(f"PYRINGAR_CUDA_ARCHS={chosen!r}")) as caught:
         toolchain.cuda_archs_wanted()
     assert "'8.0;9.0+PTX'" in str(caught.value)
 
 
-def test_archs_that_nvcc_does_not_know_are_refused() -> None:
+def test_archs_that_nvcc_does_not_know_are_refused():
     with pytest.raises(BuildError, match=r"13\.0\.88.* no code .*10\.3.* 8\.0, 9\.0, 12\.0\b"):
         toolchain.cuda_archs_built(("9.0", "10.3"), TOOLKIT)
 
 
-def test_the_gpus_here_are_the_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_here_are_the_default(cache, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -375,7 +336,7 @@ def test_the_gpus_here_are_the_default(cache: Path, monkeypatch: pytest.MonkeyPa
     assert toolchain.cuda_archs_wanted() == ("all",), "torch is asked, and not imported to be asked"
 
 
-def test_gencode_flags() -> None:
+def test_gencode_flags():
     assert toolchain.gencode_flags(("8.0", "12.0+PTX")) == [
         *("-gencode", "arch=compute_80,code=sm_80"),
         *("-gencode", "arch=compute_120,code=sm_120"),
@@ -386,28 +347,23 @@ def test_gencode_flags() -> None:
 # --- registers and spills ---
 
 
-def test_kernels_are_read_from_what_ptxas_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_read_from_what_ptxas_says(monkeypatch):
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     heavy, light = toolchain.kernels_in(PTXAS)
     assert light == toolchain.Kernel("_ZN1a3addIdEEvPT_i", "sm_90", 8, 0, 0, 0)
     assert heavy == toolchain.Kernel("_Z5heavyPf", "sm_120", 64, 1248, 1312, 1376)
     assert toolchain.kernels_in("no kernels\n") == []
-
-
-@pytest.mark.skipif(toolchain.shutil.which("c++filt") is None, reason="no c++filt")
-def test_kernels_have_readable_names() -> None:
-    assert [kernel.name for kernel in toolchain.kernels_in(PTXAS)] == [
-        "heavy(float*)",
-        "void a::add<double>(double*, int)",
+    assert kernel_table([vars(heavy)]) == [
+        "  arch  registers  stack B  spill stores B  spill loads B  kernel",
+        "sm_120         64     1248            1312           1376  _Z5heavyPf",
     ]
 
 
-def test_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
-    heavy = vars(toolchain.kernels_in(PTXAS)[0])
-    assert kernel_table([heavy]) == [
-        "  arch  registers  stack B  spill stores B  spill loads B  kernel",
-        "sm_120         64     1248            1312           1376  _Z5heavyPf",
+@pytest.mark.skipif(toolchain.shutil.which("c++filt") is None, reason="no c++filt")
+def test_kernels_have_readable_names():
+    assert [kernel.name for kernel in toolchain.kernels_in(PTXAS)] == [
+        "heavy(float*)",
+        "void a::add<double>(double*, int)",
     ]
 
 
@@ -416,9 +372,7 @@ def test_kernel_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 @needs_nvcc
-def test_build_command_with_cuda(
-    cache: Path, one_root: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_command_with_cuda(cache, one_root, capsys):
     assert main(["build", "--cuda", "--verbose"]) == 0
     told = capsys.readouterr().out
     for words in ("_engine.", "_cuda_engine.", "archs     9.0", "spill stores", "tiny"):
@@ -431,13 +385,9 @@ def test_build_command_with_cuda(
 
 @needs_compiler
 def test_build_command_says_why_there_is_no_cuda_engine(
-    cache: Path,
-    one_root: None,
-    no_nvcc: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def build(*arguments: str) -> Any:
+    cache, one_root, no_nvcc, monkeypatch, capsys
+):
+    def build(*arguments):
         return main(["build", *arguments]), "".join(capsys.readouterr())
 
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -474,9 +424,7 @@ print(built.record["nvcc"], getattr(module, sys.argv[3])())
 @pytest.mark.timeout(900)
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="pip has nvcc for Linux")
-def test_nvcc_from_pip_alone_builds_it(
-    tmp_path: Path, cache: Path, tiny_cuda: _build.Recipe, python: Path
-) -> None:
+def test_nvcc_from_pip_alone_builds_it(tmp_path, cache, tiny_cuda, python):
     """What the extra ``cuda`` brings is enough: compiler, headers, the CUDA runtime to link."""
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     wanted = re.search(r'^cuda = .*"(cuda-toolkit\[.+?)"', project, re.MULTILINE)
@@ -484,7 +432,7 @@ def test_nvcc_from_pip_alone_builds_it(
     # Into this environment, whatever the one whose packages it borrows has of it.
     run(python, "-m", "pip", "install", "--ignore-installed", wanted[1], cwd=tmp_path)
 
-    def told_by(root: Path | None, function: str) -> str:
+    def told_by(root, function):
         return run(
             *(python, "-c", FROM_PIP, REPO / "pyringar", str(root), function),
             cwd=tmp_path,

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from tiny_engine import REPO, needs_compiler, needs_nvcc, run
@@ -26,9 +25,7 @@ VARIANTS = {"fused_kernel": TABLES, "direct_kernel": TABLES, "ring_kernel": 1}
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)
-def test_builds_for_all_architectures_and_spills_nothing(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_for_all_architectures_and_spills_nothing(cache, monkeypatch):
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "all")
     record = build.build_engine(build.Recipe(kind=build.CUDA)).record
     archs = {kernel["arch"] for kernel in record["kernels"]}
@@ -57,7 +54,7 @@ def test_builds_for_all_architectures_and_spills_nothing(
 @pytest.mark.parametrize(
     ("file", "wide"), [("kernels_float.cu", "float"), ("kernels_half.cu", "half")]
 )
-def test_fused_moves_sixteen_bytes_at_a_time(tmp_path: Path, file: str, wide: str) -> None:
+def test_fused_moves_sixteen_bytes_at_a_time(tmp_path, file, wide):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     cubin = tmp_path / f"{wide}.cubin"
     flags = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-arch=sm_90"]
@@ -82,7 +79,7 @@ def test_fused_moves_sixteen_bytes_at_a_time(tmp_path: Path, file: str, wide: st
         assert not re.search(r"\b(LDL|STL)\b", body), f"{name} uses local memory"
 
 
-def nvdisasm(folder: Path) -> str:
+def nvdisasm(folder):
     """The disassembler, from pip: toolkits made for building come without."""
     package = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     done = subprocess.run(

@@ -1,0 +1,130 @@
+"""Ranks on a GPU, their tensors there and back, and what a test needs to run at all.
+
+With ``PYRINGAR_TEST_CUDA_ON_CPU=1`` the tests run over CPU ranks instead, but for those about
+streams, graphs and the device: a trial of the tests themselves on a machine that has no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+
+import pytest
+import torch
+from oracle import assert_all_ranks, expected, random
+
+ON_CPU = os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1"
+NUM_GPUS = torch.cuda.device_count()
+
+needs_gpu = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not ON_CPU and NUM_GPUS == 0, reason="no CUDA device here"),
+]
+gpu_only = pytest.mark.skipif(ON_CPU, reason="about the device, not the arithmetic")
+two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices, here: {NUM_GPUS}")
+
+# Ways to lie in memory, as offsets in elements of one rank after the other.
+ALIGNED = (0,)
+ALIKE = (1,)  # vectors, after a head
+APART = (0, 1, 3, 2)  # no common alignment: element by element
+ALIGNMENTS = (ALIGNED, ALIKE, APART)
+POOL_ELEMS = 40_000
+GUARD_BYTES = 256
+SLEEP_CYCLES = 200_000_000  # a tenth of a second of a GPU's clock
+
+
+@functools.cache
+def pool(dtype):
+    """Random values for 16 ranks, drawn once: drawing takes longer than reducing."""
+    return torch.stack([random(POOL_ELEMS, dtype, 100 + rank) for rank in range(16)])
+
+
+def drawn(numel, dtype, world_size):
+    """One flat tensor per rank out of the pool, elsewhere for every size."""
+    begin = numel % 61
+    return [pool(dtype)[rank, begin : begin + numel] for rank in range(world_size)]
+
+
+def lists_of(shapes, dtypes, world_size, seed=0):
+    """``lists[rank][i]`` on the CPU, dtypes in turn."""
+    return [
+        [
+            random(math.prod(shape), dtypes[i % len(dtypes)], 31 * i + rank + seed).view(shape)
+            for i, shape in enumerate(shapes)
+        ]
+        for rank in range(world_size)
+    ]
+
+
+def placed(comm, parts):
+    """Copies of every rank's tensor, or list of tensors, on the rank's device."""
+    return [
+        [tensor.to(device, copy=True) for tensor in part]
+        if isinstance(part, list)
+        else part.to(device, copy=True)
+        for part, device in zip(parts, comm.devices, strict=True)
+    ]
+
+
+def zeros(comm, *shape, dtype=torch.float32):
+    return [torch.zeros(shape, dtype=dtype, device=device) for device in comm.devices]
+
+
+def ones(comm, *shape):
+    return [tensor.add_(1) for tensor in zeros(comm, *shape)]
+
+
+def copy_all(targets, sources):
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def assert_ranks(tensors, wanted, context=""):
+    """All ranks' tensors, wherever they are, have these bits."""
+    assert_all_ranks([tensor.cpu() for tensor in tensors], wanted, context)
+
+
+def assert_lists(lists, parts, op, algorithm):
+    """Every tensor of every rank against the oracle on the flat parts."""
+    for i, columns in enumerate(zip(*parts, strict=True)):
+        wanted = expected([part.reshape(-1) for part in columns], op, algorithm)
+        got = [tensors[i].reshape(-1) for tensors in lists]
+        assert_ranks(got, wanted, f"{algorithm} {op} tensor {i} {tuple(columns[0].shape)}")
+
+
+class Ranks:
+    """A tensor per rank in one buffer with guard bytes between: one copy there, one back."""
+
+    def __init__(self, parts, device, shifts=ALIGNED):
+        self._dtype = parts[0].dtype
+        item = self._dtype.itemsize
+        self._bytes = parts[0].numel() * item
+        row = (self._bytes + max(shifts) * item + 2 * GUARD_BYTES + 255) // 256 * 256
+        self._begins = [
+            rank * row + GUARD_BYTES + shifts[rank % len(shifts)] * item
+            for rank in range(len(parts))
+        ]
+        self._before = torch.full((len(parts) * row,), 0xA5, dtype=torch.uint8)
+        copy_all(self._views(self._before), parts)
+        self._buffer = self._before.to(device, copy=True)
+        self.tensors = self._views(self._buffer)
+
+    def _views(self, buffer):
+        return [buffer[at : at + self._bytes].view(self._dtype) for at in self._begins]
+
+    def check(self, wanted, context):
+        """All ranks have these bits, and no byte around them was touched."""
+        after = self._buffer.cpu()
+        assert_all_ranks(self._views(after), wanted, context)
+        for at in self._begins:
+            self._before[at : at + self._bytes] = after[at : at + self._bytes]
+        assert torch.equal(self._before, after), f"{context}: written outside of the tensors"
+
+
+def check(comm, parts, op, algorithm, shifts=ALIGNED):
+    """One all_reduce over a single device against the oracle."""
+    ranks = Ranks(parts, comm.devices[0], shifts)
+    assert comm.all_reduce(ranks.tensors, op, algorithm=algorithm) is None
+    context = f"{algorithm} {op} {parts[0].dtype} k={len(parts)} n={parts[0].numel()} {shifts}"
+    ranks.check(expected(parts, op, algorithm), context)

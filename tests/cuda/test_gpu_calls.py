@@ -1,0 +1,206 @@
+"""On a GPU: are the other collectives, bound calls, refusals and other libraries' arrays right?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu import APART, Ranks, assert_ranks, drawn, gpu_only, needs_gpu, ones, placed, zeros
+from oracle import DTYPES, NATIVE, assert_bits, expected, inputs, reduced, same_bits
+
+import pyringar as pr
+
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_scatter_and_gather(make_ranks, algorithm, dtype):
+    for world_size in (1, 2, 5):
+        comm = make_ranks(world_size, algorithm=algorithm)
+        for numel in (0, 1, 7, 1027):
+            context = f"{algorithm} {dtype} k={world_size} n={numel}"
+            parts = drawn(world_size * numel, dtype, world_size)
+            ins, outs = placed(comm, parts), zeros(comm, numel, dtype=dtype)
+            comm.reduce_scatter(outs, ins, "mean")
+            wanted = expected(parts, "mean", algorithm)
+            assert_bits(torch.cat(outs).cpu(), wanted, context)
+            for mine, part in zip(ins, parts, strict=True):
+                assert same_bits(mine.cpu(), part), f"{context}: input changed"
+            gathered = zeros(comm, world_size * world_size * numel, dtype=dtype)
+            comm.all_gather(gathered, ins)
+            assert all(same_bits(out.cpu(), torch.cat(parts)) for out in gathered), context
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_broadcast(ranks_of, device, dtype):
+    for world_size in (1, 2, 5):
+        for root in range(world_size):
+            for numel in (0, 1, 17, 9001):
+                parts = drawn(numel, dtype, world_size)
+                ranks = Ranks(parts, device, APART)
+                ranks_of(world_size).broadcast(ranks.tensors, root)
+                ranks.check(parts[root], f"{dtype} root {root}")
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_bind(ranks_of, algorithm):
+    parts = drawn(5003, torch.float32, 4)
+    tensors = placed(ranks_of(4), parts)
+    bound = ranks_of(4).bind(tensors, "mean", algorithm=algorithm)
+    for _ in range(3):
+        versions = [tensor._version for tensor in tensors]
+        bound()
+        assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
+        parts = [expected(parts, "mean", algorithm)] * 4
+    assert_ranks(tensors, parts[0], algorithm)
+
+
+def test_allreduce_is_the_books(ranks_of):
+    for world_size in (1, 2, 5, 8):
+        for numel in (0, 1, 1009):
+            parts = inputs(numel, torch.float32, world_size)
+            data = placed(ranks_of(world_size), parts)
+            same, pointers = list(data), [tensor.data_ptr() for tensor in data]
+            assert pr.allreduce(data) is None
+            assert all(a is b for a, b in zip(data, same, strict=True))
+            assert [tensor.data_ptr() for tensor in data] == pointers
+            assert_ranks(data, reduced(parts, "sum"))
+
+
+def test_the_grader_passes_it(device):
+    report = pr.check_allreduce(pr.allreduce, devices=[device] * 8)
+    assert report.passed, str(report)
+
+
+def test_autograd_notices(ranks_of, device):
+    tensors = ones(ranks_of(2), 5)
+    before = [tensor._version for tensor in tensors]
+    ranks_of(2).all_reduce(tensors)
+    assert all(t._version > v for t, v in zip(tensors, before, strict=True))
+    weight = torch.ones(5, device=device, requires_grad=True)
+    loss = (weight * tensors[0]).sum()
+    pr.allreduce(tensors)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_plan_topology_and_stats(make_ranks, device):
+    comm = make_ranks(4)
+    assert comm.topology.is_one_memory
+    assert comm.plan(2**20).algorithm == "fused"
+    assert comm.is_capturable is (device != "cpu")
+    tensors = ones(comm, 256)
+    for algorithm in (None, "fused", "ring", "naive"):
+        comm.all_reduce(tensors, algorithm=algorithm)
+    stats = comm.stats()
+    assert {name: row["calls"] for name, row in stats.items()} == {
+        "fused": 2,
+        "ring": 1,
+        "naive": 1,
+    }
+    assert stats["fused"]["bytes"] == 2 * 1024
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@gpu_only
+def test_tensors_on_the_wrong_device(ranks_of, comm_of, device):
+    mixed = [torch.ones(3, device=device), torch.ones(3)]
+    with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] is on cpu, expected cuda:0"):
+        ranks_of(2).all_reduce(mixed)
+    with pytest.raises(pr.ArgumentError, match=r"tensors\[0\] is on cuda:0, expected cpu"):
+        comm_of(2).all_reduce(mixed)
+    assert mixed[0].tolist() == mixed[1].tolist() == [1, 1, 1]
+
+
+@gpu_only
+def test_a_device_that_is_not_there():
+    with pytest.raises(pr.ArgumentError, match=r"cuda:99.*not on this machine.*cuda:0"):
+        pr.Communicator(["cuda:0", "cuda:99"])
+
+
+def test_tensors_that_require_grad(ranks_of):
+    tensors = [tensor.requires_grad_() for tensor in ones(ranks_of(2), 3)]
+    with pytest.raises(pr.ArgumentError, match=r"tensors\[0\] requires grad"):
+        ranks_of(2).all_reduce(tensors)
+    with torch.no_grad():
+        ranks_of(2).all_reduce(tensors)
+    assert tensors[1].tolist() == [2, 2, 2]
+
+
+def test_tensors_that_share_memory(ranks_of, device):
+    base = torch.zeros(20, device=device)
+    for second in (base[:11], base[9:]):
+        with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] shares memory with tensors\[0\]"):
+            ranks_of(2).all_reduce([base[:11], second])
+    ranks_of(2).all_reduce([base[::2], base[1::2]])
+    with pytest.raises(pr.ArgumentError, match="overlaps itself"):
+        ranks_of(2).all_reduce([base[:1].expand(5), torch.ones(1, device=device).expand(5)])
+
+
+def test_ranks_that_disagree(ranks_of):
+    one, other = ones(ranks_of(2), 4)
+    for second, what in [(other[:3], "shape"), (other.double(), "dtype"), (None, "NoneType")]:
+        with pytest.raises(pr.ArgumentError, match=what):
+            ranks_of(2).all_reduce([one, second])
+    assert one.tolist() == [1, 1, 1, 1]
+
+
+def test_a_closed_communicator_refuses(make_ranks):
+    comm = make_ranks(2)
+    tensors = ones(comm, 3)
+    bound = comm.bind(tensors)
+    comm.all_reduce(tensors, algorithm="ring")
+    comm.close()
+    comm.close()
+    for call in (bound, lambda: comm.all_reduce(tensors), lambda: comm.broadcast(tensors)):
+        with pytest.raises(pr.RingarError, match="closed"):
+            call()
+    assert tensors[0].tolist() == [2, 2, 2]
+
+
+# -- other libraries' arrays -----------------------------------------------------------------------
+
+
+@gpu_only
+def test_cupy_arrays(ranks_of):
+    """Reduced where they lie."""
+    cupy = pytest.importorskip("cupy")
+    for name in ("float64", "float32", "float16", "int8", "uint8", "int32", "int64"):
+        parts = drawn(1009, getattr(torch, name), 3)
+        for algorithm in NATIVE:
+            arrays = [cupy.asarray(part.numpy()) for part in parts]
+            ranks_of(3).all_reduce(arrays, algorithm=algorithm)
+            got = [torch.from_numpy(cupy.asnumpy(array)) for array in arrays]
+            assert_ranks(got, expected(parts, "sum", algorithm), f"{algorithm} {name}")
+
+
+@gpu_only
+def test_cupy_arrays_beside_tensors_and_in_lists(ranks_of, device):
+    cupy = pytest.importorskip("cupy")
+    pair = [cupy.arange(6, dtype=cupy.float32), torch.ones(6, device=device)]
+    ranks_of(2).all_reduce(pair)
+    assert cupy.asnumpy(pair[0]).tolist() == pair[1].tolist() == [1, 2, 3, 4, 5, 6]
+    lists = [[cupy.ones(3, dtype=cupy.int32), cupy.ones(2)] for _ in range(2)]
+    ranks_of(2).all_reduce_coalesced(lists)
+    assert [array.tolist() for array in lists[1]] == [[2, 2, 2], [2, 2]]
+    data = [cupy.ones(3, dtype=cupy.float32) for _ in range(3)]
+    pr.allreduce(data)
+    assert data[2].tolist() == [3, 3, 3]
+
+
+class Interface:
+    """An array that knows nothing but the CUDA array interface."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+        self.__cuda_array_interface__ = tensor.__cuda_array_interface__
+
+
+@gpu_only
+def test_the_cuda_array_interface(ranks_of):
+    parts = drawn(100, torch.float32, 2)
+    tensors = placed(ranks_of(2), parts)
+    ranks_of(2).all_reduce([Interface(tensor) for tensor in tensors])
+    assert_ranks(tensors, reduced(parts, "sum"))

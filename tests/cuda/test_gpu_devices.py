@@ -1,0 +1,192 @@
+"""Ranks in the memories of the host and of several GPUs: are bits, streams and failures right?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import (
+    SLEEP_CYCLES,
+    assert_lists,
+    assert_ranks,
+    copy_all,
+    drawn,
+    gpu_only,
+    lists_of,
+    needs_gpu,
+    ones,
+    placed,
+    two_gpus,
+    zeros,
+)
+from oracle import DTYPES, OPS, assert_bits, expected, reduced
+
+import pyringar as pr
+from pyringar.engine import load
+
+pytestmark = needs_gpu
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def over(devices, **options):
+    """A communicator of ranks in the host's memory ("cpu") and on the GPUs of these indices."""
+    names = [device if device == "cpu" else f"cuda:{device}" for device in devices]
+    return pr.Communicator(names, **options)
+
+
+def on(*devices):
+    """A test's parameter, skipped where there are not as many devices."""
+    return pytest.param(devices, marks=two_gpus if 1 in devices else gpu_only, id=str(devices))
+
+
+# Of the mixed ones, the second beside a device that is not the current one.
+MIXED, OTHERS_MIXED = on("cpu", 0, 0), on("cpu", 1, 1)
+SEVERAL = [on(0, 1), on(0, 0, 1, 1), on(0, 1, 0, 1), on(1, 0, 0)]
+
+
+@pytest.mark.parametrize("devices", [MIXED, OTHERS_MIXED, *SEVERAL])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "auto"])
+def test_all_reduce(algorithm, dtype, devices):
+    if algorithm == "ring" and "cpu" in devices:
+        pytest.skip("refused, see test_what_mixed_memories_refuse")
+    with over(devices, algorithm=algorithm) as comm:
+        for numel in (0, 1, 3, 257, 30_011):
+            for op in OPS:
+                parts = drawn(numel, dtype, len(devices))
+                tensors = placed(comm, parts)
+                comm.all_reduce(tensors, op)
+                ran = comm.plan(numel * dtype.itemsize).algorithm
+                assert_ranks(tensors, expected(parts, op, ran), f"{ran} {op} {dtype} n={numel}")
+
+
+@pytest.mark.parametrize(
+    ("devices", "algorithm"),
+    [
+        pytest.param(*case.values, algorithm, marks=case.marks)
+        for case, algorithm in [(MIXED, "direct"), (on(0, 1, 1), "direct"), (on(0, 1, 1), "ring")]
+    ],
+)
+def test_lists_and_the_other_collectives(devices, algorithm):
+    shapes = [(3, 5), (700,), (0,), (64, 3), *((1 + 7 * i % 90,) for i in range(500))]
+    flat = drawn(300, torch.float32, 3)
+    shares = [part[:100] for part in flat]
+    with over(devices, algorithm=algorithm) as comm:
+        for op in ("sum", "mean"):
+            parts = lists_of(shapes, (torch.float32, torch.float32, torch.float16), 3)
+            lists = placed(comm, parts)
+            comm.all_reduce_coalesced(lists, op)
+            assert_lists(lists, parts, op, algorithm)
+        outs = zeros(comm, 100)
+        comm.reduce_scatter(outs, placed(comm, flat))
+        assert_bits(torch.cat([out.cpu() for out in outs]), expected(flat, "sum", algorithm))
+        whole = zeros(comm, 300)
+        comm.all_gather(whole, placed(comm, shares))
+        assert_ranks(whole, torch.cat(shares))
+        tensors = placed(comm, flat)
+        comm.broadcast(tensors, root=1)
+        assert_ranks(tensors, flat[1])
+
+
+@pytest.mark.parametrize("devices", [MIXED])
+def test_mixed_memories_and_layouts_and_streams(devices):
+    parts = drawn(2000, torch.float32, 3)
+    with over(devices) as comm, torch.cuda.stream(torch.cuda.Stream()):
+        bases, sources = zeros(comm, 2000), placed(comm, parts)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        copy_all(bases, sources)
+        comm.all_reduce([base[::2] for base in bases], async_op=True).wait()
+        got = [base[::2].cpu() for base in bases]
+    assert_ranks(got, reduced([part[::2] for part in parts], "sum"))
+
+
+@pytest.mark.parametrize("devices", [MIXED])
+def test_what_mixed_memories_refuse(devices):
+    with over(devices) as comm:
+        tensors = ones(comm, 4)
+        with pytest.raises(pr.ArgumentError, match="fused"):
+            comm.all_reduce(tensors, algorithm="fused")
+        with pytest.raises(pr.UnsupportedError, match="host's memory"):
+            comm.all_reduce(tensors, algorithm="ring")
+        assert not comm.is_capturable
+        comm.all_reduce(tensors)
+        assert tensors[0].tolist() == [3, 3, 3, 3]
+
+
+@two_gpus
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_streams_of_several_devices(algorithm, is_async, current):
+    """The default streams of all devices wait, whichever device is the current one."""
+    parts = drawn(30_011, torch.float32, 2)
+    with over((0, 1)) as comm, torch.cuda.device(current):
+        tensors, sources = zeros(comm, 30_011), placed(comm, parts)
+        comm.all_reduce(tensors, algorithm=algorithm)
+        for late in (0, 1):
+            for i in range(2):
+                torch.cuda.synchronize(i)
+            with torch.cuda.device(late):
+                torch.cuda._sleep(SLEEP_CYCLES)
+            copy_all(tensors, sources)
+            work = comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)
+            if is_async:
+                work.wait()
+            results = [tensor.clone() for tensor in tensors]
+            assert_ranks(results, expected(parts, "sum", algorithm), f"late: {late}")
+
+
+@two_gpus
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_a_withheld_device_is_a_timeout(algorithm):
+    with over((0, 1), timeout=0.5) as comm:
+        tensors = ones(comm, 1000)
+        comm.all_reduce(tensors, algorithm=algorithm)
+        comm._group.withhold_rank(1)
+        comm.all_reduce(tensors, algorithm=algorithm)
+        for i in range(2):
+            torch.cuda.synchronize(i)
+        with pytest.raises(pr.CollectiveTimeout, match=r"cuda:0.* waited 0.5 s for .*cuda:1"):
+            comm.all_reduce(tensors, algorithm=algorithm)
+
+
+@two_gpus
+def test_peers_are_probed():
+    with over((0, 1)) as comm:
+        links = load.cuda_engine().peer_links([0, 1])
+        assert [link[:2] for link in links] == [(0, 1), (1, 0)]
+        assert all(can_access or not delivers for _, _, can_access, delivers in links)
+        assert comm._group.has_peers() is all(delivers for *_, delivers in links)
+
+
+EXPANDABLE = """
+import torch, pyringar as pr
+parts = [torch.arange(30_011.0) + rank for rank in range(2)]
+with pr.Communicator(["cuda:0", "cuda:1"]) as comm:
+    for algorithm in ("direct", "ring"):
+        tensors = [part.to(f"cuda:{rank}") for rank, part in enumerate(parts)]
+        comm.all_reduce(tensors, algorithm=algorithm)
+        assert all(torch.equal(t.cpu(), parts[0] + parts[1]) for t in tensors), algorithm
+print("right")
+"""
+
+
+@two_gpus
+def test_expandable_segments():
+    """Memory that no peer can see goes through buffers of our own."""
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", EXPANDABLE],
+        env={**os.environ, **setting, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "right"

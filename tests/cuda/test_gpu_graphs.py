@@ -1,0 +1,201 @@
+"""On a GPU: does a replayed CUDA graph give the bits of the calls that it was captured from?"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from gpu import (
+    assert_lists,
+    assert_ranks,
+    copy_all,
+    drawn,
+    gpu_only,
+    lists_of,
+    needs_gpu,
+    ones,
+    placed,
+    zeros,
+)
+from oracle import NATIVE, expected, reduced, same_bits
+
+import pyringar as pr
+
+pytestmark = [*needs_gpu, gpu_only]
+
+
+def captured(function):
+    """A graph of ``function``, after one call of it outside."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_graph(make_ranks, algorithm, dtype, is_async):
+    """Ten replays with other inputs; calls outside the graph between them change nothing."""
+    comm = make_ranks(4)
+    tensors = zeros(comm, 20_011, dtype=dtype)
+    others = placed(comm, drawn(999, torch.int32, 4))
+
+    def call():
+        work = comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)
+        if is_async:
+            work.wait()
+
+    graph = captured(call)
+    for replay in range(10):
+        parts = [part.roll(replay) for part in drawn(20_011, dtype, 4)]
+        copy_all(tensors, parts)
+        graph.replay()
+        if replay % 3 == 0:
+            comm.all_reduce(others, algorithm=algorithm, async_op=is_async)
+        assert_ranks(tensors, expected(parts, "sum", algorithm), f"{algorithm} replay {replay}")
+
+
+def test_graph_of_many_calls(make_ranks):
+    """Lists, strided tensors and the other collectives, one after the other in one graph."""
+    comm = make_ranks(2)
+    shapes = [(3, 5), (1000,), (64, 3)]
+    lists = placed(comm, lists_of(shapes, (torch.float32,), 2))
+    bases, gathered = zeros(comm, 100), zeros(comm, 200)
+
+    def calls():
+        comm.all_reduce_coalesced(lists, "mean")
+        comm.all_reduce([base[::2] for base in bases])
+        comm.broadcast([base[50:60] for base in bases], root=1)
+        comm.all_gather(gathered, bases)
+
+    graph = captured(calls)
+    for replay in range(3):
+        inputs = lists_of(shapes, (torch.float32,), 2, seed=replay)
+        parts = [part.roll(replay) for part in drawn(100, torch.float32, 2)]
+        for mine, theirs in zip([*lists, bases], [*inputs, parts], strict=True):
+            copy_all(mine, theirs)
+        graph.replay()
+        assert_lists(lists, inputs, "mean", "fused")
+        wanted = [part.clone() for part in parts]
+        for part in wanted:
+            part[::2] = reduced([each[::2] for each in parts], "sum")
+        wanted[0][50:60] = wanted[1][50:60]
+        assert_ranks(gathered, torch.cat(wanted), f"replay {replay}")
+
+
+def test_a_first_ring_inside_a_capture_is_refused(make_ranks):
+    comm = make_ranks(2)
+    tensors = ones(comm, 100)
+    with (  # noqa: PT012
+        pytest.raises(pr.RingarError, match=r"all_reduce: the first call .*before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        tensors[0].add_(0)
+        comm.all_reduce(tensors, algorithm="ring")
+    comm.all_reduce(tensors, algorithm="ring")
+    assert tensors[1].tolist() == [2] * 100
+
+
+# -- training steps --------------------------------------------------------------------------------
+
+
+class Replicas:
+    """Equal small networks, a batch for each, and their descent."""
+
+    def __init__(self, device, world_size):
+        torch.manual_seed(5)
+        layers = torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
+        network = torch.nn.Sequential(*layers).to(device)
+        self.networks = [copy.deepcopy(network) for _ in range(world_size)]
+        self.batches = [
+            [torch.zeros(32, n, device=device) for n in (16, 4)] for _ in range(world_size)
+        ]
+
+    def copies(self):
+        """Other networks with parameters as they are now, and the same batches."""
+        other = copy.copy(self)
+        other.networks = copy.deepcopy(self.networks)
+        return other
+
+    def draw_batches(self, seed):
+        for rank, batch in enumerate(self.batches):
+            generator = torch.Generator().manual_seed(10 * seed + rank)
+            for tensor in batch:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+    def losses(self):
+        return [
+            ((network(x) - y) ** 2).sum()
+            for network, (x, y) in zip(self.networks, self.batches, strict=True)
+        ]
+
+    def parameters(self):
+        """Of every network, a list."""
+        return [list(network.parameters()) for network in self.networks]
+
+    @torch.no_grad()
+    def descend(self, rate):
+        for parameters in self.parameters():
+            for p in parameters:
+                p.sub_(p.grad, alpha=rate)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_graph_of_a_training_step(make_ranks, device, algorithm):
+    comm = make_ranks(2)
+    ours = Replicas(device, 2)
+
+    def step(replicas):
+        torch.autograd.backward(replicas.losses())
+        grads = [[p.grad for p in parameters] for parameters in replicas.parameters()]
+        comm.all_reduce_coalesced(grads, "mean", algorithm=algorithm)
+        replicas.descend(0.0004)
+        for own in grads:
+            torch._foreach_zero_(own)
+
+    graph = captured(lambda: step(ours))
+    theirs = ours.copies()
+    for number in range(10):
+        ours.draw_batches(number)
+        graph.replay()
+        step(theirs)
+    first = ours.parameters()[0]
+    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for p, q, p0 in zip(mine, yours, first, strict=True):
+            torch.testing.assert_close(p, q)
+            assert same_bits(p, p0), "replicas differ"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_graph_of_a_step_with_buckets(make_ranks, device, overlap):
+    """Three replays with other inputs have the bits of three eager steps, gradients included."""
+    ours = Replicas(device, 3)
+    options = {"bucket_cap_mb": 3e-4, "first_bucket_mb": 1e-4, "overlap": overlap}  # three buckets
+
+    def step(replicas, bucketer):
+        for network in replicas.networks:
+            network.zero_grad()
+        torch.autograd.backward(replicas.losses())
+        bucketer.wait()
+        replicas.descend(0.001)
+
+    with pr.GradientBucketer(ours.networks, comm=make_ranks(3), **options) as bucketer:
+        graph = captured(lambda: step(ours, bucketer))
+        assert len(bucketer.buckets) > 1
+        theirs = ours.copies()  # with the parameters that the warm-up has left
+        with pr.GradientBucketer(theirs.networks, comm=make_ranks(3), **options) as other:
+            for replay in range(3):
+                ours.draw_batches(replay)
+                graph.replay()
+                step(theirs, other)
+                for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    for p, q in zip(mine, yours, strict=True):
+                        assert same_bits(p.grad, q.grad), f"gradients of replay {replay}"
+                        assert same_bits(p, q), f"parameters after replay {replay}"
