@@ -1,18 +1,22 @@
-"""``pyringar predict``: what an all-reduce and a step would take on a machine one does not have."""
+"""``pyringar predict``: all-reduce and step times on a machine that you describe."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pyringar.predict import Backward, Forecast, Network, Workload
+    from pyringar.predict import Backward, Network, Workload
 
 __all__ = ["add_parser", "run"]
 
@@ -56,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_workload_options(group: Any) -> None:
-    which = group.add_mutually_exclusive_group()
+    add, which = group.add_argument, group.add_mutually_exclusive_group()
     which.add_argument(
         "--model",
         choices=("lenet", "resnet18"),
@@ -65,90 +69,73 @@ def _add_workload_options(group: Any) -> None:
     which.add_argument(
         "--bytes", type=int, metavar="N", help="one float32 tensor of N bytes instead"
     )
-    group.add_argument(
+    add(
         "--compute-ms",
         metavar="C",
         help="forward and backward of one rank in milliseconds, or `measure` to time them on this "
         "CPU; without it, no steps are predicted",
     )
-    group.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="images a rank, to measure (64)"
-    )
-    group.add_argument(
-        "--bucket-cap-mb", type=float, default=10, metavar="MB", help="as in the bucketer (10)"
-    )
-    group.add_argument(
-        "--first-bucket-mb", type=float, default=1, metavar="MB", help="as in the bucketer (1)"
-    )
-    group.add_argument(
+    add("--batch-size", type=int, default=64, metavar="N", help="images a rank, to measure (64)")
+    for name, default in (("--bucket-cap-mb", 10), ("--first-bucket-mb", 1)):
+        help_text = f"as in the bucketer ({default})"
+        add(name, type=float, default=default, metavar="MB", help=help_text)
+    add(
         "--packed",
         action="store_true",
         help="tensors of a call are packed into one first; else naive, ring and what is made of "
         "rings take one after the other, as the engine does",
     )
-    group.add_argument(
-        "--order", choices=("any", "rank"), default="any", help="promised to auto (any)"
-    )
+    add("--order", choices=("any", "rank"), default="any", help="promised to auto (any)")
 
 
 def _add_machine_options(group: Any) -> None:
-    group.add_argument(
-        "--ranks", default="2,4,8,16", metavar="K,K,...", help="numbers of ranks (2,4,8,16)"
-    )
-    group.add_argument(
+    add, nodes = group.add_argument, group.add_mutually_exclusive_group()
+    add("--ranks", default="2,4,8,16", metavar="K,K,...", help="numbers of ranks (2,4,8,16)")
+    add(
         "--link",
         default="nvlink4",
         metavar="NAME",
         help="between the ranks of a node: nvlink4, pcie3, pcie4, pcie5, 100gbe, custom; or cpu: "
         "ranks in this machine's memory, predicted and measured (nvlink4)",
     )
-    group.add_argument(
-        "--bandwidth-gbps", type=float, metavar="B", help="GB/s (10**9 bytes) each way, of --link"
-    )
-    group.add_argument("--latency-us", type=float, metavar="L", help="of a message, of --link")
-    group.add_argument(
-        "--wiring",
-        default="switch",
-        metavar="HOW",
-        help="of a node: switch, or ring for wires between neighbours only (switch)",
-    )
-    nodes = group.add_mutually_exclusive_group()
+    help_text = "GB/s (10**9 bytes) each way, of --link"
+    add("--bandwidth-gbps", type=float, metavar="B", help=help_text)
+    add("--latency-us", type=float, metavar="L", help="of a message, of --link")
+    help_text = "of a node: switch, or ring for wires between neighbours only (switch)"
+    add("--wiring", default="switch", metavar="HOW", help=help_text)
     nodes.add_argument("--nodes", type=int, metavar="N", help="nodes that share the ranks (1)")
     nodes.add_argument(
         "--ranks-per-node", type=int, metavar="L", help="instead: as many nodes as it takes"
     )
-    group.add_argument(
-        "--node-link", default="100gbe", metavar="NAME", help="between nodes (100gbe)"
-    )
-    group.add_argument("--node-bandwidth-gbps", type=float, metavar="B", help="of --node-link")
-    group.add_argument("--node-latency-us", type=float, metavar="L", help="of --node-link")
-    group.add_argument(
-        "--nics-per-node", type=int, default=1, metavar="N", help="network cards of a node (1)"
-    )
+    add("--node-link", default="100gbe", metavar="NAME", help="between nodes (100gbe)")
+    add("--node-bandwidth-gbps", type=float, metavar="B", help="of --node-link")
+    add("--node-latency-us", type=float, metavar="L", help="of --node-link")
+    add("--nics-per-node", type=int, default=1, metavar="N", help="network cards of a node (1)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict; print the table, write the files."""
-    from pyringar.predict import predict, report
+    from pyringar.predict import plot, predict, report
     from pyringar.train.plot import check_output_path
 
     for option, path, suffix in (("--plot", args.plot, ".png"), ("--json", args.json, ".json")):
         if path is not None:
             check_output_path(option, path, suffix)
     if args.link == "cpu":
-        return _run_cpu(args)
+        _run_cpu(args)
+        return 0
     networks = _networks(args)
     forecast = predict(_workload(args), networks)
     print(report.render(forecast))
-    _write(args, forecast)
+    _write_json(args.json, report.as_dict(forecast))
+    if args.plot is not None:
+        plot.save_plot(forecast, args.plot)
+        print(f"\nplot       {args.plot}")
     return 0
 
 
-def _run_cpu(args: argparse.Namespace) -> int:
+def _run_cpu(args: argparse.Namespace) -> None:
     """Predict and measure in this machine's memory."""
-    from dataclasses import asdict
-
-    from pyringar.errors import ArgumentError
     from pyringar.predict.cpu import compare_cpu, render_cpu
 
     if args.plot is not None:
@@ -158,28 +145,16 @@ def _run_cpu(args: argparse.Namespace) -> int:
         sizes_bytes = [_workload(args).nbytes]
     rows = compare_cpu(_ranks(args.ranks), sizes_bytes)
     print(render_cpu(rows))
-    if args.json is not None:
-        text = json.dumps({"is_prediction": False, "rows": [asdict(row) for row in rows]}, indent=1)
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-        print(f"\njson       {args.json}")
-    return 0
+    _write_json(args.json, {"is_prediction": False, "rows": [asdict(row) for row in rows]})
 
 
-def _write(args: argparse.Namespace, forecast: Forecast) -> None:
-    from pyringar.predict import plot, report
-
-    if args.json is not None:
-        text = json.dumps(report.as_dict(forecast), indent=1)
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-        print(f"\njson       {args.json}")
-    if args.plot is not None:
-        plot.save_plot(forecast, args.plot)
-        print(f"\nplot       {args.plot}")
+def _write_json(path: str | None, figures: Mapping[str, Any]) -> None:
+    if path is not None:
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        print(f"\njson       {path}")
 
 
 def _ranks(text: str) -> list[int]:
-    from pyringar.errors import ArgumentError
-
     try:
         ranks = [int(part) for part in text.split(",")]
     except ValueError:
@@ -195,17 +170,12 @@ def _networks(args: argparse.Namespace) -> list[Network]:
     from pyringar.predict import Network, named_link
     from pyringar.predict.network import check_count
 
-    link = named_link(
-        args.link,
-        option="--link",
-        bandwidth_gbps=args.bandwidth_gbps,
-        latency_us=args.latency_us,
-    )
-    node_link = named_link(
-        args.node_link,
-        option="--node-link",
-        bandwidth_gbps=args.node_bandwidth_gbps,
-        latency_us=args.node_latency_us,
+    link, node_link = (
+        named_link(name, option=option, bandwidth_gbps=bandwidth_gbps, latency_us=latency_us)
+        for option, name, bandwidth_gbps, latency_us in (
+            ("--link", args.link, args.bandwidth_gbps, args.latency_us),
+            ("--node-link", args.node_link, args.node_bandwidth_gbps, args.node_latency_us),
+        )
     )
     networks = []
     for ranks in _ranks(args.ranks):
@@ -217,44 +187,21 @@ def _networks(args: argparse.Namespace) -> list[Network]:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    from pyringar.errors import ArgumentError
     from pyringar.parallel.bucket_params import check_caps
-    from pyringar.predict import Backward, Workload
-    from pyringar.predict.algorithms import ITEM_BYTES
+    from pyringar.predict import Workload
 
     check_caps(**{"--bucket-cap-mb": args.bucket_cap_mb, "--first-bucket-mb": args.first_bucket_mb})
     compute_s = _compute_s(args.compute_ms)
-    backward: Backward | None = None
     if args.bytes is not None:
-        if not ITEM_BYTES <= args.bytes < 2**63 or args.bytes % ITEM_BYTES:
-            raise ArgumentError(
-                f"--bytes is {args.bytes}, expected a positive multiple of {ITEM_BYTES}, the bytes "
-                "of a float32, below 2^63"
-            )
-        if compute_s is not None:
-            if compute_s <= 0:
-                raise ArgumentError("--compute-ms is 'measure', which needs a --model")
-            backward = Backward.at_the_end(1, compute_s)
-        name, tensors = "a tensor", [args.bytes // ITEM_BYTES]
+        name, tensors, backward = _tensor(args.bytes, compute_s)
     else:
         name, tensors, backward = _model(args.model or "resnet18", compute_s, args.batch_size)
-    return Workload(
-        name,
-        tuple(tensors),
-        backward,
-        args.bucket_cap_mb,
-        args.first_bucket_mb,
-        args.packed,
-        args.order,
-    )
+    caps = args.bucket_cap_mb, args.first_bucket_mb
+    return Workload(name, tensors, backward, *caps, args.packed, args.order)
 
 
 def _compute_s(text: str | None) -> float | None:
-    """Seconds; 0 where they are to be measured, None where they are not wanted."""
-    import math
-
-    from pyringar.errors import ArgumentError
-
+    """Return seconds; 0 to measure them, None to predict no steps."""
     if text is None:
         return None
     if text == "measure":
@@ -270,13 +217,28 @@ def _compute_s(text: str | None) -> float | None:
     return compute_ms * 1e-3
 
 
-def _model(
-    name: str, compute_s: float | None, batch_size: int
-) -> tuple[str, list[int], Backward | None]:
-    """A trainer's model: its title, its parameters' sizes, and when their gradients come."""
+# A workload's title, its numbers of elements, and when the gradients are ready.
+_Gradients = tuple[str, tuple[int, ...], "Backward | None"]
+
+
+def _tensor(nbytes: int, compute_s: float | None) -> _Gradients:
+    from pyringar.predict import Backward
+    from pyringar.predict.algorithms import ITEM_BYTES
+
+    if not ITEM_BYTES <= nbytes < 2**63 or nbytes % ITEM_BYTES:
+        raise ArgumentError(
+            f"--bytes is {nbytes}, expected a positive multiple of {ITEM_BYTES}, the bytes "
+            "of a float32, below 2^63"
+        )
+    if compute_s == 0:
+        raise ArgumentError("--compute-ms is 'measure', which needs a --model")
+    backward = None if compute_s is None else Backward.at_the_end(1, compute_s)
+    return "a tensor", (nbytes // ITEM_BYTES,), backward
+
+
+def _model(name: str, compute_s: float | None, batch_size: int) -> _Gradients:
     import torch
 
-    from pyringar.errors import ArgumentError
     from pyringar.predict import Backward
     from pyringar.predict.network import check_count
     from pyringar.train import lenet, lenet_params, resnet18
@@ -298,4 +260,4 @@ def _model(
         backward = Backward.measured(params, lambda: model(images).sum())
     elif compute_s is not None:
         backward = Backward.by_flops(params, lambda: model(images).sum(), compute_s)
-    return MODEL_TITLES[name], [param.numel() for param in params], backward
+    return MODEL_TITLES[name], tuple(param.numel() for param in params), backward

@@ -1,12 +1,11 @@
-"""Predict the time of an all-reduce, and of a training step, on a machine given as figures.
+"""Predict the time of an all-reduce, and of a training step, on a machine that you describe.
 
 The engine's own schedules run message by message over links with a bandwidth and a latency
 (:mod:`pyringar.predict.algorithms`, :mod:`pyringar.predict.events`); a step launches the buckets
 that :class:`pyringar.GradientBucketer` would make, as their gradients come
 (:mod:`pyringar.predict.step`). Only :mod:`pyringar.predict.cpu` measures anything.
 
-:data:`ALGORITHMS` and :data:`LINKS` hold by name what can be predicted: the algorithms,
-and links with the sources of their figures.
+:data:`ALGORITHMS` and :data:`LINKS` hold the algorithms, and the links with their sources, by name.
 """
 
 from __future__ import annotations

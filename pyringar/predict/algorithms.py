@@ -1,17 +1,16 @@
-"""The algorithms as programs of messages, out of the engine's own schedules.
+"""The algorithms as programs of messages, made from the engine's own schedules.
 
-Who sends which chunk at which step comes from the engine's ``ring_step``, how a buffer is cut from
-its ``chunk_range``, who owns which parameter from :func:`pyringar.comm.reference.shard_owners`: the
-functions that the collectives themselves run by. What a message waits for follows from them: a
-rank sends a chunk on once the message that brought it has arrived.
+Which rank sends which chunk at which step comes from the engine's ``ring_step``, how a buffer is
+cut from its ``chunk_range``, and who owns which parameter from
+:func:`pyringar.comm.reference.shard_owners`: the functions that the collectives themselves run by.
+A rank sends a chunk on once the message that brought it has arrived.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pyringar.comm.reference import shard_owners
@@ -19,7 +18,7 @@ from pyringar.engine import load
 from pyringar.predict.events import Outcome, Program, simulate
 from pyringar.predict.network import Network
 
-__all__ = ["ALGORITHMS", "ITEM_BYTES", "Algorithm", "ring_in_memory", "run_all_reduce"]
+__all__ = ["ALGORITHMS", "ITEM_BYTES", "Algorithm", "run_all_reduce"]
 
 ITEM_BYTES = 4  # of a float32
 
@@ -29,14 +28,14 @@ class Algorithm:
     """One way to reduce.
 
     Attributes:
-        name: The engine's, or for hierarchical ones ``inside/across``: what runs inside nodes,
-            and across them for every shard.
+        name: The engine's, or ``inside/across`` for hierarchical ones: the algorithm inside nodes,
+            and the one that runs across them for every shard.
         build: Makes the program for tensors, given as numbers of elements, on a network.
-        is_in_engine: Whether ``Communicator`` has it; others are schedules only, made of its parts.
-        takes_lists: Whether all tensors of a call go at once; else one after the other.
+        is_in_engine: Whether ``Communicator`` has it; else it is a schedule made of its parts.
+        takes_lists: Whether all tensors of a call go at once, instead of one after the other.
         needs_nodes: Whether it makes sense on several nodes only.
         needs_wires: Whether it makes sense with wires between neighbours only: at a switch, both
-            ways share the one link of a rank.
+            directions would share a rank's one link.
     """
 
     name: str
@@ -47,26 +46,20 @@ class Algorithm:
     needs_wires: bool = False
 
     def suits(self, network: Network) -> bool:
-        """Return whether there is something to say about it there."""
-        return not (
-            (self.needs_nodes and network.nodes == 1)
-            or (self.needs_wires and network.wiring == "switch")
+        """Return whether it makes sense there."""
+        return (network.nodes > 1 or not self.needs_nodes) and (
+            network.wiring != "switch" or not self.needs_wires
         )
 
 
 def run_all_reduce(algorithm: Algorithm, network: Network, tensors: Sequence[int]) -> Outcome:
-    """Simulate one call for tensors of these numbers of elements.
-
-    Tensors follow each other without overlap where the algorithm takes one at a time, as the
-    engine's ring and the two algorithms in Python do.
+    """Simulate one call.
 
     Args:
-        algorithm: One of :data:`ALGORITHMS`.
+        algorithm: One of :data:`ALGORITHMS`. If it takes one tensor at a time, they follow each
+            other without overlap, as in the engine.
         network: Where it runs.
         tensors: Numbers of elements of float32 tensors.
-
-    Returns:
-        What it takes.
     """
     if network.world_size == 1 or not any(tensors):
         return Outcome()
@@ -78,21 +71,15 @@ def run_all_reduce(algorithm: Algorithm, network: Network, tensors: Sequence[int
 
 @functools.lru_cache(maxsize=4096)
 def _run(algorithm: Algorithm, network: Network, tensors: tuple[int, ...]) -> Outcome:
-    with _without_collector():
-        outcome = simulate(algorithm.build(network, tensors), network)
-    return Outcome(outcome.time_s, outcome.nbytes)  # without the times of a million messages
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Messages hold no cycles; looking for some among a million takes as long as the simulation."""
+    # Messages hold no cycles; searching a million of them takes as long as the simulation.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        outcome = simulate(algorithm.build(network, tensors), network)
     finally:
         if was_enabled:
             gc.enable()
+    return Outcome(outcome.time_s, outcome.nbytes)  # without the times of a million messages
 
 
 # -- collectives of a group of ranks ---------------------------------------------------------------
@@ -112,137 +99,104 @@ class _Group:
     unit: int
     chunk_bytes: Sequence[int]
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+
+# By position below the unit, the message (a join) that it waits for before a collective, or that
+# ends the collective there. Empty before the first collective.
+Joins = dict[int, int]
 
 
 def _cut(numel: int, parts: int) -> list[int]:
-    """Numbers of elements of the chunks of a buffer."""
+    """Return the numbers of elements of a buffer's chunks."""
     chunk_range = load.engine().chunk_range
     ranges = (chunk_range(numel, parts, chunk) for chunk in range(parts))
     return [end - begin for begin, end in ranges]
 
 
 def _chunk_bytes(tensors: Sequence[int], parts: int) -> list[int]:
-    """Bytes of every chunk, where each tensor is cut by itself."""
+    """Return the bytes of every chunk, where each tensor is cut by itself."""
     columns = zip(*(_cut(numel, parts) for numel in tensors), strict=True)
     return [sum(column) * ITEM_BYTES for column in columns]
 
 
-# What a position has to wait for before the collective, or has brought about by its end: the place
-# of a join in the program, by position below the unit.
-Joins = dict[int, int]
-Collective = Callable[[Program, _Group, Joins], Joins]
-
-
 def _ring(program: Program, group: _Group, after: Joins, *, reduces: bool) -> Joins:
-    """One phase of the ring, every step as the engine's schedule has it."""
+    """Add one phase of the ring: the steps of the engine's schedule that reduce, or the others."""
     engine = load.engine()
-    size, unit = group.size, group.unit
-    sent: dict[tuple[int, int], int] = {}  # (position below unit, step) -> place
-    brought: list[dict[int, int]] = [{} for _ in range(unit)]  # chunk -> step that brought it
+    size, unit = len(group.ranks), group.unit
+    sent: dict[tuple[int, int], int] = {}  # message by (position below unit, step)
+    brought: list[dict[int, int]] = [{} for _ in range(unit)]  # step that brought each chunk
     for step in range(engine.ring_num_steps(size)):
         for position in range(unit):
             send, recv, is_reduction = engine.ring_step(position, size, step)
             if is_reduction is not reduces:
                 continue
-            needs = [after[position]] if after else []
+            needs = _at(after, position)
             if send in brought[position]:
-                needs.append(sent[(position - 1) % unit, brought[position][send]])
-            sent[position, step] = program.send(
-                group.ranks[position],
-                group.ranks[(position + 1) % size],
-                group.chunk_bytes[send],
-                needs,
-            )
+                needs.add(sent[(position - 1) % unit, brought[position][send]])
+            ends = group.ranks[position], group.ranks[(position + 1) % size]
+            sent[position, step] = program.send(*ends, group.chunk_bytes[send], needs)
             brought[position][recv] = step
-    arrived = [((position + 1) % unit, place) for (position, _), place in sent.items()]
+    arrived = [((position + 1) % unit, message) for (position, _), message in sent.items()]
     return _joined(program, group, after, arrived)
 
 
-def _direct_scatter(program: Program, group: _Group, after: Joins) -> Joins:
-    """Every position reads its chunk from all others, its next first."""
-    size, unit = group.size, group.unit
+def _direct(program: Program, group: _Group, after: Joins, *, reduces: bool) -> Joins:
+    """Add one phase: every position reads its chunk from all others, or writes it to them.
+
+    Each begins with the position after its own.
+    """
+    size, unit = len(group.ranks), group.unit
     arrived = []
     for distance in range(1, size):
         for owner in range(unit):
             peer = (owner + distance) % size
-            needs = {after[owner], after[peer % unit]} if after else ()
-            ends = group.ranks[peer], group.ranks[owner]
-            arrived.append((owner, program.send(*ends, group.chunk_bytes[owner], needs)))
+            src, dst = (peer, owner) if reduces else (owner, peer)
+            needs = _at(after, owner, peer % unit) if reduces else _at(after, owner)
+            ends = group.ranks[src], group.ranks[dst]
+            message = program.send(*ends, group.chunk_bytes[owner], needs)
+            arrived.append((dst % unit, message))
     return _joined(program, group, after, arrived)
 
 
-def _direct_gather(program: Program, group: _Group, after: Joins) -> Joins:
-    """Every position writes its chunk to all others, its next first."""
-    size, unit = group.size, group.unit
-    arrived = []
-    for distance in range(1, size):
-        for owner in range(unit):
-            peer = (owner + distance) % size
-            needs = [after[owner]] if after else []
-            ends = group.ranks[owner], group.ranks[peer]
-            place = program.send(*ends, group.chunk_bytes[owner], needs)
-            arrived.append((peer % unit, place))
-    return _joined(program, group, after, arrived)
+def _at(joins: Joins, *positions: int) -> set[int]:
+    return {joins[position] for position in positions if position in joins}
 
 
 def _joined(
     program: Program, group: _Group, after: Joins, arrived: Sequence[tuple[int, int]]
 ) -> Joins:
-    """Return when everything has come to a position, for each that stands for others."""
-    needs = {position: [after[position]] if after else [] for position in range(group.unit)}
-    for position, place in arrived:
-        needs[position].append(place)
-    return {p: program.join(group.ranks[p], places) for p, places in needs.items()}
+    """Add the ends of a collective: when everything has come to each position below the unit."""
+    needs = {position: [*_at(after, position)] for position in range(group.unit)}
+    for position, message in arrived:
+        needs[position].append(message)
+    return {p: program.join(group.ranks[p], messages) for p, messages in needs.items()}
 
 
-_SCATTER: dict[str, Collective] = {
-    "ring": functools.partial(_ring, reduces=True),
-    "direct": _direct_scatter,
-}
-_GATHER: dict[str, Collective] = {
-    "ring": functools.partial(_ring, reduces=False),
-    "direct": _direct_gather,
-}
+_PHASES = {"ring": _ring, "direct": _direct}
+
+
+def _add_all_reduce(program: Program, kind: str, group: _Group, after: Joins) -> Joins:
+    phase = _PHASES[kind]
+    return phase(program, group, phase(program, group, after, reduces=True), reduces=False)
 
 
 # -- algorithms ------------------------------------------------------------------------------------
 
 
 def _flat(kind: str, network: Network, tensors: Sequence[int]) -> Program:
-    """All ranks in one group, whatever lies between them."""
+    """Reduce in one group of all ranks, whatever lies between them."""
     program = Program(is_folded=True)
     k = network.world_size
-    group = _Group(range(k), network.unit, _chunk_bytes(tensors, k))
-    _GATHER[kind](program, group, _SCATTER[kind](program, group, {}))
-    return program
-
-
-def ring_in_memory(world_size: int, numel: int) -> Program:
-    """The ring of ranks that share a memory: its messages are what they read and write there.
-
-    To add a chunk, a rank reads what its neighbour left and its own part, and writes the sum: three
-    times the chunk. To pass a result on, it reads and writes: twice.
-    """
-    program = Program()
-    chunks = _chunk_bytes([numel], world_size)
-    joins: Joins = {}
-    for reduces, accesses in ((True, 3), (False, 2)):
-        moved = [accesses * nbytes for nbytes in chunks]
-        joins = _ring(program, _Group(range(world_size), world_size, moved), joins, reduces=reduces)
+    _add_all_reduce(program, kind, _Group(range(k), network.unit, _chunk_bytes(tensors, k)), {})
     return program
 
 
 def _two_way_ring(network: Network, tensors: Sequence[int]) -> Program:
-    """Half of every tensor one way round, half the other."""
+    """Send half of every tensor one way round, half the other."""
     program = Program(is_folded=True)
     k = network.world_size
     for half, ranks in enumerate((range(k), range(k - 1, -1, -1))):
-        halves = [_cut(numel, 2)[half] for numel in tensors]
-        group = _Group(ranks, network.unit, _chunk_bytes(halves, k))
-        _ring(program, group, _ring(program, group, {}, reduces=True), reduces=False)
+        chunks = _chunk_bytes([_cut(numel, 2)[half] for numel in tensors], k)
+        _add_all_reduce(program, "ring", _Group(ranks, network.unit, chunks), {})
     return program
 
 
@@ -255,20 +209,19 @@ def _hierarchical(inside: str, across: str, network: Network, tensors: Sequence[
     program = Program(is_folded=True)
     local_ranks = network.ranks_per_node
     node = _Group(range(local_ranks), local_ranks, _chunk_bytes(tensors, local_ranks))
-    scattered = _SCATTER[inside](program, node, {})
+    scattered = _PHASES[inside](program, node, {}, reduces=True)
     shards = list(zip(*(_cut(numel, local_ranks) for numel in tensors), strict=True))
     reduced: Joins = {}
     for local in range(local_ranks):
         ranks = range(local, network.world_size, local_ranks)
         group = _Group(ranks, 1, _chunk_bytes(shards[local], network.nodes))
-        halfway = _SCATTER[across](program, group, {0: scattered[local]})
-        reduced[local] = _GATHER[across](program, group, halfway)[0]
-    _GATHER[inside](program, node, reduced)
+        reduced[local] = _add_all_reduce(program, across, group, {0: scattered[local]})[0]
+    _PHASES[inside](program, node, reduced, reduces=False)
     return program
 
 
 def _naive(network: Network, tensors: Sequence[int]) -> Program:
-    """Everything to rank 0 and back, copy by copy, as the book's loop does."""
+    """Copy everything to rank 0 and back, one after the other, as the book's loop does."""
     program = Program()
     needs: tuple[int, ...] = ()
     for numel in tensors:
@@ -279,10 +232,9 @@ def _naive(network: Network, tensors: Sequence[int]) -> Program:
 
 
 def _sharded(network: Network, tensors: Sequence[int]) -> Program:
-    """Whole tensors to their owners and back; owners work at once, each from its next rank on.
+    """Copy whole tensors to their owners and back; each owner begins with the rank after its own.
 
-    An owner sends nothing back before it has all: what comes and what goes take turns, as copies
-    on one stream do.
+    An owner sends nothing back before it has received all: copies on one stream take turns.
     """
     program = Program()
     k = network.world_size
@@ -291,17 +243,12 @@ def _sharded(network: Network, tensors: Sequence[int]) -> Program:
     trips = [(i, owners[i], distance) for distance in range(1, k) for i in largest_first]
     arrived: dict[int, list[int]] = {owner: [] for owner in owners}
     for i, owner, distance in trips:
-        place = program.send((owner + distance) % k, owner, tensors[i] * ITEM_BYTES)
-        arrived[owner].append(place)
-    sums = {owner: program.join(owner, places) for owner, places in arrived.items()}
+        message = program.send((owner + distance) % k, owner, tensors[i] * ITEM_BYTES)
+        arrived[owner].append(message)
+    sums = {owner: program.join(owner, messages) for owner, messages in arrived.items()}
     for i, owner, distance in trips:
         program.send(owner, (owner + distance) % k, tensors[i] * ITEM_BYTES, [sums[owner]])
     return program
-
-
-def _hierarchical_row(inside: str, across: str) -> Algorithm:
-    build = functools.partial(_hierarchical, inside, across)
-    return Algorithm(f"{inside}/{across}", build, is_in_engine=False, needs_nodes=True)
 
 
 ALGORITHMS = {
@@ -312,8 +259,14 @@ ALGORITHMS = {
         Algorithm("direct", functools.partial(_flat, "direct"), takes_lists=True),
         Algorithm("ring", functools.partial(_flat, "ring")),
         Algorithm("two-way ring", _two_way_ring, is_in_engine=False, needs_wires=True),
-        _hierarchical_row("ring", "ring"),
-        _hierarchical_row("direct", "ring"),
-        _hierarchical_row("direct", "direct"),
+        *(
+            Algorithm(
+                f"{inside}/{across}",
+                functools.partial(_hierarchical, inside, across),
+                is_in_engine=False,
+                needs_nodes=True,
+            )
+            for inside, across in (("ring", "ring"), ("direct", "ring"), ("direct", "direct"))
+        ),
     )
 }

@@ -1,10 +1,8 @@
-"""This machine's memory: what the engine's algorithms should take in it, and what they do.
+"""This machine's memory: what it allows the engine's algorithms, and what they take.
 
-Measured first, and all that a prediction rests on: the bandwidth with which as many buffers of the
-same size are multiplied in place, and what a call for one element takes. The program of an
-algorithm then runs through the same event loop as over links, with the memory as the one port that
-all ranks queue for. Good for buffers that do not fit the caches: inside them, handing lines from
-core to core is what a ring costs, and nothing here knows of it.
+A prediction rests on two measurements: the bandwidth with which as many buffers of the same size
+are multiplied in place, and the time of a call for one element. It holds for buffers that do not
+fit the caches; inside them, a ring's cost is handing lines from core to core, which it leaves out.
 """
 
 from __future__ import annotations
@@ -17,16 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from pyringar.comm.communicator import Communicator
-from pyringar.engine import load, toolchain
-from pyringar.predict.algorithms import ITEM_BYTES, ring_in_memory
-from pyringar.predict.events import Program, simulate
-from pyringar.predict.network import Memory
+from pyringar.engine import toolchain
+from pyringar.predict.algorithms import ITEM_BYTES
+from pyringar.predict.report import align
 
-__all__ = ["CPU_ALGORITHMS", "QUIET_SHARE", "CpuRow", "compare_cpu", "render_cpu"]
+__all__ = ["CPU_ALGORITHMS", "QUIET_SHARE", "CpuRow", "bytes_moved", "compare_cpu", "render_cpu"]
 
 CPU_ALGORITHMS = ("fused", "direct", "ring")
 QUIET_SHARE = 0.9  # of the cores, below which others disturb too much
-_LEAST_S = 5e-3  # shortest time to measure at once
+_ROUND_S = 5e-3  # shortest time to measure at once
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class CpuRow:
         overhead_s: Measured: a call for one element.
         predicted_s: From these two.
         measured_s: The call itself.
-        cores_share: Of the cores' time that the multiplications asked for, what they got: less than
-            1 where others use the machine, and then neither figure says much.
+        cores_share: The share of the cores' time that the multiplications got. Below 1 others use
+            the machine, and neither figure says much.
     """
 
     algorithm: str
@@ -56,8 +53,20 @@ class CpuRow:
 
     @property
     def error(self) -> float:
-        """Return the prediction's error as a share of the measurement; negative: too short."""
+        """The prediction's error as a share of the measurement; negative: too short."""
         return self.predicted_s / self.measured_s - 1
+
+
+def bytes_moved(algorithm: str, world_size: int, nbytes: int) -> int:
+    """Return the bytes that an algorithm reads and writes in memory, for tensors of ``nbytes``.
+
+    ``fused`` and ``direct`` read and write every tensor once. In the ring, all ranks together pass
+    on one tensor in each of k - 1 steps of either phase: to add, a rank reads its neighbour's sum
+    and its own part, and writes; to pass a result on, it reads and writes.
+    """
+    if algorithm == "ring":
+        return (3 + 2) * (world_size - 1) * nbytes
+    return 2 * world_size * nbytes
 
 
 def compare_cpu(
@@ -68,30 +77,20 @@ def compare_cpu(
     Args:
         world_sizes: Numbers of ranks.
         sizes_bytes: Bytes of one rank's float32 tensor.
-        rounds: In which all that is measured takes turns, so that drift hits all alike.
+        rounds: In which all that is measured takes turns, so that drift affects all alike.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(toolchain.cores_allowed())
     try:
-        return [
-            row
-            for k in world_sizes
-            for nbytes in sizes_bytes
-            for row in _compare(k, nbytes, rounds)
-        ]
+        cases = [(k, nbytes) for k in world_sizes for nbytes in sizes_bytes]
+        return [row for k, nbytes in cases for row in _compare(k, nbytes, rounds)]
     finally:
         torch.set_num_threads(threads_before)
 
 
 def _compare(world_size: int, nbytes: int, rounds: int) -> list[CpuRow]:
-    numel = nbytes // ITEM_BYTES
-    tensors = [torch.zeros(numel) for _ in range(world_size)]
+    tensors = [torch.zeros(nbytes // ITEM_BYTES) for _ in range(world_size)]
     ones = [torch.zeros(1) for _ in range(world_size)]
-    # With a bandwidth of one byte a second: how many bytes' time a program takes.
-    byte_times = {
-        name: simulate(_program(name, world_size, numel), Memory(1e-9)).time_s
-        for name in CPU_ALGORITHMS
-    }
     multiply = _Multiply(tensors)
     with Communicator(["cpu"] * world_size) as comm:
         calls: dict[str, Callable[[], object]] = {"multiply": multiply}
@@ -99,15 +98,15 @@ def _compare(world_size: int, nbytes: int, rounds: int) -> list[CpuRow]:
             calls[name] = functools.partial(comm.all_reduce, tensors, algorithm=name)
             calls[f"one {name}"] = functools.partial(comm.all_reduce, ones, algorithm=name)
         took_s = _quartiles(calls, rounds)
-    rate = 2 * world_size * nbytes / took_s["multiply"]
+    bytes_per_s = 2 * world_size * nbytes / took_s["multiply"]
     return [
         CpuRow(
             algorithm=name,
             world_size=world_size,
             nbytes=nbytes,
-            bandwidth_gbps=rate * 1e-9,
+            bandwidth_gbps=bytes_per_s * 1e-9,
             overhead_s=took_s[f"one {name}"],
-            predicted_s=took_s[f"one {name}"] + byte_times[name] / rate,
+            predicted_s=took_s[f"one {name}"] + bytes_moved(name, world_size, nbytes) / bytes_per_s,
             measured_s=took_s[name],
             cores_share=multiply.cores_share,
         )
@@ -119,7 +118,7 @@ class _Multiply:
     """Reads and writes every buffer once, with a thread on each core.
 
     Attributes:
-        cores_share: As of :class:`CpuRow`, over all calls so far.
+        cores_share: See :class:`CpuRow`; over all calls so far.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -140,53 +139,39 @@ class _Multiply:
         return min(1.0, self._got_s / self._wanted_s)
 
 
-def _program(name: str, world_size: int, numel: int) -> Program:
-    """Bytes read and written, as messages from a rank to itself."""
-    if name == "ring":
-        return ring_in_memory(world_size, numel)
-    program = Program()
-    for rank in range(world_size):
-        # Its slice of every buffer, read and written once: by a helper (fused), or by its own rank.
-        begin, end = load.engine().chunk_range(numel, world_size, rank)
-        program.send(rank, rank, 2 * world_size * (end - begin) * ITEM_BYTES)
-    return program
-
-
 def _quartiles(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds a call, the lower quartile of rounds in which all take turns.
+    """Return seconds per call: the lower quartile of rounds in which all take turns.
 
-    Whoever else uses the machine makes some rounds longer, and luck makes a few shorter.
+    Other users of the machine make some rounds longer, and luck makes a few shorter.
     """
-    samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
+    samples_s: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            samples[name].append(_time(calls[name]))
-    return {name: sorted(seconds)[len(seconds) // 4] for name, seconds in samples.items()}
+            # torch's threads spin for milliseconds after a loop, and would take a core from this.
+            time.sleep(0.01)
+            calls[name]()
+            samples_s[name].append(_time_s(calls[name]))
+    return {name: sorted(seconds)[len(seconds) // 4] for name, seconds in samples_s.items()}
 
 
-def _time(call: Callable[[], object]) -> float:
-    """Seconds a call, over as many as fill a while."""
-    # torch's threads spin for milliseconds after a loop, and would take the next one's core.
-    time.sleep(0.01)
-    call()
+def _time_s(call: Callable[[], object]) -> float:
     begin_s = time.perf_counter()
-    calls = 0
-    while time.perf_counter() - begin_s < _LEAST_S:
+    count = 0
+    while time.perf_counter() - begin_s < _ROUND_S:
         call()
-        calls += 1
-    return (time.perf_counter() - begin_s) / calls
+        count += 1
+    return (time.perf_counter() - begin_s) / count
 
 
 def render_cpu(rows: Sequence[CpuRow]) -> str:
-    """The rows as a table."""
+    """Return the rows as a table."""
     titles = ["ranks", "a rank", "algorithm", "memory GB/s", "overhead us"]
     titles += ["predicted ms", "measured ms", "off by"]
-    form = "{:>5}  {:>10}  {:<9}  {:>11}  {:>11}  {:>12}  {:>11}  {:>6}"
     cells = [
-        (
-            row.world_size,
+        [
+            f"{row.world_size}",
             f"{row.nbytes / 2**20:.4g} MiB",
             row.algorithm,
             f"{row.bandwidth_gbps:.1f}",
@@ -194,23 +179,19 @@ def render_cpu(rows: Sequence[CpuRow]) -> str:
             f"{row.predicted_s * 1e3:.3f}",
             f"{row.measured_s * 1e3:.3f}",
             f"{row.error:+.0%}",
-        )
+        ]
         for row in rows
     ]
-    cores = toolchain.cores_allowed()
-    lines = [
-        f"CPU ranks in this machine's memory: {toolchain.read_cpu().name}, {cores} cores.",
-        "Predicted from two measurements: the bandwidth of multiplying the same buffers in place,",
-        "and a call for one element. The calls themselves were measured in turn with them (lower",
-        "quartile of rounds). For sizes beyond the caches; other work on this machine disturbs it.",
-        "",
-        form.format(*titles),
-        *(form.format(*row) for row in cells),
-    ]
+    cpu, cores = toolchain.read_cpu().name, toolchain.cores_allowed()
+    text = f"""CPU ranks in this machine's memory: {cpu}, {cores} cores.
+Predicted from two measurements: the bandwidth of multiplying the same buffers in place,
+and a call for one element. The calls themselves were measured in turn with them (lower
+quartile of rounds). For sizes beyond the caches; other work on this machine disturbs it.
+
+{align([titles, *cells])}"""
     share = min(row.cores_share for row in rows)
     if share < QUIET_SHARE:
-        lines += [
-            "",
-            f"Others use this machine: it gave {share:.0%} of its cores at times. Try again.",
-        ]
-    return "\n".join(lines)
+        text += (
+            f"\n\nOthers use this machine: it gave {share:.0%} of its cores at times. Try again."
+        )
+    return text

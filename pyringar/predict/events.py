@@ -9,17 +9,19 @@ taken to be large enough. A message that needs others starts when the last of th
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pyringar.predict.network import Memory, Network, Port
+from pyringar.errors import ArgumentError
+from pyringar.predict.network import Network, Port
 
 __all__ = ["Message", "Outcome", "Program", "simulate"]
 
 
 class Message(NamedTuple):
-    """Bytes from one rank to another, once others have arrived; by their place in the program."""
+    """Bytes from one rank to another, sent once the messages that it needs have arrived."""
 
     src: int
     dst: int
@@ -28,13 +30,13 @@ class Message(NamedTuple):
 
 
 class Program:
-    """Messages in the order of issue, each after those that it needs.
+    """Messages in the order of issue; a message is known by its index.
 
     Args:
         is_folded: The first ``Network.unit`` ranks stand for all. Only they send (or own), messages
             to and from others are those of their representatives, and ports count as the
-            representatives' do. It takes a program that looks alike from every one of them; bytes
-            are exact to the element then, and times up to how ties for a shared port are broken
+            representatives' do. The program must look alike from every one of them; bytes are
+            then exact to the element, and times up to how ties for a shared port are broken
             (6 % at most in the tests, with `direct` through a node's one card).
     """
 
@@ -43,42 +45,36 @@ class Program:
         self.is_folded = is_folded
 
     def send(self, src: int, dst: int, nbytes: int, needs: Iterable[int] = ()) -> int:
-        """Add a message.
+        """Add a message and return its index.
 
         Args:
             src: The rank that sends.
             dst: The rank that receives.
             nbytes: Its size.
-            needs: Places of what must have arrived before it leaves.
-
-        Returns:
-            Its place.
+            needs: Indices of messages that must have arrived before it leaves.
         """
         self.messages.append(Message(src, dst, nbytes, tuple(needs)))
         return len(self.messages) - 1
 
     def join(self, rank: int, needs: Iterable[int]) -> int:
-        """Add an event that takes no time.
+        """Add an event that takes no time, and return its index.
 
         Args:
             rank: Where it happens.
-            needs: Places of what must have arrived.
-
-        Returns:
-            Its place.
+            needs: Indices of messages that must have arrived.
         """
         return self.send(rank, rank, 0, needs)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the times of a program.
+    """The times and bytes of a program.
 
     Attributes:
         time_s: Until the last message has arrived.
         nbytes: Bytes through every port that saw a message; in a folded program those of the
             representatives, which all others equal.
-        arrived_s: When every message arrived, by its place in the program.
+        arrived_s: When every message arrived, by its index.
     """
 
     time_s: float = 0.0
@@ -86,19 +82,18 @@ class Outcome:
     arrived_s: tuple[float, ...] = ()
 
     def then(self, other: Outcome) -> Outcome:
-        """Both, one after the other.
+        """Return the outcome of both programs, one after the other.
 
         Args:
-            other: What comes after this.
+            other: The later one's.
         """
-        nbytes = dict(self.nbytes)
-        for port, count in other.nbytes.items():
-            nbytes[port] = nbytes.get(port, 0) + count
+        ports = self.nbytes | other.nbytes
+        nbytes = {port: self.nbytes.get(port, 0) + other.nbytes.get(port, 0) for port in ports}
         later = tuple(self.time_s + time_s for time_s in other.arrived_s)
         return Outcome(self.time_s + other.time_s, nbytes, self.arrived_s + later)
 
     def busiest_bytes(self, *kinds: str) -> int:
-        """Most bytes through one port of these kinds.
+        """Return the most bytes through one port of these kinds.
 
         Args:
             *kinds: First words of kinds, such as ``"rank"`` for ``"rank out"`` and ``"rank in"``.
@@ -108,70 +103,75 @@ class Outcome:
         )
 
 
-def simulate(program: Program, network: Network | Memory) -> Outcome:
-    """Run a program on a network.
+def simulate(program: Program, network: Network) -> Outcome:
+    """Run a program on a network: ``O(m log m)`` for m messages, some 4 us each.
 
     Args:
-        program: Messages.
-        network: Whose ports they take.
+        program: The messages.
+        network: The machine whose ports they pass.
 
-    Returns:
-        Times and bytes. Cost: ``O(m log m)`` for m messages, some 4 us each.
+    Raises:
+        ArgumentError: A message needs one that cannot arrive before it.
     """
     messages = program.messages
     missing = [len(message.needs) for message in messages]
-    dependents: list[list[int]] = [[] for _ in messages]
-    for index, message in enumerate(messages):
-        for need in message.needs:
-            dependents[need].append(index)
-    ways = _Ways(program, network)
-    free_s: list[float] = []  # when a port has served all that came to it
-    nbytes: list[int] = []
-    ready_s = [0.0] * len(messages)  # when all that a message needs has arrived
-    arrived_s = [0.0] * len(messages)
-    # (when it comes to a port, place in the program, number of the port on its way)
+    dependents = _dependents(program)
+    routes = _Routes(program, network)
+    arrived_s = [0.0] * len(messages)  # at its last port so far; before the first: of all it needs
+    # (when it comes to a port, index of the message, index of the port on its route)
     queue = [(0.0, index, 0) for index, count in enumerate(missing) if count == 0]
     while queue:
         now_s, index, at = heapq.heappop(queue)
-        src, dst, size, _ = messages[index]
-        way = ways[src, dst]
-        if at < len(way):
-            port, s_per_byte, latency_s = way[at]
-            if port >= len(free_s):
-                free_s += [0.0] * (port + 1 - len(free_s))
-                nbytes += [0] * (port + 1 - len(nbytes))
-            start_s = max(now_s, free_s[port])
-            free_s[port] = start_s + size * s_per_byte
-            nbytes[port] += size
-            arrived_s[index] = max(arrived_s[index], free_s[port]) + latency_s
-            if at + 1 < len(way):
-                heapq.heappush(queue, (start_s + latency_s, index, at + 1))
+        src, dst, nbytes, _ = messages[index]
+        route = routes[src, dst]
+        if at < len(route):
+            port, s_per_byte, latency_s = route[at]
+            begin_s = max(now_s, port.free_s)
+            port.free_s = begin_s + nbytes * s_per_byte
+            port.nbytes += nbytes
+            arrived_s[index] = max(arrived_s[index], port.free_s) + latency_s
+            if at + 1 < len(route):
+                heapq.heappush(queue, (begin_s + latency_s, index, at + 1))
                 continue
-        else:
-            arrived_s[index] = now_s
         for other in dependents[index]:
-            ready_s[other] = max(ready_s[other], arrived_s[index])
+            arrived_s[other] = max(arrived_s[other], arrived_s[index])
             missing[other] -= 1
             if missing[other] == 0:
-                heapq.heappush(queue, (ready_s[other], other, 0))
-    assert not any(missing), "a message needs one that comes after it"
-    by_port = dict(zip(ways.ports, nbytes, strict=True))
+                heapq.heappush(queue, (arrived_s[other], other, 0))
+    if any(missing):
+        raise ArgumentError("program has a message that needs itself, or one that needs it")
+    by_port = {port: busy.nbytes for port, busy in routes.ports.items()}
     return Outcome(max(arrived_s, default=0.0), by_port, tuple(arrived_s))
 
 
-class _Ways(dict[tuple[int, int], list[tuple[int, float, float]]]):
-    """Routes by pair of ranks, with numbers in place of ports: worked out when first asked for."""
+def _dependents(program: Program) -> list[list[int]]:
+    """Return, for every message, the messages that need it."""
+    dependents: list[list[int]] = [[] for _ in program.messages]
+    for index, message in enumerate(program.messages):
+        for need in message.needs:
+            dependents[need].append(index)
+    return dependents
 
-    def __init__(self, program: Program, network: Network | Memory) -> None:
-        self.ports: dict[Port, int] = {}
+
+@dataclass(slots=True)
+class _BusyPort:
+    """A port's bytes so far, and when it has served all that came to it."""
+
+    free_s: float = 0.0
+    nbytes: int = 0
+
+
+class _Routes(dict[tuple[int, int], list[tuple[_BusyPort, float, float]]]):
+    """Routes by pair of ranks, each worked out when first asked for."""
+
+    def __init__(self, program: Program, network: Network) -> None:
+        self.ports: defaultdict[Port, _BusyPort] = defaultdict(_BusyPort)
         self._is_folded = program.is_folded
         self._network = network
 
-    def __missing__(self, pair: tuple[int, int]) -> list[tuple[int, float, float]]:
-        way = []
+    def __missing__(self, pair: tuple[int, int]) -> list[tuple[_BusyPort, float, float]]:
+        route = self[pair] = []
         for port, s_per_byte, latency_s in self._network.route(*pair):
             counted = self._network.representative(port) if self._is_folded else port
-            number = self.ports.setdefault(counted, len(self.ports))
-            way.append((number, s_per_byte, latency_s))
-        self[pair] = way
-        return way
+            route.append((self.ports[counted], s_per_byte, latency_s))
+        return route

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyringar.comm.auto import choose
@@ -12,22 +12,22 @@ from pyringar.predict.events import Outcome
 from pyringar.predict.network import Network
 from pyringar.predict.step import Backward, StepForecast, plan_buckets, predict_step
 
-__all__ = ["Forecast", "Row", "Workload", "predict"]
+__all__ = ["Choice", "Forecast", "Row", "Workload", "predict"]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe what one rank reduces.
+    """The gradients that one rank reduces.
 
     Attributes:
-        name: For people.
-        tensors: Numbers of float32 elements of its gradients, in the order of the parameters.
-        backward: When they come; None: only the all-reduce is predicted.
-        bucket_cap_mb: As for :class:`pyringar.GradientBucketer`.
-        first_bucket_mb: Likewise.
-        is_packed: The tensors of a call travel as one, packed by somebody at no cost. Else the
-            algorithms that take one tensor at a time do so.
-        order: ``"any"`` or ``"rank"``, for what ``auto`` takes.
+        name: Shown in reports.
+        tensors: Their numbers of float32 elements, in the order of the parameters.
+        backward: When they are ready; None: only the all-reduce is predicted.
+        bucket_cap_mb: See :class:`pyringar.GradientBucketer`.
+        first_bucket_mb: See :class:`pyringar.GradientBucketer`.
+        is_packed: The tensors of a call travel as one, packed at no cost. Otherwise algorithms
+            that take one tensor at a time do so.
+        order: ``"any"`` or ``"rank"``, for ``auto`` to choose by.
     """
 
     name: str
@@ -44,8 +44,9 @@ class Workload:
         return sum(self.tensors) * ITEM_BYTES
 
     def buckets(self) -> list[list[int]]:
-        """The bucketer's plan."""
-        assert self.backward is not None
+        """Return the bucketer's plan; there is none without a backward."""
+        if self.backward is None:
+            return []
         return plan_buckets(
             self.tensors,
             self.backward.order,
@@ -60,11 +61,8 @@ class Workload:
             algorithm: One of :data:`ALGORITHMS`.
             network: Where it runs.
             tensors: Their numbers of elements.
-
-        Returns:
-            What it takes.
         """
-        is_one = self.is_packed and algorithm.name != "sharded"  # whole parameters are its point
+        is_one = self.is_packed and algorithm.name != "sharded"  # which cuts between parameters
         return run_all_reduce(algorithm, network, [sum(tensors)] if is_one else tensors)
 
 
@@ -81,8 +79,8 @@ class Row:
         rank_link_bytes: Through the busiest rank's link in the busier direction.
         node_link_bytes: The same of a node's network card.
         step: With buckets and overlap; None where no compute time is known.
-        efficiency: Compute time over step time: 1 where ranks cost nothing. Every rank keeps its
-            batch, so that k ranks do k times the work.
+        efficiency: Compute time over step time: 1 if communication costs nothing. Every rank keeps
+            its batch, so that k ranks do k times the work.
     """
 
     algorithm: str
@@ -98,7 +96,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold what ``auto`` takes for a call with all tensors at one number of ranks, and why."""
+    """The algorithm that ``auto`` takes for a call with all tensors, and why."""
 
     world_size: int
     algorithm: str
@@ -110,10 +108,10 @@ class Forecast:
     """All rows for one workload.
 
     Attributes:
-        workload: What was reduced.
-        networks: Where, one for every number of ranks.
+        workload: What is reduced.
+        networks: One for every number of ranks.
         rows: By number of ranks, then algorithm.
-        choices: What ``auto`` takes, one for every number of ranks.
+        choices: Those of ``auto``, one for every number of ranks.
     """
 
     workload: Workload
@@ -122,7 +120,7 @@ class Forecast:
     choices: tuple[Choice, ...]
 
     def of(self, world_size: int) -> list[Row]:
-        """The rows of one number of ranks.
+        """Return the rows of one number of ranks.
 
         Args:
             world_size: Number of ranks.
@@ -131,14 +129,11 @@ class Forecast:
 
 
 def predict(workload: Workload, networks: Sequence[Network]) -> Forecast:
-    """Simulate every algorithm on every network.
+    """Simulate every algorithm that suits each network.
 
     Args:
         workload: What is reduced.
         networks: One for every number of ranks.
-
-    Returns:
-        A row for every network and algorithm, and what ``auto`` takes.
     """
     rows = tuple(
         _row(workload, network, algorithm)
@@ -152,10 +147,15 @@ def predict(workload: Workload, networks: Sequence[Network]) -> Forecast:
 
 def _row(workload: Workload, network: Network, algorithm: Algorithm) -> Row:
     whole = workload.reduce(algorithm, network, workload.tensors)
-    step = None
-    if workload.backward is not None:
-        reduction_s = _times(workload, network, algorithm)
-        step = predict_step(workload.tensors, workload.backward, workload.buckets(), reduction_s)
+    step = efficiency = None
+    backward = workload.backward
+    if backward is not None:
+
+        def reduction_s(tensors: Sequence[int]) -> float:
+            return workload.reduce(algorithm, network, tensors).time_s
+
+        step = predict_step(workload.tensors, backward, workload.buckets(), reduction_s)
+        efficiency = backward.compute_s / step.step_s if step.step_s else None
     return Row(
         algorithm=algorithm.name,
         is_in_engine=algorithm.is_in_engine,
@@ -165,20 +165,8 @@ def _row(workload: Workload, network: Network, algorithm: Algorithm) -> Row:
         rank_link_bytes=whole.busiest_bytes("rank", "wire"),
         node_link_bytes=whole.busiest_bytes("node"),
         step=step,
-        efficiency=_efficiency(workload, step),
+        efficiency=efficiency,
     )
-
-
-def _times(
-    workload: Workload, network: Network, algorithm: Algorithm
-) -> Callable[[Sequence[int]], float]:
-    return lambda tensors: workload.reduce(algorithm, network, tensors).time_s
-
-
-def _efficiency(workload: Workload, step: StepForecast | None) -> float | None:
-    if step is None or workload.backward is None or step.step_s == 0:
-        return None
-    return workload.backward.compute_s / step.step_s
 
 
 def _choice(workload: Workload, network: Network) -> Choice:
@@ -187,6 +175,5 @@ def _choice(workload: Workload, network: Network) -> Choice:
     gpus: dict[str, tuple[int, ...]] = {
         f"cuda:{rank}": (rank,) for rank in range(network.world_size)
     }
-    topology = Topology(tuple(gpus), gpus)
-    name, reason = choose(topology.place, workload.order, workload.nbytes)
+    name, reason = choose(Topology(tuple(gpus), gpus).place, workload.order, workload.nbytes)
     return Choice(network.world_size, name, reason)

@@ -1,16 +1,17 @@
-"""A forecast for people and for programs: a table, a dictionary."""
+"""A forecast as text for people, and as JSON values for programs."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pyringar.predict.algorithms import ITEM_BYTES
 from pyringar.predict.forecast import Choice, Forecast, Row
 from pyringar.predict.network import Network
 
-__all__ = ["as_dict", "fastest", "format_bytes", "render"]
+__all__ = ["align", "as_dict", "fastest", "format_bytes", "render"]
 
 _WIRING = {
     "switch": "each rank has one link to a switch, which is never the bottleneck",
@@ -24,28 +25,34 @@ _ASSUMED = (
 _WIDTH = 100
 
 
+def as_dict(forecast: Forecast) -> dict[str, Any]:
+    """Return all figures as JSON values."""
+    workload = forecast.workload
+    return {
+        "is_prediction": True,
+        "workload": asdict(workload) | {"nbytes": workload.nbytes},
+        "networks": [asdict(network) for network in forecast.networks],
+        "auto": [asdict(choice) for choice in forecast.choices],
+        "not_counted": _ASSUMED,
+        "rows": [asdict(row) for row in forecast.rows],
+    }
+
+
 def render(forecast: Forecast) -> str:
-    """The table, with what it rests on above it and what to make of it below."""
-    parts = [_header(forecast), _table(forecast)]
-    parts.append("\n".join(_verdict(forecast, choice) for choice in forecast.choices))
-    parts.append(_legend(forecast))
-    parts.append(_wrap("Not counted: ", _ASSUMED))
+    """Return the table, with its assumptions above it and what follows from it below."""
+    pairs = zip(forecast.networks, forecast.choices, strict=True)
+    parts = [
+        _header(forecast),
+        _table(forecast),
+        "\n".join(_verdict(forecast, network, choice) for network, choice in pairs),
+        _legend(forecast),
+        _wrap("Not counted: ", _ASSUMED),
+    ]
     return "\n\n".join(parts)
 
 
-def _legend(forecast: Forecast) -> str:
-    """Explain the columns and names that do not explain themselves."""
-    lines = ["MB a link: through the busiest rank's link, in the busier direction"]
-    if any(network.nodes > 1 for network in forecast.networks):
-        lines.append("MB a card: likewise through a node's network card")
-        lines.append("ring/ring and the like: inside nodes / across nodes, for every shard")
-    if any(not row.is_in_engine for row in forecast.rows):
-        lines.append("* a schedule made of the engine's parts, not an algorithm of this version")
-    return "\n".join(lines)
-
-
 def fastest(rows: Sequence[Row]) -> Row:
-    """The quickest row: of steps where they are known, then of all-reduces."""
+    """Return the row of the shortest step, or all-reduce where no steps are known."""
     return min(rows, key=lambda row: (_time_s(row), row.all_reduce_s))
 
 
@@ -58,17 +65,17 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:.4g} MB" if nbytes >= 1e3 else f"{nbytes} bytes"
 
 
-def as_dict(forecast: Forecast) -> dict[str, Any]:
-    """All of it as JSON values."""
-    workload = forecast.workload
-    return {
-        "is_prediction": True,
-        "workload": asdict(workload) | {"nbytes": workload.nbytes},
-        "networks": [asdict(network) for network in forecast.networks],
-        "auto": [asdict(choice) for choice in forecast.choices],
-        "not_counted": _ASSUMED,
-        "rows": [asdict(row) for row in forecast.rows],
-    }
+def _four_digits(value: float) -> str:
+    """Format without an exponent: 0.4737, 83.82, 45,419."""
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _ms(seconds: float) -> str:
+    return _four_digits(seconds * 1e3)
+
+
+def _mb(nbytes: int) -> str:
+    return _four_digits(nbytes / 1e6)
 
 
 def _wrap(head: str, text: str) -> str:
@@ -77,88 +84,99 @@ def _wrap(head: str, text: str) -> str:
     )
 
 
-def _header(forecast: Forecast) -> str:
-    workload = forecast.workload
-    largest = forecast.networks[-1]
-    lines = ["A prediction, not a measurement.", ""]
-    how = "packed into one" if workload.is_packed else "not packed"
-    count = len(workload.tensors)
-    facts = {
-        "reduced": f"{workload.name}: {format_bytes(workload.nbytes)} a rank, "
-        + (f"{count} float32 tensors, {how}" if count > 1 else "one float32 tensor"),
-        "link": str(largest.link),
-        "wiring": _WIRING[largest.wiring],
-    }
-    if any(network.nodes > 1 for network in forecast.networks):
-        cards = largest.nics_per_node
-        facts["between nodes"] = f"{largest.node_link}, {cards} for each node"
-    if workload.backward is not None:
-        facts["compute"] = f"{_ms(workload.backward.compute_s)} ms a step, every rank its own " + (
-            f"batch ({workload.backward.source})"
-        )
-        sizes = [sum(workload.tensors[i] for i in b) * 4 / 1e6 for b in workload.buckets()]
-        facts["buckets"] = ", ".join(f"{size:.3g}" for size in sizes) + " MB, in this order"
-    lines += [_wrap(f"  {name:<14}", text) for name, text in facts.items()]
+def align(table: Sequence[Sequence[str]], left: str = "algorithm") -> str:
+    """Return rows of cells as lines; the first row holds the titles, ``left`` is the text column.
+
+    A row without cells is an empty line.
+    """
+    titles = table[0]
+    widths = [max(len(row[i]) for row in table if row) for i in range(len(titles))]
+    lines = []
+    for row in table:
+        cells = [
+            cell.ljust(width) if title == left else cell.rjust(width)
+            for title, cell, width in zip(titles, row, widths, strict=False)
+        ]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def _ms(seconds: float) -> str:
-    return _four_digits(seconds * 1e3)
+def _has_nodes(forecast: Forecast) -> bool:
+    return any(network.nodes > 1 for network in forecast.networks)
 
 
-def _four_digits(value: float) -> str:
-    """As many as are of interest, and no exponent: 0.4737, 83.82, 45,419."""
-    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+def _header(forecast: Forecast) -> str:
+    workload, largest = forecast.workload, forecast.networks[-1]
+    count = len(workload.tensors)
+    how = "packed into one" if workload.is_packed else "not packed"
+    tensors = f"{count} float32 tensors, {how}" if count > 1 else "one float32 tensor"
+    facts = {
+        "reduced": f"{workload.name}: {format_bytes(workload.nbytes)} a rank, {tensors}",
+        "link": str(largest.link),
+        "wiring": _WIRING[largest.wiring],
+    }
+    if _has_nodes(forecast):
+        facts["between nodes"] = f"{largest.node_link}, {largest.nics_per_node} for each node"
+    if workload.backward is not None:
+        backward = workload.backward
+        facts["compute"] = (
+            f"{_ms(backward.compute_s)} ms a step, every rank its own batch ({backward.source})"
+        )
+        numels = [sum(workload.tensors[i] for i in bucket) for bucket in workload.buckets()]
+        sizes = ", ".join(f"{numel * ITEM_BYTES / 1e6:.3g}" for numel in numels)
+        facts["buckets"] = f"{sizes} MB, in this order"
+    lines = [_wrap(f"  {name:<14}", text) for name, text in facts.items()]
+    return "\n".join(["A prediction, not a measurement.", "", *lines])
+
+
+def _columns(forecast: Forecast) -> dict[str, Callable[[Row], str]]:
+    """Return the cell of a row by the title of its column."""
+    best = [fastest(forecast.of(network.world_size)) for network in forecast.networks]
+    columns: dict[str, Callable[[Row], str]] = {"ranks": lambda row: str(row.world_size)}
+    if _has_nodes(forecast):
+        columns["nodes"] = lambda row: str(row.nodes)
+    columns["algorithm"] = lambda row: row.algorithm + ("" if row.is_in_engine else "*")
+    columns["allreduce ms"] = lambda row: _ms(row.all_reduce_s)
+    columns["MB a link"] = lambda row: _mb(row.rank_link_bytes)
+    if _has_nodes(forecast):
+        columns["MB a card"] = lambda row: _mb(row.node_link_bytes) if row.nodes > 1 else "-"
+    if forecast.workload.backward is not None:
+        columns["step ms"] = lambda row: _ms(row.step.step_s) if row.step else "-"
+        columns["exposed ms"] = lambda row: _ms(row.step.exposed_s) if row.step else "-"
+        columns["efficiency"] = lambda row: f"{row.efficiency:.1%}" if row.efficiency else "-"
+    columns[""] = lambda row: "<- fastest" if row in best else ""
+    return columns
 
 
 def _table(forecast: Forecast) -> str:
-    has_step = forecast.workload.backward is not None
-    has_nodes = any(network.nodes > 1 for network in forecast.networks)
-    columns = ["ranks", *(["nodes"] if has_nodes else []), "algorithm", "allreduce ms"]
-    columns += ["MB a link", *(["MB a card"] if has_nodes else [])]
-    columns += ["step ms", "exposed ms", "efficiency"] if has_step else []
-    columns.append("")
-    table = [columns]
+    columns = _columns(forecast)
+    table = [list(columns)]
     for network in forecast.networks:
         rows = forecast.of(network.world_size)
-        table += [[], *(_cells(row, has_nodes, row is fastest(rows)) for row in rows)]
-    widths = [max(len(row[i]) for row in table if row) for i in range(len(columns))]
-    name = columns.index("algorithm")
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == name else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in table
-    )
+        table += [[], *([cell(row) for cell in columns.values()] for row in rows)]
+    return align(table)
 
 
-def _cells(row: Row, has_nodes: bool, is_fastest: bool) -> list[str]:
-    cells = [str(row.world_size), *([str(row.nodes)] if has_nodes else [])]
-    cells += [row.algorithm + ("" if row.is_in_engine else "*"), _ms(row.all_reduce_s)]
-    cells.append(_four_digits(row.rank_link_bytes / 1e6))
-    if has_nodes:
-        cells.append(_four_digits(row.node_link_bytes / 1e6) if row.nodes > 1 else "-")
-    if row.step is not None:
-        cells += [_ms(row.step.step_s), _ms(row.step.exposed_s)]
-        cells.append("-" if row.efficiency is None else f"{row.efficiency:.1%}")
-    return [*cells, "<- fastest" if is_fastest else ""]
-
-
-def _verdict(forecast: Forecast, choice: Choice) -> str:
+def _verdict(forecast: Forecast, network: Network, choice: Choice) -> str:
     """Say what ``auto`` takes, and whether another algorithm of the engine's would be faster."""
-    head = f"{choice.world_size} ranks: "
-    if choice.world_size == 1:
+    if network.world_size == 1:
         return "1 rank: there is nothing to reduce."
-    rows = {row.algorithm: row for row in forecast.of(choice.world_size) if row.is_in_engine}
+    rows = {row.algorithm: row for row in forecast.of(network.world_size) if row.is_in_engine}
     best = fastest(list(rows.values()))
     text = f"`auto` takes {choice.algorithm}: {choice.reason}."
     if _time_s(best) < 0.99 * _time_s(rows[choice.algorithm]):
         text += f" {best.algorithm} is predicted to be faster."
-    if _network(forecast, choice).nodes > 1:
+    if network.nodes > 1:
         text += " (It drives one process and knows of no nodes.)"
-    return _wrap(head, text)
+    return _wrap(f"{network.world_size} ranks: ", text)
 
 
-def _network(forecast: Forecast, choice: Choice) -> Network:
-    return next(n for n in forecast.networks if n.world_size == choice.world_size)
+def _legend(forecast: Forecast) -> str:
+    """Explain the columns and names that do not explain themselves."""
+    lines = ["MB a link: through the busiest rank's link, in the busier direction"]
+    if _has_nodes(forecast):
+        lines.append("MB a card: likewise through a node's network card")
+        lines.append("ring/ring and the like: inside nodes / across nodes, for every shard")
+    if any(not row.is_in_engine for row in forecast.rows):
+        lines.append("* a schedule made of the engine's parts, not an algorithm of this version")
+    return "\n".join(lines)

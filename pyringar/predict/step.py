@@ -19,11 +19,11 @@ __all__ = ["Backward", "BucketForecast", "StepForecast", "plan_buckets", "predic
 
 @dataclass(frozen=True)
 class Backward:
-    """Say when the gradients of one rank come.
+    """When the gradients of one rank are ready.
 
     Attributes:
         compute_s: Forward and backward, without any communication.
-        ready_s: When the gradient of each parameter is there, since forward began.
+        ready_s: When each parameter's gradient is ready, since forward began.
         order: Parameters in the order in which their gradients come.
         source: How this is known.
     """
@@ -35,11 +35,11 @@ class Backward:
 
     @classmethod
     def at_the_end(cls, num_tensors: int, compute_s: float) -> Backward:
-        """All gradients at once: nothing is known about the model.
+        """Assume that all gradients come at once: nothing is known about the model.
 
         Args:
             num_tensors: Number of parameters.
-            compute_s: What forward and backward take together.
+            compute_s: Seconds of forward and backward together.
         """
         source = "given; all gradients come at its end, so that nothing overlaps"
         return cls(compute_s, (compute_s,) * num_tensors, tuple(range(num_tensors)), source)
@@ -48,12 +48,12 @@ class Backward:
     def by_flops(
         cls, params: Sequence[Tensor], loss: Callable[[], Tensor], compute_s: float
     ) -> Backward:
-        """A given time, spread over the step as its floating-point operations are.
+        """Spread a given time over the step as its floating-point operations are.
 
         Args:
             params: The model's, on torch's meta device: nothing is computed.
             loss: Runs forward and returns what to differentiate.
-            compute_s: What forward and backward take together.
+            compute_s: Seconds of forward and backward together.
         """
         with FlopCounterMode(display=False) as counter:
             order, flops = _watch(params, loss, counter.get_total_flops)
@@ -66,12 +66,12 @@ class Backward:
     def measured(
         cls, params: Sequence[Tensor], loss: Callable[[], Tensor], rounds: int = 3
     ) -> Backward:
-        """Measured on this machine: the median of some steps, after one that does not count.
+        """Measure on this machine: the median of some steps, after one to warm up.
 
         Args:
             params: The model's, on the CPU.
             loss: Runs forward and returns what to differentiate.
-            rounds: How many steps count.
+            rounds: Number of steps that count.
         """
         steps = []
         for _ in range(1 + rounds):
@@ -79,21 +79,18 @@ class Backward:
                 param.grad = None
             begin_s = time.perf_counter()
             order, ready_s = _watch(params, loss, time.perf_counter)
-            end_s = time.perf_counter()
-            steps.append((end_s - begin_s, [t - begin_s for t in ready_s], order))
-        columns = zip(*(ready_s for _, ready_s, _ in steps[1:]), strict=True)
-        return cls(
-            statistics.median(compute_s for compute_s, _, _ in steps[1:]),
-            tuple(statistics.median(column) for column in columns),
-            tuple(steps[-1][2]),
-            "measured on this machine, one rank by itself",
-        )
+            ends_s = (*ready_s, time.perf_counter())
+            steps.append([end_s - begin_s for end_s in ends_s])
+        columns = zip(*steps[1:], strict=True)
+        *medians_s, compute_s = (statistics.median(column) for column in columns)
+        source = "measured on this machine, one rank by itself"
+        return cls(compute_s, tuple(medians_s), tuple(order), source)
 
 
 def _watch(
     params: Sequence[Tensor], loss: Callable[[], Tensor], read: Callable[[], float]
 ) -> tuple[list[int], list[float]]:
-    """Run a step; returns the order of gradients, and a reading as each one came."""
+    """Run a step; return the order of the gradients, and a reading as each one came."""
     order: list[int] = []
     readings = [0.0] * len(params)
 
@@ -120,8 +117,8 @@ class BucketForecast:
     Attributes:
         params: Indices of its parameters.
         nbytes: Of one rank's gradients.
-        ready_s: When its last gradient is there.
-        begin_s: When its reduction begins: the one before must have ended.
+        ready_s: When its last gradient is ready.
+        begin_s: When its reduction begins: after that of the bucket before.
         end_s: When it is reduced.
     """
 
@@ -138,7 +135,7 @@ class StepForecast:
 
     Attributes:
         step_s: Until the last gradient is reduced.
-        exposed_s: What of it comes after backward.
+        exposed_s: The part of it after backward.
         communication_s: Sum of the reductions.
         buckets: In the order in which they leave.
     """
@@ -152,10 +149,10 @@ class StepForecast:
 def plan_buckets(
     tensors: Sequence[int], order: Sequence[int], *, bucket_cap_mb: float, first_bucket_mb: float
 ) -> list[list[int]]:
-    """The bucketer's own plan, for float32 tensors of these numbers of elements.
+    """Return the bucketer's own plan for float32 tensors of these numbers of elements.
 
     Raises:
-        ArgumentError: A cap is no positive number of megabytes.
+        ArgumentError: A cap is not a positive number of megabytes.
     """
     items = [(numel * ITEM_BYTES, 0) for numel in tensors]
     caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
@@ -171,23 +168,20 @@ def predict_step(
     buckets: Sequence[Sequence[int]],
     reduction_s: Callable[[Sequence[int]], float],
 ) -> StepForecast:
-    """Launch every bucket when its last gradient is there; a communicator runs one at a time.
+    """Launch every bucket when its last gradient is ready; a communicator runs one at a time.
+
+    Computation is taken to lose nothing to the reductions that run beside it.
 
     Args:
         tensors: Numbers of elements of the parameters.
-        backward: When their gradients come.
-        buckets: Which parameters travel together.
-        reduction_s: What reducing tensors of these numbers of elements takes.
-
-    Returns:
-        When buckets leave and arrive. Computation is taken to lose nothing to the reductions that
-        run beside it.
+        backward: When their gradients are ready.
+        buckets: Parameters that travel together, by index.
+        reduction_s: Returns the seconds to reduce tensors of these numbers of elements.
     """
     done: list[BucketForecast] = []
     free_s = 0.0
-    by_readiness = sorted(buckets, key=lambda bucket: max(backward.ready_s[i] for i in bucket))
-    for bucket in by_readiness:
-        ready_s = max(backward.ready_s[i] for i in bucket)
+    readiness = [(max(backward.ready_s[i] for i in bucket), bucket) for bucket in buckets]
+    for ready_s, bucket in sorted(readiness, key=lambda pair: pair[0]):
         numels = [tensors[i] for i in bucket]
         begin_s = max(ready_s, free_s)
         free_s = begin_s + reduction_s(numels)
