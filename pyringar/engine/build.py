@@ -1,19 +1,19 @@
-"""Builds the native engines on first use, and finds them again: cache, keys, lock.
+"""Build the native engines on first use, and find them again: cache, keys, lock.
 
-Importing this module compiles nothing; `pyringar.engine.compile` knows how. A build is told apart
-by two digests:
+Importing this module compiles nothing; `pyringar.engine.compile` knows how. Two digests tell builds
+apart:
 
 * *content*: the sources, the flags, the Python ABI, the C library; the CPU or the GPU
   architectures. A file whose content digest differs is wrong for this machine or this version.
-* *toolchain*: the compilers and pybind11. A new compiler builds anew; with no compiler at hand any
+* *toolchain*: the compilers and pybind11. A new compiler builds anew; without a compiler any
   engine of the same content serves.
 
 Layout of the cache, everything in it written under a lock and put in place by an atomic rename::
 
     <cache>/<content>-<toolchain>/lock                an OS lock: it dies with its owner
     <cache>/<content>-<toolchain>/tmp-XXXX/           a build at work, or one that was killed
-    <cache>/<content>-<toolchain>/build.json          what was built, by whom, with which flags
-    <cache>/<content>-<toolchain>/_engine.<abi>.so    renamed last: where it is, it is whole
+    <cache>/<content>-<toolchain>/build.json          what was built, with which compiler and flags
+    <cache>/<content>-<toolchain>/_engine.<abi>.so    renamed last: if it is there, it is whole
 """
 
 from __future__ import annotations
@@ -30,13 +30,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyringar.engine import toolchain as tools
-from pyringar.engine.compile import CPU, CUDA, EngineKind, Plan, Recipe, compile_into, plan_build
+from pyringar.engine import toolchain
+from pyringar.engine.compile import (
+    COMPILE_DEADLINE_S,
+    CPU,
+    CUDA,
+    EngineKind,
+    Plan,
+    Recipe,
+    compile_into,
+    plan_build,
+)
 from pyringar.engine.files import (
     NotPrivateError,
     make_private_dir,
@@ -62,14 +71,13 @@ __all__ = [
 ]
 
 LOCK_NOTICE_S = 3.0
-# Kernels for a dozen architectures, on two slow cores, take minutes.
-LOCK_DEADLINE_S = 1800.0
+LOCK_DEADLINE_S = COMPILE_DEADLINE_S
 
 _MOVE_CACHE = (
     "Set PYRINGAR_CACHE_DIR to a directory of your own, with mode 0700 and below folders that "
     "nobody but you and root can write."
 )
-_RECORD_MOST_BYTES = 64 << 20
+_MAX_RECORD_BYTES = 64 << 20
 
 log = logging.getLogger("pyringar")
 
@@ -83,16 +91,15 @@ class Engine:
     record: Mapping[str, Any]
 
 
-# ---------------------------------------------------------------------------------------------
-# Cache
+# -- cache -----------------------------------------------------------------------------------------
 
 
 def cache_dir() -> Path:
-    """Return where engines and tables are kept; creates nothing.
+    """Return the folder of the engines; creates nothing.
 
     Raises:
-        BuildError: ``PYRINGAR_CACHE_DIR`` begins with ~ and a user who has no home; there is
-            neither a usual cache nor a folder for temporary files; or this is Windows.
+        BuildError: ``PYRINGAR_CACHE_DIR`` is in a home that is not there; there is neither a usual
+            cache nor a folder for temporary files; or this is Windows.
     """
     return _cache_dirs()[0][0]
 
@@ -100,9 +107,8 @@ def cache_dir() -> Path:
 def _cache_dirs() -> tuple[list[Path], str]:
     """Return the folders to look in, the best first, and why the usual one is not among them.
 
-    ``PYRINGAR_CACHE_DIR`` alone, if it is set. Else the platform's cache folder, if it is, or can
-    be made, this user's alone; and, for where it is not or cannot be written, one in the folder for
-    temporary files.
+    ``PYRINGAR_CACHE_DIR`` alone, if it is set. Else the platform's cache folder, if it is or can be
+    made this user's alone; then one in the folder for temporary files, in case that fails.
     """
     if sys.platform == "win32":
         raise BuildError("the engine needs POSIX (Linux, macOS); on Windows use WSL")
@@ -130,7 +136,7 @@ def _cache_dirs() -> tuple[list[Path], str]:
 
 
 def _why_unusable(folder: Path) -> str:
-    """Say why a folder cannot be a cache; "" if it is one, or can be made."""
+    """Return why a folder cannot be a cache; "" if it is one, or can be made."""
     if not folder.is_absolute():
         return f"{folder} is no absolute path: this user has no home folder"
     try:
@@ -145,11 +151,8 @@ def _why_unusable(folder: Path) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _warn_of_temporary(folder: Path, reason: str) -> None:
-    log.warning(
-        "engines are kept in %s, which may not last: %s. Mend that, or set PYRINGAR_CACHE_DIR",
-        folder,
-        reason,
-    )
+    text = "engines are kept in %s, which may not last: %s. Mend that, or set PYRINGAR_CACHE_DIR"
+    log.warning(text, folder, reason)
 
 
 def _digest(value: Mapping[str, Any], length: int) -> str:
@@ -158,18 +161,18 @@ def _digest(value: Mapping[str, Any], length: int) -> str:
 
 
 def _folder(plan: Plan) -> str:
-    """Return the name of the folder of a cache that has, or will have, what this plan makes."""
+    """Return the name, in a cache, of the folder for the engine of this plan."""
     return f"{_digest(plan.content, 16)}-{_digest(plan.toolchain, 8)}"
 
 
 def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
-    """Return the engine in ``folder`` if a whole one is there."""
-    path = folder / f"{kind.module}{tools.extension_suffix()}"
+    """Return the engine in ``folder``, None if there is no whole one."""
+    path = folder / f"{kind.module}{toolchain.extension_suffix()}"
     try:
         if origin != "wheel":
             for checked in (folder.parent, folder, path):
                 private_path(checked)
-        record = read_json(folder / "build.json", _RECORD_MOST_BYTES)
+        record = read_json(folder / "build.json", _MAX_RECORD_BYTES)
         if not path.is_file():
             return None
     except FileNotFoundError:
@@ -186,10 +189,10 @@ def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
 
 
 def open_engine(engine: Engine) -> int:
-    """Open an engine's file to load it, and return the descriptor: what was checked is what is run.
+    """Open an engine's file, and return the descriptor: the file that is checked is the one loaded.
 
-    Not checked is who can write an engine in the wheel: whoever can may write pyringar's Python
-    files beside it, too.
+    An engine in the wheel is not checked: whoever can write it can write pyringar's Python files
+    beside it, too.
 
     Raises:
         BuildError: Another user can replace it, or it cannot be opened.
@@ -209,38 +212,30 @@ def _not_loaded(path: Path, error: NotPrivateError) -> BuildError:
 
 
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
-    """Return the engine that ``PYRINGAR_PREBUILD=1 pip install`` made, if it fits this machine."""
+    """Return the engine of ``PYRINGAR_PREBUILD=1 pip install``, if it fits this machine."""
     kind = recipe.kind
     engine = _engine_in(recipe.root().parent / "_prebuilt" / kind.module, "wheel", kind)
     if engine is None:
         return None
-    misfits = _misfits(engine.record, content)
+    theirs = engine.record["content"]
+    fits = {name: theirs.get(name) == ours for name, ours in content.items()}
+    if "cpu" in content:
+        fits["cpu"] = toolchain.read_cpu().runs_code_for(theirs["cpu"])
+    if "archs" in content:
+        fits["archs"] = toolchain.cuda_archs_cover(engine.record["archs"], content["archs"])
+    misfits = [f"{name} ({theirs.get(name)})" for name, fit in fits.items() if not fit]
     if not misfits:
         return engine
-    log.info(
-        "%s in the wheel is not used, it was made for others than those here: %s",
-        kind.title,
-        ", ".join(misfits),
-    )
+    text = "%s in the wheel is not used, it was made for others than those here: %s"
+    log.info(text, kind.title, ", ".join(misfits))
     return None
 
 
-def _misfits(record: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
-    """Return the parts of ``content`` for which the engine of ``record`` is wrong."""
-    theirs = record["content"]
-    fits = {name: theirs.get(name) == ours for name, ours in content.items()}
-    if "cpu" in content:
-        fits["cpu"] = tools.read_cpu().runs_code_for(theirs["cpu"])
-    if "archs" in content:
-        fits["archs"] = tools.cuda_archs_cover(record["archs"], content["archs"])
-    return [f"{name} ({theirs.get(name)})" for name, fit in fits.items() if not fit]
-
-
 def find_engine(recipe: Recipe | None = None) -> Engine | None:
-    """Find an engine that is right for this machine; builds nothing, needs no compiler.
+    """Find an engine for this machine; builds nothing, needs no compiler.
 
     Raises:
-        BuildError: the cache belongs to, or can be written by, someone else.
+        BuildError: The cache belongs to, or can be written by, another user.
     """
     recipe = recipe or Recipe()
     content = recipe.content()
@@ -253,7 +248,7 @@ def find_engine(recipe: Recipe | None = None) -> Engine | None:
     try:
         name = _folder(plan_build(recipe, content))
     except CompilerNotFoundError:
-        # Whoever built it is gone (a container image, a node without compilers): still right.
+        # Built elsewhere (a container image, a node without compilers), and still right.
         name = f"{_digest(content, 16)}-*"
     try:
         folders = [folder for cache in caches for folder in sorted(cache.glob(name))]
@@ -264,17 +259,11 @@ def find_engine(recipe: Recipe | None = None) -> Engine | None:
 
 
 def ensure_engine(recipe: Recipe | None = None) -> Engine:
-    """Find the engine or build it: milliseconds when it is there, seconds, once, when not.
-
-    Raises:
-        CompilerNotFoundError: it must be built and there is no compiler.
-        BuildError: it must be built and cannot be; says what was tried and what to do.
-    """
+    """Find the engine or build it: milliseconds, or seconds once. Raises what either raises."""
     return find_engine(recipe) or build_engine(recipe)
 
 
-# ---------------------------------------------------------------------------------------------
-# Build
+# -- build -----------------------------------------------------------------------------------------
 
 
 def build_engine(
@@ -285,13 +274,14 @@ def build_engine(
     Any number of processes may call this at once: one builds, the others wait for it.
 
     Args:
-        recipe: What to build; pyringar's own engine by default.
+        recipe: The engine to build; pyringar's own by default.
         force: Build even if it is there.
         verbose: Log the compiler's commands and output.
 
     Raises:
-        CompilerNotFoundError: no compiler.
-        BuildError: the build failed, the cache cannot be used, or its lock was not free in time.
+        CompilerNotFoundError: There is no compiler.
+        BuildError: The build failed, the cache cannot be used, or its lock was not free in time;
+            says what was tried and what to do.
     """
     recipe = recipe or Recipe()
     plan = plan_build(recipe, recipe.content())
@@ -312,7 +302,7 @@ def build_engine(
 
 
 def _make_folder(kind: EngineKind, name: str) -> Path:
-    """Make the folder of a build in the first cache that can be written, and return it."""
+    """Make and return the folder of a build, in the first cache that can be written."""
     caches, reason = _cache_dirs()
     for cache in caches:
         folder = cache / name
@@ -377,25 +367,23 @@ def _builder(folder: Path) -> str:
 
 
 def _sweep(mine: Path) -> None:
-    """Delete what killed builders left; a folder whose lock is held has a live one."""
+    """Delete what killed builds left; a folder whose lock another process holds has a live one."""
     from filelock import FileLock, Timeout
 
     for leftover in mine.parent.glob("*/tmp-*"):
-        if leftover.parent == mine:
+        if leftover.parent == mine:  # locked by this process
             shutil.rmtree(leftover, ignore_errors=True)
             continue
-        try:
-            with FileLock(str(leftover.parent / "lock"), timeout=0, mode=0o600):
-                shutil.rmtree(leftover, ignore_errors=True)
-        except Timeout:
-            continue
+        lock = FileLock(str(leftover.parent / "lock"), timeout=0, mode=0o600)
+        with suppress(Timeout), lock:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def prebuild(folder: Path) -> None:
-    """Compile pyringar's engines below ``folder``, with no cache and no lock: for making a wheel.
+    """Compile pyringar's engines below ``folder``, without cache and lock: for making a wheel.
 
-    The CUDA engine is one of them if ``PYRINGAR_CUDA_ARCHS`` says for what: who installs a wheel
-    may have other GPUs than the machine that makes it.
+    The CUDA engine only if ``PYRINGAR_CUDA_ARCHS`` is set: whoever installs a wheel may have other
+    GPUs than the machine that makes it.
     """
     for kind in (CPU, CUDA) if os.environ.get("PYRINGAR_CUDA_ARCHS") else (CPU,):
         recipe, own = Recipe(kind=kind), folder / kind.module

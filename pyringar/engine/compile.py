@@ -1,4 +1,4 @@
-"""Compiles a native engine: what it is made of, and the ninja run that makes it.
+"""Compile a native engine with ninja.
 
 There are two engines, `CPU` and `CUDA`, each a Python module of its own. A `Recipe` says what one
 is made from, a `Plan` with which compilers; `compile_into` makes it in any folder. Caches and locks
@@ -20,41 +20,33 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyringar.engine import toolchain as tools
+from pyringar.engine import toolchain
 from pyringar.engine.files import open_for_owner
+from pyringar.engine.toolchain import Compiler, CudaToolkit
 from pyringar.errors import BuildError
 
 __all__ = ["CPU", "CUDA", "EngineKind", "Plan", "Recipe", "compile_into", "plan_build"]
 
 BASE_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-DNDEBUG",
-    "-fPIC",
-    "-fvisibility=hidden",
+    *("-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
     "-ffp-contract=off",  # the bits of a sum are a contract: no fused multiply-add behind our back
-    "-pthread",
-    "-Wall",
-    "-Wextra",
+    *("-pthread", "-Wall", "-Wextra"),
 )
 NVCC_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-DNDEBUG",
+    *("-std=c++20", "-O3", "-DNDEBUG"),
     *("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"),  # the same contract
     "--expt-relaxed-constexpr",
     *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
     *("-Xptxas", "-v"),  # registers and spills: into build.json
 )
-# What libcudart_static.a needs. With it no libcudart.so is looked for at run time, nor a driver.
+# Of libcudart_static.a, which at run time needs neither libcudart.so nor a driver.
 CUDART_NEEDS = ("-ldl", "-lrt", "-lpthread")
-# Bindings hold no loops over elements, and take a third less time to compile like this.
+# Bindings hold no loops over elements, and this saves a third of their compile time.
 BINDINGS_FLAG = "-O1"
 # Kernels for a dozen architectures, on two slow cores, take minutes.
 COMPILE_DEADLINE_S = 1800.0
@@ -64,19 +56,19 @@ log = logging.getLogger("pyringar")
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One of the native modules: which sources make it, and how.
+    """One of the native modules: its sources, and how they are compiled.
 
     Attributes:
         module: Its name.
-        title: What messages call it.
+        title: Its name in messages.
         compiled: Patterns below the source root of what is compiled, the slow ones first.
         included: Patterns of what these may include.
-        left_out: Names, to be matched, that the patterns above catch and do not mean.
-        joined: Floors that are one translation unit each: their files include much the same, and
-            reading it once takes a third of the time. The others keep the other cores busy.
+        advice: What to do when it cannot be compiled.
+        left_out: Patterns of what the two above catch by mistake.
+        joined: Floors compiled as one translation unit each: their files include much the same, and
+            reading that once takes a third of the time. The others keep the other cores busy.
         cuda: Whether nvcc, the CUDA runtime and GPU architectures take part. If not, the engine is
             compiled for this very CPU; with CUDA the loops over elements are the GPU's.
-        advice: What to do when it cannot be compiled.
     """
 
     module: str
@@ -89,13 +81,13 @@ class EngineKind:
     cuda: bool = False
 
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
-        """Return what matches below ``root``, pattern by pattern, sorted within each."""
+        """Return the files below ``root`` that match, pattern by pattern, sorted within each."""
         found = (path for pattern in patterns for path in sorted(root.glob(pattern)))
-        return [
-            path
-            for path in found
-            if not any(path.relative_to(root).match(name) for name in self.left_out)
-        ]
+
+        def is_left_out(path: Path) -> bool:
+            return any(path.relative_to(root).match(pattern) for pattern in self.left_out)
+
+        return [path for path in found if not is_left_out(path)]
 
 
 _CPU_FLOORS = ("process", "cpu", "os", "bucket", "core")
@@ -132,10 +124,10 @@ CUDA = EngineKind(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Say what to build. The default is pyringar's own CPU engine; tests build tiny ones.
+    """An engine to build: by default pyringar's own for the CPU; tests build tiny ones.
 
-    ``source_root`` holds the floors; ``_prebuilt`` beside it, if it is there, engines made when
-    the wheel was. ``extra_flags`` go to every compiler call ("-Werror", a sanitizer).
+    ``source_root`` holds the floors; ``_prebuilt`` beside it may hold engines made with the wheel.
+    ``extra_flags`` go to every compiler call ("-Werror", a sanitizer).
     """
 
     source_root: Path | None = None
@@ -143,7 +135,7 @@ class Recipe:
     kind: EngineKind = CPU
 
     def root(self) -> Path:
-        """Return where the floors are: ``pyringar/_csrc`` in a wheel, ``csrc`` in a checkout."""
+        """Return the sources' folder: ``pyringar/_csrc`` in a wheel, ``csrc`` in a checkout."""
         if self.source_root is not None:
             return self.source_root
         here = Path(__file__).parents[1]  # pyringar
@@ -166,22 +158,18 @@ class Recipe:
             "sources": self._digest_of_sources(),
             "flags": [
                 *(*BASE_FLAGS, f"bindings: {BINDINGS_FLAG}"),
-                *(*tools.link_flags(), *self.extra_flags),
+                *(*toolchain.link_flags(), *self.extra_flags),
             ],
-            "abi": tools.extension_suffix(),
-            "libc": tools.libc_version(),
+            "abi": toolchain.extension_suffix(),
+            "libc": toolchain.libc_version(),
         }
         if self.kind.cuda:
             content["flags"] += [*NVCC_FLAGS, *CUDART_NEEDS]
-            content["archs"] = list(tools.cuda_archs_wanted())
+            content["archs"] = list(toolchain.cuda_archs_wanted())
         else:
-            cpu = tools.read_cpu()
-            content["flags"] += tools.tuning_flags()
-            content["cpu"] = {
-                "machine": cpu.machine,
-                "model": cpu.model,
-                "features": list(cpu.features),
-            }
+            cpu = toolchain.read_cpu()
+            content["flags"] += toolchain.tuning_flags()
+            content["cpu"] = asdict(cpu) | {"features": list(cpu.features)}
         return content
 
     def _digest_of_sources(self) -> str:
@@ -198,73 +186,74 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe, the compilers for it, and what each comes down to: builds are told apart by it."""
+    """A recipe and the compilers for it; ``content`` and ``toolchain`` tell builds apart."""
 
     recipe: Recipe
-    compiler: tools.Compiler
-    nvcc: tools.Compiler | None
+    compiler: Compiler
+    nvcc: Compiler | None
     content: Mapping[str, Any]
     toolchain: Mapping[str, Any]
 
     @property
     def compilers(self) -> str:
-        """Return what messages call them."""
+        """The commands, for messages."""
         return " and ".join(str(found) for found in (self.nvcc, self.compiler) if found)
 
 
 def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
-    """Find the compilers for a recipe whose content is known.
+    """Find the compilers for a recipe with this content.
 
     Raises:
         CompilerNotFoundError: There is none.
     """
-    nvcc = tools.find_nvcc() if recipe.kind.cuda else None
-    compiler = tools.find_compiler()
-    toolchain = {
+    nvcc = toolchain.find_nvcc() if recipe.kind.cuda else None
+    compiler = toolchain.find_compiler()
+    made_with: dict[str, Any] = {
         "command": list(compiler.command),
         "identity": list(compiler.identity),
-        "pybind11": tools.pybind11_version(),
+        "pybind11": toolchain.pybind11_version(),
     }
     if nvcc is not None:
-        toolchain |= {"nvcc": list(nvcc.command), "nvcc_identity": list(nvcc.identity)}
-    return Plan(recipe, compiler, nvcc, content, toolchain)
+        made_with |= {"nvcc": list(nvcc.command), "nvcc_identity": list(nvcc.identity)}
+    return Plan(recipe, compiler, nvcc, content, made_with)
 
 
 @dataclass(frozen=True)
 class _Cuda:
-    """The toolkit of one build and the architectures it compiles for."""
+    """The toolkit of a build, and the architectures that it compiles for."""
 
-    toolkit: tools.CudaToolkit
+    toolkit: CudaToolkit
     archs: tuple[str, ...]
 
     def record(self, output: str) -> dict[str, Any]:
-        """Return what build.json says of it; ``output`` is what the compilers said."""
+        """Return its part of build.json, from the compilers' output."""
         return {
             "nvcc": str(self.toolkit),
             "archs": list(self.archs),
-            "kernels": [asdict(kernel) for kernel in tools.kernels_in(output)],
+            "kernels": [asdict(kernel) for kernel in toolchain.kernels_in(output)],
         }
 
 
 def _cuda_of(plan: Plan) -> _Cuda | None:
     if plan.nvcc is None:
         return None
-    toolkit = tools.read_cuda_toolkit(plan.nvcc, plan.compiler)
-    return _Cuda(toolkit, tools.cuda_archs_built(plan.content["archs"], toolkit))
+    toolkit = toolchain.read_cuda_toolkit(plan.nvcc, plan.compiler)
+    return _Cuda(toolkit, toolchain.cuda_archs_built(plan.content["archs"], toolkit))
 
 
 def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     """Compile, and put the engine and its record into ``folder``, the record first.
 
-    The caller sees to it that nobody else does so at the same time.
+    The caller keeps others from doing so at the same time.
 
     Raises:
-        BuildError: It cannot be compiled; shows what the compiler said.
+        BuildError: It cannot be compiled; shows the compiler's output.
     """
     started, kind = time.monotonic(), plan.recipe.kind
-    version, ninja, cuda = tools.compiler_version(plan.compiler), tools.find_ninja(), _cuda_of(plan)
-    name = f"{kind.module}{tools.extension_suffix()}"
-    # A warning, so that those who did not configure logging know what they wait for.
+    version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
+    cuda = _cuda_of(plan)
+    name = f"{kind.module}{toolchain.extension_suffix()}"
+    # A warning is shown even if nobody configured logging.
     log.warning(
         "compiling %s for %s with %s, once; it is kept in %s",
         kind.title,
@@ -301,9 +290,9 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
 
 
 def _copy_sources(plan: Plan, root: Path) -> None:
-    """Copy the sources: an edit during the build must not end up under the key of what was there.
+    """Copy the sources: an edit during the build must not be filed under the old content's key.
 
-    Relative paths also make messages short and the object code independent of where it was made.
+    Relative paths also make messages short and the object code independent of the folder.
     """
     for source in plan.recipe.files():
         target = root / source.relative_to(plan.recipe.root())
@@ -314,24 +303,27 @@ def _copy_sources(plan: Plan, root: Path) -> None:
 
 
 def _accepted_flags(plan: Plan, work: Path) -> list[str]:
-    """Return the C++ compiler's flags, without the CPU's where the compiler does not know them."""
+    """Return the C++ compiler's flags, without those for this CPU if it refuses them."""
     compiler, flags = plan.compiler, [*BASE_FLAGS, *plan.recipe.extra_flags]
-    tuning = () if plan.recipe.kind.cuda else tools.tuning_flags()
+    tuning = () if plan.recipe.kind.cuda else toolchain.tuning_flags()
     probe = work / "probe.cpp"
     probe.write_text("int probe;\n", encoding="utf-8")
-    tail = ["-c", str(probe), "-o", str(work / "probe.o")]
+
+    def try_out(flags: Sequence[str]) -> list[str]:
+        command = [*compiler.command, *flags, "-c", str(probe), "-o", str(work / "probe.o")]
+        toolchain.run_tool(command, f"{compiler} cannot compile C++20")
+        return list(flags)
+
     if tuning:
         try:
-            tools.run_tool([*compiler.command, *flags, *tuning, *tail], "probe")
-            return [*flags, *tuning]
+            return try_out([*flags, *tuning])
         except BuildError:
             log.warning("%s refuses %s: building without it", compiler, " ".join(tuning))
-    tools.run_tool([*compiler.command, *flags, *tail], f"{compiler} cannot compile C++20")
-    return flags
+    return try_out(flags)
 
 
 def _translation_units(work: Path, kind: EngineKind) -> list[str]:
-    """Return what to compile, relative to ``work``; writes the files that join a floor."""
+    """Return the files to compile, relative to ``work``; write those that join a floor."""
     files = kind.files(work / "csrc", kind.compiled)
     names = [file.relative_to(work).as_posix() for file in files]
     for floor in kind.joined:
@@ -346,7 +338,7 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
 def _ninja_script(
     work: Path, plan: Plan, cuda: _Cuda | None, flags: Sequence[str], output: str
 ) -> str:
-    """Return a build.ninja that compiles all of ``work``/csrc and links it into ``output``."""
+    """Return the build.ninja that compiles ``work``/csrc and links it into ``output``."""
     inputs = _translation_units(work, plan.recipe.kind)
     if not inputs:
         wanted = ", ".join(plan.recipe.kind.compiled)
@@ -355,12 +347,15 @@ def _ninja_script(
     def command(*words: str) -> str:
         return shlex.join(words).replace("$", "$$")
 
-    # Floors and file names hold neither blanks nor colons: nothing to escape in what follows.
+    # Names in csrc hold neither blanks nor colons: nothing to escape.
     objects = [re.sub(r"[/.]", "_", name) + ".o" for name in inputs]
-    includes = [*tools.python_include_dirs(), *(map(str, cuda.toolkit.includes) if cuda else ())]
+    includes = [
+        *toolchain.python_include_dirs(),
+        *(map(str, cuda.toolkit.includes) if cuda else ()),
+    ]
     system = [word for include in includes for word in ("-isystem", include)]
     compile_words = command(*plan.compiler.command, *flags, "-I", "csrc", *system)
-    link_words = command(*plan.compiler.command, *flags, *tools.link_flags())
+    link_words = command(*plan.compiler.command, *flags, *toolchain.link_flags())
     libraries = command(str(cuda.toolkit.cudart), *CUDART_NEEDS) if cuda else ""
     lines = [
         "rule compile",
@@ -385,32 +380,28 @@ def _ninja_script(
 
 
 def _nvcc_words(plan: Plan, cuda: _Cuda) -> list[str]:
-    """Return the call of nvcc for one .cu file, without the file."""
+    """Return the command that compiles a .cu file, without the file."""
     return [
-        *(*cuda.toolkit.nvcc.command, *tools.nvcc_host_flags(plan.compiler), *NVCC_FLAGS),
+        *(*cuda.toolkit.nvcc.command, *toolchain.nvcc_host_flags(plan.compiler), *NVCC_FLAGS),
         *(word for flag in plan.recipe.extra_flags for word in ("-Xcompiler", flag)),
-        *(*tools.gencode_flags(cuda.archs), "-I", "csrc"),
+        *(*toolchain.gencode_flags(cuda.archs), "-I", "csrc"),
     ]
 
 
-@contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End ninja if the block fails (a deadline, Ctrl-C); asked politely it ends its compilers."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End ninja; asked politely, it ends its compilers."""
+    process.terminate()
     try:
-        yield
-    except BaseException:
-        process.terminate()
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        raise
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> str:
-    """Run ninja in ``work`` and return its output, also in ``log_path``; a failure shows it."""
-    command = [ninja, "-v", "-j", str(tools.cores_allowed())]
+    """Run ninja in ``work`` and return its output, also in ``log_path``; if it fails, show it."""
+    command = [ninja, "-v", "-j", str(toolchain.cores_allowed())]
+    ending = ""
     with open(log_path, "wb", opener=open_for_owner) as output:
         process = subprocess.Popen(
             command,
@@ -420,26 +411,29 @@ def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: b
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        status: int | None = None
-        with suppress(subprocess.TimeoutExpired), _ended(process):
-            status = process.wait(timeout=COMPILE_DEADLINE_S)
+        try:
+            if status := process.wait(timeout=COMPILE_DEADLINE_S):
+                ending = f"ended with status {status}"
+        except BaseException as error:  # Ctrl-C, too
+            _end(process)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            ending = f"was ended after {COMPILE_DEADLINE_S:.0f} s"
     said = log_path.read_text(encoding="utf-8", errors="replace")
     lines = said.splitlines()
     if verbose:
         for line in lines:
             log.info("%s", line)
-    if status == 0:
+    if not ending:
         return said
-    ending = f"ended with status {status}"
-    if status is None:
-        ending = f"was ended after {COMPILE_DEADLINE_S:.0f} s"
     failed = next((n for n, line in enumerate(lines) if line.startswith("FAILED")), 0)
     shown = lines[failed:]
     if len(shown) > 30:
         shown = [*shown[:4], f"... {len(shown) - 29} lines ...", *shown[-25:]]
     kind = plan.recipe.kind
     raise BuildError(
-        f"compiling {kind.title} with {plan.compilers} {ending}. It said\n{tools.indent(shown)}\n"
+        f"compiling {kind.title} with {plan.compilers} {ending}. It said\n"
+        f"{toolchain.indent(shown)}\n"
         f"  All of it: {log_path}\n"
         f"  What to do: {kind.advice}"
     )

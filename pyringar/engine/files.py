@@ -1,8 +1,8 @@
-"""Files that somebody else could have written: who can, and what is read from them.
+"""Open files only where no other user could have written them.
 
 A library that is loaded is run. So what `open_private` opens can be replaced by nobody but this
-user and root, from the root of the file system down to the file, as sshd's StrictModes demands it
-of keys. JSON is read with limits: whatever stands in a file, it is content or a ValueError.
+user and root, from the root of the file system down to the file, as sshd's StrictModes demands of
+keys. JSON is read with limits: whatever a file holds, it is content or a ValueError.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ __all__ = [
     "make_private_dir",
     "open_for_owner",
     "open_private",
-    "parse_json",
     "private_path",
     "read_json",
 ]
 
-_MOST_LINKS = 40  # as Linux follows
+_MAX_LINKS = 40  # as Linux follows
 
 
 class NotPrivateError(Exception):
@@ -34,10 +33,10 @@ class NotPrivateError(Exception):
 def private_path(path: Path) -> Path:
     """Return ``path`` without symbolic links, if nobody else can make it lead elsewhere.
 
-    Walks from / down: a name in a folder that others cannot change cannot be exchanged, so once
-    it was looked at it stays what it is. Parts at the end that do not exist yet are kept as they
-    are; everything else must belong to this user or root. Others may write no folder but a sticky
-    one (/tmp) on the way, where what belongs to this user or root is safe from them.
+    Walks from / down: a name in a folder that others cannot change cannot be exchanged once it was
+    looked at. Missing parts at the end are kept; all others must belong to this user or root.
+    Others may write to no folder on the way but a sticky one (/tmp), where what belongs to this
+    user or root is safe from them.
 
     Raises:
         NotPrivateError: Somebody else can.
@@ -61,12 +60,12 @@ def private_path(path: Path) -> Path:
             continue
         _refuse_if_anothers(step, status)
         links += 1
-        if links > _MOST_LINKS:
-            raise OSError(f"{path} goes through more than {_MOST_LINKS} symbolic links")
+        if links > _MAX_LINKS:
+            raise OSError(f"{path} goes through more than {_MAX_LINKS} symbolic links")
         target = Path(os.readlink(step))
         if target.is_absolute():
-            here = Path("/")
-        ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            here, target = Path("/"), target.relative_to("/")
+        ahead += reversed(target.parts)
     _refuse_if_others_can_change(here, os.lstat(here), may_be_sticky=False)
     return here
 
@@ -76,7 +75,7 @@ def open_private(path: Path) -> int:
 
     Raises:
         NotPrivateError: Somebody else can.
-        OSError: It cannot be opened, or is no regular file.
+        OSError: It cannot be opened, or is not a regular file.
     """
     fd = _open_regular(private_path(path), os.O_NOFOLLOW)
     try:
@@ -88,11 +87,7 @@ def open_private(path: Path) -> int:
 
 
 def make_private_dir(path: Path) -> None:
-    """Make a folder, and those above it that are not there, for this user alone.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Make a folder, and missing ones above it, for this user alone."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         with suppress(FileExistsError):  # another process was quicker
@@ -100,35 +95,25 @@ def make_private_dir(path: Path) -> None:
 
 
 def open_for_owner(path: str, flags: int) -> int:
-    """Open a file as ``open(..., opener=)`` wants it; a new one is this user's alone."""
+    """Open a file, as an ``opener`` of ``open``; a new one is this user's alone."""
     return os.open(path, flags, 0o600)
 
 
-def read_json(path: Path, most_bytes: int) -> Any:
-    """Read a JSON file of at most ``most_bytes``.
+def read_json(path: Path, max_bytes: int) -> Any:
+    """Read a JSON file of at most ``max_bytes``.
 
     Raises:
-        FileNotFoundError: It is not there.
-        OSError: It cannot be read, or is no regular file.
+        OSError: It cannot be read, or is not a regular file.
         ValueError: It is too long, not UTF-8, not JSON, or nested too deeply for Python.
     """
     with open(_open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > most_bytes:
-            raise ValueError(f"it has {nbytes} bytes, expected at most {most_bytes}")
-        return parse_json(file.read(nbytes).decode())
-
-
-def parse_json(text: str) -> Any:
-    """Return what JSON from somewhere else says.
-
-    Raises:
-        ValueError: It is not JSON, or nested too deeply for Python.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        if nbytes > max_bytes:
+            raise ValueError(f"it has {nbytes} bytes, expected at most {max_bytes}")
+        try:
+            return json.loads(file.read(nbytes).decode())
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
 
 def _open_regular(path: Path, flags: int = 0) -> int:
@@ -155,14 +140,14 @@ def _refuse_if_others_can_change(
     mode = stat.S_IMODE(status.st_mode)
     if may_be_sticky and mode & stat.S_ISVTX:
         return
-    by_group = mode & stat.S_IWGRP and not _is_private_group(status.st_gid, status.st_uid)
-    if by_group or mode & stat.S_IWOTH:
-        who = f"group {status.st_gid}" if not mode & stat.S_IWOTH else "everybody"
+    by_all = mode & stat.S_IWOTH
+    if by_all or (mode & stat.S_IWGRP and not _is_private_group(status.st_gid, status.st_uid)):
+        who = "everybody" if by_all else f"group {status.st_gid}"
         raise NotPrivateError(f"{path} can be written by other users ({who}; mode {mode:04o})")
 
 
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Say whether a group is a user's own, as many systems give one to everybody (umask 002)."""
+    """Return whether a group is a user's own, as systems with umask 002 give one to everybody."""
     import grp
     import pwd
 

@@ -1,4 +1,4 @@
-"""Loads the native engines: the one place that does."""
+"""Load the native engines; no other module does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ __all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine
 
 _NAME = f"pyringar.{build.CPU.module}"
 _CUDA_NAME = f"pyringar.{build.CUDA.module}"
-# Apart: compiling kernels takes minutes, and the CPU's engine need not wait for it.
-# A signal handler may come in between, and want the engine too.
+# One each: compiling kernels takes minutes, and the CPU's engine need not wait for it.
+# Reentrant: a signal handler may interrupt the loading, and want the engine too.
 _locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
-
-
 # Of loaded files, by device and inode.
 _descriptors: dict[tuple[int, int], int] = {}
 
@@ -33,19 +31,14 @@ def engine() -> ModuleType:
     from the second call on.
 
     Raises:
-        CompilerNotFoundError: it must be built and there is no compiler.
-        BuildError: it cannot be built or loaded; says what was tried and what to do.
+        CompilerNotFoundError: It must be built and there is no compiler.
+        BuildError: It cannot be built or loaded; says what was tried and what to do.
     """
     return sys.modules.get(_NAME) or _load_once(_NAME, build.CPU)
 
 
 def cuda_engine() -> ModuleType:
-    """Return the CUDA engine's module, as `engine` does the CPU's; needs no GPU to be loaded.
-
-    Raises:
-        CompilerNotFoundError: it must be built and there is no nvcc, or no C++ compiler.
-        BuildError: it cannot be built or loaded; says what was tried and what to do.
-    """
+    """Return the CUDA engine's module, which needs no GPU to be loaded. See `engine`."""
     return sys.modules.get(_CUDA_NAME) or _load_once(_CUDA_NAME, build.CUDA)
 
 
@@ -72,14 +65,12 @@ def load(built: build.Engine) -> ModuleType:
     """Load an engine from its file, and keep it nowhere; callers other than checks want `engine`.
 
     Raises:
-        BuildError: it cannot be loaded; the cause is the ImportError.
+        BuildError: It cannot be loaded; the cause is the ImportError.
     """
     name = f"pyringar.{built.path.name.partition('.')[0]}"
     path = _path_of(build.open_engine(built), built.path)
     loader = importlib.machinery.ExtensionFileLoader(name, path)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if spec is None:
-        raise BuildError(f"{built.path} is not a Python extension module")
+    spec = importlib.machinery.ModuleSpec(name, loader, origin=path)
     before = sys.modules.get(name)
     try:
         module = importlib.util.module_from_spec(spec)
@@ -103,9 +94,9 @@ def load(built: build.Engine) -> ModuleType:
 
 
 def _path_of(fd: int, path: Path) -> str:
-    """Return a path by which the open file is loaded, and no other that took its place.
+    """Return a path that leads to the open file, whatever takes its place meanwhile.
 
-    Where there is no /proc (macOS) that is its own: whoever may replace it was looked for. The
+    Without /proc (macOS) that is ``path``: whether others could replace it was checked. The
     descriptor stays open, for dlopen and Python tell libraries apart by their paths.
     """
     found = os.fstat(fd)
@@ -117,5 +108,5 @@ def _path_of(fd: int, path: Path) -> str:
         is_it = os.path.samestat(os.stat(through), found)
     except OSError:
         is_it = False
-    # Somebody else may have closed it, and its number serve again.
+    # Somebody else may have closed it, and its number may have been given out again.
     return through if is_it and list(_descriptors.values()).count(kept) == 1 else str(path)

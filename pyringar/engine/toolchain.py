@@ -1,7 +1,6 @@
-"""Find what building the engines needs on this machine: compilers, headers, processor.
+"""Find what building the engines needs: processor, compilers, CUDA toolkit, ninja, headers.
 
-CPU, C++ compiler, CUDA toolkit, GPUs, ninja, headers. Reads and asks; writes nothing but what a
-compiler it tries writes.
+Reads and asks; writes nothing but what a compiler it tries writes.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pyringar.errors import BuildError, CompilerNotFoundError
@@ -53,17 +53,8 @@ __all__ = [
 _COMPILER_NAMES = ("c++", "g++", "clang++")
 _LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 _CPUINFO_FIELDS = (
-    "vendor_id",
-    "cpu family",
-    "model",
-    "model name",
-    "stepping",
-    "CPU implementer",
-    "CPU architecture",
-    "CPU variant",
-    "CPU part",
-    "uarch",
-    "isa",
+    *("vendor_id", "cpu family", "model", "model name", "stepping"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "uarch", "isa"),
 )
 _INSTALL_COMPILER = (
     "Install one: Debian/Ubuntu `apt install g++`, Fedora/RHEL `dnf install gcc-c++`, "
@@ -80,10 +71,12 @@ _INSTALL_CUDA = (
 _ALL_ARCHS = "all"
 _OLDEST_ARCH = (7, 5)
 
+# -- the processor and Python ----------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Cpu:
-    """This CPU, as far as it decides which machine code it can run."""
+    """A CPU, by what decides which machine code it can run."""
 
     machine: str
     model: str
@@ -91,12 +84,12 @@ class Cpu:
 
     @property
     def name(self) -> str:
-        """The model as people say it, where the system tells."""
+        """The model's common name, where the system tells it."""
         _, found, name = self.model.partition("model name ")
         return name.partition(";")[0] if found else self.model
 
     def runs_code_for(self, other: Mapping[str, Any]) -> bool:
-        """Say whether code compiled with ``-march=native`` on ``other`` runs here."""
+        """Return whether code compiled with ``-march=native`` on ``other`` runs here."""
         if self.machine != other["machine"]:
             return False
         if not self.features or not other["features"]:
@@ -104,27 +97,11 @@ class Cpu:
         return set(other["features"]) <= set(self.features)
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """A C++ compiler: the command as words, and what tells it from another one.
-
-    ``identity`` is path, size and time of each executable in the command, links followed. A
-    stat takes microseconds where ``--version`` takes tens of milliseconds, and every load needs
-    it. An upgrade changes it; a compiler behind a wrapper script that stays the same does not.
-    """
-
-    command: tuple[str, ...]
-    identity: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return shlex.join(self.command)
-
-
 def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
-    """Read model and instruction set features of this CPU.
+    """Read model and instruction set features of this CPU, or the model alone if that is all.
 
     Linux: ``cpuinfo``, on x86 its first entry only (all are alike, and the file grows with the
-    cores). macOS: sysctl. Elsewhere the model is all there is.
+    cores). macOS: sysctl.
     """
     machine = platform.machine()
     if sys.platform == "darwin":
@@ -152,17 +129,14 @@ def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
 
 
 def _sysctl(name: str) -> str:
-    """Return a string value of macOS's sysctl, "" where it has none; no process is started."""
+    """Return a string value of macOS's sysctl, "" if it has none; starts no process."""
     import ctypes
 
-    libc = ctypes.CDLL(None)
-    size = ctypes.c_size_t(0)
-    if libc.sysctlbyname(name.encode(), None, ctypes.byref(size), None, 0) != 0:
-        return ""
+    size = ctypes.c_size_t(4096)
     value = ctypes.create_string_buffer(size.value)
-    if libc.sysctlbyname(name.encode(), value, ctypes.byref(size), None, 0) != 0:
-        return ""
-    return value.value.decode(errors="replace")
+    sysctlbyname = ctypes.CDLL(None).sysctlbyname
+    found = sysctlbyname(name.encode(), value, ctypes.byref(size), None, 0) == 0
+    return value.value.decode(errors="replace") if found else ""
 
 
 def cores_allowed() -> int:
@@ -173,7 +147,7 @@ def cores_allowed() -> int:
 
 
 def libc_version() -> str:
-    """Return the C library's name and version; "" where it cannot be told."""
+    """Return the C library's name and version, "" if unknown."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (AttributeError, ValueError, OSError):
@@ -187,24 +161,99 @@ def extension_suffix() -> str:
 
 
 def tuning_flags() -> tuple[str, ...]:
-    """Return the flag that means "this very CPU"; the build drops it where the compiler refuses."""
+    """Return the flag for "this very CPU"; the build drops it if the compiler refuses it."""
     on_arm = platform.machine().lower() in ("aarch64", "arm64")
     return ("-mcpu=native",) if on_arm else ("-march=native",)
 
 
 def link_flags() -> tuple[str, ...]:
-    """Return the flags that make an extension module of objects."""
+    """Return the flags that link objects into an extension module."""
     if sys.platform == "darwin":
         return ("-bundle", "-undefined", "dynamic_lookup")
     return ("-shared",)
+
+
+def find_ninja() -> str:
+    """Return the path of ninja: the one of the ``ninja`` package, else the one on PATH.
+
+    Raises:
+        BuildError: There is neither.
+    """
+    found = None
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        found = shutil.which("ninja", path=ninja.BIN_DIR)
+    found = found or shutil.which("ninja")
+    if found is None:
+        raise BuildError(
+            "ninja was not found, neither the Python package nor a program on PATH: "
+            "`pip install ninja`"
+        )
+    return found
+
+
+def python_include_dirs() -> list[str]:
+    """Return the include folders of Python and pybind11.
+
+    Raises:
+        BuildError: ``Python.h`` or pybind11 is not installed; says which package brings it.
+    """
+    include = sysconfig.get_path("include")
+    if not (Path(include) / "Python.h").is_file():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise BuildError(
+            f"Python.h is not in {include}: the header files of Python {version} are missing. "
+            f"Debian/Ubuntu `apt install python{version}-dev`, Fedora/RHEL `dnf install "
+            f"python{version}-devel` (or python3-devel), others: the package that ends in -dev"
+        )
+    platinclude = sysconfig.get_path("platinclude")
+    return list(dict.fromkeys([include, platinclude, _pybind11().get_include()]))
+
+
+def pybind11_version() -> str:
+    """Return the version of pybind11.
+
+    Raises:
+        BuildError: It is not installed.
+    """
+    return str(_pybind11().__version__)
+
+
+def _pybind11() -> ModuleType:
+    try:
+        return importlib.import_module("pybind11")
+    except ImportError as error:
+        raise BuildError(
+            f"pybind11 cannot be imported ({error}): `pip install pybind11`"
+        ) from error
+
+
+# -- the C++ compiler ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: the command as words, and what tells it from another one.
+
+    ``identity`` is path, size and time of each executable in the command, links followed: a stat
+    takes microseconds, ``--version`` tens of milliseconds, and every load needs it. An upgrade
+    changes it; an upgrade behind a wrapper script that stays the same does not.
+    """
+
+    command: tuple[str, ...]
+    identity: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(self.command)
 
 
 def find_compiler() -> Compiler:
     """Find the C++ compiler: ``CXX`` (may hold arguments, "ccache g++"), else c++, g++, clang++.
 
     Raises:
-        CompilerNotFoundError: there is none; a ``CXX`` that does not exist is not passed over.
-        BuildError: a word of ``CXX`` holds a line break, or what a build file cannot hold either.
+        CompilerNotFoundError: There is none; a ``CXX`` that does not exist is not passed over.
+        BuildError: ``CXX`` holds a control character, or bytes that are not UTF-8.
     """
     wanted = os.environ.get("CXX", "").strip()
     try:
@@ -217,26 +266,32 @@ def find_compiler() -> Compiler:
         _refuse_unwritable("CXX", word)
     if not words:
         words = next(([name] for name in _COMPILER_NAMES if shutil.which(name)), [])
-        if not words:
-            raise CompilerNotFoundError(
-                "no C++ compiler: CXX is not set, and none of "
-                f"{', '.join(_COMPILER_NAMES)} is on PATH={os.environ.get('PATH', '')!r}. "
-                + _INSTALL_COMPILER
-            )
-    needed = words[: len(words) - len(_without_launcher(words)) + 1]
-    for word in needed:
+    if not words:
+        raise CompilerNotFoundError(
+            f"no C++ compiler: CXX is not set, and none of {', '.join(_COMPILER_NAMES)} is on "
+            f"{_search_path()}. {_INSTALL_COMPILER}"
+        )
+    for word in words[: 1 + _has_launcher(words)]:
         if shutil.which(word) is None:
-            raise CompilerNotFoundError(
-                f"CXX={wanted!r}: {word!r} is not an executable file, nor one on "
-                f"PATH={os.environ.get('PATH', '')!r}. Correct or unset CXX. " + _INSTALL_COMPILER
-            )
+            raise _not_executable("CXX", wanted, word, _INSTALL_COMPILER)
     executables = [shutil.which(word) for word in words if not word.startswith("-")]
     identity = tuple(_stat_identity(path) for path in executables if path is not None)
     return Compiler(tuple(words), identity)
 
 
+def _search_path() -> str:
+    return f"PATH={os.environ.get('PATH', '')!r}"
+
+
+def _not_executable(variable: str, value: str, word: str, hint: str) -> CompilerNotFoundError:
+    return CompilerNotFoundError(
+        f"{variable}={value!r}: {word!r} is not an executable file, nor one on {_search_path()}. "
+        f"Correct or unset {variable}. {hint}"
+    )
+
+
 def _refuse_unwritable(variable: str, word: str) -> None:
-    """Refuse what would break a line of build.ninja: control characters, and bytes not in UTF-8."""
+    """Refuse words that would break a line of build.ninja."""
     if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", word):
         raise BuildError(
             f"{variable} holds {word!r}, expected words without line breaks and other control "
@@ -250,31 +305,30 @@ def _stat_identity(path: str) -> str:
     return f"{real} {status.st_size} {status.st_mtime_ns}"
 
 
-def _without_launcher(words: Sequence[str]) -> Sequence[str]:
-    return words[1:] if Path(words[0]).name in _LAUNCHERS else words
+def _has_launcher(words: Sequence[str]) -> bool:
+    return Path(words[0]).name in _LAUNCHERS
 
 
 def compiler_version(compiler: Compiler) -> str:
     """Run ``--version`` and return its first line.
 
     Raises:
-        BuildError: the compiler cannot be run, or fails at this already.
+        BuildError: The compiler cannot be run, or fails.
     """
     output = run_tool([*compiler.command, "--version"], "the compiler does not work")
     return output.strip().splitlines()[0] if output.strip() else "unknown version"
 
 
-# ---------------------------------------------------------------------------------------------
-# CUDA
+# -- CUDA ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CudaToolkit:
     """A CUDA toolkit, as its nvcc describes it.
 
-    ``root`` is where nvcc says its toolkit is, which the place of nvcc need not tell (a wrapper
-    script). ``includes`` hold what nvcc itself includes, ``cudart`` is the full path of
-    libcudart_static.a, ``archs`` are the compute capabilities it makes code for ("9.0").
+    ``root`` is the toolkit's folder as nvcc tells it, for nvcc may be a wrapper script elsewhere.
+    ``includes`` hold what nvcc itself includes, ``cudart`` is the full path of libcudart_static.a,
+    ``archs`` are the compute capabilities that it makes code for ("9.0").
     """
 
     nvcc: Compiler
@@ -289,28 +343,25 @@ class CudaToolkit:
 
 
 def find_nvcc() -> Compiler:
-    """Find nvcc and run nothing: a warm start needs its identity, and no more of the toolkit.
+    """Find nvcc: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
 
-    In this order: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
+    Runs nothing: a warm start needs nvcc's identity, and no more of the toolkit.
 
     Raises:
-        CompilerNotFoundError: there is none; a wrong ``PYRINGAR_NVCC`` is not passed over.
-        BuildError: its path holds a line break, or what a build file cannot hold either.
+        CompilerNotFoundError: There is none; a wrong ``PYRINGAR_NVCC`` is not passed over.
+        BuildError: Its path holds a control character, or bytes that are not UTF-8.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
-        raise CompilerNotFoundError(
-            f"PYRINGAR_NVCC={wanted!r} is not an executable file, nor one on "
-            f"PATH={os.environ.get('PATH', '')!r}. Correct or unset PYRINGAR_NVCC. " + _INSTALL_CUDA
-        )
+        raise _not_executable("PYRINGAR_NVCC", wanted, wanted, _INSTALL_CUDA)
     found = next(filter(None, map(shutil.which, _nvcc_places(wanted))), None)
     if found is None:
         home = os.environ.get("CUDA_HOME")
         raise CompilerNotFoundError(
             "no CUDA compiler: PYRINGAR_NVCC is not set, "
             f"{f'{home}/bin/nvcc is not there' if home else 'CUDA_HOME is not set'}, "
-            f"nvcc is not on PATH={os.environ.get('PATH', '')!r}, {_SYSTEM_NVCC} is not there, "
-            f"and no package of pip's holds {_PIP_NVCC}. " + _INSTALL_CUDA
+            f"nvcc is not on {_search_path()}, {_SYSTEM_NVCC} is not there, "
+            f"and no package of pip's holds {_PIP_NVCC}. {_INSTALL_CUDA}"
         )
     path = os.path.abspath(found)
     _refuse_unwritable("PYRINGAR_NVCC" if wanted else "CUDA_HOME or PATH", path)
@@ -318,7 +369,7 @@ def find_nvcc() -> Compiler:
 
 
 def _nvcc_places(wanted: str) -> Iterator[str]:
-    """Yield where nvcc may be, in the order of preference."""
+    """Yield the paths to try, in the order of preference."""
     if wanted:
         yield wanted
     if os.environ.get("CUDA_HOME"):
@@ -332,23 +383,17 @@ def _nvcc_places(wanted: str) -> Iterator[str]:
 
 
 def nvcc_host_flags(host: Compiler) -> tuple[str, ...]:
-    """Return ``-ccbin`` for the C++ compiler, if it is a program without arguments.
-
-    nvcc takes no arguments along with it, and no launcher; it then chooses its own compiler.
-    """
-    words = _without_launcher(host.command)
+    """Return ``-ccbin`` for a C++ compiler without arguments; for others nvcc chooses its own."""
+    words = host.command[_has_launcher(host.command) :]
     return ("-ccbin", shutil.which(words[0]) or words[0]) if len(words) == 1 else ()
 
 
 def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
-    """Ask nvcc where its toolkit is and what it knows; starts it three times.
-
-    Args:
-        nvcc: From `find_nvcc`.
-        host: The C++ compiler: nvcc says nothing without one.
+    """Ask nvcc for its toolkit's folders, version and architectures; starts it three times.
 
     Raises:
-        BuildError: nvcc does not work, or a part of its toolkit is missing; says which.
+        BuildError: nvcc does not work (it needs ``host``, the C++ compiler), or a part of its
+            toolkit is missing; says which.
     """
 
     def ask(*arguments: str) -> str:
@@ -374,7 +419,7 @@ def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
 
 
 def _folders(settings: Mapping[str, str], names: Sequence[str], *usual: Path) -> tuple[Path, ...]:
-    """Return the folders that nvcc's settings name, and the usual ones, that exist, each once."""
+    """Return the folders that exist of those in nvcc's settings, then of the usual ones."""
     words = (word for name in names for word in shlex.split(settings.get(name, "")))
     named = (word.removeprefix("-I").removeprefix("-L") for word in words if word != "-isystem")
     real = (folder.resolve() for folder in (*map(Path, named), *usual))
@@ -390,10 +435,10 @@ def _first_with(file: str, folders: Sequence[Path], nvcc: Compiler) -> Path:
 
 
 def cuda_archs_wanted() -> tuple[str, ...]:
-    """Return what the CUDA engine is to run on: ("8.0", "9.0+PTX"), or ("all",).
+    """Return the architectures that the CUDA engine must run on: ("8.0", "9.0+PTX"), or ("all",).
 
-    ``PYRINGAR_CUDA_ARCHS`` says it; else the GPUs here, where torch is imported and sees some (CUDA
-    is left alone otherwise); else all that nvcc knows.
+    From ``PYRINGAR_CUDA_ARCHS``; else the GPUs here, if torch is imported and sees some (otherwise
+    CUDA is not touched); else all that nvcc knows.
 
     Raises:
         BuildError: ``PYRINGAR_CUDA_ARCHS`` cannot be read.
@@ -423,10 +468,10 @@ def _archs_of_gpus() -> set[str]:
 
 
 def cuda_archs_built(wanted: Sequence[str], toolkit: CudaToolkit) -> tuple[str, ...]:
-    """Return what to compile for: ``wanted``, with "all" spelled out (and PTX of the newest).
+    """Return ``wanted``, with "all" spelled out (and PTX of the newest).
 
     Raises:
-        BuildError: this nvcc does not know one of them.
+        BuildError: This nvcc does not know one of them.
     """
     if tuple(wanted) == (_ALL_ARCHS,):
         return (*toolkit.archs[:-1], f"{toolkit.archs[-1]}+PTX")
@@ -441,7 +486,7 @@ def cuda_archs_built(wanted: Sequence[str], toolkit: CudaToolkit) -> tuple[str, 
 
 
 def cuda_archs_cover(built: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Say whether an engine built for ``built`` serves ``wanted``, with no code left to make."""
+    """Return whether an engine built for ``built`` holds machine code for all of ``wanted``."""
     there = {*built, *(arch.removesuffix("+PTX") for arch in built), _ALL_ARCHS}
     return there.issuperset(wanted)
 
@@ -459,9 +504,9 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Hold the figures of ptxas for one kernel and architecture ("sm_90"); bytes are per thread.
+    """Figures of ptxas for one kernel and architecture ("sm_90"); bytes are per thread.
 
-    The functions that a kernel calls count with it: a spill in one of them costs as much.
+    The functions that a kernel calls are counted in: a spill in one of them costs as much.
     """
 
     name: str
@@ -492,81 +537,21 @@ def kernels_in(output: str) -> list[Kernel]:
 
 
 def _demangled(names: Sequence[str]) -> dict[str, str]:
-    """Return C++ names as people write them, where c++filt is there to ask; else as they are."""
-    tool = shutil.which("c++filt")
-    if tool is None or not names:
-        return dict(zip(names, names, strict=True))
-    said = run_tool([tool], f"{tool} does not work", input="\n".join(names))
-    return dict(zip(names, said.splitlines(), strict=True))
+    """Return the C++ names as written in the source, or unchanged if there is no c++filt."""
+    tool, readable = shutil.which("c++filt"), names
+    if tool is not None and names:
+        said = run_tool([tool], f"{tool} does not work", input="\n".join(names))
+        readable = said.splitlines()
+    return dict(zip(names, readable, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------
-# Python's side, and running tools
-
-
-def find_ninja() -> str:
-    """Return the path of ninja: the one of the ``ninja`` package, else the one on PATH.
-
-    Raises:
-        BuildError: there is neither.
-    """
-    if importlib.util.find_spec("ninja") is not None:
-        import ninja
-
-        packaged = shutil.which("ninja", path=ninja.BIN_DIR)
-        if packaged is not None:
-            return packaged
-    on_path = shutil.which("ninja")
-    if on_path is None:
-        raise BuildError(
-            "ninja was not found, neither the Python package nor a program on PATH: "
-            "`pip install ninja`"
-        )
-    return on_path
-
-
-def python_include_dirs() -> list[str]:
-    """Return the include folders of Python and pybind11.
-
-    Raises:
-        BuildError: ``Python.h`` or pybind11 is not installed; says which package brings it.
-    """
-    include = sysconfig.get_path("include")
-    if not (Path(include) / "Python.h").is_file():
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise BuildError(
-            f"Python.h is not in {include}: the header files of Python {version} are missing. "
-            f"Debian/Ubuntu `apt install python{version}-dev`, Fedora/RHEL `dnf install "
-            f"python{version}-devel` (or python3-devel), others: the package that ends in -dev"
-        )
-    try:
-        import pybind11
-    except ImportError as error:
-        raise BuildError(
-            f"pybind11 cannot be imported ({error}): `pip install pybind11`"
-        ) from error
-    return list(dict.fromkeys([include, sysconfig.get_path("platinclude"), pybind11.get_include()]))
-
-
-def pybind11_version() -> str:
-    """Return the version of pybind11.
-
-    Raises:
-        BuildError: it is not installed.
-    """
-    try:
-        import pybind11
-    except ImportError as error:
-        raise BuildError(
-            f"pybind11 cannot be imported ({error}): `pip install pybind11`"
-        ) from error
-    return str(pybind11.__version__)
+# -- running tools ---------------------------------------------------------------------------------
 
 
 def run_tool(
     command: Sequence[str], complaint: str, *, hint: str = _INSTALL_COMPILER, **options: Any
 ) -> str:
-    """Run a short command and return its output; a failure becomes a BuildError with all of it."""
+    """Run a short command and return its output; if it fails, raise a BuildError that shows it."""
     try:
         done = subprocess.run(
             command,
@@ -589,5 +574,5 @@ def run_tool(
 
 
 def indent(lines: Sequence[str]) -> str:
-    """Return the lines of a tool's output as a block that stands out in a message."""
+    """Return a tool's output as an indented block."""
     return "\n".join(f"    {line}" for line in lines) if lines else "    (nothing)"

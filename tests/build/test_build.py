@@ -19,7 +19,7 @@ from tiny_engine import alive, child, leftovers, load, needs_compiler, value_of,
 
 from pyringar.engine import build, compile
 from pyringar.engine import load as _native
-from pyringar.engine import toolchain as tools
+from pyringar.engine import toolchain
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 # --- build, find, key ---
@@ -57,13 +57,13 @@ def test_everything_that_matters_is_in_the_key(
     seen.append(folder())
     seen.append(folder(build.Recipe(root, ("-Werror",))))
     with monkeypatch.context() as patch:
-        patch.setattr(tools, "read_cpu", lambda: tools.Cpu("x86_64", "another", ("avx",)))
+        patch.setattr(toolchain, "read_cpu", lambda: toolchain.Cpu("x86_64", "another", ("avx",)))
         seen.append(folder())
     with monkeypatch.context() as patch:
-        patch.setattr(tools, "extension_suffix", lambda: ".cpython-399-other.so")
+        patch.setattr(toolchain, "extension_suffix", lambda: ".cpython-399-other.so")
         seen.append(folder())
     with monkeypatch.context() as patch:
-        patch.setattr(tools, "pybind11_version", lambda: "99.0")
+        patch.setattr(toolchain, "pybind11_version", lambda: "99.0")
         seen.append(folder())
     wrapper("")
     seen.append(folder())
@@ -126,11 +126,11 @@ def test_cxx_may_start_with_a_launcher(
     launcher.write_text('#!/bin/sh\nexec "$@"\n')
     launcher.chmod(0o755)
     monkeypatch.setenv("CXX", f"{launcher} c++")
-    assert len(tools.find_compiler().identity) == 2, "launcher and compiler both belong to the key"
+    assert len(toolchain.find_compiler().identity) == 2, "launcher and compiler both belong to the key"
     assert load(tiny).value() == 42
     monkeypatch.setenv("CXX", f"{launcher} no-such-compiler")
     with pytest.raises(CompilerNotFoundError, match="no-such-compiler"):
-        tools.find_compiler()
+        toolchain.find_compiler()
 
 
 @needs_compiler
@@ -262,7 +262,7 @@ def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
     content = recipe.content()
     content.update(changes)
     (folder / "build.json").write_text(json.dumps({"content": content, "compiler": "theirs"}))
-    engine = folder / f"{recipe.kind.module}{tools.extension_suffix()}"
+    engine = folder / f"{recipe.kind.module}{toolchain.extension_suffix()}"
     engine.write_bytes(b"")
     return engine
 
@@ -271,7 +271,7 @@ def test_the_engine_in_the_wheel_is_used_if_it_fits(
     cache: Path, tiny: build.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # and no compiler is asked for
-    cpu = tools.read_cpu()
+    cpu = toolchain.read_cpu()
     smaller = {"machine": cpu.machine, "model": "older", "features": list(cpu.features[1:])}
     for changes in ({}, {"cpu": smaller} if cpu.features else {}):
         path = pretend_wheel(tiny, **changes)
@@ -288,7 +288,7 @@ def test_the_engine_in_the_wheel_is_used_if_it_fits(
         {"abi": ".cpython-399.so"},
         {"libc": "glibc 9"},
         {"cpu": {"machine": "sparc", "model": "", "features": []}},
-        {"cpu": {"machine": tools.read_cpu().machine, "model": "", "features": ["avx9000"]}},
+        {"cpu": {"machine": toolchain.read_cpu().machine, "model": "", "features": ["avx9000"]}},
     ],
 )
 @needs_compiler
@@ -328,12 +328,12 @@ CPU part\t: 0xd05
 def test_read_cpu(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(X86)
-    cpu = tools.read_cpu(str(file))
+    cpu = toolchain.read_cpu(str(file))
     assert (cpu.name, cpu.features) == ("Example CPU @ 2 GHz", ("avx", "avx2", "fpu"))
     file.write_text(ARM)
-    cpu = tools.read_cpu(str(file))
+    cpu = toolchain.read_cpu(str(file))
     assert cpu.features == ("asimd", "fp"), "only what every core has"
     assert "0xd05 + 0xd40" in cpu.model
-    cpu = tools.read_cpu(str(tmp_path / "missing"))
+    cpu = toolchain.read_cpu(str(tmp_path / "missing"))
     assert cpu.features == ()
-    assert tools.read_cpu() == tools.read_cpu()
+    assert toolchain.read_cpu() == toolchain.read_cpu()
