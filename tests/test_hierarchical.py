@@ -20,7 +20,7 @@ import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.train import ImageData, TrainConfig, Trainer
-from pyringar.train.processes import TrainGroup
+from pyringar.train.group import TrainGroup
 from pyringar.train.synthetic import synthetic_images
 
 TWO_BY_TWO = "aabb"

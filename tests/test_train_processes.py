@@ -15,7 +15,7 @@ from rank_pool import RankPool
 import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer
-from pyringar.train.processes import TrainGroup, num_processes
+from pyringar.train.group import TrainGroup, num_processes
 from pyringar.train.synthetic import synthetic_images
 
 LENET = {"batch_size": 20, "epochs": 2}

@@ -178,8 +178,8 @@ def _weights(text: str) -> tuple[float, ...] | str:
 def run(args: argparse.Namespace) -> int:
     """Train, and print the curve and the book's last line."""
     from pyringar.train import TrainConfig, Trainer
+    from pyringar.train.group import TrainGroup, num_processes, writes_files
     from pyringar.train.plot import check_output_path, save_plot
-    from pyringar.train.processes import TrainGroup, num_processes, writes_files
     from pyringar.train.trace import Trace
 
     options = {name: value for name, value in vars(args).items() if name != "run"}

@@ -23,10 +23,10 @@ from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import choose_devices, describe_devices
 from pyringar.train.graph import GraphStep, check_ranks
+from pyringar.train.group import TrainGroup
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import build_model, plain_model
 from pyringar.train.pacing import EpochTimer, StepWindow
-from pyringar.train.processes import TrainGroup
 from pyringar.train.step import EagerStep, Step
 from pyringar.train.trace import Trace
 
