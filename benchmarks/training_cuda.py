@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import statistics
 import sys
@@ -36,8 +37,9 @@ from benchmarks.machine import describe_machine
 from benchmarks.report.document import results_of, write_results
 from benchmarks.timing import turns
 from benchmarks.timing_cuda import Place, interleaved
-from pyringar.train import EpochResult, ImageData, TrainConfig, Trainer, train_batch
+from pyringar.train import EpochResult, ImageData, TrainConfig, Trainer
 from pyringar.train.models import build_model
+from pyringar.train.step import sum_loss
 from pyringar.train.synthetic import synthetic_images
 
 NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # drawn once, and taken ten times: drawing is not measured
@@ -176,6 +178,7 @@ def run_overlap(place: Place, width: int, size: int, rounds: int, budget_s: floa
     devices = [torch.device(place.device)] * 2
     config = TrainConfig(model="resnet18", width=width, devices=[place.device] * 2)
     X, y = (tensor.to(place.device) for tensor in synthetic_images(size, 22))  # noqa: N806
+    X_shards, y_shards = pr.split_batch(X, y, devices)  # noqa: N806
     with pr.Communicator([place.device] * 2, order="rank") as comm, contextlib.ExitStack() as stack:
         model = build_model(config, devices, comm)
         stack.callback(model.close)
@@ -184,12 +187,12 @@ def run_overlap(place: Place, width: int, size: int, rounds: int, budget_s: floa
             return [[param.grad for param in params] for params in model.params]
 
         def step(reduce: Callable[[], None]) -> None:
-            train_batch(
-                *(X, y, model.params, devices, 0.0),
-                scores=model.scores,
-                reduce=reduce,
-                update=lambda params: None,  # the same step again and again
-            )
+            """All of a step but its update: the same step again and again."""
+            for param in itertools.chain(*model.params):
+                param.grad = None
+            losses = map(sum_loss, model.scores(X_shards), y_shards)
+            torch.autograd.backward(list(losses))
+            reduce()
 
         def step_after(reduce: Callable[[], None]) -> None:
             with model.bucketer.no_sync():

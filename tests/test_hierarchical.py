@@ -20,7 +20,7 @@ import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.train import ImageData, TrainConfig, Trainer
-from pyringar.train.group import TrainGroup
+from pyringar.train.group import Processes
 from pyringar.train.synthetic import synthetic_images
 
 TWO_BY_TWO = "aabb"
@@ -480,7 +480,7 @@ def garments() -> ImageData:
 def train_as_rank(rank, world_size, store, options):
     os.environ["PYRINGAR_NODE_ID"] = TWO_BY_TWO[rank]
     config = TrainConfig(ranks=world_size, **options)
-    group = TrainGroup(config, store, rank, world_size)
+    group = Processes(config, store, rank, world_size)
     with Trainer(config, garments(), group=group) as trainer:
         result = trainer.run()
     return result.params, result.losses, result.plan.algorithm, group.digest

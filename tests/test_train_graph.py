@@ -24,7 +24,7 @@ from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer, graph, train
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
-from pyringar.train.step import EagerStep, sgd, sgd_scaled
+from pyringar.train.step import EagerStep, sgd
 from pyringar.train.synthetic import synthetic_images
 from pyringar.train.trace import Trace
 
@@ -220,12 +220,11 @@ def test_replicas_that_diverge_between_replays_stop_the_training(data, recorder)
 def test_what_was_captured_is_undone(data, recorder):
     with Trainer(TrainConfig(ranks=2), data) as trainer:
         before = [tensor.clone() for tensor in trainer.model.tensors()]
-        eager = EagerStep(trainer.replicas, reduce=trainer.model.bucketer.wait)
         X, y = data.train_images[:32], data.train_labels[:32]  # noqa: N806
-        captured = graph.GraphStep(eager, X, y, trainer.model.tensors())
+        captured = graph.GraphStep(trainer._run_step, X, y, trainer.model.tensors())
         assert captured.take_loss() == 0
         check_replicas_equal([before, trainer.model.tensors()])
-        captured(X, y, 0.1)
+        captured(X, y, 0.1 / 32)
         assert captured.take_loss() > 0
         assert recorder.num_replays == 1
 
@@ -248,12 +247,10 @@ def test_an_epoch_that_was_broken_off_leaves_no_loss(data, recorder):
 def test_the_recorder_notices_what_the_host_knows(data, recorder, monkeypatch, mistake):
     """A learning rate that is a number of the capture's, and a loss that is looked at."""
 
-    def with_a_number(params, scale):
-        sgd(params, 0.1, 32)
-
     if mistake == "float":
-        monkeypatch.setattr(graph, "sgd_scaled", with_a_number)
+        monkeypatch.setattr(step_module, "sgd", lambda params, step_size: sgd(params, 0.1 / 32))
         replayed = run(data, batch_size=32, epochs=1, cuda_graph=True)
+        monkeypatch.undo()
         assert replayed.losses != run(data, batch_size=32, epochs=1).losses
         return
     monkeypatch.setattr(step_module, "mismatch_flags", lambda params: [params[0][0].sum().item()])
@@ -273,11 +270,11 @@ def test_sgd_by_a_tensor_has_the_bits_of_sgd(dtype):
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator).to(dtype)
             other.grad = mine.grad.clone()
-        sgd(theirs, lr, 48)
-        sgd_scaled(ours, torch.full((), lr / 48, dtype=wide))
+        sgd(theirs, lr / 48)
+        sgd(ours, torch.full((), lr / 48, dtype=wide))
         check_replicas_equal([ours, theirs])
     ours[0].grad = ours[1].grad = ours[2].grad = None
-    sgd_scaled(ours, torch.ones((), dtype=wide))  # nothing to do
+    sgd(ours, torch.ones((), dtype=wide))  # nothing to do
     check_replicas_equal([ours, theirs])
 
 
@@ -362,13 +359,13 @@ class TestOnAGpu:
         assert result.losses[0] > 0
 
     def test_a_wait_for_the_device_in_the_step_is_named(self, data, monkeypatch):
-        real = EagerStep.run
+        real = EagerStep.__call__
 
         def look(self, *arguments):
             flags = real(self, *arguments)
             self.sums[0].item()
             return flags
 
-        monkeypatch.setattr(EagerStep, "run", look)
+        monkeypatch.setattr(EagerStep, "__call__", look)
         with pytest.raises(CudaError, match="cannot be captured in a CUDA graph on cuda:0"):
             run(data, devices=["cuda:0"], cuda_graph=True)

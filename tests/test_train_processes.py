@@ -15,7 +15,7 @@ from rank_pool import RankPool
 import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer
-from pyringar.train.group import TrainGroup, num_processes
+from pyringar.train.group import Processes, num_processes
 from pyringar.train.synthetic import synthetic_images
 
 LENET = {"batch_size": 20, "epochs": 2}
@@ -36,7 +36,7 @@ def garments(num_train=75, num_test=30):
 def as_rank(rank, world_size, store, options):
     torch.set_num_threads(1)
     config = TrainConfig(ranks=world_size, **options)
-    group = TrainGroup(config, store, rank, world_size)
+    group = Processes(config, store, rank, world_size)
     with Trainer(config, garments(), group=group) as trainer:
         result = trainer.run()
     return result.curve, result.losses, result.params, result.state, result.line, group.digest
@@ -71,7 +71,7 @@ def test_the_bits_of_one_process_with_all_ranks(pool, options):
 
 def diverge_as_rank(rank, world_size, store):
     config = TrainConfig(ranks=world_size, **LENET)
-    group = TrainGroup(config, store, rank, world_size)
+    group = Processes(config, store, rank, world_size)
     with Trainer(config, garments(), group=group) as trainer:
         if rank == 1:
             with torch.no_grad():
@@ -89,7 +89,7 @@ def test_parameters_that_differ_stop_the_training_on_all_ranks(pool):
 def refused_as_rank(rank, world_size, store, options):
     config = TrainConfig(**{"ranks": world_size, **options})
     with pytest.raises(pr.ArgumentError) as caught:
-        TrainGroup(config, store, rank, world_size)
+        Processes(config, store, rank, world_size)
     return str(caught.value)
 
 
@@ -111,7 +111,7 @@ def test_options_of_one_process_are_refused(pool, options, words):
 def load_as_rank(rank, world_size, store, outcome):
     """Every rank loads; the times tell who came first."""
     config = TrainConfig(ranks=world_size, **LENET)
-    group = TrainGroup(config, store, rank, world_size)
+    group = Processes(config, store, rank, world_size)
     times = []
 
     def load():

@@ -11,12 +11,13 @@ import re
 import pytest
 import torch
 
+from pyringar.cli.paths import check_output_path
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer, train
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
-from pyringar.train.plot import check_output_path, save_plot
+from pyringar.train.plot import save_plot
 from pyringar.train.synthetic import synthetic_images
 
 LINE = r"^test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]$"
@@ -128,17 +129,16 @@ def test_the_result_says_what_ran(small, allreduce):
 
 
 def test_diverging_replicas_stop_the_training_and_name_the_step(small, monkeypatch):
-    real_step, steps = step_module.train_batch, []
+    real, steps = step_module.mismatch_flags, []
 
-    def step_with_a_slip(*args, **kwargs):
-        losses = real_step(*args, **kwargs)
+    def flags_after_a_slip(replicas):
         steps.append(1)
         if len(steps) == 3:
             with torch.no_grad():
-                args[2][1][4][5, 6] += 1e-3
-        return losses
+                replicas[1][4][5, 6] += 1e-3
+        return real(replicas)
 
-    monkeypatch.setattr(step_module, "train_batch", step_with_a_slip)
+    monkeypatch.setattr(step_module, "mismatch_flags", flags_after_a_slip)
     message = r"after step 2: .*parameter 4, shape \(800, 128\), on rank 1 .* in 1 of 102400"
     with pytest.raises(RingarError, match=message):
         run(small, ranks=2)

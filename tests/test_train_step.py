@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from pyringar import Communicator, GradientBucketer
 from pyringar.errors import ArgumentError
-from pyringar.parallel.shards import check_replicas_equal, get_params
+from pyringar.parallel.shards import check_replicas_equal, get_params, split_batch
 from pyringar.train import lenet, lenet_params, train_batch
-from pyringar.train.step import reduce_gradients, sgd, sum_loss
+from pyringar.train.step import EagerStep, reduce_gradients, sgd, sum_loss
 from pyringar.train.synthetic import synthetic_images
 
 
@@ -147,14 +149,16 @@ def test_algorithms_in_rank_order_give_equal_bits(dtype):
 def test_a_bucketer_gives_the_bits_of_one_call(options):
     images, labels = batch_of(26)
     ours, theirs = make_replicas(3), make_replicas(3)
+
+    def scores(shards):
+        return [lenet(X, params) for X, params in zip(shards, ours, strict=True)]
+
     with GradientBucketer(ours, **options) as bucketer:
+        split = functools.partial(split_batch, devices=["cpu"] * 3)
+        step = EagerStep(ours, scores, bucketer.wait, split)
         for n in (13, 2, 11):
             batch = (images[:n], labels[:n])
-            train_batch(
-                *(*batch, ours, ["cpu"] * 3, 0.1),
-                scores=lambda shards: [lenet(X, p) for X, p in zip(shards, ours, strict=True)],
-                reduce=bucketer.wait,
-            )
+            step(*batch, 0.1 / n)
             train_batch(*batch, theirs, ["cpu"] * 3, 0.1)
             check_replicas_equal([*ours, *theirs])
 
@@ -167,7 +171,7 @@ def test_the_ring_keeps_replicas_equal_and_repeats_itself():
 def test_sgd_rounds_the_product_before_it_subtracts():
     param = torch.tensor([1.0], requires_grad=True)
     param.grad = torch.tensor([1 + 2.0**-12])
-    sgd([param], lr=1 + 2.0**-12, batch_size=1)
+    sgd([param], 1 + 2.0**-12)
     # 1 - fl(1 + 2^-11 + 2^-24): a fused multiply-add would leave the last bit as well.
     assert param.item() == -(2.0**-11)
 

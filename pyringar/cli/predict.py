@@ -115,8 +115,8 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict; print the table, write the files."""
+    from pyringar.cli.paths import check_output_path
     from pyringar.predict import plot, predict, report
-    from pyringar.train.plot import check_output_path
 
     for option, path, suffix in (("--plot", args.plot, ".png"), ("--json", args.json, ".json")):
         if path is not None:

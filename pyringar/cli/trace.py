@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; draw the picture."""
-    from pyringar.train.plot import check_output_path
+    from pyringar.cli.paths import check_output_path
     from pyringar.train.trace import Trace
 
     if args.timeline:

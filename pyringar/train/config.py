@@ -16,33 +16,29 @@ from pyringar.parallel.shards import shard_sizes
 from pyringar.train import model_lenet, model_resnet18
 from pyringar.train.devices import choose_devices
 
-__all__ = [
-    "BATCHNORMS",
-    "DATASETS",
-    "DTYPES",
-    "INITS",
-    "LR_SCALES",
-    "LR_SCHEDULES",
-    "MODELS",
-    "MODEL_TITLES",
-    "TrainConfig",
-]
+__all__ = ["CHOICES", "MODEL_TITLES", "TrainConfig", "check_choice"]
 
 _DEFAULT_RANKS = 2
 _FULL_WIDTH = 64
 
 # The initial weights that each model has; the first is what it takes if none is named.
-MODELS = {"lenet": model_lenet.INITS, "resnet18": model_resnet18.INITS}
+_INITS = {"lenet": model_lenet.INITS, "resnet18": model_resnet18.INITS}
 MODEL_TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
-INITS = tuple(dict.fromkeys(init for inits in MODELS.values() for init in inits))
-LR_SCHEDULES = ("constant", "linear")
-LR_SCALES = ("none", "sqrt", "linear")
-DATASETS = ("auto", "fashion-mnist", "synthetic")
-DTYPES = {
+_DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model": tuple(MODEL_TITLES),
+    "allreduce": ALGORITHMS,
+    "lr_schedule": ("constant", "linear"),
+    "lr_scale": ("none", "sqrt", "linear"),
+    "dtype": tuple(_DTYPES),
+    "dataset": ("auto", "fashion-mnist", "synthetic"),
+    "batchnorm": BATCHNORMS,
+    "init": tuple(dict.fromkeys(init for inits in _INITS.values() for init in inits)),
 }
 
 
@@ -129,26 +125,24 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.ranks is not None:
             _check_integer("ranks", self.ranks, 1)
-        for name, least in (
-            ("batch_size", 1),
-            ("epochs", 1),
-            ("max_inflight", 0),
-            ("seed", 0),
-            ("width", 1),
-        ):
+        for name, least in {
+            "batch_size": 1,
+            "epochs": 1,
+            "width": 1,
+            "max_inflight": 0,
+            "seed": 0,
+        }.items():
             _check_integer(name, getattr(self, name), least)
         _check_positive("lr", self.lr)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb)
-        _check_choice("allreduce", self.allreduce, ALGORITHMS)
-        _check_choice("lr_schedule", self.lr_schedule, LR_SCHEDULES)
-        _check_choice("lr_scale", self.lr_scale, LR_SCALES)
-        _check_choice("dtype", self.dtype, tuple(DTYPES))
-        _check_choice("dataset", self.dataset, DATASETS)
+        for name, choices in CHOICES.items():
+            if name != "init":  # the model's own
+                check_choice(name, getattr(self, name), choices)
         self._check_model()
         if self.devices is not None:
             choose_devices(self.world_size, self.devices)  # says which is not there
         if isinstance(self.weights, str):
-            _check_choice("weights", self.weights, ("auto",))
+            check_choice("weights", self.weights, ("auto",))
         elif self.weights is not None:
             shard_sizes(0, self.world_size, self.weights)  # says what is wrong with them
         if self.compile and self.batchnorm == "sync":
@@ -156,22 +150,20 @@ class TrainConfig:
                 "compile is on and batchnorm 'sync', whose layers wait for other ranks; expected "
                 "local batch norm with compile"
             )
-
-    def _check_model(self) -> None:
-        _check_choice("model", self.model, tuple(MODELS))
-        if not self.init:  # frozen, but not yet made
-            object.__setattr__(self, "init", MODELS[self.model][0])
-        _check_choice("init", self.init, MODELS[self.model])
-        _check_choice("batchnorm", self.batchnorm, BATCHNORMS)
-        if self.model == "lenet":
-            for name, only in (("width", _FULL_WIDTH), ("batchnorm", "local")):
-                if getattr(self, name) != only:
-                    raise ArgumentError(
-                        f"{name} is {getattr(self, name)!r}, but the model is lenet, which has "
-                        f"no {name} to choose; it is for resnet18"
-                    )
         if self.amp and self.dtype != "float32":
             raise ArgumentError(f"amp is on and dtype {self.dtype!r}, expected float32 with amp")
+
+    def _check_model(self) -> None:
+        inits = _INITS[self.model]
+        if not self.init:  # frozen, but not yet made
+            object.__setattr__(self, "init", inits[0])
+        check_choice("init", self.init, inits)
+        for name, only in (("width", _FULL_WIDTH), ("batchnorm", "local")):
+            if self.model == "lenet" and getattr(self, name) != only:
+                raise ArgumentError(
+                    f"{name} is {getattr(self, name)!r}, but the model is lenet, which has "
+                    f"no {name} to choose; it is for resnet18"
+                )
 
     @property
     def world_size(self) -> int:
@@ -183,7 +175,7 @@ class TrainConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype that ``dtype`` names."""
-        return DTYPES[self.dtype]
+        return _DTYPES[self.dtype]
 
     @property
     def global_batch_size(self) -> int:
@@ -224,6 +216,7 @@ def _check_positive(name: str, value: object) -> None:
         raise ArgumentError(f"{name} is {value!r}, expected a positive number")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise :class:`ArgumentError` unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{name} is {value!r}, expected one of {', '.join(choices)}")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyringar.comm.threads import start_thread
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
-from pyringar.train.config import DATASETS
+from pyringar.train.config import CHOICES, check_choice
 from pyringar.train.synthetic import synthetic_images
 
 __all__ = ["ImageData", "batches", "default_data_dir", "load_data"]
@@ -121,8 +121,7 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
 
     An unreachable network is noticed within 5 seconds, a download that stalls within 20.
     """
-    if dataset not in DATASETS:
-        raise ArgumentError(f"dataset is {dataset!r}, expected one of {', '.join(DATASETS)}")
+    check_choice("dataset", dataset, CHOICES["dataset"])
     if dataset == "synthetic":
         return _synthetic()
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
-from pyringar.train.step import EagerStep, sgd_scaled
+from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
 __all__ = ["Capture", "CudaCapture", "GraphStep", "check_ranks"]
@@ -139,7 +139,7 @@ class GraphStep:
         self._X, self._y = X.clone(), y.clone()
         # What SGD's product is computed in: its other factor must not be rounded to 16 bits.
         wide = torch.promote_types(state[0].dtype, torch.float32)
-        self._scale = torch.zeros((), dtype=wide, device=X.device)
+        self._step_size = torch.zeros((), dtype=wide, device=X.device)
         self._flags: Sequence[Tensor] = ()
         capture = CudaCapture(X.device) if capture is None else capture
         changed = [*state, *eager.sums]
@@ -154,25 +154,22 @@ class GraphStep:
         self,
         X: Tensor,  # noqa: N803
         y: Tensor,
-        lr: float,
+        step_size: float,
         trace: Trace | None = None,
     ) -> Sequence[Tensor]:
-        """As :class:`Step` has it."""
+        """Replay the step with a batch; one of another size runs eagerly."""
         if X.shape != self._X.shape:
-            return self._eager(X, y, lr, trace)
+            return self._eager(X, y, step_size, trace)
         # On the replays' stream: after the last one, which is not waited for, and before the next.
         self._X.copy_(X)
         self._y.copy_(y)
-        self._scale.fill_(lr / X.shape[0])
+        self._step_size.fill_(step_size)
         self._replay()
         return self._flags
 
     def take_loss(self) -> float:
-        """As :class:`Step` has it."""
+        """Return the summed loss and start from 0."""
         return self._eager.take_loss()
 
     def _run(self) -> None:
-        self._flags = self._eager.run(self._X, self._y, self._update)
-
-    def _update(self, params: Sequence[Tensor]) -> None:
-        sgd_scaled(params, self._scale)
+        self._flags = self._eager(self._X, self._y, self._step_size)

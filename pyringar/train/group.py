@@ -1,7 +1,7 @@
-"""Training with one rank per process: what a run shares with the ranks in other processes.
+"""The ranks of a training run: all in this process, or each in a process of its own.
 
-Every process has all images and draws the same batches; each takes its shard of them. What is
-learned has the bits of one process that has all ranks.
+With processes, every one has all images and draws the same batches; each takes its shard of them.
+What is learned has the bits of one process that has all ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from pyringar.comm.call import RankCommunicator
+from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.rendezvous import checked_store
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
-from pyringar.parallel.shards import shard_sizes
+from pyringar.parallel.shards import Device, Shards, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
+from pyringar.train.devices import choose_devices
 
-__all__ = ["TrainGroup", "num_processes", "writes_files"]
+__all__ = ["OneProcess", "Processes", "TrainGroup", "num_processes", "writes_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,32 +50,93 @@ def num_processes() -> int:
 
 
 def writes_files() -> bool:
-    """Return whether this process writes the run's files; others may not have the folders.
-
-    Raises:
-        ArgumentError: As :func:`num_processes`.
-    """
+    """Return whether this process writes the run's files; others may not have the folders."""
     return num_processes() == 1 or os.environ.get("RANK") == "0"
 
 
 class TrainGroup:
-    """This process's rank in a training run of many processes.
+    """The ranks of a run: what a trainer asks of them, answered for one process with all ranks.
+
+    Attributes:
+        comm: Reduces the gradients. Closed with the trainer.
+        devices: One device per rank of this process.
+        all_devices: One device per rank of the run.
+        is_main: Whether rank 0 is here, which alone prints, draws and downloads.
+        digest: Of the parameters, when all processes were last found to agree; empty with one.
+    """
+
+    comm: Communicator | RankCommunicator
+    devices: tuple[torch.device, ...]
+    all_devices: tuple[torch.device, ...]
+    is_main = True
+    digest = ""
+
+    def load(self, load: Callable[[], ImageData]) -> ImageData:
+        """Call ``load`` in every process, in an order in which one downloads and all read."""
+        return load()
+
+    def split(
+        self,
+        X: Tensor,  # noqa: N803
+        y: Tensor,
+        devices: Sequence[Device],
+        weights: Sequence[float] | None = None,
+    ) -> tuple[Shards, Shards]:
+        """Cut a batch as :func:`split_batch` does, and return the shards of ranks that are here."""
+        return split_batch(X, y, devices, weights)
+
+    def total(self, value: float) -> Any:
+        """Return the sum of a number over all processes: exact, in rank order."""
+        return value
+
+    def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
+        """Give all processes rank 0's running statistics.
+
+        Args:
+            state: All that was learned, by name, in its own memory.
+            params: Those of it that all ranks have alike.
+        """
+
+    def check_equal(self, params: Sequence[Tensor]) -> None:
+        """Raise unless all processes hold the same bits.
+
+        Raises:
+            RingarError: Names the ranks that differ from rank 0.
+        """
+
+
+class OneProcess(TrainGroup):
+    """All ranks of a run, in this process.
+
+    Args:
+        config: What will be trained.
+
+    Raises:
+        ArgumentError: A device is not there.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.devices = self.all_devices = choose_devices(config.world_size, config.devices)
+        names = [str(device) for device in self.devices]
+        self.comm = Communicator(names, algorithm=config.allreduce, order=config.order)
+
+
+class Processes(TrainGroup):
+    """This process's rank in a run of many processes.
 
     Args:
         config: What will be trained; its ranks are the processes.
-        store: As :class:`pyringar.ProcessCommunicator` has it; torchrun's if not given.
-        rank: Likewise.
-        world_size: Likewise.
+        store: Of the rendezvous, see :class:`pyringar.ProcessCommunicator`; torchrun's if not
+            given, as are the others.
+        rank: This process's.
+        world_size: Number of processes.
 
     Raises:
         ArgumentError: Options that make no sense with one rank per process.
         CollectiveTimeout, PeerLostError: Other processes did not come.
-
-    Attributes:
-        comm: This rank's communicator.
-        devices: The device of this rank, as a list of one.
-        digest: Of the parameters, when they were last found equal on all ranks.
     """
+
+    comm: RankCommunicator
 
     def __init__(
         self,
@@ -85,26 +148,17 @@ class TrainGroup:
         store, rank, world_size = checked_store(store, rank, world_size)
         _check_config(config, world_size)
         self.devices = (torch.device("cpu"),)
+        self.all_devices = self.devices * world_size
+        self.is_main = rank == 0
         # On one machine "auto" and "direct" add in rank order.
-        self.comm: RankCommunicator = communicator_for(
+        self.comm = communicator_for(
             store, rank, world_size, name="pyringar train", algorithm=config.allreduce
         )
-        self.digest = ""
         if self.is_main and torch.cuda.device_count():
             logger.warning(
                 "the GPUs stay idle: ranks in processes of their own reduce on the CPU; one "
                 "process drives GPUs, without torchrun"
             )
-
-    @property
-    def is_main(self) -> bool:
-        """Return whether this is rank 0, which alone prints, draws and downloads."""
-        return self.comm.rank == 0
-
-    @property
-    def all_devices(self) -> tuple[torch.device, ...]:
-        """The devices of all ranks."""
-        return self.devices * self.comm.world_size
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
         """Call ``load`` on rank 0, then on one rank of each machine, then on all others.
@@ -153,45 +207,31 @@ class TrainGroup:
         self,
         X: Tensor,  # noqa: N803
         y: Tensor,
-        devices: Sequence[Any],
+        devices: Sequence[Device],
         weights: Sequence[float] | None = None,
-    ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """This rank's shard of a batch: the one that :func:`split_batch` gives it."""
+    ) -> tuple[Shards, Shards]:
+        """Cut out this rank's shard: the one that :func:`split_batch` gives it."""
         sizes = shard_sizes(len(X), self.comm.world_size, weights)
         begin, size = sum(sizes[: self.comm.rank]), sizes[self.comm.rank]
         return (X[begin : begin + size],), (y[begin : begin + size],)
 
-    def gather(self, value: float) -> list[Any]:
-        """A number of every rank, in rank order: exact, whatever order a sum has."""
-        dtype = torch.float64 if isinstance(value, float) else torch.int64
-        row = torch.zeros(self.comm.world_size, dtype=dtype)
-        row[self.comm.rank] = value
-        self.comm.all_reduce_coalesced([row])
-        found: list[Any] = row.tolist()
-        return found
+    def total(self, value: float) -> Any:
+        """Gather, then add: an all-reduce might add in another order."""
+        return sum(self._gather(value))
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
-        """Give all ranks rank 0's running statistics.
-
-        Args:
-            state: All that was learned, by name, in its own memory.
-            params: Those of it that all ranks have alike.
-        """
+        """Broadcast what is not a parameter."""
         known = {param.data_ptr() for param in params}
         for tensor in state.values():
             if tensor.data_ptr() not in known:
                 self.comm.broadcast(tensor, 0)
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
-        """Raise unless all ranks hold the same bits.
-
-        Raises:
-            RingarError: Names the ranks that differ from rank 0.
-        """
+        """Compare digests."""
         digest = hashlib.blake2b(digest_size=7)  # fits an int64
         for param in params:
             digest.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        found = self.gather(int.from_bytes(digest.digest(), "big"))
+        found = self._gather(int.from_bytes(digest.digest(), "big"))
         odd = [rank for rank, other in enumerate(found) if other != found[0]]
         if odd:
             raise RingarError(
@@ -199,8 +239,17 @@ class TrainGroup:
             )
         self.digest = digest.hexdigest()
 
+    def _gather(self, value: float) -> list[Any]:
+        """Return every rank's number, in rank order: exact, for others add zeros."""
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        row = torch.zeros(self.comm.world_size, dtype=dtype)
+        row[self.comm.rank] = value
+        self.comm.all_reduce_coalesced([row])
+        found: list[Any] = row.tolist()
+        return found
 
-def _check_config(config: TrainConfig, world_size: int | None) -> None:
+
+def _check_config(config: TrainConfig, world_size: int) -> None:
     if config.world_size != world_size:
         raise ArgumentError(
             f"ranks is {config.world_size}, but there are {world_size} processes, each one rank: "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyringar.comm.call import RankCommunicator
 from pyringar.comm.communicator import Communicator
@@ -19,9 +20,18 @@ from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
 
-__all__ = ["RankedModel", "build_model", "plain_model"]
+__all__ = ["RankedModel", "autocast", "build_model", "plain_model"]
 
 _NUM_CLASSES = 10
+
+
+def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
+    """Enter torch's autocast on the ranks' devices, if ``config.amp`` is set."""
+    stack = ExitStack()
+    if config.amp:
+        for kind in {device.type for device in devices}:
+            stack.enter_context(torch.autocast(kind, torch.bfloat16))
+    return stack
 
 
 class RankedModel(ABC):
@@ -37,21 +47,28 @@ class RankedModel(ABC):
     params: list[list[Tensor]]
     bucketer: GradientBucketer
 
-    @abstractmethod
+    def __init__(self, config: TrainConfig, devices: Sequence[torch.device]) -> None:
+        self._autocast = functools.partial(autocast, config, devices)
+
     def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each."""
+        with self._autocast():
+            return self._forward(shards)
+
+    @abstractmethod
+    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
 
     @abstractmethod
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         """One function or module per rank that scores test images, with the same answers on all."""
 
-    def tensors(self) -> list[Tensor]:
-        """Everything that a step changes, on all ranks."""
-        return [param for params in self.params for param in params]
-
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that was learned, by name; of rank 0."""
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that a step changes, on all ranks."""
+        return [param for params in self.params for param in params]
 
     def close(self) -> None:
         """Let go of hooks and threads, not of the communicator."""
@@ -59,9 +76,7 @@ class RankedModel(ABC):
 
 
 def build_model(
-    config: TrainConfig,
-    devices: Sequence[torch.device],
-    comm: Communicator | RankCommunicator,
+    config: TrainConfig, devices: Sequence[torch.device], comm: Communicator | RankCommunicator
 ) -> RankedModel:
     """Make the model that ``config`` names, with the initial numbers of its seed, on all ranks.
 
@@ -76,12 +91,19 @@ def build_model(
 def plain_model(config: TrainConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
     """The model that ``config`` names, by itself on a device: for measuring what a step takes."""
     if config.model == "resnet18":
-        net = resnet18(
-            width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
-        )
-        return net.to(device)
-    initial = lenet_params(config.init, dtype=config.torch_dtype)
-    return functools.partial(lenet, params=get_params(initial, device))
+        return _initial_resnet18(config).to(device)
+    return functools.partial(lenet, params=get_params(_initial_lenet(config), device))
+
+
+def _initial_lenet(config: TrainConfig) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(config.seed)
+    return lenet_params(config.init, generator=generator, dtype=config.torch_dtype)
+
+
+def _initial_resnet18(config: TrainConfig) -> nn.Module:
+    return resnet18(
+        width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
+    )
 
 
 class _LeNet(RankedModel):
@@ -95,21 +117,16 @@ class _LeNet(RankedModel):
         devices: Sequence[torch.device],
         comm: Communicator | RankCommunicator,
     ) -> None:
-        initial = lenet_params(
-            config.init,
-            generator=torch.Generator().manual_seed(config.seed),
-            dtype=config.torch_dtype,
-        )
+        super().__init__(config, devices)
+        initial = _initial_lenet(config)
         self.params = [get_params(initial, device) for device in devices]
         self.bucketer = GradientBucketer(
             self.params, comm=comm, bucket_cap_mb=config.bucket_cap_mb, overlap=config.overlap
         )
+        self._lenet = torch.compile(lenet) if config.compile else lenet
 
-        self._forward = torch.compile(lenet) if config.compile else lenet
-
-    def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(shards, self.params, strict=True)
-        return [self._forward(shard, params) for shard, params in pairs]
+    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [self._lenet(X, params) for X, params in zip(shards, self.params, strict=True)]
 
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         return [functools.partial(lenet, params=params) for params in self.params]
@@ -127,13 +144,12 @@ class _ResNet18(RankedModel):
         devices: Sequence[torch.device],
         comm: Communicator | RankCommunicator,
     ) -> None:
+        super().__init__(config, devices)
         self.title = (
             f"{MODEL_TITLES[config.model]} of width {config.width}, {config.batchnorm} batch norm"
         )
         self._net = DataParallel(
-            resnet18(
-                width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
-            ),
+            _initial_resnet18(config),
             devices,
             batchnorm=config.batchnorm,
             bucket_cap_mb=config.bucket_cap_mb,
@@ -146,7 +162,7 @@ class _ResNet18(RankedModel):
         self.bucketer = self._net.bucketer
         self.params = [list(replica.parameters()) for replica in self._net.replicas]
 
-    def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
         if not any(len(shard) for shard in shards):  # ranks in other processes have them all
             return [shard.new_empty(0, _NUM_CLASSES) for shard in shards]
         return self._net.run_shards(shards)

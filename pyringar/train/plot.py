@@ -5,43 +5,13 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.train.config import MODEL_TITLES
 from pyringar.train.devices import describe_devices
 from pyringar.train.trainer import TrainResult
 
-__all__ = ["check_output_path", "save_plot"]
+__all__ = ["save_plot"]
 
 _TITLE_WIDTH = 70  # characters of small type that fit over the axes
-
-
-def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
-    """Check, before minutes of training, that a file can be written afterwards.
-
-    Args:
-        option: What the path was given as, for messages.
-        path: A file that ends in ``suffix``, in a folder that exists.
-        suffix: ``".png"`` for pictures, which need matplotlib.
-
-    Raises:
-        ArgumentError: It does not, or the folder does not exist.
-        UnsupportedError: It is a picture, and matplotlib cannot be imported.
-    """
-    path = Path(path)
-    if path.suffix.lower() != suffix:
-        raise ArgumentError(f"{option} is '{path}', expected a file name that ends in {suffix}")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"{option} is '{path}', but there is no folder '{path.parent}'")
-    if suffix != ".png":
-        return path
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{option} needs matplotlib, which cannot be imported ({error}); "
-            "install it with `pip install matplotlib`"
-        ) from error
-    return path
 
 
 def save_plot(result: TrainResult, path: str | Path) -> None:
@@ -49,12 +19,8 @@ def save_plot(result: TrainResult, path: str | Path) -> None:
 
     Args:
         result: The run.
-        path: As in :func:`check_output_path`.
-
-    Raises:
-        ArgumentError, UnsupportedError: As :func:`check_output_path`.
+        path: The picture.
     """
-    target = check_output_path("plot", path)
     # Agg directly, not through pyplot: no window, no display, and no state left behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -74,7 +40,7 @@ def save_plot(result: TrainResult, path: str | Path) -> None:
     right.set_ylim(bottom=0)
     figure.legend(handles=[*accuracy, *loss], loc="outside lower center", ncols=2, frameon=False)
     left.set_title(_title(result), fontsize="small")
-    figure.savefig(target, dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def _title(result: TrainResult) -> str:

@@ -19,65 +19,40 @@ from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
-__all__ = [
-    "EagerStep",
-    "Step",
-    "Update",
-    "reduce_gradients",
-    "sgd",
-    "sgd_scaled",
-    "sum_loss",
-    "train_batch",
-]
+__all__ = ["EagerStep", "Step", "reduce_gradients", "sgd", "sum_loss", "train_batch"]
 
+Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-Update = Callable[[Sequence[Tensor]], None]
-Split = Callable[[Tensor, Tensor, Sequence[Device], Sequence[float] | None], tuple[Shards, Shards]]
 
 
 def train_batch(
     X: Tensor,  # noqa: N803
     y: Tensor,
-    device_params: Sequence[Sequence[Tensor]],
+    device_params: Replicas,
     devices: Sequence[Device],
     lr: float,
     *,
     comm: Communicator | None = None,
     weights: Sequence[float] | None = None,
-    scores: Scores | None = None,
-    reduce: Callable[[], None] | None = None,
-    update: Update | None = None,
-    split: Split = split_batch,
-    trace: Trace | None = None,
 ) -> list[Tensor]:
-    """Do one step of SGD on a batch that is split over the ranks.
+    """Do one step of SGD on a batch that is split over the ranks, with LeNet.
 
     Losses are summed in every shard and the gradients divided by the size of the whole batch, so
     any split, also one with empty shards, gives the gradient of the undivided batch up to
-    rounding. All gradients are reduced in one call, unless ``reduce`` does better. Replicas that
-    held the same bits hold the same bits afterwards.
+    rounding. All gradients are reduced in one call. Replicas that held the same bits hold the same
+    bits afterwards.
 
     Args:
-        X: Samples, ``(n, ...)``, ``n`` at least 1.
+        X: Samples, ``(n, 1, 28, 28)``, ``n`` at least 1.
         y: Class indices, ``(n,)``.
         device_params: ``device_params[rank][i]``: replicas from
             :func:`pyringar.parallel.shards.get_params`. Updated in place; afterwards their ``grad``
             is the sum over all ranks.
         devices: One device per rank.
         lr: Learning rate.
-        comm: What reduces. If not given, one in rank order that is closed again: give one where
-            steps are many.
+        comm: What reduces. If not given, a communicator in rank order that is closed again: give
+            one where steps are many.
         weights: Shares of the ranks; see :func:`pyringar.parallel.shards.split_batch`.
-        scores: Takes one shard of samples per rank and gives each rank's scores ``(n, classes)``,
-            computed from ``device_params``; LeNet's if not given.
-        reduce: Instead of ``comm``: called after backward, it returns when every ``grad`` is the
-            sum over all ranks, such as :meth:`GradientBucketer.wait`.
-        update: Instead of SGD with ``lr``: changes one rank's parameters by their ``grad``, which
-            are sums over the whole batch.
-        split: Cuts the batch, called as ``split(X, y, devices, weights)``: one shard per rank that
-            is here. Where other ranks are in other processes theirs are left out.
-        trace: Where to note the phases. What the host does for all ranks in one go stands in the
-            row of each.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
@@ -89,46 +64,55 @@ def train_batch(
         raise ArgumentError(
             f"device_params has {len(device_params)} replicas for {len(devices)} devices"
         )
-    X_shards, y_shards = split(X, y, devices, weights)  # noqa: N806
+    shards = split_batch(X, y, devices, weights)
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
-    for param in itertools.chain(*device_params):
+    return _train_shards(
+        shards,
+        device_params,
+        scores=lambda shards: [lenet(X, p) for X, p in zip(shards, device_params, strict=True)],
+        reduce=lambda: reduce_gradients(device_params, devices, comm),
+        step_size=lr / X.shape[0],
+    )
+
+
+def _train_shards(
+    shards: tuple[Shards, Shards],
+    replicas: Replicas,
+    scores: Scores,
+    reduce: Callable[[], None],
+    step_size: float | Tensor,
+    trace: Trace | None = None,
+) -> list[Tensor]:
+    """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
+    phase = functools.partial(_phase, trace, len(replicas))
+    for param in itertools.chain(*replicas):
         param.grad = None  # or what an earlier step left would be added
-    with _phase(trace, "forward", len(devices)):
-        found = _lenet_scores(X_shards, device_params) if scores is None else scores(X_shards)
-        losses = [sum_loss(ours, labels) for ours, labels in zip(found, y_shards, strict=True)]
+    with phase("forward"):
+        losses = [sum_loss(*pair) for pair in zip(scores(shards[0]), shards[1], strict=True)]
     # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
     # computed nothing, and then has no gradients.
-    with _phase(trace, "backward", len(devices)):
+    with phase("backward"):
         found_losses = [loss for loss in losses if loss.requires_grad]
         if found_losses:
             torch.autograd.backward(found_losses)
-    with _phase(trace, "wait", len(devices)):
-        if reduce is None:
-            reduce_gradients(device_params, devices, comm)
-        else:
-            reduce()
-    with _phase(trace, "optimizer", len(devices)):
-        take_step = update or functools.partial(sgd, lr=lr, batch_size=X.shape[0])
-        for params in device_params:
-            take_step(params)
+    with phase("wait"):
+        reduce()
+    with phase("optimizer"):
+        for params in replicas:
+            sgd(params, step_size)
     return [loss.detach() for loss in losses]
 
 
 @contextmanager
-def _phase(trace: Trace | None, category: str, world_size: int) -> Iterator[None]:
+def _phase(trace: Trace | None, world_size: int, category: str) -> Iterator[None]:
+    """Note a phase; what the host does for all ranks in one go stands in the row of each."""
     begin_ns = time.perf_counter_ns()
     yield
     if trace is not None:
         end_ns = time.perf_counter_ns()
         for rank in range(world_size):
             trace.add(category, category, rank, begin_ns, end_ns)
-
-
-def _lenet_scores(
-    shards: Sequence[Tensor], device_params: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    return [lenet(shard, params) for shard, params in zip(shards, device_params, strict=True)]
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -139,16 +123,14 @@ def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def reduce_gradients(
-    device_params: Sequence[Sequence[Tensor]],
-    devices: Sequence[Device],
-    comm: Communicator | None = None,
+    device_params: Replicas, devices: Sequence[Device], comm: Communicator | None = None
 ) -> None:
     """Sum the gradients of all replicas into all of them, in one call.
 
     A parameter without a gradient, on a rank that had no sample or did not use it, gets zeros.
 
     Args:
-        device_params: As in :func:`train_batch`.
+        device_params: Replicas, see :func:`train_batch`.
         devices: One device per rank; only read without ``comm``.
         comm: What reduces.
     """
@@ -166,40 +148,28 @@ def _gradient(param: Tensor) -> Tensor:
     return param.grad
 
 
-def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
-    """Take one step against the gradients, which are sums over ``batch_size`` samples.
+def sgd(params: Sequence[Tensor], step_size: float | Tensor) -> None:
+    """Subtract ``step_size`` times the gradient from every parameter that has one.
 
     The product is rounded before it is subtracted: a fused multiply-add, which some devices would
     use and others not, could give replicas on unlike devices different bits.
-    """
-    _subtract(params, lambda grads: torch._foreach_mul(grads, lr / batch_size))
-
-
-def sgd_scaled(params: Sequence[Tensor], scale: Tensor) -> None:
-    """The step of :func:`sgd`, to the bit, by a factor that is read when the step runs.
 
     Args:
-        params: Parameters of one dtype and device, with gradients.
-        scale: ``lr / batch_size``, 0-dimensional, on that device: float64 for float64, else
-            float32, in which a GPU computes 16-bit products.
+        params: Parameters of one dtype and device.
+        step_size: Learning rate over the number of samples that the gradients are sums of. A
+            0-dimensional tensor on the parameters' device is read when the step runs, and gives
+            the same bits: float64 for float64, else float32, in which 16-bit products are computed.
     """
-
-    def multiply(grads: list[Tensor]) -> list[Tensor]:
-        steps = torch._foreach_mul([grad.to(scale.dtype) for grad in grads], scale)
-        return [step.to(grad.dtype) for step, grad in zip(steps, grads, strict=True)]
-
-    _subtract(params, multiply)
-
-
-def _subtract(
-    params: Sequence[Tensor],
-    steps_of: Callable[[list[Tensor]], tuple[Tensor, ...] | list[Tensor]],
-) -> None:
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
         return
+    grads = [grad for _, grad in pairs]
     with torch.no_grad():  # on a GPU a few launches for all parameters, instead of two for each
-        steps = steps_of([grad for _, grad in pairs])
+        if isinstance(step_size, Tensor):
+            wide = torch._foreach_mul([grad.to(step_size.dtype) for grad in grads], step_size)
+            steps = [step.to(grad.dtype) for step, grad in zip(wide, grads, strict=True)]
+        else:
+            steps = list(torch._foreach_mul(grads, step_size))
         torch._foreach_sub_([param for param, _ in pairs], steps)
 
 
@@ -210,7 +180,7 @@ class Step(Protocol):
         self,
         X: Tensor,  # noqa: N803
         y: Tensor,
-        lr: float,
+        step_size: float,
         trace: Trace | None = None,
     ) -> Sequence[Tensor]:
         """Train on a batch.
@@ -218,8 +188,8 @@ class Step(Protocol):
         Args:
             X: Samples, ``(n, ...)``.
             y: Class indices, ``(n,)``.
-            lr: Learning rate.
-            trace: As in :func:`train_batch`.
+            step_size: Learning rate over ``n``.
+            trace: Where to note the phases.
 
         Returns:
             Whether each rank but the first differs from it now; see :func:`mismatch_flags`. The
@@ -234,11 +204,12 @@ class EagerStep:
     """A :class:`Step` that queues its work anew for every batch.
 
     Args:
-        device_params: As in :func:`train_batch`; one device per rank.
-        weights: Shares of the ranks.
-        scores: As in :func:`train_batch`.
-        reduce: Likewise.
-        split: Likewise.
+        replicas: ``replicas[rank][i]``: the parameters of every rank that is here.
+        scores: Takes one shard of samples per rank and gives each rank's scores ``(n, classes)``,
+            computed from ``replicas``.
+        reduce: Called after backward; returns when every ``grad`` is the sum over all ranks, such
+            as :meth:`GradientBucketer.wait`.
+        split: Cuts a batch into one shard per rank that is here.
 
     Attributes:
         sums: Every rank's loss so far, float64. Added up where it is: reading would wait.
@@ -246,55 +217,36 @@ class EagerStep:
 
     def __init__(
         self,
-        device_params: Sequence[Sequence[Tensor]],
-        *,
-        weights: Sequence[float] | None = None,
-        scores: Scores | None = None,
-        reduce: Callable[[], None] | None = None,
-        split: Split = split_batch,
+        replicas: Replicas,
+        scores: Scores,
+        reduce: Callable[[], None],
+        split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
     ) -> None:
-        self._device_params = device_params
-        self._devices = [params[0].device for params in device_params]
-        self._weights = weights
+        self._replicas = replicas
         self._scores = scores
         self._reduce = reduce
         self._split = split
-        self.sums = [torch.zeros((), dtype=torch.float64, device=d) for d in self._devices]
+        self.sums = [
+            torch.zeros((), dtype=torch.float64, device=params[0].device) for params in replicas
+        ]
 
     def __call__(
         self,
         X: Tensor,  # noqa: N803
         y: Tensor,
-        lr: float,
+        step_size: float | Tensor,
         trace: Trace | None = None,
     ) -> list[Tensor]:
-        """As :class:`Step` has it."""
-        return self.run(X, y, functools.partial(sgd, lr=lr, batch_size=X.shape[0]), trace)
-
-    def run(
-        self,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
-        update: Update,
-        trace: Trace | None = None,
-    ) -> list[Tensor]:
-        """The same with another way to change parameters; see :func:`train_batch`."""
-        losses = train_batch(
-            *(X, y, self._device_params, self._devices),
-            lr=0.0,  # not used: update knows it
-            weights=self._weights,
-            scores=self._scores,
-            reduce=self._reduce,
-            update=update,
-            split=self._split,
-            trace=trace,
+        """Train on a batch; ``step_size`` may be a tensor, see :func:`sgd`."""
+        losses = _train_shards(
+            self._split(X, y), self._replicas, self._scores, self._reduce, step_size, trace
         )
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss
-        return mismatch_flags(self._device_params)
+        return mismatch_flags(self._replicas)
 
     def take_loss(self) -> float:
-        """As :class:`Step` has it."""
+        """Return the summed loss and start from 0."""
         loss = sum(total.item() for total in self.sums)
         for total in self.sums:
             total.zero_()

@@ -6,26 +6,23 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar.comm.call import RankCommunicator
-from pyringar.comm.communicator import Communicator
 from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.parallel.shards import check_replicas_equal, count_correct, split_batch
+from pyringar.parallel.shards import check_replicas_equal, count_correct
 from pyringar.train.balance import measure_weights
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
-from pyringar.train.devices import choose_devices, describe_devices
+from pyringar.train.devices import describe_devices
 from pyringar.train.graph import GraphStep, check_ranks
-from pyringar.train.group import TrainGroup
+from pyringar.train.group import OneProcess, TrainGroup
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
-from pyringar.train.models import build_model, plain_model
+from pyringar.train.models import autocast, build_model, plain_model
 from pyringar.train.pacing import EpochTimer, StepWindow
 from pyringar.train.step import EagerStep, Step
 from pyringar.train.trace import Trace
@@ -192,30 +189,23 @@ class Trainer:
         group: TrainGroup | None = None,
     ) -> None:
         self.config = config
-        self.group = group
         self._trace = trace
         # Before the data, because a wrong device should not cost a download.
-        self.devices = (
-            choose_devices(config.world_size, config.devices) if group is None else group.devices
-        )
+        self.group = group or OneProcess(config)
+        self.devices = self.group.devices
         if config.cuda_graph:
             check_ranks(self.devices, trace)
-        loaded = self._load() if data is None else data
+        load = functools.partial(load_data, config.dataset, config.data_dir)
+        loaded = data or self.group.load(load)
         self.description = str(loaded)
         # Batches are cut on the first GPU, where there is one: no copy from the host in a step.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.global_batch_size)
-        num_steps = self.steps_per_epoch * config.epochs
-        has_plateau = config.model == "lenet" and config.init == "book"
-        if has_plateau and num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
-            logger.warning(
-                "init is 'book', which stays at chance for some %d steps; this run has %d",
-                *(BOOK_PLATEAU_STEPS, num_steps),
-            )
+        self._num_steps = self.steps_per_epoch * config.epochs
+        self._warn_of_plateau()
         self._shuffle = torch.Generator().manual_seed(config.seed)
-        self._comm = self._make_comm()
-        self.model = build_model(config, self.devices, self._comm)
+        self.model = build_model(config, self.devices, self.group.comm)
         self.replicas = self.model.params
         self.weights = self._choose_weights()
         self._run_step = self._make_step()
@@ -225,18 +215,18 @@ class Trainer:
     def plan(self) -> Plan:
         """Return what reduces the gradients of a step."""
         nbytes = sum(param.numel() * param.element_size() for param in self.replicas[0])
-        plan: Plan = self._comm.plan(nbytes, self.config.torch_dtype)
+        plan: Plan = self.group.comm.plan(nbytes, self.config.torch_dtype)
         return plan
 
     @property
     def is_main(self) -> bool:
         """Return whether this process has rank 0, which alone prints."""
-        return self.group is None or self.group.is_main
+        return self.group.is_main
 
     @property
     def all_devices(self) -> tuple[torch.device, ...]:
         """The devices of all ranks, wherever they are."""
-        return self.devices if self.group is None else self.group.all_devices
+        return self.group.all_devices
 
     def run(
         self,
@@ -256,8 +246,7 @@ class Trainer:
         for epoch in range(1, self.config.epochs + 1):
             loss, seconds = self._train_epoch(on_step)
             result = EpochResult(epoch, loss, self.evaluate(), seconds)
-            if self.group is not None:
-                self.group.check_equal(self.replicas[0])
+            self.group.check_equal(self.replicas[0])
             if not math.isfinite(loss) and self.is_main:
                 logger.warning(
                     "the loss is %s after epoch %d: the learning rate %g is too high",
@@ -279,20 +268,17 @@ class Trainer:
     def evaluate(self) -> float:
         """Accuracy on the test images, counted by all ranks."""
         models = self.model.evaluators()
-        if self.group is not None:
-            self.group.share_buffers(self.model.state_dict(), self.replicas[0])
-        split = split_batch if self.group is None else self.group.split
+        self.group.share_buffers(self.model.state_dict(), self.replicas[0])
         test = batches(self._data.test_images, self._data.test_labels, _EVAL_BATCH)
-        with self._autocast():
-            correct, total = count_correct(models, test, split, devices=self.devices)
-        if self.group is not None:
-            correct = sum(self.group.gather(correct))
-        return correct / total
+        with autocast(self.config, self.devices):
+            correct, total = count_correct(models, test, self.group.split, devices=self.devices)
+        accuracy: float = self.group.total(correct) / total
+        return accuracy
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
         self.model.close()
-        self._comm.close()
+        self.group.comm.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -304,7 +290,6 @@ class Trainer:
         """Mean loss and seconds of one pass over the training images."""
         config, data = self.config, self._data
         window = StepWindow(self.devices, config.max_inflight, self._check_step)
-        num_steps = self.steps_per_epoch * config.epochs
         timer = EpochTimer(self.devices)
         self._run_step.take_loss()  # of an epoch that was broken off
         timer.start()
@@ -312,7 +297,8 @@ class Trainer:
             data.train_images, data.train_labels, config.global_batch_size, self._shuffle
         ):
             trace = self._trace if self._step < _TRACED_STEPS else None
-            flags = self._run_step(images, labels, config.lr_at(self._step, num_steps), trace)
+            step_size = config.lr_at(self._step, self._num_steps) / len(labels)
+            flags = self._run_step(images, labels, step_size, trace)
             if trace is not None:
                 trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
                 trace.step += 1
@@ -324,60 +310,37 @@ class Trainer:
                 on_step()
         window.drain()
         seconds = timer.stop()
-        summed = self._run_step.take_loss()
-        if self.group is not None:
-            summed = sum(self.group.gather(summed))
-        return summed / len(data.train_labels), seconds
+        loss: float = self.group.total(self._run_step.take_loss()) / len(data.train_labels)
+        return loss, seconds
 
     def _make_step(self) -> Step:
-        eager = EagerStep(
-            self.replicas,
-            weights=self.weights,
-            scores=self._scores,
-            reduce=self.model.bucketer.wait,
-            split=split_batch if self.group is None else self.group.split,
-        )
+        split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
+        eager = EagerStep(self.replicas, self.model.scores, self.model.bucketer.wait, split)
         if not self.config.cuda_graph:
             return eager
         size = self.config.global_batch_size
         images, labels = self._data.train_images[:size], self._data.train_labels[:size]
         return GraphStep(eager, images, labels, self.model.tensors())
 
-    def _load(self) -> ImageData:
-        load = functools.partial(load_data, self.config.dataset, self.config.data_dir)
-        return load() if self.group is None else self.group.load(load)
-
-    def _make_comm(self) -> Communicator | RankCommunicator:
-        if self.group is not None:
-            return self.group.comm
-        return Communicator(
-            [str(device) for device in self.devices],
-            algorithm=self.config.allreduce,
-            order=self.config.order,
-        )
+    def _warn_of_plateau(self) -> None:
+        has_plateau = self.config.model == "lenet" and self.config.init == "book"
+        if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
+            logger.warning(
+                "init is 'book', which stays at chance for some %d steps; this run has %d",
+                *(BOOK_PLATEAU_STEPS, self._num_steps),
+            )
 
     def _choose_weights(self) -> Sequence[float] | None:
         if not isinstance(self.config.weights, str):
             return self.config.weights
         size = math.ceil(self.config.global_batch_size / self.config.world_size)
-        with self._autocast():
+        with autocast(self.config, self.devices):
             return measure_weights(
                 functools.partial(plain_model, self.config),
                 self.devices,
                 self._data.train_images[:size],
                 self._data.train_labels[:size],
             )
-
-    def _scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        with self._autocast():
-            return self.model.scores(shards)
-
-    def _autocast(self) -> ExitStack:
-        stack = ExitStack()
-        if self.config.amp:
-            for kind in {device.type for device in self.devices}:
-                stack.enter_context(torch.autocast(kind, torch.bfloat16))
-        return stack
 
     def _check_step(self, step: int, flags: Sequence[Tensor]) -> None:
         """Replicas that were equal and saw equal gradients are equal: else something is broken."""
