@@ -9,19 +9,20 @@ Several runs in one plot: ``run(on_epoch=plot.curve("4 ranks"))``.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.train.config import check_choice
 from pyringar.train.trainer import EpochResult
 
 __all__ = ["LivePlot", "text_plot"]
 
 Curves = Mapping[str, Sequence[float]]
 
-_WHERE = ("auto", "notebook", "text")
 _MARKERS = "●○■□▲△◆◇"
 _TEXT_HEIGHT = 8  # rows of the plot itself
 _TEXT_WIDTH = 60  # columns of the plot itself, at most
@@ -54,14 +55,16 @@ class LivePlot:
         where: str = "auto",
         file: TextIO | None = None,
     ) -> None:
-        if where not in _WHERE:
-            raise ArgumentError(f"where is {where!r}, expected one of {', '.join(_WHERE)}")
+        check_choice("where", where, ("auto", "notebook", "text"))
         if num_epochs is not None and num_epochs < 1:
             raise ArgumentError(f"num_epochs is {num_epochs}, expected 1 or more")
         self.curves: dict[str, list[float]] = {}
         self._num_epochs = num_epochs or 1
         in_notebook = where == "notebook" or (where == "auto" and _is_notebook())
-        self._screen: _Screen = _Picture() if in_notebook else _Text(file or sys.stdout)
+        self._display = _import_display() if in_notebook else None
+        self._picture: Any = None  # in a notebook, once there is one
+        self._file = file or sys.stdout
+        self._lines: list[Any] = []  # in a terminal
 
     def __call__(self, result: EpochResult) -> None:
         """Add an epoch to the curve without a name."""
@@ -78,7 +81,15 @@ class LivePlot:
 
     def close(self) -> None:
         """Draw no more; in a terminal or a file, write the finished plot where text goes."""
-        self._screen.close(self.curves, self._num_epochs)
+        self._picture = None  # what is shown stays
+        if self._lines:
+            for line in reversed(self._lines):
+                line.close()
+            self._lines.clear()
+            self._file.write("\r")  # tqdm leaves the cursor where the last line ended
+        if self.curves and self._display is None:
+            self._file.write(f"{self}\n")
+            self._file.flush()
 
     def __enter__(self) -> LivePlot:
         return self
@@ -93,63 +104,52 @@ class LivePlot:
     def _add(self, label: str, result: EpochResult) -> None:
         self.curves.setdefault(label, []).append(result.accuracy)
         self._num_epochs = max(self._num_epochs, len(self.curves[label]))
-        self._screen.show(self.curves, self._num_epochs)
+        if self._display is not None:
+            self._update_picture(self._display)
+        elif self._file.isatty():
+            self._update_lines()
 
+    def _update_picture(self, display: Any) -> None:
+        image = display.Image(data=_png(self.curves, self._num_epochs), format="png")
+        if self._picture is None:
+            self._picture = display.display(image, display_id=True)
+        else:
+            self._picture.update(image)
 
-class _Screen(Protocol):
-    """Show a plot somewhere."""
+    def _update_lines(self) -> None:
+        """Write each line as a tqdm bar without a bar: other bars and their ``write`` know it."""
+        from tqdm import tqdm
 
-    def show(self, curves: Curves, num_epochs: int) -> None:
-        """Replace what was shown before."""
-
-    def close(self, curves: Curves, num_epochs: int) -> None:
-        """Show nothing more."""
-
-
-# -- notebooks -------------------------------------------------------------------------------------
+        texts = str(self).splitlines()
+        while len(self._lines) < len(texts):
+            self._lines.append(tqdm(bar_format="{desc}", file=self._file, leave=False))
+        for line, text in zip(self._lines, texts, strict=False):
+            line.set_description_str(text)
 
 
 def _is_notebook() -> bool:
     """Return whether a Jupyter kernel runs this: then IPython is imported."""
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return hasattr(shell, "kernel")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-class _Picture:
-    """One display of a notebook, updated."""
-
-    def __init__(self) -> None:
-        try:
-            import matplotlib  # noqa: F401
-            from IPython import display
-        except ImportError as error:
-            raise UnsupportedError(
-                f"a live plot in a notebook needs IPython and matplotlib ({error}); install them "
-                "with `pip install ipython matplotlib`, or give where='text'"
-            ) from error
-        self._display: Any = display
-        self._handle: Any = None
-
-    def show(self, curves: Curves, num_epochs: int) -> None:
-        image = self._display.Image(data=_png(curves, num_epochs), format="png")
-        if self._handle is None:
-            self._handle = self._display.display(image, display_id=True)
-        else:
-            self._handle.update(image)
-
-    def close(self, curves: Curves, num_epochs: int) -> None:
-        self._handle = None  # what is shown stays
+def _import_display() -> Any:
+    try:
+        import matplotlib  # noqa: F401
+        from IPython import display
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a live plot in a notebook needs IPython and matplotlib ({error}); install them "
+            "with `pip install ipython matplotlib`, or give where='text'"
+        ) from error
+    return display
 
 
 def _png(curves: Curves, num_epochs: int) -> bytes:
-    # Agg directly, not through pyplot: no state left behind, and no second picture by itself.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot, which shows a second picture by itself
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for label, values in curves.items():
         epochs = range(1, len(values) + 1)
@@ -164,42 +164,6 @@ def _png(curves: Curves, num_epochs: int) -> bytes:
     return file.getvalue()
 
 
-# -- text ------------------------------------------------------------------------------------------
-
-
-class _Text:
-    """Lines of a terminal, written over; or nothing until the end, in a file.
-
-    Each line is a bar of tqdm's without a bar, so that progress bars and their ``write`` know of
-    them.
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._lines: list[Any] = []
-
-    def show(self, curves: Curves, num_epochs: int) -> None:
-        if not self._file.isatty():
-            return
-        from tqdm import tqdm
-
-        texts = text_plot(curves, num_epochs).splitlines()
-        while len(self._lines) < len(texts):
-            self._lines.append(tqdm(bar_format="{desc}", file=self._file, leave=False))
-        for line, text in zip(self._lines, texts, strict=False):
-            line.set_description_str(text)
-
-    def close(self, curves: Curves, num_epochs: int) -> None:
-        if self._lines:
-            for line in reversed(self._lines):
-                line.close()
-            self._lines.clear()
-            self._file.write("\r")  # tqdm leaves the cursor where the last line ended
-        if curves:
-            self._file.write(text_plot(curves, num_epochs) + "\n")
-            self._file.flush()
-
-
 def text_plot(curves: Curves, num_epochs: int) -> str:
     """Draw curves between 0 and 1 as lines of text.
 
@@ -211,32 +175,31 @@ def text_plot(curves: Curves, num_epochs: int) -> str:
         Lines without trailing blanks, the last one naming the curves and their last values.
     """
     low, high = _limits(curves)
+    bottom = _TEXT_HEIGHT - 1
     step = min(_COLUMNS_PER_EPOCH, max(1, _TEXT_WIDTH // num_epochs))
-    shown = max(1, -(-num_epochs // _TEXT_WIDTH))  # epochs to a column, where there are very many
-    width = step * (-(-num_epochs // shown) - 1) + 1
+    shown = math.ceil(num_epochs / _TEXT_WIDTH)  # epochs to a column, where there are very many
+    width = step * (math.ceil(num_epochs / shown) - 1) + 1
     rows = [[" "] * width for _ in range(_TEXT_HEIGHT)]
-    for marker, values in zip(_repeated(_MARKERS, len(curves)), curves.values(), strict=True):
+    names = []
+    for marker, (name, values) in zip(itertools.cycle(_MARKERS), curves.items(), strict=False):
         for epoch, value in enumerate(values):
-            height = round((value - low) / (high - low) * (_TEXT_HEIGHT - 1))
-            rows[_TEXT_HEIGHT - 1 - height][epoch // shown * step] = marker
-    labels = {0: f"{high:.1f}", _TEXT_HEIGHT - 1: f"{low:.1f}"}
+            height = round((value - low) / (high - low) * bottom)
+            rows[bottom - height][epoch // shown * step] = marker
+        names.append(f"{marker} {name} {values[-1]:.3f}")
+    labels = {0: f"{high:.1f}", bottom: f"{low:.1f}"}
     lines = [f"{labels.get(i, ''):>4} │ {''.join(row)}" for i, row in enumerate(rows)]
-    lines.append("     └" + "─" * (width + 1))
-    last = f"{num_epochs}"
-    axis = "1".ljust(width - len(last)) + last if num_epochs > 1 else "1"
-    lines.append(f"       {axis} epoch")
-    names = zip(_repeated(_MARKERS, len(curves)), curves.items(), strict=True)
-    lines.append("       " + "  ".join(f"{m} {name} {v[-1]:.3f}" for m, (name, v) in names if v))
+    last = str(num_epochs) if num_epochs > 1 else ""
+    lines += [
+        "     └" + "─" * (width + 1),
+        f"       1{last:>{width - 1}} epoch",
+        "       " + "  ".join(names),
+    ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _repeated(markers: str, count: int) -> str:
-    return (markers * (count // len(markers) + 1))[:count]
 
 
 def _limits(curves: Curves) -> tuple[float, float]:
     """Tenths around all values, so that a curve near its end is still seen to move."""
-    values = [value for values in curves.values() for value in values]
+    values = list(itertools.chain(*curves.values()))
     if not values:
         return 0.0, 1.0
     low = math.floor(min(values) * 10 + 1e-9) / 10

@@ -21,13 +21,10 @@ def save_plot(result: TrainResult, path: str | Path) -> None:
         result: The run.
         path: The picture.
     """
-    # Agg directly, not through pyplot: no window, no display, and no state left behind.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot: no window, and no state left behind
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left = figure.add_subplot()
     epochs = [epoch.epoch for epoch in result.epochs]
     accuracy = left.plot(epochs, result.curve, "o-", color="tab:blue", label="test accuracy")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -85,7 +83,10 @@ def _train_shards(
     trace: Trace | None = None,
 ) -> list[Tensor]:
     """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
-    phase = functools.partial(_phase, trace, len(replicas))
+
+    def phase(category: str) -> AbstractContextManager[None]:
+        return nullcontext() if trace is None else trace.span(category, *range(len(replicas)))
+
     for param in itertools.chain(*replicas):
         param.grad = None  # or what an earlier step left would be added
     with phase("forward"):
@@ -102,17 +103,6 @@ def _train_shards(
         for params in replicas:
             sgd(params, step_size)
     return [loss.detach() for loss in losses]
-
-
-@contextmanager
-def _phase(trace: Trace | None, world_size: int, category: str) -> Iterator[None]:
-    """Note a phase; what the host does for all ranks in one go stands in the row of each."""
-    begin_ns = time.perf_counter_ns()
-    yield
-    if trace is not None:
-        end_ns = time.perf_counter_ns()
-        for rank in range(world_size):
-            trace.add(category, category, rank, begin_ns, end_ns)
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:

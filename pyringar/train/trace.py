@@ -21,10 +21,6 @@ from pyringar.parallel.bucketer import StepStats
 
 __all__ = ["CATEGORIES", "Span", "Trace"]
 
-CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
-"""A span's kind: a phase of a step, or a bucket on its way."""
-_MOST_FILE_BYTES = 1 << 30
-_ROWS = {"bucket": 1}  # computation is row 0
 _COLORS = {
     "forward": "#8fb8de",
     "backward": "#3b6ea5",
@@ -32,6 +28,9 @@ _COLORS = {
     "wait": "#b3423a",
     "optimizer": "#6a9f58",
 }
+CATEGORIES = tuple(_COLORS)
+"""A span's kind: a phase of a step, or a bucket on its way."""
+_MOST_FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,11 @@ class Span:
     end_s: float
     nbytes: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
 
 class Trace:
     """Collects spans; one per training run.
@@ -70,27 +74,23 @@ class Trace:
         self._begin_ns = time.perf_counter_ns()
 
     @contextmanager
-    def span(self, category: str, rank: int) -> Iterator[None]:
+    def span(self, category: str, *ranks: int) -> Iterator[None]:
         """Record what happens in here.
 
         Args:
             category: One of :data:`CATEGORIES`; the span's name, too.
-            rank: In whose row.
+            *ranks: In whose rows: of each, what the host does for all in one go.
         """
         begin_ns = time.perf_counter_ns()
         try:
             yield
         finally:
-            self.add(category, category, rank, begin_ns, time.perf_counter_ns())
+            end_ns = time.perf_counter_ns()
+            for rank in ranks:
+                self.add(category, category, rank, begin_ns, end_ns)
 
     def add(
-        self,
-        name: str,
-        category: str,
-        rank: int,
-        begin_ns: int,
-        end_ns: int,
-        nbytes: int = 0,
+        self, name: str, category: str, rank: int, begin_ns: int, end_ns: int, nbytes: int = 0
     ) -> None:
         """Record a span.
 
@@ -122,9 +122,8 @@ class Trace:
         for index, bucket in enumerate(stats.buckets):
             if bucket.launched_s is None or bucket.done_s is None:
                 continue
-            begin_ns, end_ns = (
-                stats.begin_ns + round(t * 1e9) for t in (bucket.launched_s, bucket.done_s)
-            )
+            begin_ns = stats.begin_ns + round(bucket.launched_s * 1e9)
+            end_ns = stats.begin_ns + round(bucket.done_s * 1e9)
             for rank in range(world_size):
                 self.add(f"bucket {index}", "bucket", rank, begin_ns, end_ns, bucket.nbytes)
 
@@ -136,20 +135,24 @@ class Trace:
         Args:
             path: A file, replaced if it is there.
         """
-        events: list[dict[str, Any]] = []
-        for rank in sorted({span.rank for span in self.spans}):
-            events.append(_named("process_name", rank, 0, f"rank {rank}"))
-            events.append(_named("thread_name", rank, 0, "computation"))
-            events.append(_named("thread_name", rank, 1, "buckets"))
+        events: list[dict[str, Any]] = [
+            {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+            for rank in sorted({span.rank for span in self.spans})
+            for what, row, name in (
+                ("process_name", 0, f"rank {rank}"),
+                ("thread_name", 0, "computation"),
+                ("thread_name", 1, "buckets"),
+            )
+        ]
         events += [
             {
                 "name": span.name,
                 "cat": span.category,
                 "ph": "X",
                 "pid": span.rank,
-                "tid": _ROWS.get(span.category, 0),
+                "tid": int(span.category == "bucket"),
                 "ts": span.begin_s * 1e6,
-                "dur": (span.end_s - span.begin_s) * 1e6,
+                "dur": span.seconds * 1e6,
                 "args": {"step": span.step, "bytes": span.nbytes},
             }
             for span in self.spans
@@ -197,11 +200,8 @@ class Trace:
             spans = self.of_step(step)
             rank = [span for span in spans if span.rank == spans[0].rank]
             total_s = max(s.end_s for s in spans) - min(s.begin_s for s in spans)
-            by_kind = {
-                kind: sum(s.end_s - s.begin_s for s in rank if s.category == kind)
-                for kind in CATEGORIES
-            }
-            cells = "".join(f"  {by_kind[kind] * 1e3:9.2f}" for kind in CATEGORIES)
+            by_kind = [sum(s.seconds for s in rank if s.category == kind) for kind in CATEGORIES]
+            cells = "".join(f"  {seconds * 1e3:9.2f}" for seconds in by_kind)
             share = _hidden(rank)
             hidden = "-" if share is None else f"{share:.0%}"
             lines.append(f"{step:>5}  {total_s * 1e3:8.2f}{cells}  {hidden:>6}")
@@ -220,13 +220,34 @@ class Trace:
         """
         steps = self.steps()
         chosen = step if step is not None else (steps[-1] if steps else None)
-        if chosen is None or chosen not in steps:
+        if chosen not in steps:
             raise ArgumentError(f"step is {step!r}, expected one of {steps}")
         try:
-            import matplotlib  # noqa: F401
+            from matplotlib.figure import Figure  # not pyplot: a notebook's goes on as it was
         except ImportError as error:
             raise UnsupportedError(f"a picture needs matplotlib ({error})") from error
-        _draw(self.of_step(chosen), chosen, path)
+        spans = [span for span in self.spans if span.step == chosen]
+        ranks = sorted({span.rank for span in spans})
+        start = min(span.begin_s for span in spans)
+        figure = Figure(figsize=(11, 1.6 + 0.9 * len(ranks)), layout="constrained")
+        axes = figure.add_subplot()
+        for kind, color in _COLORS.items():
+            for row, rank in enumerate(ranks):
+                drawn = [s for s in spans if (s.category, s.rank) == (kind, rank)]
+                axes.broken_barh(
+                    [((s.begin_s - start) * 1e3, s.seconds * 1e3) for s in drawn],
+                    (2 * row + (kind == "bucket") - 0.375, 0.75),
+                    color=color,  # of edges, too, or what is short would not be seen
+                    linewidth=0.8,
+                    label=kind if drawn and row == 0 else None,
+                )
+        labels = [f"rank {rank} {what}" for rank in ranks for what in ("computes", "buckets")]
+        axes.set_yticks(range(2 * len(ranks)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds")
+        axes.set_title(f"step {chosen}", fontsize=10)
+        figure.legend(loc="outside lower center", ncols=len(_COLORS), frameon=False, fontsize=8)
+        figure.savefig(path, dpi=130)
 
 
 def _span_of(event: Any) -> Span:
@@ -252,10 +273,6 @@ def _span_of(event: Any) -> Span:
     return Span(name, kind, rank, step, begin_s, begin_s + duration_us * 1e-6, nbytes)
 
 
-def _named(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
-
-
 def _hidden(spans: Sequence[Span]) -> float | None:
     """Share of the buckets' time that lies outside every wait; None without buckets."""
     buckets = [(s.begin_s, s.end_s) for s in spans if s.category == "bucket"]
@@ -269,46 +286,3 @@ def _hidden(spans: Sequence[Span]) -> float | None:
         for w_begin, w_end in waits
     )
     return 1 - exposed / total
-
-
-def _draw(spans: Sequence[Span], step: int, path: str | Path) -> None:
-    # Agg directly, not through pyplot: a notebook's pyplot goes on drawing where it did before.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    ranks = sorted({span.rank for span in spans})
-    start = min(span.begin_s for span in spans)
-    figure = Figure(figsize=(11, 1.6 + 0.9 * len(ranks)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for span in spans:
-        row = 2 * ranks.index(span.rank) + _ROWS.get(span.category, 0)
-        begin_ms, width_ms = (span.begin_s - start) * 1e3, (span.end_s - span.begin_s) * 1e3
-        axes.barh(
-            row,
-            width_ms,
-            left=begin_ms,
-            height=0.75,
-            color=_COLORS[span.category],
-            edgecolor=_COLORS[span.category],  # or what is short would not be seen
-            linewidth=0.8,
-        )
-    axes.set_yticks(
-        range(2 * len(ranks)),
-        [f"rank {rank} {what}" for rank in ranks for what in ("computes", "buckets")],
-        fontsize=8,
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds")
-    axes.set_title(f"step {step}", fontsize=10)
-    kinds = [kind for kind in CATEGORIES if any(span.category == kind for span in spans)]
-    axes.legend(
-        handles=[Patch(color=_COLORS[kind], label=kind) for kind in kinds],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.18),
-        ncols=len(kinds),
-        frameon=False,
-        fontsize=8,
-    )
-    figure.savefig(path, dpi=130)
