@@ -6,19 +6,18 @@ import argparse
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pyringar.engine.build import EngineKind
+import torch
+
+from pyringar.engine import build, load
+from pyringar.errors import CompilerNotFoundError
 
 __all__ = ["add_parser", "kernel_table", "run"]
 
 _KERNEL_COLUMNS = {
-    "arch": "arch",
-    "registers": "registers",
-    "stack_bytes": "stack B",
-    "spill_store_bytes": "spill stores B",
-    "spill_load_bytes": "spill loads B",
+    **{"arch": "arch", "registers": "registers", "stack_bytes": "stack B"},
+    **{"spill_store_bytes": "spill stores B", "spill_load_bytes": "spill loads B"},
     "name": "kernel",
 }
 
@@ -48,11 +47,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build and load the engines, and print where each is, what compiled it, how long it took."""
-    import torch
-
-    from pyringar.engine import build
-    from pyringar.errors import CompilerNotFoundError
-
     _build_and_describe(build.CPU, args)
     if args.cuda is None and torch.version.cuda is None:
         print("cuda      not built: torch is a CPU build (--cuda builds it all the same)")
@@ -66,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build_and_describe(kind: EngineKind, args: argparse.Namespace) -> None:
-    from pyringar.engine import build, load
-
+def _build_and_describe(kind: build.EngineKind, args: argparse.Namespace) -> None:
     started, recipe = time.monotonic(), build.Recipe(kind=kind)
     found = None if args.force else build.find_engine(recipe)
     engine = found or build.build_engine(recipe, force=args.force, verbose=args.verbose)

@@ -15,6 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pyringar.errors import ArgumentError
+from pyringar.grading.grader import check_allreduce
+
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
@@ -60,9 +63,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Load the function, grade it, print the report."""
-    from pyringar.errors import ArgumentError
-    from pyringar.grading.grader import check_allreduce
-
     # What the graded code prints must not end up inside the report.
     with contextlib.redirect_stdout(sys.stderr):
         try:

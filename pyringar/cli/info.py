@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -11,14 +12,16 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pyringar.engine.build import EngineKind
+import torch
+
+import pyringar
+from pyringar.engine import build, load, toolchain
+from pyringar.errors import RingarError
 
 __all__ = ["add_parser", "gather", "run"]
 
-_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 ENVIRONMENT = {
     "PYRINGAR_CACHE_DIR": "where engines are kept",
     "CXX": "the C++ compiler",
@@ -54,7 +57,10 @@ def gather() -> dict[str, dict[str, Any]]:
     return {
         "versions": _versions(),
         "build": _build_facts(),
-        "engine": _engine_facts(),
+        "engine": {
+            "cpu": _told(lambda: _engine(build.CPU)),
+            "cuda": _told(lambda: _engine(build.CUDA)),
+        },
         "devices": _devices(),
         "peers": _peers(),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
@@ -63,8 +69,6 @@ def gather() -> dict[str, dict[str, Any]]:
 
 def _told(fact: Callable[[], Any]) -> Any:
     """Return ``fact()``, or its pyringar error as text: a report is made even where things fail."""
-    from pyringar.errors import RingarError
-
     try:
         return fact()
     except RingarError as error:
@@ -72,8 +76,6 @@ def _told(fact: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, Any]:
-    import pyringar
-
     versions: dict[str, Any] = {
         "pyringar": f"{pyringar.__version__} ({Path(pyringar.__file__).parent})",
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -84,19 +86,11 @@ def _versions() -> dict[str, Any]:
             versions[name] = str(importlib.import_module(name).__version__)
         except Exception as error:  # a torchvision of another torch fails with RuntimeError
             versions[name] = f"cannot be imported: {type(error).__name__}: {error}"
-    versions["torch_cuda"] = _torch_cuda() or "torch is a CPU build: the CUDA engine is absent"
+    versions["torch_cuda"] = torch.version.cuda or "torch is a CPU build: the CUDA engine is absent"
     return versions
 
 
-def _torch_cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda
-
-
 def _build_facts() -> dict[str, Any]:
-    from pyringar.engine import build, toolchain
-
     def compiler() -> str:
         found = toolchain.find_compiler()
         return f"{found}: {toolchain.compiler_version(found)}"
@@ -116,8 +110,6 @@ def _build_facts() -> dict[str, Any]:
 
 
 def _cache() -> str:
-    from pyringar.engine import build
-
     cache = build.cache_dir()
     try:
         if not cache.is_dir():
@@ -129,22 +121,11 @@ def _cache() -> str:
     return f"{cache} ({engines} built, {sum(sizes) / 1e6:.1f} MB)"
 
 
-def _engine_facts() -> dict[str, Any]:
-    """Say what is built for this machine, and ask the engines themselves what they are."""
-    from pyringar.engine import build
-
-    return {
-        "cpu": _told(lambda: _engine(build.CPU)),
-        "cuda": _told(lambda: _engine(build.CUDA)),
-    }
-
-
-def _engine(kind: EngineKind) -> str | dict[str, Any]:
-    from pyringar.engine import build, load
-
+def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
+    """Return what is built for this machine, and what the engine says of itself."""
     engine = build.find_engine(build.Recipe(kind=kind))
     if engine is None:
-        if kind.cuda and _torch_cuda() is None:
+        if kind.cuda and torch.version.cuda is None:
             return "not built: torch is a CPU build; `pyringar build --cuda` builds it all the same"
         return "not built yet: the first call compiles it, `pyringar build` does it now"
     module, record = load.load(engine), engine.record
@@ -159,10 +140,6 @@ def _engine(kind: EngineKind) -> str | dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    import torch
-
-    from pyringar.engine import toolchain
-
     cpu = toolchain.read_cpu()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     devices = {
@@ -184,33 +161,27 @@ def _devices() -> dict[str, Any]:
 
 def _peers() -> dict[str, Any]:
     """Say which device reads and writes which other one's memory: row reaches column."""
-    import torch
-
-    peers: dict[str, Any] = {"cpu": "all CPU ranks share one memory"}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    probed = _probed_links(count)
+    links = _probed_links(count)
+    for row, column in itertools.product(range(count), repeat=2):
+        if (row, column) not in links:
+            reaches = row != column and torch.cuda.can_device_access_peer(row, column)
+            links[row, column] = "self" if row == column else "yes" if reaches else "no"
+    peers: dict[str, Any] = {"cpu": "all CPU ranks share one memory"}
     for row in range(count):
-        peers[f"cuda:{row}"] = {
-            f"cuda:{column}": "self"
-            if row == column
-            else probed.get((row, column))
-            or ("yes" if torch.cuda.can_device_access_peer(row, column) else "no")
-            for column in range(count)
-        }
+        peers[f"cuda:{row}"] = {f"cuda:{column}": links[row, column] for column in range(count)}
     return peers
 
 
 def _probed_links(count: int) -> dict[tuple[int, int], str]:
     """Return what the CUDA engine found with real data; nothing where it is not built yet."""
-    from pyringar.engine import build, load
-
     if count < 2 or build.find_engine(build.Recipe(kind=build.CUDA)) is None:
         return {}
-    found = {}
-    for source, target, can_access, delivers in load.cuda_engine().peer_links(range(count)):
-        lies = "says yes, delivers wrong data: not used"
-        found[source, target] = "yes, probed" if delivers else (lies if can_access else "no")
-    return found
+    words = {(True, True): "yes, probed", (True, False): "says yes, delivers wrong data: not used"}
+    return {
+        (source, target): words.get((can_access, delivers), "no")
+        for source, target, can_access, delivers in load.cuda_engine().peer_links(range(count))
+    }
 
 
 def render(facts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -231,15 +202,11 @@ def _value_lines(value: Any) -> list[str]:
     if isinstance(value, list):
         return [line for item in value for line in _value_lines(item)]
     if isinstance(value, Mapping):
-        return [
-            line
-            for key, item in value.items()
-            for line in textwrap.wrap(
-                f"{key:<16} {item}", 100, subsequent_indent=" " * 17, **_WHOLE_WORDS
-            )
-        ]
-    return [
-        wrapped
-        for line in str(value).splitlines()
-        for wrapped in textwrap.wrap(line, 100, **_WHOLE_WORDS)
-    ] or [""]
+        pairs = [f"{key:<16} {item}" for key, item in value.items()]
+        return [line for pair in pairs for line in _wrapped(pair, indent=17)]
+    return [part for line in str(value).splitlines() for part in _wrapped(line)] or [""]
+
+
+def _wrapped(line: str, indent: int = 0) -> list[str]:
+    whole_words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, 100, subsequent_indent=" " * indent, **whole_words)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from pyringar.cli.paths import check_output_path
+from pyringar.train.trace import Trace
+
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """Print what the steps of a training run spent their time on, from the file that
@@ -24,9 +27,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; draw the picture."""
-    from pyringar.cli.paths import check_output_path
-    from pyringar.train.trace import Trace
-
     if args.timeline:
         check_output_path("--timeline", args.timeline)
     trace = Trace.load(args.file)

@@ -1,7 +1,7 @@
 """Define the grader's cases, and the properties that it checks.
 
-A property goes from small cases to large ones and stops at the first failure, so that the failure
-is the smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading.grader``.
+A property goes from small cases to large ones and raises the first :class:`Failure`, which is the
+smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading.grader``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CHECKS", "Check", "Failure", "RaisedError", "Subject", "fail"]
+__all__ = ["CHECKS", "Check", "Failure", "Subject"]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int32, torch.int64)
@@ -72,14 +72,8 @@ class Case:
         return f"k={self.k}, numel={self.numel}, {_name(self.dtype)}{layout}, {self.values} values"
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "k": self.k,
-            "shape": list(self.shape),
-            "numel": self.numel,
-            "dtype": _name(self.dtype),
-            "layout": self.layout,
-            "values": self.values,
-        }
+        exact = {"shape": list(self.shape), "numel": self.numel, "dtype": _name(self.dtype)}
+        return {"k": self.k, **exact, "layout": self.layout, "values": self.values}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -154,14 +148,12 @@ class Call:
         return self.layouts[rank].view(self.bases[rank], self.case.shape)
 
 
-class RaisedError(Exception):
-    """The function raised; says what and where."""
+class Failure(Exception):  # noqa: N818
+    """A property does not hold: in words, and the case that shows it as a dict."""
 
-    def __init__(self, case: Case, error: BaseException) -> None:
-        self.case = case
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is ours
-        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        super().__init__(f"raises {type(error).__name__}: {error}{where}")
+    def __init__(self, case: Case, detail: str, **more: Any) -> None:
+        super().__init__(f"{case}: {detail}")
+        self.case = {**case.as_dict(), **more}
 
 
 class Subject:
@@ -175,13 +167,15 @@ class Subject:
         self.last_case: Case | None = None
 
     def run(self, case: Case) -> Call:
-        """Call the function with a case's tensors; raise :class:`RaisedError` if it raises."""
+        """Call the function with a case's tensors; if it raises, that is a failure."""
         self.last_case = case
         call = Call(case, self.devices)
         try:
             call.returned = self.fn(call.data)
         except BaseException as error:  # sys.exit() in a solution is a failed solution
-            raise RaisedError(case, error) from error
+            frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is ours
+            where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            raise Failure(case, f"raises {type(error).__name__}: {error}{where}") from error
         return call
 
     def few(self, *wanted: int) -> list[int]:
@@ -197,26 +191,14 @@ class Subject:
 # -- comparing -------------------------------------------------------------------------------------
 
 
-class Failure(NamedTuple):
-    """A property that does not hold: in words, and the case as a dict."""
-
-    detail: str
-    case: dict[str, Any]
-
-
-def fail(case: Case, detail: str, **more: Any) -> Failure:
-    """Make a :class:`Failure` of a case, with ``more`` beside its fields."""
-    return Failure(f"{case}: {detail}", {**case.as_dict(), **more})
-
-
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
     """Say how ``found``, the result of ``rank``, differs from the sum; None if it does not."""
     case = call.case
     if not isinstance(found, Tensor):
-        return fail(case, f"rank {rank} holds a {type(found).__name__}, not a tensor", rank=rank)
+        return Failure(case, f"rank {rank} holds a {type(found).__name__}, not a tensor", rank=rank)
     is_dense = found.layout is torch.strided
     if found.shape != case.shape or found.dtype != case.dtype or not is_dense:
-        return fail(
+        return Failure(
             case,
             f"rank {rank} holds {'' if is_dense else 'sparse '}{_name(found.dtype)} of shape "
             f"{list(found.shape)}, not {_name(case.dtype)} of shape {list(case.shape)}",
@@ -230,13 +212,10 @@ def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
         return None
     index = int((~right).nonzero()[0])
     want, have = expected[index].item(), got[index].item()
-    return fail(
+    return Failure(
         case,
         f"rank {rank}, element {index}: expected {want}, got {have}{_guess(call, rank, got)}",
-        rank=rank,
-        index=index,
-        expected=want,
-        got=have,
+        **{"rank": rank, "index": index, "expected": want, "got": have},
     )
 
 
@@ -278,65 +257,61 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 # -- properties ------------------------------------------------------------------------------------
 #
-# Each goes from small cases to large ones and returns the first failure; those that are only
-# reported return a sentence.
+# Each goes from small cases to large ones and raises the first failure; what is only reported
+# returns a sentence.
 
 
-def _all_ranks(subject: Subject, cases: Iterable[Case]) -> Failure | None:
+def _check_value(call: Call, rank: int) -> None:
+    failure = _wrong_value(call, rank, call.result(rank))
+    if failure:
+        raise failure
+
+
+def _check_ranks(subject: Subject, cases: Iterable[Case]) -> None:
     for case in cases:
         call = subject.run(case)
         for rank in range(case.k):
-            failure = _wrong_value(call, rank, call.result(rank))
-            if failure:
-                return failure
-    return None
+            _check_value(call, rank)
 
 
-def _sum(subject: Subject) -> Failure | None:
-    for k in subject.few(2, 4):
-        for values in ("positional", "random"):
-            call = subject.run(Case(k, values=values))
-            failure = _wrong_value(call, 0, call.result(0))
-            if failure:
-                return failure
-    return None
+def _both_values(ks: Iterable[int], **options: Any) -> Iterator[Case]:
+    for k in ks:
+        yield from (Case(k, values=values, **options) for values in ("positional", "random"))
 
 
-def _every_rank(subject: Subject) -> Failure | None:
-    ks = subject.few(2, 4)
-    return _all_ranks(subject, (Case(k, values=v) for k in ks for v in ("positional", "random")))
+def _sum(subject: Subject) -> None:
+    for case in _both_values(subject.few(2, 4)):
+        _check_value(subject.run(case), 0)
 
 
-def _in_place(subject: Subject) -> Failure | None:
+def _every_rank(subject: Subject) -> None:
+    _check_ranks(subject, _both_values(subject.few(2, 4)))
+
+
+def _in_place(subject: Subject) -> None:
     for k in subject.few(1, 2, 4):
         for dtype in (torch.float32, torch.float16):
             call = subject.run(Case(k, dtype=dtype))
             for rank in range(k):
-                failure = _not_in_place(call, rank)
-                if failure:
-                    return failure
-    return None
+                _check_in_place(call, rank)
 
 
-def _not_in_place(call: Call, rank: int) -> Failure | None:
+def _check_in_place(call: Call, rank: int) -> None:
     mine = _wrong_value(call, rank, call.given[rank])
     if mine is None:
-        if _wrong_value(call, rank, call.own_memory(rank)) is None:
-            return None
-        return fail(
-            call.case,
-            f"rank {rank}'s tensor was made to point at other memory (t.data = ... or t.set_(...)) "
-            "instead of written into: views of it do not see the sum",
-            rank=rank,
-        )
+        if _wrong_value(call, rank, call.own_memory(rank)) is not None:
+            raise Failure(
+                call.case,
+                f"rank {rank}'s tensor was made to point at other memory (t.data = ... or "
+                "t.set_(...)) instead of written into: views of it do not see the sum",
+                rank=rank,
+            )
+        return
     if call.result(rank) is call.given[rank]:
-        return mine
-    still = (
-        "still holds its own values"
-        if _same_bits(call.given[rank], call.inputs[rank])
-        else "does not hold the sum"
-    )
-    return fail(
+        raise mine
+    is_unchanged = _same_bits(call.given[rank], call.inputs[rank])
+    still = "still holds its own values" if is_unchanged else "does not hold the sum"
+    raise Failure(
         call.case,
         f"rank {rank}'s own tensor {still}: the function rebinds list items (data[i] = ...) "
         "instead of writing into them (data[i][:] = ...)",
@@ -344,18 +319,29 @@ def _not_in_place(call: Call, rank: int) -> Failure | None:
     )
 
 
-def _equal_bits(subject: Subject) -> Failure | None:
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+def _list_untouched(subject: Subject) -> None:
+    for k in subject.few(1, 2, 4):
+        call = subject.run(Case(k))
+        if len(call.data) != k:
+            raise Failure(call.case, f"the list had {k} items before and {len(call.data)} after")
+        for rank in range(k):
+            if call.data[rank] is not call.given[rank]:
+                where = [r for r in range(k) if call.data[rank] is call.given[r]]
+                what = f"the tensor of rank {where[0]}" if where else "another tensor than before"
+                raise Failure(call.case, f"data[{rank}] is now {what}", rank=rank)
+
+
+def _equal_bits(subject: Subject) -> None:
+    for dtype in _FLOATS:
         for k in subject.few(2, 3, subject.most):
             call = subject.run(Case(k, (4099,), dtype, values="random"))
             for rank in range(1, k):
                 if not _same_bits(call.result(0), call.result(rank)):
                     detail = f"rank {rank} has other bits than rank 0"
-                    return fail(call.case, detail, rank=rank)
-    return None
+                    raise Failure(call.case, detail, rank=rank)
 
 
-def _repeatable(subject: Subject) -> Failure | None:
+def _repeatable(subject: Subject) -> None:
     for numel in (1009, 65_537):
         for k in subject.few(3, subject.most):
             case = Case(k, (numel,), values="random")
@@ -365,36 +351,24 @@ def _repeatable(subject: Subject) -> Failure | None:
                 for rank in range(k):
                     if not _same_bits(first.result(rank), again.result(rank)):
                         detail = f"rank {rank} has other bits in run {repetition} than in run 1"
-                        return fail(case, detail, rank=rank)
-    return None
+                        raise Failure(case, detail, rank=rank)
 
 
-def _rank_counts(subject: Subject) -> Failure | None:
-    ks = range(1, subject.most + 1)
-    return _all_ranks(subject, (Case(k, values=v) for k in ks for v in ("positional", "random")))
+def _rank_counts(subject: Subject) -> None:
+    _check_ranks(subject, _both_values(range(1, subject.most + 1)))
 
 
-def _sizes(subject: Subject) -> Failure | None:
-    def cases() -> Iterator[Case]:
-        ks = subject.few(2, 3, subject.most)
-        for numel in sorted({0, 1, *(k + d for k in ks for d in (-1, 0, 1)), 13, 127, 8191}):
-            yield from (Case(k, (numel,)) for k in ks)
-        for numel in (65_536, 1_000_003):
-            yield from (Case(k, (numel,), values="random") for k in subject.few(3))
-
-    return _all_ranks(subject, cases())
+def _sizes(subject: Subject) -> None:
+    ks = subject.few(2, 3, subject.most)
+    for numel in sorted({0, 1, *(k + d for k in ks for d in (-1, 0, 1)), 13, 127, 8191}):
+        _check_ranks(subject, (Case(k, (numel,)) for k in ks))
+    for numel in (65_536, 1_000_003):
+        _check_ranks(subject, (Case(k, (numel,), values="random") for k in subject.few(3)))
 
 
-def _dtypes(subject: Subject) -> Failure | None:
-    return _all_ranks(
-        subject,
-        (
-            Case(k, dtype=dtype, values=values)
-            for dtype in (*_FLOATS, *_INTEGERS)
-            for k in subject.few(2, 3, subject.most)
-            for values in ("positional", "random")
-        ),
-    )
+def _dtypes(subject: Subject) -> None:
+    for dtype in (*_FLOATS, *_INTEGERS):
+        _check_ranks(subject, _both_values(subject.few(2, 3, subject.most), dtype=dtype))
 
 
 def _strided_cases(subject: Subject) -> Iterator[Case]:
@@ -408,21 +382,21 @@ def _strided_cases(subject: Subject) -> Iterator[Case]:
         yield Case(k, (3, 4, 14, 14), torch.float16, layout="channels_last")
 
 
-def _strides(subject: Subject) -> Failure | None:
-    return _all_ranks(subject, _strided_cases(subject))
+def _strides(subject: Subject) -> None:
+    _check_ranks(subject, _strided_cases(subject))
 
 
-def _mixed_strides(subject: Subject) -> Failure | None:
-    def cases() -> Iterator[Case]:
-        for k in subject.few(2, 3):
-            yield Case(k, (5, 7), layout="contiguous beside transposed")
-            yield Case(k, (5, 7), layout="inner columns beside contiguous")
-            yield Case(k, (3, 4, 14, 14), torch.float16, "contiguous beside channels_last")
+def _mixed_strides(subject: Subject) -> None:
+    for k in subject.few(2, 3):
+        cases = (
+            Case(k, (5, 7), layout="contiguous beside transposed"),
+            Case(k, (5, 7), layout="inner columns beside contiguous"),
+            Case(k, (3, 4, 14, 14), torch.float16, "contiguous beside channels_last"),
+        )
+        _check_ranks(subject, cases)
 
-    return _all_ranks(subject, cases())
 
-
-def _outside(subject: Subject) -> Failure | None:
+def _outside(subject: Subject) -> None:
     for case in _strided_cases(subject):
         call = subject.run(case)
         outside = torch.ones(call.bases[0].shape, dtype=torch.bool)
@@ -433,29 +407,12 @@ def _outside(subject: Subject) -> Failure | None:
             if changed.numel():
                 at = int(changed[0])
                 was, now = before.reshape(-1)[at].item(), after.reshape(-1)[at].item()
-                return fail(
+                raise Failure(
                     case,
                     f"memory of rank {rank} that is not part of its tensor was written: {now} "
                     f"where {was} stood",
-                    rank=rank,
-                    index=at,
-                    expected=was,
-                    got=now,
+                    **{"rank": rank, "index": at, "expected": was, "got": now},
                 )
-    return None
-
-
-def _list_untouched(subject: Subject) -> Failure | None:
-    for k in subject.few(1, 2, 4):
-        call = subject.run(Case(k))
-        if len(call.data) != k:
-            return fail(call.case, f"the list had {k} items before and {len(call.data)} after")
-        for rank in range(k):
-            if call.data[rank] is not call.given[rank]:
-                where = [r for r in range(k) if call.data[rank] is call.given[r]]
-                what = f"the tensor of rank {where[0]}" if where else "another tensor than before"
-                return fail(call.case, f"data[{rank}] is now {what}", rank=rank)
-    return None
 
 
 def _returns(subject: Subject) -> str:
@@ -480,7 +437,7 @@ class Check(NamedTuple):
 
     name: str
     covers: str
-    look: Callable[[Subject], Failure | str | None]
+    look: Callable[[Subject], str | None]
     verdict_on_failure: str = "fail"
 
 

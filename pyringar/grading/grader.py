@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from pyringar.comm.threads import start_thread
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
-from pyringar.grading.checks import CHECKS, Check, RaisedError, Subject, fail
+from pyringar.grading.checks import CHECKS, Check, Failure, Subject
 
 __all__ = ["Property", "Report", "check_allreduce"]
 
@@ -83,10 +83,7 @@ class Report:
         lines = [f"{self.function} on {_device_names(self.devices)}", ""]
         for p in self.properties:
             head = f"{p.name:<{width}}  {p.verdict:<8}  "
-            indent = " " * len(head)
-            lines.append(
-                textwrap.fill(p.detail, 100, initial_indent=head, subsequent_indent=indent)
-            )
+            lines += textwrap.wrap(head + p.detail, 100, subsequent_indent=" " * len(head))
         failed = [p.name for p in self.properties if p.verdict == "fail"]
         required = sum(p.verdict != "reported" for p in self.properties)
         if failed:
@@ -111,8 +108,7 @@ def check_allreduce(
     Args:
         fn: Called as ``fn(data)`` with a list of equal-shaped tensors, one per rank. To pass, it
             leaves the sum of all in every one of them.
-        devices: Where the ranks lie: rank ``r`` on ``devices[r]``, and every number of ranks from
-            1 to ``len(devices)`` is tried. None: 8 CPU ranks.
+        devices: One per rank; every number of ranks up to theirs is tried. None: 8 CPU ranks.
         timeout_s: Seconds for each property. A call that takes longer is left behind in a daemon
             thread and fails; after two of those the rest fails without being run.
 
@@ -129,22 +125,15 @@ def check_allreduce(
         raise ArgumentError(f"fn is {fn!r}, expected a function of a list of tensors")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise ArgumentError(f"timeout_s is {timeout_s!r}, expected a positive number of seconds")
-    places = check_devices(["cpu"] * _DEFAULT_RANKS if devices is None else devices)
-    hangs = 0
-    verdicts = []
-    for check in CHECKS:
-        if hangs < _MAX_HANGS:
-            verdict, is_late = _judge(check, Subject(fn, places), timeout_s)
-            hangs += is_late
-        else:
-            detail = f"not run: {hangs} other properties did not finish"
-            verdict = Property(check.name, check.verdict_on_failure, detail)
-        verdicts.append(verdict)
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    ranks = check_devices(["cpu"] * _DEFAULT_RANKS if devices is None else devices)
+    verdicts = tuple(_verdicts(fn, ranks, timeout_s))
+    return Report(_name_of(fn), tuple(str(device) for device in ranks), verdicts)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     module = getattr(fn, "__module__", None)
-    return Report(
-        f"{module}.{name}" if module else name, tuple(str(d) for d in places), tuple(verdicts)
-    )
+    return f"{module}.{name}" if module else name
 
 
 def _device_names(devices: Sequence[str]) -> str:
@@ -154,21 +143,35 @@ def _device_names(devices: Sequence[str]) -> str:
     return ", ".join(devices)
 
 
+def _verdicts(
+    fn: Callable[[list[Tensor]], Any], devices: tuple[torch.device, ...], timeout_s: float
+) -> Iterator[Property]:
+    hangs = 0
+    for check in CHECKS:
+        if hangs < _MAX_HANGS:
+            verdict, is_late = _judge(check, Subject(fn, devices), timeout_s)
+            hangs += is_late
+            yield verdict
+        else:
+            detail = f"not run: {hangs} other properties did not finish"
+            yield Property(check.name, check.verdict_on_failure, detail)
+
+
 def _judge(check: Check, subject: Subject, timeout_s: float) -> tuple[Property, bool]:
-    """The verdict of one check, and whether it ran into its deadline."""
-    is_late = False
+    """Return the verdict of one check, and whether it ran into its deadline."""
+    verdict, case, is_late = check.verdict_on_failure, None, False
     try:
-        found = _within(timeout_s, lambda: check.look(subject))
-    except RaisedError as error:
-        found = fail(error.case, str(error))
+        detail = _within(timeout_s, lambda: check.look(subject))
+        if detail is None:
+            verdict, detail = "pass", check.covers
+    except Failure as failure:
+        detail, case = str(failure), failure.case
     except TimeoutError:
-        is_late = True
-        detail = f"no answer within {timeout_s:g} s"
-        found = fail(subject.last_case, detail) if subject.last_case else detail
-    if found is None:
-        return Property(check.name, "pass", check.covers), is_late
-    detail, case = (found, None) if isinstance(found, str) else found
-    return Property(check.name, check.verdict_on_failure, detail, case), is_late
+        is_late, detail = True, f"no answer within {timeout_s:g} s"
+        if subject.last_case is not None:
+            late = Failure(subject.last_case, detail)
+            detail, case = str(late), late.case
+    return Property(check.name, verdict, detail, case), is_late
 
 
 def _within(timeout_s: float, work: Callable[[], _T]) -> _T:
