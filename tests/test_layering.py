@@ -33,8 +33,9 @@ ORDER = {
         *["shared_tensors", "process_communicator"],
     ],
     "parallel": [
-        *["bucket_step", "process_buckets", "bucket_params", "broken_step", "bucketer", "shards"],
-        *["replicate", "lockstep", "batchnorm", "optimizer", "nested", "module"],
+        *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step", "reducer"],
+        *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
+        "module",
     ],
     "distributed": [],
     "predict": [],

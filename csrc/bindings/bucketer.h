@@ -4,7 +4,8 @@
 // Contract  a hook is a plain C function that counts one gradient; Python is called once for each
 //           complete bucket, and when something is wrong. How a backward pass begins and ends, and
 //           how a step does, is one call each in here, which no interrupt can split: a signal's
-//           handler runs between the steps of Python code only.
+//           handler runs between the steps of Python code only. Hooks in Python, which cost a
+//           training step no time that can be measured, would lose passes that are interrupted.
 // Threads   with the GIL held.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_interrupts.py
 #pragma once
@@ -16,23 +17,37 @@
 #include <optional>
 
 #include "bindings/convert.h"
-#include "bucket/bucketer.h"
+#include "bucket/step.h"
 
 namespace pyringar {
 
-// What Python is told. Callables take: on_complete(bucket, sent), on_trouble(what, rank, param,
-// pass), whose exceptions come out of backward(), and on_failed() once a pass has failed.
+// What Python is told. Callables take: on_complete(step, bucket), None if all buckets leave in
+// wait(); on_trouble(mark, rank, param, pass), whose exceptions come out of backward(); and
+// on_failed() once a pass has failed.
 struct Callbacks {
   py::object on_complete;
   py::object on_trouble;
   py::object on_failed;
 };
 
+// One step: its counts, and what its owner notes.
+struct BoundStep {
+  Step core;
+  py::list buckets;
+  py::dict sent = py::dict();  // what has left, by bucket
+  bool has_new_params = false;
+};
+using StepPtr = std::shared_ptr<BoundStep>;
+
 struct BoundBucketer {
-  Bucketer core;
+  const int world_size;
+  const int num_params;
+  const bool in_turns;  // buckets leave in the order of the plan, the last one in wait()
   Callbacks callbacks;
   py::object current_task;  // torch's, C functions both
   py::object queue_callback;
+  StepPtr step;
+  Passes passes = {};
   bool is_counting = true;
   int num_retired = 0;  // times that all hooks were: those made before count nothing
   bool is_first_step = true;
@@ -40,12 +55,16 @@ struct BoundBucketer {
   // False from the end of a step until the owner has returned from the wait for it, or a new pass
   // begins: whoever was interrupted in between may ask for the same step again.
   bool is_reported = true;
-  py::dict sent = py::dict();  // the owner's, of this step: what has left, by bucket
-  // Steps that were broken off, until the owner has seen to them: tuples of the reason, `sent`,
+  // Steps that were broken off, until the owner has seen to them: tuples of the reason, the step,
   // whether a pass was spared, and whether the other processes know.
   py::list unsettled = py::list();
 };
 using BucketerPtr = std::shared_ptr<BoundBucketer>;
+
+inline StepPtr new_step(int world_size, int num_params, const py::list& buckets) {
+  return StepPtr(
+      new BoundStep{Step(world_size, num_params, buckets.cast<std::vector<Bucket>>()), buckets});
+}
 
 // The number of the backward pass that calls this hook; torch counts from 0.
 inline std::int64_t current_pass(const BoundBucketer& bucketer) {
@@ -69,25 +88,22 @@ inline bool in_compiled_autograd() {
 // Ends the step: what it has sent, and which gradients it leaves, is for the owner to see to.
 inline void break_off(BoundBucketer& bucketer, const py::str& reason, std::int64_t spared_pass,
                       bool is_known) {
-  py::dict next;
-  bucketer.unsettled.append(py::make_tuple(reason, bucketer.sent, spared_pass != 0, is_known));
-  bucketer.core.break_off(spared_pass);
-  bucketer.sent = std::move(next);
+  StepPtr next = new_step(bucketer.world_size, bucketer.num_params, bucketer.step->buckets);
+  bucketer.unsettled.append(py::make_tuple(reason, bucketer.step, spared_pass != 0, is_known));
+  bucketer.passes.break_off(spared_pass);
+  bucketer.step = std::move(next);
 }
 
-// True if the step `sent` is over; false if it was broken off meanwhile. `order` plans the next.
-inline bool finish(BoundBucketer& bucketer, const py::dict& sent,
-                   const std::optional<std::vector<int>>& order) {
-  if (!bucketer.sent.is(sent)) return false;
-  py::dict next;
-  if (order) {
-    bucketer.core.plan(*order);
-    bucketer.is_first_step = false;
-  } else {
-    bucketer.core.reset();
-  }
+// True if `step` is over; false if it was broken off meanwhile. `buckets` are the next one's.
+inline bool finish(BoundBucketer& bucketer, const StepPtr& step,
+                   const std::optional<py::list>& buckets) {
+  if (bucketer.step != step) return false;
+  StepPtr next =
+      new_step(bucketer.world_size, bucketer.num_params, buckets ? *buckets : step->buckets);
+  if (buckets) bucketer.is_first_step = false;
+  bucketer.passes.forget_running();
   bucketer.is_reported = false;
-  bucketer.sent = std::move(next);
+  bucketer.step = std::move(next);
   return true;
 }
 
@@ -120,7 +136,7 @@ inline constexpr const char* kPassEndCapsule = "pyringar.pass_end";
 
 inline PyObject* call_pass_end(PyObject* capsule, PyObject*) {
   const auto* end = static_cast<PassEnd*>(PyCapsule_GetPointer(capsule, kPassEndCapsule));
-  end->bucketer->core.end_pass(end->pass);
+  end->bucketer->passes.end(end->pass);
   Py_RETURN_NONE;
 }
 
@@ -134,7 +150,7 @@ inline void drop_pass_end(PyObject* capsule) {
   const std::unique_ptr<PassEnd> end(
       static_cast<PassEnd*>(PyCapsule_GetPointer(capsule, kPassEndCapsule)));
   BoundBucketer& bucketer = *end->bucketer;
-  if (!bucketer.core.end_pass(end->pass)) return;  // it went well, or its step is broken off
+  if (!bucketer.passes.end(end->pass)) return;  // it went well, or its step is broken off
   const py::error_scope what_backward_raises;
   try {
     break_off(bucketer, "a backward pass failed", 0, false);
@@ -152,10 +168,10 @@ inline void drop_pass_end(PyObject* capsule) {
 
 // Whether the end of the pass that calls will be noticed.
 inline bool begin_pass(const BucketerPtr& bucketer, std::int64_t pass) {
-  if (!bucketer->core.begin_pass(pass)) return true;
+  if (!bucketer->passes.begin(pass)) return true;
   bucketer->is_reported = true;
   if (in_compiled_autograd()) {
-    bucketer->core.end_pass(pass);
+    bucketer->passes.end(pass);
     return false;
   }
   static PyMethodDef method = {"pass_end", &call_pass_end, METH_NOARGS, "The pass went well."};
@@ -164,31 +180,41 @@ inline bool begin_pass(const BucketerPtr& bucketer, std::int64_t pass) {
   try {
     bucketer->queue_callback(end);
   } catch (...) {
-    bucketer->core.end_pass(pass);
+    bucketer->passes.end(pass);
     throw;
   }
   return true;
 }
 
+// Hands over what is complete: `bucket`, or those whose turn it is.
+inline void complete(const BucketerPtr& bucketer, int bucket) {
+  const py::object& on_complete = bucketer->callbacks.on_complete;
+  if (on_complete.is_none()) return;
+  const StepPtr step = bucketer->step;
+  if (!bucketer->in_turns) {
+    on_complete(step, bucket);
+    return;
+  }
+  int turn = step->core.take_turn(false);
+  while (turn >= 0 && bucketer->step == step) {
+    on_complete(step, turn);
+    turn = step->core.take_turn(true);
+  }
+}
+
 inline void count(const BucketerPtr& bucketer, int rank, int param) {
   if (!bucketer->is_counting) return;
-  Bucketer& core = bucketer->core;
   const std::int64_t pass = current_pass(*bucketer);
-  if (core.is_broken(pass)) return;
+  if (bucketer->passes.is_broken(pass)) return;
   const bool has_end = begin_pass(bucketer, pass);
-  Mark mark = core.mark(rank, param, pass);
-  if (mark == Mark::kStillRuns || mark == Mark::kAfterLaunch) {
+  Mark mark = bucketer->step->core.mark(rank, param, pass, bucketer->passes);
+  if (mark >= Mark::kStillRuns) {
     // Raises, or has started over: then this gradient is the first of a new step. What this pass
     // had marked before is found by wait(); what it has sent would be reduced twice.
-    const char* what = mark == Mark::kStillRuns  ? "still runs"
-                       : core.has_launched(pass) ? "launched by this pass"
-                                                 : "launched";
-    bucketer->callbacks.on_trouble(what, rank, param, pass);
-    mark = core.mark(rank, param, pass);
+    bucketer->callbacks.on_trouble(mark, rank, param, pass);
+    mark = bucketer->step->core.mark(rank, param, pass, bucketer->passes);
   }
-  if (mark == Mark::kComplete && has_end) {
-    bucketer->callbacks.on_complete(core.bucket_of(param), bucketer->sent);
-  }
+  if (mark == Mark::kComplete && has_end) complete(bucketer, bucketer->step->core.bucket_of(param));
 }
 
 struct Hook {
@@ -223,67 +249,75 @@ inline py::object make_hook(const BucketerPtr& bucketer, int rank, int param) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
-inline BucketerPtr make_bucketer(int world_size,
-                                 const std::vector<std::pair<std::size_t, int>>& items,
-                                 std::size_t first_cap_bytes, std::size_t cap_bytes,
-                                 py::object on_complete, py::object on_trouble,
+inline BucketerPtr make_bucketer(int world_size, int num_params, const py::list& buckets,
+                                 bool in_turns, py::object on_complete, py::object on_trouble,
                                  py::object on_failed) {
-  std::vector<BucketItem> parsed;
-  for (const auto& [bytes, kind] : items) parsed.push_back({bytes, kind});
   const py::object variable = py::module_::import("torch.autograd").attr("Variable");
   return BucketerPtr(
-      new BoundBucketer{Bucketer(world_size, std::move(parsed), first_cap_bytes, cap_bytes),
+      new BoundBucketer{world_size,
+                        num_params,
+                        in_turns,
                         {std::move(on_complete), std::move(on_trouble), std::move(on_failed)},
                         py::module_::import("torch._C").attr("_current_graph_task_id"),
-                        variable.attr("_execution_engine").attr("queue_callback")});
+                        variable.attr("_execution_engine").attr("queue_callback"),
+                        new_step(world_size, num_params, buckets)});
+}
+
+inline void bind_step(py::module_& m) {
+  py::enum_<Mark>(m, "Mark")
+      .value("STILL_RUNS", Mark::kStillRuns)
+      .value("AFTER_LAUNCH", Mark::kAfterLaunch)
+      .value("AFTER_OWN_LAUNCH", Mark::kAfterOwnLaunch);
+  py::class_<BoundStep, StepPtr>(m, "Step")
+      .def_readonly("buckets", &BoundStep::buckets)
+      .def_readonly("sent", &BoundStep::sent)
+      .def_readwrite("has_new_params", &BoundStep::has_new_params)
+      // Noted before it leaves: it may be done when the call that sends it returns.
+      .def("launch",
+           [](BoundStep& s, int bucket, const py::object& sent) {
+             s.core.launched(bucket);
+             s.sent[py::int_(bucket)] = sent;
+           })
+      .def("has_marks", [](const BoundStep& s) { return s.core.begin_ns() != 0; })
+      .def("is_marked",
+           [](const BoundStep& s, int rank, int param) { return s.core.is_marked(rank, param); })
+      .def("ready", [](const BoundStep& s) { return s.core.ready(); })
+      .def("begin_ns", [](const BoundStep& s) { return s.core.begin_ns(); })
+      .def("times", [](const BoundStep& s) {
+        py::list rows;
+        for (const BucketProgress& bucket : s.core.buckets()) {
+          rows.append(py::make_tuple(bucket.ready_ns, bucket.launched_ns));
+        }
+        return rows;
+      });
 }
 
 inline void bind_bucketer(py::module_& m) {
+  bind_step(m);
   py::class_<BoundBucketer, BucketerPtr>(m, "Bucketer")
-      .def(py::init(&make_bucketer), py::arg("world_size"), py::arg("items"),
-           py::arg("first_cap_bytes"), py::arg("cap_bytes"), py::arg("on_complete"),
-           py::arg("on_trouble"), py::arg("on_failed"))
+      .def(py::init(&make_bucketer), py::arg("world_size"), py::arg("num_params"),
+           py::arg("buckets"), py::arg("in_turns"), py::arg("on_complete"), py::arg("on_trouble"),
+           py::arg("on_failed"))
       .def("hook", &make_hook, py::arg("rank"), py::arg("param"))
       .def("retire_hooks", [](BoundBucketer& b) { ++b.num_retired; })
       .def_readwrite("is_counting", &BoundBucketer::is_counting)
       .def_readwrite("is_reported", &BoundBucketer::is_reported)
       .def_readonly("is_first_step", &BoundBucketer::is_first_step)
-      .def_readonly("sent", &BoundBucketer::sent)
+      .def_readonly("step", &BoundBucketer::step)
       .def_readonly("unsettled", &BoundBucketer::unsettled)
-      .def("buckets", [](BoundBucketer& b) { return b.core.buckets(); })
-      .def("bytes_of", [](BoundBucketer& b, int bucket) { return b.core.bytes_of(bucket); })
-      .def("launched",
-           [](BoundBucketer& b, int bucket, const py::dict& sent) {
-             if (b.sent.is(sent)) b.core.launched(bucket);
-           })
-      .def("is_launched", [](BoundBucketer& b, int bucket) { return b.core.is_launched(bucket); })
-      .def("has_marks", [](BoundBucketer& b) { return b.core.has_marks(); })
-      .def("begin_ns", [](BoundBucketer& b) { return b.core.begin_ns(); })
-      .def("times",
-           [](BoundBucketer& b) {
-             py::list rows;
-             for (const BucketTimes& t : b.core.times()) {
-               rows.append(py::make_tuple(t.ready_ns, t.launched_ns));
-             }
-             return rows;
-           })
-      .def("is_marked",
-           [](BoundBucketer& b, int rank, int param) { return b.core.is_marked(rank, param); })
-      .def(
-          "take_turn", [](BoundBucketer& b, bool has_sent) { return b.core.take_turn(has_sent); },
-          py::arg("has_sent"))
       .def("break_off", &break_off, py::arg("reason"), py::arg("spared_pass"), py::arg("is_known"))
-      .def("finish", &finish, py::arg("sent"), py::arg("order"))
+      .def("finish", &finish, py::arg("step"), py::arg("buckets"))
       .def("wait_alone", &wait_alone, py::arg("wait"))
-      .def("has_unfinished_pass", [](BoundBucketer& b) { return b.core.has_unfinished_pass(); })
-      .def("ready_order", [](BoundBucketer& b) { return b.core.ready_order(); });
-  m.def("plan_buckets",
-        [](const std::vector<std::pair<std::size_t, int>>& items, const std::vector<int>& order,
-           std::size_t first_cap_bytes, std::size_t cap_bytes) {
-          std::vector<BucketItem> parsed;
-          for (const auto& [bytes, kind] : items) parsed.push_back({bytes, kind});
-          return plan_buckets(parsed, order, first_cap_bytes, cap_bytes);
-        });
+      .def("has_unfinished_pass", [](const BoundBucketer& b) { return b.passes.any_running(); });
+  m.def(
+      "plan_buckets",
+      [](const std::vector<std::pair<std::size_t, int>>& items, const std::vector<int>& order,
+         std::size_t first_cap_bytes, std::size_t cap_bytes) {
+        std::vector<BucketItem> parsed;
+        for (const auto& [bytes, kind] : items) parsed.push_back({bytes, kind});
+        return plan_buckets(parsed, order, first_cap_bytes, cap_bytes);
+      },
+      py::arg("items"), py::arg("order"), py::arg("first_cap_bytes"), py::arg("cap_bytes"));
 }
 
 }  // namespace pyringar

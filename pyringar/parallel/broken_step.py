@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from pyringar.comm.call import Work
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.errors import RingarError
 
-__all__ = ["BrokenStep", "are_changed", "settle"]
+__all__ = ["BrokenStep", "settle"]
 
 Place = tuple[int, int]  # rank, and index of a parameter
 
@@ -65,7 +65,7 @@ class BrokenStep:
             self._left[place] = (TensorWeakRef(grad), handle)
 
     def forget(self) -> None:
-        """A later step is complete."""
+        """Drop what was noted: a later step is complete."""
         for place in list(self._left):
             self._drop(place)
 
@@ -100,11 +100,11 @@ class BrokenStep:
         return True
 
     def places(self) -> list[Place]:
-        """All that were noted."""
+        """Return all that were noted."""
         return list(self._left)
 
     def add(self, place: Place) -> None:
-        """Backward is about to add to the gradient there, which may make a new tensor of it."""
+        """Note that backward is about to add to the gradient, which may make a new tensor."""
         if self.is_left(place):
             self._left[place] = (None, self._left[place][1])
 
@@ -118,19 +118,6 @@ def _look_before_backward_adds(this: weakref.ref[BrokenStep], place: Place, _: T
     broken = this()
     if broken is not None:
         broken.add(place)
-
-
-def are_changed(grads: Sequence[Tensor], versions: Sequence[int]) -> bool:
-    """Say whether gradients were changed in place since torch's counts were ``versions``.
-
-    All parts of one storage have one count, which backward advances when it adds to any of them: a
-    flat buffer of the user's, or what backward leaves for parameters that forward concatenates. Of
-    these it says nothing, and they count as unchanged.
-    """
-    return any(
-        grad._version != version and grad.untyped_storage().nbytes() == grad.nbytes
-        for grad, version in zip(grads, versions, strict=True)
-    )
 
 
 def settle(

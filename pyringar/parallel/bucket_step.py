@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter, is_not
+from typing import Protocol
 
 from torch import Tensor
 
 from pyringar.comm.call import Work
 
-__all__ = ["BucketStats", "Sent", "StepStats", "measure"]
+__all__ = ["BucketStats", "Sent", "Step", "StepStats", "measure"]
+
+_grad, _version = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -78,30 +81,97 @@ class Sent:
     work: Work | None = None
     versions: list[list[int]] | None = None
 
+    def values(self) -> list[list[Tensor]]:
+        """Return ``lists`` without the graph that ``create_graph=True`` has made."""
+        return [[g.detach() if g.requires_grad else g for g in grads] for grads in self.lists]
 
-def measure(native: Any, sent: Mapping[int, Sent], began_ns: int, ended_ns: int) -> StepStats:
+    def note_versions(self) -> None:
+        """From now on, :meth:`is_changed` notices changes."""
+        self.versions = [list(map(_version, grads)) for grads in self.lists]
+
+    def is_changed(self, params: Sequence[Sequence[Tensor]]) -> bool:
+        """Return whether gradients were changed or replaced since they left in a backward pass.
+
+        All parts of one storage have one count, which backward advances when it adds to any of
+        them: a flat buffer of the user's, or what backward leaves for parameters that forward
+        concatenates. Of these it says nothing, and they count as unchanged.
+
+        Args:
+            params: All parameters, by rank.
+        """
+        if self.versions is None:
+            return False
+        for mine, grads, then in zip(params, self.lists, self.versions, strict=True):
+            now = map(_grad, map(mine.__getitem__, self.params))
+            if any(map(is_not, now, grads)):
+                return True
+            if list(map(_version, grads)) != then and any(
+                grad._version != version and grad.untyped_storage().nbytes() == grad.nbytes
+                for grad, version in zip(grads, then, strict=True)
+            ):
+                return True
+        return False
+
+
+class Step(Protocol):
+    """The whole state of one step, which the engine makes afresh for each.
+
+    Attributes:
+        buckets: Indices of the parameters of each bucket.
+        sent: What has left, by bucket.
+        has_new_params: Parameters were replaced, whose gradients nobody has counted.
+    """
+
+    buckets: list[list[int]]
+    sent: dict[int, Sent]
+    has_new_params: bool
+
+    def launch(self, bucket: int, sent: Sent) -> None:
+        """Note that a bucket leaves, and when."""
+
+    def has_marks(self) -> bool:
+        """Return whether any gradient was counted."""
+
+    def is_marked(self, rank: int, param: int) -> bool:
+        """Return whether this gradient was counted."""
+
+    def ready(self) -> list[int]:
+        """Return the parameters that all ranks have, in the order in which they came."""
+
+    def begin_ns(self) -> int:
+        """Return when the first gradient came; 0 if none did."""
+
+    def times(self) -> list[tuple[int, int]]:
+        """Return for each bucket when it was complete and when it left, in ns; 0 if it was not."""
+
+
+def measure(step: Step, bytes_of: Sequence[int], began_ns: int, ended_ns: int) -> StepStats:
     """Return what a step did, and when.
 
     Args:
-        native: The engine's bucketer.
-        sent: What has left, by bucket.
+        step: All that has left is reduced.
+        bytes_of: Bytes of each parameter.
         began_ns: When ``wait()`` was called, as ``time.perf_counter_ns`` counts.
         ended_ns: When all was reduced.
     """
-    first_ns = native.begin_ns()
+    first_ns = step.begin_ns()
 
     def since(time_ns: int) -> float | None:
         return (time_ns - first_ns) * 1e-9 if time_ns else None
 
     rows = []
     for bucket, (params, (ready_ns, launched_ns)) in enumerate(
-        zip(native.buckets(), native.times(), strict=True)
+        zip(step.buckets, step.times(), strict=True)
     ):
-        work = sent[bucket].work if bucket in sent else None
-        done_ns = 0 if work is None else work.finished_ns()
-        nbytes = native.bytes_of(bucket)
+        work = step.sent[bucket].work if bucket in step.sent else None
         rows.append(
-            BucketStats(tuple(params), nbytes, since(ready_ns), since(launched_ns), since(done_ns))
+            BucketStats(
+                params=tuple(params),
+                nbytes=sum(bytes_of[i] for i in params),
+                ready_s=since(ready_ns),
+                launched_s=since(launched_ns if work else 0),
+                done_s=since(work.finished_ns() if work else 0),
+            )
         )
     spent = [b.done_s - b.launched_s for b in rows if b.done_s and b.launched_s is not None]
     return StepStats(

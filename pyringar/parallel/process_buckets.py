@@ -7,7 +7,8 @@ tensor more, which says what this rank has; its sum says what all have.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from pyringar.errors import (
     RingarError,
     UnsupportedError,
 )
-from pyringar.parallel.bucket_step import Sent
+from pyringar.parallel.bucket_step import Sent, Step
+from pyringar.parallel.ranks import Params, gone
 
 __all__ = ["CHANGED", "ProcessRanks"]
 
@@ -32,7 +34,7 @@ CHANGED = (
     "all backward passes of the step again"
 )
 
-# Of entries that are 0 or 1 these are above 0 exactly where one entry is.
+# For flags that are 0 or 1 these reductions are > 0 if and only if some rank set the flag.
 _OPS = ("sum", "mean", "max")
 
 
@@ -54,6 +56,12 @@ class ProcessRanks:
     element per parameter.
     """
 
+    in_turns = True
+    unwaited = (
+        "the step before was not waited for: ranks in other processes wait for it; call wait() "
+        "once for every step, on all ranks"
+    )
+
     def __init__(
         self, comm: RankCommunicator, op: Any, params: Sequence[Tensor], caps: dict[str, int]
     ) -> None:
@@ -67,88 +75,80 @@ class ProcessRanks:
         self._op = op
         self._failure = ""
         self._device = params[0].device if params else torch.device("cpu")
+        self.can_tell = self._device.type == "cpu"  # on a GPU, to look at results is to wait
         self._check_alike(params, {**caps, "op": OPS.index(name)})
         self._order: Sent | None = None  # rank 0's, once it is on its way
 
-    @property
-    def can_tell(self) -> bool:
-        """Return whether looking at results is free; on a GPU it would wait."""
-        return self._device.type == "cpu"
+    def check(self) -> None:
+        """Refuse to go on once this rank has left, or lost the others.
+
+        Raises:
+            RingarError: Says why.
+        """
+        if self._failure:
+            raise RingarError(self._failure)
+
+    def takes_part(self, *, has_marks: bool) -> bool:
+        """All ranks take part in every step."""
+        return True
 
     def pack(
         self,
         wanted: Sequence[int],
-        params: Sequence[Tensor],
+        params: Params,
         *,
+        is_complete: bool,
         has_marks: bool,
-        is_changed: bool = False,
+        is_changed: bool,
     ) -> Sent:
-        """Put the next bucket together.
-
-        Args:
-            wanted: Its parameters.
-            params: All parameters of this rank.
-            has_marks: This rank had a backward pass. If no rank had one nothing shall change, so
-                that without one copies are sent.
-            is_changed: Gradients that had left were changed here, or the step broke off: no rank
-                can rely on them.
-
-        Raises:
-            RingarError: This rank has left, or lost the others.
-        """
+        """Put a bucket together; without a backward pass, of copies, so that nothing changes."""
         self.check()
         grads, used = [], []
         for i in wanted:
-            grad = params[i].grad
+            grad = params[0][i].grad
             used.append(grad is not None)
             if grad is None:
-                grad = torch.zeros_like(params[i])
+                if is_complete:
+                    raise gone(i)
+                grad = torch.zeros_like(params[0][i])
             elif not has_marks:
                 grad = grad.clone()
             grads.append(grad)
-        kind = params[wanted[0]]
+        kind = params[0][wanted[0]]
         flags = torch.tensor([*used, has_marks, is_changed], dtype=kind.dtype, device=kind.device)
         return Sent(list(wanted), [grads], has_marks, flags, is_whole=all(used))
 
-    def send(self, values: list[list[Tensor]], flags: Tensor) -> Work | None:
-        """Reduce a bucket in the background.
+    def send(self, sent: Sent) -> Work | None:
+        """Reduce a bucket and its flags."""
+        flags = [] if sent.flags is None else [sent.flags]
+        return self._comm.all_reduce_coalesced(sent.values()[0] + flags, self._op, async_op=True)
 
-        Args:
-            values: A list of one list: its gradients.
-            flags: What was packed with them.
-        """
-        return self._comm.all_reduce_coalesced([*values[0], flags], self._op, async_op=True)
-
-    def sees_change(self, sent: Mapping[int, Sent]) -> bool:
+    def sees_change(self, step: Step) -> bool:
         """Return whether a rank changed gradients that had left, or broke the step off.
 
-        All ranks see it. All works are done.
+        All ranks see it.
         """
-        flags = list(sent.values())[-1].flags if sent and self.can_tell else None
+        flags = list(step.sent.values())[-1].flags if step.sent and self.can_tell else None
         return flags is not None and bool(flags[-1] > 0)
 
-    def finish_step(self, sent: Mapping[int, Sent], params: Sequence[Tensor]) -> bool:
-        """Put results where they belong, once all works are done. May be called again.
-
-        Returns:
-            Whether any rank had a backward pass; if none had, nothing has changed.
-        """
-        buckets = [(bucket, bucket.flags) for bucket in sent.values() if bucket.flags is not None]
+    def finish_step(self, step: Step, params: Params) -> bool:
+        """Put what came for other tensors than ``grad`` into ``grad``."""
+        buckets = [(sent, sent.flags) for sent in step.sent.values() if sent.flags is not None]
         # Reading what is on a GPU would wait for it: only where it tells something new.
         if buckets and not buckets[0][0].has_marks and not buckets[0][1][-2] > 0:
             return False
-        for bucket, flags in buckets:
-            if bucket.is_whole and bucket.has_marks:
+        for sent, flags in buckets:
+            if sent.is_whole and sent.has_marks:
                 continue
-            for i, grad, used in zip(bucket.params, bucket.lists[0], flags.tolist(), strict=False):
-                mine = params[i].grad
-                if mine is None:
-                    params[i].grad = grad if used > 0 else None
-                elif mine is not grad:
-                    mine.detach().copy_(grad)
+            for i, grad, used in zip(sent.params, sent.lists[0], flags.tolist(), strict=False):
+                param = params[0][i]
+                if param.grad is None:
+                    param.grad = grad if used > 0 else None
+                elif param.grad is not grad:
+                    param.grad.detach().copy_(grad)
         return bool(buckets)
 
-    def agree_on_order(self, order: Sequence[int]) -> list[int]:
+    def agree_on_order(self, order: list[int]) -> list[int]:
         """Return rank 0's, on all ranks. After an interrupt, call it again.
 
         Raises:
@@ -168,21 +168,8 @@ class ProcessRanks:
         found: list[int] = self._order.lists[0][0].tolist()
         return found
 
-    def check(self) -> None:
-        """Refuse to go on once this rank has left, or lost the others.
-
-        Raises:
-            RingarError: Says why.
-        """
-        if self._failure:
-            raise RingarError(self._failure)
-
     def lose(self, error: BaseException) -> bool:
-        """Refuse to go on after an error, if it is one that ends the communicator.
-
-        Returns:
-            Whether it is.
-        """
+        """Refuse to go on after an error that ends the communicator."""
         is_end = isinstance(error, (PeerLostError, CollectiveTimeout))
         if is_end and not self._failure:
             self._failure = (
@@ -190,14 +177,28 @@ class ProcessRanks:
             )
         return is_end
 
-    def leave(self, num_sent: int, num_buckets: int) -> None:
-        """Leave the group where a step was broken off that the others would finish.
+    def tell(self, step: Step, send_last: Callable[[], None]) -> bool:
+        """The last bucket says it, if all others have left and nothing is in doubt."""
+        is_sure = not any(sent.is_leaving for sent in step.sent.values())
+        if self.can_tell and is_sure and 0 < len(step.sent) == len(step.buckets) - 1:
+            with suppress(RingarError):  # they are gone, and know
+                send_last()
+                return True
+        return False
 
-        What comes next would meet its other buckets. The others, who wait for these, are told at
-        once that this rank has left.
+    def leave(self, step: Step) -> None:
+        """Leave the group, and with that tell the others, who wait for the rest of the step.
+
+        What comes next would meet its other buckets.
         """
-        if num_sent > 0:
-            self._leave(f"broke off a step after {num_sent} of {num_buckets} buckets")
+        if step.sent:
+            self._leave(f"broke off a step after {len(step.sent)} of {len(step.buckets)} buckets")
+
+    def flush(self) -> None:
+        """The communicator is closed, or about to be."""
+
+    def close(self) -> None:
+        """The communicator is the caller's."""
 
     def _leave(self, what: str) -> None:
         if self._failure:

@@ -1,0 +1,204 @@
+"""The ranks of a bucketer: all in this process here, or in others (process_buckets)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyringar.comm.call import Work
+from pyringar.comm.communicator import Communicator
+from pyringar.errors import ArgumentError, RingarError
+from pyringar.parallel.bucket_step import Sent, Step
+
+__all__ = ["LocalRanks", "Params", "Ranks", "gone"]
+
+Params = Sequence[Sequence[Tensor]]  # by rank of this process
+
+
+class Ranks(Protocol):
+    """How the buckets of a step are reduced.
+
+    Attributes:
+        in_turns: Buckets leave in the order of the plan, the last one in ``wait()``.
+        can_tell: What the last bucket carries tells all ranks that the step failed.
+        unwaited: Why a step that nobody waited for cannot be forgotten; "" if it can.
+    """
+
+    in_turns: bool
+    can_tell: bool
+    unwaited: str
+
+    def check(self) -> None:
+        """Raise :class:`RingarError` if these ranks can reduce nothing any more."""
+
+    def takes_part(self, *, has_marks: bool) -> bool:
+        """Return whether ``wait()`` reduces, where this process had a backward pass or not."""
+
+    def pack(
+        self,
+        wanted: Sequence[int],
+        params: Params,
+        *,
+        is_complete: bool,
+        has_marks: bool,
+        is_changed: bool,
+    ) -> Sent:
+        """Put a bucket together.
+
+        Args:
+            wanted: Its parameters.
+            params: All parameters.
+            is_complete: Backward has left all its gradients.
+            has_marks: This process had a backward pass. If no rank had one nothing shall change.
+            is_changed: Gradients that had left were changed here, or the step broke off: no rank
+                can rely on them.
+
+        Raises:
+            RingarError: A gradient is gone, or :meth:`check` raises.
+        """
+
+    def send(self, sent: Sent) -> Work | None:
+        """Reduce a bucket in the background; None where there is nothing to reduce."""
+
+    def sees_change(self, step: Step) -> bool:
+        """Return whether another process changed what had left; all works are done."""
+
+    def finish_step(self, step: Step, params: Params) -> bool:
+        """Put results where they belong, once all works are done. May be called again.
+
+        Returns:
+            Whether any rank had a backward pass.
+        """
+
+    def agree_on_order(self, order: list[int]) -> list[int]:
+        """Return rank 0's, on all ranks. After an interrupt, call it again."""
+
+    def lose(self, error: BaseException) -> bool:
+        """Return whether an error is the end of these ranks; then refuse to go on."""
+
+    def tell(self, step: Step, send_last: Callable[[], None]) -> bool:
+        """Tell all ranks that a step broke off, and return whether they know.
+
+        Args:
+            step: What broke off.
+            send_last: Sends its last bucket, and with it that it broke off.
+        """
+
+    def leave(self, step: Step) -> None:
+        """Leave the group where a step was broken off that the others would finish."""
+
+    def flush(self) -> None:
+        """Wait for a bucket that may run though no work of it was noted."""
+
+    def close(self) -> None:
+        """Let go of what these ranks own. May be called again."""
+
+
+class LocalRanks:
+    """All ranks are in this process.
+
+    Args:
+        params: Their parameters.
+        comm: What reduces; if None, a communicator of its own in rank order.
+        op: How gradients are reduced.
+
+    Raises:
+        ArgumentError: The communicator has another number of ranks.
+    """
+
+    in_turns = False
+    can_tell = False
+    unwaited = ""
+
+    def __init__(self, params: Params, comm: Communicator | None, op: Any) -> None:
+        self._owned: Communicator | None = None
+        if comm is None:
+            devices = [mine[0].device if mine else "cpu" for mine in params]
+            comm = self._owned = Communicator(devices, order="rank")
+        if comm.world_size != len(params):
+            raise ArgumentError(f"comm has {comm.world_size} ranks for {len(params)} replicas")
+        self._comm, self._op = comm, op
+
+    def check(self) -> None:
+        """Nothing is wrong with them."""
+
+    def takes_part(self, *, has_marks: bool) -> bool:
+        """Without a backward pass there is nothing to reduce."""
+        return has_marks
+
+    def pack(
+        self,
+        wanted: Sequence[int],
+        params: Params,
+        *,
+        is_complete: bool,
+        has_marks: bool,
+        is_changed: bool,
+    ) -> Sent:
+        """Take the gradients as they are; zeros where only other ranks have one."""
+        if not is_complete:
+            wanted = [i for i in wanted if any(mine[i].grad is not None for mine in params)]
+            for mine in params:
+                for i in wanted:
+                    if mine[i].grad is None:
+                        mine[i].grad = torch.zeros_like(mine[i])
+        lists: list[list[Tensor]] = [[] for _ in params]
+        for grads, mine in zip(lists, params, strict=True):
+            for i in wanted:
+                grad = mine[i].grad
+                if grad is None:
+                    raise gone(i)
+                grads.append(grad)
+        return Sent(list(wanted), lists)
+
+    def send(self, sent: Sent) -> Work | None:
+        """Reduce where the gradients lie."""
+        if not sent.params:
+            return None
+        return self._comm.all_reduce_coalesced(sent.values(), self._op, async_op=True)
+
+    def sees_change(self, step: Step) -> bool:
+        """There is no other process."""
+        return False
+
+    def finish_step(self, step: Step, params: Params) -> bool:
+        """Results are where they belong."""
+        return step.has_marks()
+
+    def agree_on_order(self, order: list[int]) -> list[int]:
+        """There is one order."""
+        return order
+
+    def lose(self, error: BaseException) -> bool:
+        """No error is their end."""
+        return False
+
+    def tell(self, step: Step, send_last: Callable[[], None]) -> bool:
+        """There is nobody to tell."""
+        return True
+
+    def leave(self, step: Step) -> None:
+        """There is nobody to leave."""
+
+    def flush(self) -> None:
+        """A reduction that is done says that all before it are."""
+        with suppress(RingarError):
+            self._comm.all_reduce([torch.zeros(1, device=d) for d in self._comm.devices])
+
+    def close(self) -> None:
+        """Close the communicator, if it is their own."""
+        if self._owned is not None:
+            self._owned.close()
+
+
+def gone(param: int) -> RingarError:
+    """Return the error of a parameter whose gradient vanished between its hook and its bucket."""
+    return RingarError(
+        f"the gradient of parameter {param} was gone before it was reduced: another hook, such as "
+        "an optimizer inside backward, has set it to None, or it was cleared without a call of "
+        "wait() for the step before"
+    )
