@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -10,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Crew, Nursery
+from ranks import Crew, crews, store
 
 import pyringar as pr
-from pyringar.engine import load
 
 # A shell's background jobs are started with Ctrl-C ignored, and hand that down.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,52 +72,23 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Where processes come from; see ranks.py."""
-    load.engine()  # built once, before a process that waits for another needs it
-    made = Nursery()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def store_port() -> Iterator[int]:
+def store_port() -> int:
     """The port of a store for all groups."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    del store
+    return store().port
 
 
 @pytest.fixture(scope="session")
-def crew_of(nursery: Nursery, store_port: int) -> Iterator[Callable[[int], Crew]]:
+def crew_of() -> Iterator[Callable[[int], Crew]]:
     """``crew_of(k)``: k processes with a communicator, for all tests that leave it as it was."""
-    made: dict[int, Crew] = {}
-
-    def get(world_size: int) -> Crew:
-        if world_size in made and not made[world_size].is_whole:
-            made.pop(world_size).end()
-        if world_size not in made:
-            made[world_size] = Crew(nursery, world_size, store_port)
-            made[world_size].join(timeout=60)
-        return made[world_size]
-
-    yield get
-    for crew in made.values():
-        crew.end()
+    with crews(timeout=60) as get:
+        yield get
 
 
 @pytest.fixture
-def new_crew(nursery: Nursery, store_port: int) -> Iterator[Callable[[int], Crew]]:
+def new_crew() -> Iterator[Callable[[int], Crew]]:
     """``new_crew(k)``: k processes for one test to do with as it likes; gone afterwards."""
-    made: list[Crew] = []
-
-    def make(world_size: int) -> Crew:
-        made.append(Crew(nursery, world_size, store_port))
-        return made[-1]
-
-    yield make
-    for crew in made:
-        crew.end()
+    with contextlib.ExitStack() as made:
+        yield lambda world_size: made.enter_context(Crew(world_size))
 
 
 @pytest.fixture(scope="session")

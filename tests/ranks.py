@@ -1,35 +1,47 @@
-"""Processes for tests of one rank per process: quick to make, told by name what to run.
+"""The harness of all tests whose ranks are processes.
 
-A nursery is a process that has imported torch, pyringar and the tests, and has started no thread;
-ranks are forked from it in milliseconds and die with it, as it does with the tests. A rank runs
-functions of test files, one at a time: ``function(state, **arguments)`` with arguments and results
-that JSON can hold; ``state`` lives as long as the process.
+A `Rank` is a process that runs functions of test files, one at a time; a `Crew` is ranks 0 to
+k - 1. Ranks are forked, in milliseconds, from the `ForkServer`: a process that has imported torch,
+pyringar and the running test's module, and has started no thread. They die with it, as it does with
+the tests. Functions, arguments and results are pickled.
+
+- `Crew.run`, `on_ranks`: ``function(state, **arguments)``; ``state`` lives as long as the process
+- `Crew.check`: ``function(rank, world_size, store, *args)``, with a store of that call
+- `run_group`: ``function(rank, world_size, *args)`` in a process group of torch.distributed
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
+import inspect
 import itertools
-import json
 import os
+import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
-_PRELOADED = ("test_processes", "test_process_faults")
 _PR_SET_PDEATHSIG = 1
 # Longer than anything a test lets a rank do; a rank that takes longer hangs.
 LONG_S = 60.0
@@ -42,46 +54,125 @@ Function = Callable[..., Any]
 class Outcome:
     """What became of a function: its value, or the error's classes and text. ``at``: monotonic."""
 
-    value: Any
-    classes: list[str]
-    text: str
-    trace: str
     seconds: float
     at: float
+    value: Any = None
+    classes: Sequence[str] = ()
+    text: str = ""
+    trace: str = ""
 
     @property
     def error(self) -> str | None:
         return self.classes[0] if self.classes else None
 
 
+def value_of(outcome: Outcome) -> Any:
+    assert not outcome.classes, f"{outcome.text}\n{outcome.trace}"
+    return outcome.value
+
+
+class Failed(str):
+    """The traceback of a rank's function, or why there is none."""
+
+
+class Died(int):
+    """The exit code of a rank that gave no answer."""
+
+
+# -- seen from the tests ---------------------------------------------------------------------------
+
+
+class ForkServer:
+    """The process that ranks are forked from."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "ranks.py"), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=HERE,
+        )
+        theirs.close()
+        self._control.settimeout(LONG_S)
+        self._replies = self._control.makefile("r")
+        assert self._replies.readline() == "ready\n", "the fork server did not start"
+
+    def fork(self) -> Rank:
+        """Make a rank, which has the running test's module imported."""
+        test = os.environ.get("PYTEST_CURRENT_TEST", "oracle.py")
+        ours, theirs = socket.socketpair()
+        message = f"fork {Path(test.split('::')[0]).stem}\n"
+        socket.send_fds(self._control, [message.encode()], [theirs.fileno()])
+        theirs.close()
+        return Rank(self, int(self._replies.readline()), Connection(ours.detach()))
+
+    def reap(self, pid: int) -> int:
+        """Wait for its end; the exit code."""
+        self._control.sendall(f"reap {pid}\n".encode())
+        reply = self._replies.readline()
+        assert reply, f"process {pid} does not end"
+        return os.waitstatus_to_exitcode(int(reply))
+
+    def children(self) -> set[int]:
+        """Its ranks, and whatever they left behind; zombies included."""
+        pid = self._process.pid
+        return {
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        }
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    if sys.platform != "linux":
+        pytest.skip("ranks in processes need Linux")
+    from pyringar.engine import load
+
+    load.engine()  # built once, before a process that waits for another needs it
+    return ForkServer()
+
+
+@functools.cache
+def store() -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 class Rank:
-    """One worker process, seen from the tests."""
+    """One process, seen from the tests."""
 
-    def __init__(self, nursery: Nursery, pid: int, channel: socket.socket) -> None:
+    def __init__(self, server: ForkServer, pid: int, channel: Connection) -> None:
         self.pid = pid
-        self._nursery = nursery
+        self.exit_code: int | None = None
+        self._server = server
         self._channel = channel
-        self._lines = channel.makefile("r")
-        self._reaped = False
 
-    def start(self, function: Function, **arguments: Any) -> None:
+    def start(self, function: Function, /, *args: Any, **arguments: Any) -> None:
         """Have it begin; `outcome` waits for the end."""
-        task = [function.__module__.split(".")[-1], function.__qualname__, arguments]
-        self._channel.sendall((json.dumps(task) + "\n").encode())
+        name = function.__module__.split(".")[-1], function.__qualname__
+        self._channel.send_bytes(pickle.dumps((name, args, arguments)))
 
     def outcome(self, within_s: float = LONG_S) -> Outcome:
-        self._channel.settimeout(within_s)
+        assert self._channel.poll(within_s), f"process {self.pid} hangs: {_stack_of(self.pid)}"
         try:
-            line = self._lines.readline()
-        except TimeoutError:
-            raise AssertionError(f"process {self.pid} hangs: {_stack_of(self.pid)}") from None
-        assert line, f"process {self.pid} died"
-        return Outcome(**json.loads(line))
+            return Outcome(**pickle.loads(self._channel.recv_bytes()))
+        except (EOFError, ConnectionResetError):
+            raise AssertionError(f"process {self.pid} died") from None
 
-    def call(self, function: Function, **arguments: Any) -> Any:
+    def call(self, function: Function, /, *args: Any, **arguments: Any) -> Any:
         """Run to the end; the value."""
-        self.start(function, **arguments)
+        self.start(function, *args, **arguments)
         return value_of(self.outcome())
+
+    def result(self, within_s: float) -> Any:
+        """The value, or `Failed` or `Died`."""
+        if not self._channel.poll(within_s):
+            return Failed(f"no answer in time: {_stack_of(self.pid)}")
+        try:
+            outcome = self.outcome()
+        except AssertionError:
+            return Died(self.reap())
+        return Failed(outcome.trace) if outcome.error else outcome.value
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -94,126 +185,29 @@ class Rank:
             self.reap()
         return at
 
-    def reap(self) -> None:
-        if not self._reaped:
-            self._reaped = True
-            self._nursery.reap(self.pid)
+    def reap(self) -> int:
+        if self.exit_code is None:
+            self.exit_code = self._server.reap(self.pid)
+        return self.exit_code
 
-    def end(self) -> None:
+    def leave(self, within_s: float) -> int | None:
+        """Let it end when its threads have; the exit code, None if they do not end."""
+        self._channel.close()
+        if self.exit_code is None:
+            ended = os.pidfd_open(self.pid)
+            is_over = select.select([ended], [], [], max(0.0, within_s))[0]
+            os.close(ended)
+            if not is_over:
+                return None
+        return self.reap()
+
+    def close(self) -> None:
         """However it fares, it is gone afterwards."""
-        if not self._reaped:
+        if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.reap()
-        self._lines.close()
         self._channel.close()
-
-
-def value_of(outcome: Outcome) -> Any:
-    assert not outcome.classes, f"{outcome.text}\n{outcome.trace}"
-    return outcome.value
-
-
-class Nursery:
-    """Where ranks come from."""
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "ranks.py"), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            cwd=HERE,
-        )
-        theirs.close()
-        self._control.settimeout(LONG_S)
-        self._replies = self._control.makefile("r")
-        assert self._replies.readline() == "ready\n", "the nursery did not start"
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def spawn(self, count: int) -> list[Rank]:
-        return [self._spawn_one() for _ in range(count)]
-
-    def _spawn_one(self) -> Rank:
-        ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [b"spawn\n"], [theirs.fileno()])
-        theirs.close()
-        return Rank(self, int(self._replies.readline()), ours)
-
-    def reap(self, pid: int) -> None:
-        self._control.sendall(f"reap {pid}\n".encode())
-        assert self._replies.readline() == f"{pid}\n", f"process {pid} does not end"
-
-    def children(self) -> set[int]:
-        """Its ranks, and whatever they left behind; zombies included."""
-        listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        return {int(pid) for pid in listed.split()}
-
-    def close(self) -> None:
-        self._control.close()
-        self._replies.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-class Crew:
-    """Ranks 0 to k - 1 of one group after another, in one process each."""
-
-    def __init__(self, nursery: Nursery, world_size: int, port: int) -> None:
-        self.ranks = nursery.spawn(world_size)
-        self.world_size = world_size
-        self.port = port
-        self.is_whole = True  # false once a function failed: who knows what the others wait for
-
-    def __getitem__(self, rank: int) -> Rank:
-        return self.ranks[rank]
-
-    def start(
-        self, function: Function, ranks: Sequence[int] | None = None, **arguments: Any
-    ) -> None:
-        for rank in range(self.world_size) if ranks is None else ranks:
-            self.ranks[rank].start(function, **arguments)
-
-    def outcomes(
-        self, ranks: Sequence[int] | None = None, within_s: float = LONG_S
-    ) -> list[Outcome]:
-        chosen = range(self.world_size) if ranks is None else ranks
-        return [self.ranks[rank].outcome(within_s) for rank in chosen]
-
-    def run(
-        self,
-        function: Function,
-        ranks: Sequence[int] | None = None,
-        within_s: float = LONG_S,
-        **arguments: Any,
-    ) -> list[Any]:
-        """On all ranks, or these, at once; their values."""
-        self.is_whole = False
-        self.start(function, ranks, **arguments)
-        values = [value_of(outcome) for outcome in self.outcomes(ranks, within_s)]
-        self.is_whole = True
-        return values
-
-    def join(self, ranks: Sequence[int] | None = None, **options: Any) -> str:
-        """A communicator of these ranks, in this order, as ``state.comm``; its name."""
-        chosen = list(range(self.world_size) if ranks is None else ranks)
-        name = options.pop("name", None) or new_name()
-        for new_rank, rank in enumerate(chosen):
-            self.ranks[rank].start(
-                join, port=self.port, rank=new_rank, world_size=len(chosen), name=name, **options
-            )
-        for outcome in self.outcomes(chosen):
-            value_of(outcome)
-        return name
-
-    def end(self) -> None:
-        for rank in self.ranks:
-            rank.end()
 
 
 def new_name() -> str:
@@ -228,22 +222,187 @@ def _stack_of(pid: int) -> str:
     return "; ".join(texts)
 
 
+class Crew:
+    """Ranks 0 to k - 1 of one group after another, in one process each."""
+
+    def __init__(self, world_size: int) -> None:
+        self.ranks = [fork_server().fork() for _ in range(world_size)]
+        self.world_size = world_size
+        self.port = store().port
+        self.is_whole = True  # false once a function failed: who knows what the others wait for
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+
+    def __getitem__(self, rank: int) -> Rank:
+        return self.ranks[rank]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self._folder.cleanup()
+
+    def _chosen(self, ranks: Sequence[int] | None) -> Sequence[int]:
+        return range(self.world_size) if ranks is None else ranks
+
+    def start(
+        self, function: Function, ranks: Sequence[int] | None = None, **arguments: Any
+    ) -> None:
+        for rank in self._chosen(ranks):
+            self.ranks[rank].start(function, **arguments)
+
+    def outcomes(
+        self, ranks: Sequence[int] | None = None, within_s: float = LONG_S
+    ) -> list[Outcome]:
+        return [self.ranks[rank].outcome(within_s) for rank in self._chosen(ranks)]
+
+    def values(self, ranks: Sequence[int] | None = None, within_s: float = LONG_S) -> list[Any]:
+        """Wait for what was started on all ranks, or these; their values."""
+        return [value_of(outcome) for outcome in self.outcomes(ranks, within_s)]
+
+    def run(
+        self,
+        function: Function,
+        ranks: Sequence[int] | None = None,
+        within_s: float = LONG_S,
+        **arguments: Any,
+    ) -> list[Any]:
+        """On all ranks, or these, at once; their values."""
+        self.is_whole = False
+        self.start(function, ranks, **arguments)
+        values = self.values(ranks, within_s)
+        self.is_whole = True
+        return values
+
+    def agree(self, function: Function, within_s: float = LONG_S, **arguments: Any) -> Any:
+        """Run on all ranks, which must all return the same; that."""
+        values = self.run(function, within_s=within_s, **arguments)
+        assert all(value == values[0] for value in values), values
+        return values[0]
+
+    def name(self, rank: int) -> str:
+        """Say rank, process and host, as errors do."""
+        return f"rank {rank} (process {self.ranks[rank].pid} on {os.uname().nodename})"
+
+    def start_group(
+        self,
+        ranks: Sequence[int] | Mapping[int, int] | None = None,
+        function: Function | None = None,
+        *,
+        world_size: int | None = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> str:
+        """Start `join`, or what takes its arguments, on these ranks; the group's name.
+
+        ``ranks`` may give processes another rank, ``{process: rank}``; ``world_size``: how many
+        there should be, if not all of them start here.
+        """
+        chosen = ranks if isinstance(ranks, Mapping) else {r: r for r in self._chosen(ranks)}
+        name = name or new_name()
+        options |= {"port": self.port, "world_size": world_size or len(chosen), "name": name}
+        for process, rank in chosen.items():
+            self.ranks[process].start(function or join, rank=rank, **options)
+        return name
+
+    def join(self, ranks: Sequence[int] | None = None, **options: Any) -> str:
+        """A communicator of these ranks, in this order, as ``state.comm``; its name."""
+        chosen = {process: rank for rank, process in enumerate(self._chosen(ranks))}
+        name = self.start_group(chosen, **options)
+        self.values(list(chosen))
+        return name
+
+    def results(self, function: Function, *args: Any, timeout_s: float = LONG_S) -> list[Any]:
+        """What ``function(rank, world_size, store, *args)`` returned, or `Failed` or `Died`."""
+        path = f"{self._folder.name}/{new_name()}"
+        for rank, process in enumerate(self.ranks):
+            process.start(_with_store, function, rank, self.world_size, path, args)
+        deadline = time.monotonic() + timeout_s
+        return [rank.result(deadline - time.monotonic()) for rank in self.ranks]
+
+    def check(self, function: Function, *args: Any, timeout_s: float = LONG_S) -> list[Any]:
+        """What ``function(rank, world_size, store, *args)`` returned on every rank."""
+        results = self.results(function, *args, timeout_s=timeout_s)
+        for rank, result in enumerate(results):
+            assert not isinstance(result, (Failed, Died)), f"rank {rank}: {result!s}"
+        return results
+
+
+@contextlib.contextmanager
+def crews(**options: Any) -> Iterator[Callable[[int], Crew]]:
+    """``get(k)``: the crew of k ranks, joined with these options; another when a test broke it."""
+    made: dict[int, Crew] = {}
+
+    def get(world_size: int) -> Crew:
+        if world_size in made and not made[world_size].is_whole:
+            made.pop(world_size).close()
+        if world_size not in made:
+            made[world_size] = Crew(world_size)
+            made[world_size].join(**options)
+        return made[world_size]
+
+    try:
+        yield get
+    finally:
+        for crew in made.values():
+            crew.close()
+
+
+def on_ranks(*world_sizes: int, within_s: float = LONG_S) -> Callable[[Function], Function]:
+    """Make a test of a function that all ranks run, of ``crew_of(k)``, and return the same from.
+
+    Its first parameter is the rank's ``state``; the others are parameters of the test.
+    """
+
+    def decorate(body: Function) -> Function:
+        @functools.wraps(body)
+        def test(crew_of: Any, world_size: int, **arguments: Any) -> None:
+            crew_of(world_size).agree(body, within_s=within_s, **arguments)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [inspect.Parameter(name, kind) for name in ("crew_of", "world_size")]
+        given = list(inspect.signature(body).parameters.values())[1:]
+        test.__signature__ = inspect.Signature(own + given)  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+def run_group(
+    function: Function,
+    size: int,
+    *args: Any,
+    backend: str = "ringar",
+    timeout_s: float = 30.0,
+    limit_s: float = 40.0,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """What ``function(rank, size, *args)`` returned in a process group, or `Failed` or `Died`."""
+    options = (backend, timeout_s, limit_s, env or {})
+    deadline = time.monotonic() + limit_s
+    with Crew(size) as crew:
+        results = crew.results(_in_group, options, function, args, timeout_s=limit_s)
+        for i, rank in enumerate(crew.ranks):
+            if not isinstance(results[i], (Failed, Died)):
+                code = rank.leave(deadline - time.monotonic())
+                if code != 0:
+                    results[i] = Failed(f"answered, then exit code {code}")
+    return results
+
+
 # -- in the ranks ----------------------------------------------------------------------------------
 
 
 @functools.cache  # one connection per process and store
 def connect(port: int, timeout_s: float = 30.0) -> Any:
-    from datetime import timedelta
-
     from torch.distributed import TCPStore
 
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def join(
@@ -258,8 +417,7 @@ def join(
     """Make ``state.comm``."""
     import pyringar as pr
 
-    if getattr(state, "port", None) != port:
-        state.store, state.port = connect(port), port
+    state.store = connect(port)
     with changed_environment(env or {}):
         state.comm = pr.ProcessCommunicator(state.store, rank, world_size, name=name, **options)
     state.rank, state.world_size, state.name = rank, world_size, name
@@ -279,41 +437,120 @@ def changed_environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def next_name(state: SimpleNamespace) -> str:
+    """Name another group of the same ranks, which count alike."""
+    state.num_names = getattr(state, "num_names", 0) + 1
+    return f"{state.name}-{state.num_names}"
 
 
-def _work(channel: socket.socket) -> None:
+def another(state: SimpleNamespace, **options: Any) -> Any:
+    """Make a second communicator of these ranks."""
+    import pyringar as pr
+
+    options = {"name": next_name(state), **options}
+    return pr.ProcessCommunicator(state.store, state.rank, state.world_size, **options)
+
+
+def _with_store(
+    _: SimpleNamespace, function: Function, rank: int, world_size: int, path: str, args: Sequence
+) -> Any:
+    from torch.distributed import FileStore
+
+    return function(rank, world_size, FileStore(path, -1), *args)
+
+
+def _in_group(
+    rank: int, size: int, store: Any, options: tuple[Any, ...], function: Function, args: Sequence
+) -> Any:
+    import torch.distributed as dist
+
+    import pyringar.distributed  # noqa: F401
+
+    backend, timeout_s, limit_s, env = options
+    faulthandler.dump_traceback_later(0.9 * limit_s)  # says where it hangs before it is killed
+    os.environ.update(env)
+    if "TORCH_DISTRIBUTED_DEBUG" in env:
+        dist.set_debug_level_from_env()
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    result = function(rank, size, *args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+def run_cases(rank: int, size: int, cases: Sequence[tuple[str, Callable[..., None]]]) -> Any:
+    """For `run_group`: ``case(rank, size)`` one after the other, until one fails.
+
+    Returns the failure of each, None where there was none; later ones did not run.
+    """
+    verdicts: dict[str, str | None] = {name: "not run: one before it failed" for name, _ in cases}
+    for name, case in cases:
+        try:
+            case(rank, size)
+            verdicts[name] = None
+        except BaseException:
+            verdicts[name] = f"rank {rank}: {traceback.format_exc()}"
+            break
+    return verdicts
+
+
+def _outcome_of(state: SimpleNamespace, task: bytes) -> bytes:
+    start = time.monotonic()
+
+    def outcome(**fields: Any) -> bytes:
+        at = time.monotonic()
+        return pickle.dumps({"seconds": at - start, "at": at, **fields})
+
+    try:
+        (module, function), args, arguments = pickle.loads(task)
+        body = inspect.unwrap(getattr(importlib.import_module(module), function))
+        return outcome(value=body(state, *args, **arguments))
+    except BaseException as error:
+        classes = [c.__name__ for c in type(error).__mro__]
+        return outcome(classes=classes, text=str(error), trace=traceback.format_exc())
+
+
+def _work(channel: Connection) -> None:
     """Run what comes through the channel until it is closed."""
     _die_with_parent()
     # Where the tests run in the background of a script, SIGINT came to them as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     state = SimpleNamespace()
-    with channel.makefile("r") as lines:
-        for line in lines:
-            module, function, arguments = json.loads(line)
-            channel.sendall(
-                (json.dumps(_result(state, module, function, arguments)) + "\n").encode()
-            )
+    while True:
+        try:
+            task = channel.recv_bytes()
+        except EOFError:
+            return
+        channel.send_bytes(_outcome_of(state, task))
 
 
-def _result(
-    state: SimpleNamespace, module: str, function: str, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    value, classes, text, trace = None, [], "", ""
-    start = time.monotonic()
-    try:
-        value = getattr(importlib.import_module(module), function)(state, **arguments)
-    except BaseException as error:
-        classes = [c.__name__ for c in type(error).__mro__]
-        text, trace = str(error), "".join(traceback.format_exception(error))
-    at = time.monotonic()
-    fields = (value, classes, text, trace, at - start, at)
-    return dict(zip(Outcome.__dataclass_fields__, fields, strict=True))
+# -- in the fork server ----------------------------------------------------------------------------
 
 
-def _nursery(control: socket.socket) -> None:
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _fork(module: str, channel: int, control: socket.socket) -> int:
+    if module not in sys.modules:
+        with contextlib.suppress(BaseException):  # it is the ranks that say what is wrong with it
+            importlib.import_module(module)
+        gc.freeze()  # what was imported: ranks need not look at it again
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        try:
+            _work(Connection(channel))
+            threading._shutdown()  # type: ignore[attr-defined]
+        finally:
+            os._exit(0)
+    os.close(channel)
+    return pid
+
+
+def _serve(control: socket.socket) -> None:
     _die_with_parent()
     import torch
 
@@ -321,31 +558,19 @@ def _nursery(control: socket.socket) -> None:
     from pyringar.engine import load
 
     load.engine()
-    for module in _PRELOADED:
-        with contextlib.suppress(ModuleNotFoundError):
-            getattr(importlib.import_module(module), "warm_up", lambda: None)()
-    gc.freeze()  # what was imported: ranks need not look at it again
     control.sendall(b"ready\n")
     while True:
-        message, descriptors, *_ = socket.recv_fds(control, 64, 1)
+        message, descriptors, *_ = socket.recv_fds(control, 256, 1)
         if not message:
             return
-        if message == b"spawn\n":
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                try:
-                    _work(socket.socket(fileno=descriptors[0]))
-                finally:
-                    os._exit(0)
-            os.close(descriptors[0])
-        else:
-            pid = int(message.split()[1])
-            os.waitpid(pid, 0)
-        control.sendall(f"{pid}\n".encode())
+        verb, what = message.decode().split()
+        reply = (
+            _fork(what, descriptors[0], control) if verb == "fork" else os.waitpid(int(what), 0)[1]
+        )
+        control.sendall(f"{reply}\n".encode())
 
 
 if __name__ == "__main__":
     # By its own name, so that ranks find the functions that tests name.
     sys.modules["ranks"] = sys.modules["__main__"]
-    _nursery(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])))

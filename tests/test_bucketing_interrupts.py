@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from ranks import Crew
 from test_bucketing_failures import (
     EACH,
     Explode,
@@ -496,7 +496,7 @@ def test_no_rank_loses_a_step_when_one_is_interrupted(where, error, places):
     expected = [
         summed([Net(rank) for rank in range(K)], inputs(step, world_size=K)) for step in range(4)
     ]
-    pool = RankPool(K)
+    pool = Crew(K)
     try:
         answers = pool.check(interrupt_as_rank, where, error, places)
     finally:

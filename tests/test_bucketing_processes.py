@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool
+from ranks import Crew, Died
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,11 +23,11 @@ SMALL = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}
 @pytest.fixture(scope="module")
 def pools():
     """``pools(k)``: k processes, for all tests that leave them alive."""
-    made: dict[int, RankPool] = {}
+    made: dict[int, Crew] = {}
 
-    def get(world_size: int) -> RankPool:
+    def get(world_size: int) -> Crew:
         if world_size not in made:
-            made[world_size] = RankPool(world_size)
+            made[world_size] = Crew(world_size)
         return made[world_size]
 
     yield get
@@ -573,10 +573,10 @@ def die_as_rank(rank, world_size, store, when):
 
 @pytest.mark.parametrize("when", ["before backward", "inside backward"])
 def test_a_rank_that_dies_is_named(when):
-    pool = RankPool(3)
-    answers = pool.run(die_as_rank, when)
+    pool = Crew(3)
+    answers = pool.results(die_as_rank, when)
     pool.close()
-    assert isinstance(answers[1], EOFError)
+    assert isinstance(answers[1], Died)
     for (kind, text), seconds in (answers[0], answers[2]):
         assert kind is pr.PeerLostError
         assert "rank 1" in text

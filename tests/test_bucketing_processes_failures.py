@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_pool import RankPool
+from ranks import Crew
 from test_bucketing_failures import EACH, Net, armed, inputs, summed
 
 import pyringar as pr
@@ -14,7 +14,7 @@ K = 2
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = RankPool(K)
+    pool = Crew(K)
     yield pool
     pool.close()
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracle import DTYPES, OPS, assert_bits, expected, inputs, random, same_bits
-from ranks import new_name
+from ranks import crews, new_name
 
 import pyringar as pr
 from pyringar import errors
@@ -118,24 +118,11 @@ def gpu(test):
 
 
 @pytest.fixture(scope="module")
-def gpu_crew_of(nursery, store_port):
+def gpu_crew_of():
     """``gpu_crew_of(k)``: k processes with a communicator on cuda:0."""
-    from ranks import Crew
-
     load.cuda_engine()  # compiled once, here
-    made = {}
-
-    def get(world_size: int) -> Crew:
-        if world_size in made and not made[world_size].is_whole:
-            made.pop(world_size).end()
-        if world_size not in made:
-            made[world_size] = Crew(nursery, world_size, store_port)
-            made[world_size].join(device="cuda:0", timeout=60)
-        return made[world_size]
-
-    yield get
-    for crew in made.values():
-        crew.end()
+    with crews(device="cuda:0", timeout=60) as get:
+        yield get
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from typing import Any
 import distributed_cases
 import distributed_faults
 import distributed_training
-import process_ranks
 import pytest
 import torch
-from process_ranks import Died, Failed
+from ranks import Died, Failed, run_cases, run_group
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
@@ -27,7 +26,7 @@ def verdicts(cases: str, size: int, backend: str = "ringar", debug: str = "") ->
     module: Any = {"cases": distributed_cases, "training": distributed_training}[cases]
     env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
     work = list(module.CASES.items())
-    return process_ranks.run(process_ranks.run_cases, size, work, backend=backend, env=env)
+    return run_group(run_cases, size, work, backend=backend, env=env)
 
 
 def check(results: list[Any], case: str) -> None:
@@ -63,7 +62,7 @@ def test_collectives_of_one(case):
 
 def run_one(case: str) -> list[Any]:
     work = [(case, distributed_cases.CASES[case])]
-    return process_ranks.run(process_ranks.run_cases, 1, work)
+    return run_group(run_cases, 1, work)
 
 
 @pytest.mark.parametrize("case", distributed_training.CASES)
@@ -80,13 +79,13 @@ def test_training_beside_another_backend(case):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hook_beside_gloo(size):
     case = distributed_training.data_parallel_hook
-    results = process_ranks.run(process_ranks.run_cases, size, [("hook", case)], backend="gloo")
+    results = run_group(run_cases, size, [("hook", case)], backend="gloo")
     check(results, "hook")
 
 
 def test_checkpoint(tmp_path):
     case = functools.partial(distributed_training.checkpoint, folder=str(tmp_path))
-    check(process_ranks.run(process_ranks.run_cases, 2, [("checkpoint", case)]), "checkpoint")
+    check(run_group(run_cases, 2, [("checkpoint", case)]), "checkpoint")
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ HOWS = ("sync", "async", "future")
 
 @pytest.mark.parametrize("how", HOWS)
 def test_peer_lost(how):
-    survivor, dead = process_ranks.run(distributed_faults.peer_lost, 2, how)
+    survivor, dead = run_group(distributed_faults.peer_lost, 2, how)
     kind, bases, text, seconds = survivor
     assert dead == Died(-9)
     assert "PeerLostError" in (text if how == "future" else kind)
@@ -107,7 +106,7 @@ def test_peer_lost(how):
 
 @pytest.mark.parametrize("how", HOWS)
 def test_peer_late(how):
-    waiter, _ = process_ranks.run(distributed_faults.peer_late, 2, how, timeout_s=2.0)
+    waiter, _ = run_group(distributed_faults.peer_late, 2, how, timeout_s=2.0)
     kind, _, text, seconds = waiter
     assert "CollectiveTimeout" in (text if how == "future" else kind)
     assert "rank 1" in text
@@ -117,7 +116,7 @@ def test_peer_late(how):
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("case", ["sizes_differ", "calls_differ"])
 def test_mismatch(case, how):
-    results = process_ranks.run(getattr(distributed_faults, case), 2, how)
+    results = run_group(getattr(distributed_faults, case), 2, how)
     for result in results:
         assert not isinstance(result, (Failed, Died)), result
         first, *again = result if case == "sizes_differ" else (result,)
@@ -129,7 +128,7 @@ def test_mismatch(case, how):
 @pytest.mark.parametrize("backend", ["ringar", "gloo"])
 @pytest.mark.parametrize("what", ["killed", "sleeping"])
 def test_data_parallel_fails(what, backend):
-    survivor, other = process_ranks.run(
+    survivor, other = run_group(
         distributed_faults.data_parallel_peer, 2, what, backend=backend, timeout_s=2.0
     )
     assert not isinstance(survivor, (Failed, Died, str)), survivor

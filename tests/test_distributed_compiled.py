@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import process_ranks
 import torch
 import torch.distributed as dist
+from ranks import run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,5 +40,5 @@ def compiled(rank: int, size: int) -> Any:
 
 
 def test_compiled_programs():
-    results = process_ranks.run(compiled, 2, timeout_s=60, limit_s=120)
+    results = run_group(compiled, 2, timeout_s=60, limit_s=120)
     assert results == [([[0, 1, 2], [1, 2, 3]], True)] * 2, results

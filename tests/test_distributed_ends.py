@@ -10,11 +10,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import process_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_faults import error_of
+from ranks import run_group
 
 DELEGATED = {
     "all_to_all": lambda x: dist.all_to_all_single(torch.empty(4), x),
@@ -52,7 +52,7 @@ def gone_meanwhile(rank: int, size: int) -> Any:
 
 
 def test_what_gloo_does_ends_when_a_rank_was_gone_before():
-    survivor, _ = process_ranks.run(gone_before, 2)
+    survivor, _ = run_group(gone_before, 2)
     assert set(survivor) == set(DELEGATED), survivor
     for name, (kind, _, text, seconds) in survivor.items():
         assert "PeerLostError" in kind + text, (name, kind, text)
@@ -61,7 +61,7 @@ def test_what_gloo_does_ends_when_a_rank_was_gone_before():
 
 
 def test_what_gloo_does_ends_when_a_rank_goes():
-    survivor, _ = process_ranks.run(gone_meanwhile, 2)
+    survivor, _ = run_group(gone_meanwhile, 2)
     assert not isinstance(survivor, str), survivor
     (kind, _, text, seconds), (destroyed, _, why, destroy_s) = survivor
     assert kind == "PeerLostError", text
@@ -77,7 +77,7 @@ def wrong_dtype(rank: int, size: int) -> Any:
 
 
 def test_what_gloo_refuses_is_not_blamed_on_a_rank():
-    for kind, _, text, _ in process_ranks.run(wrong_dtype, 2):
+    for kind, _, text, _ in run_group(wrong_dtype, 2):
         assert kind == "RuntimeError", text
         assert "rank" not in text, text
 
@@ -93,7 +93,7 @@ def leave_early(rank: int, size: int) -> Any:
 
 
 def test_a_rank_that_did_its_part_may_leave():
-    results = process_ranks.run(leave_early, 3)
+    results = run_group(leave_early, 3)
     assert results[0] == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]], results
 
 
@@ -127,7 +127,7 @@ def aborted(rank: int, size: int) -> Any:
 
 
 def test_abort_ends_what_waits_here_and_there():
-    first, second = process_ranks.run(aborted, 2)
+    first, second = run_group(aborted, 2)
     assert not isinstance(first, str), first
     kind, _, text, seconds = first.pop("abort")
     assert (kind, seconds < 10) == ("none", True), text
@@ -156,7 +156,7 @@ def given_less_time(rank: int, size: int, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["set_timeout", "deprecated"])
 def test_set_timeout_reaches_the_engine(how):
-    waiter, _ = process_ranks.run(given_less_time, 2, how)
+    waiter, _ = run_group(given_less_time, 2, how)
     kind, _, text, seconds = waiter
     assert kind == "CollectiveTimeout", waiter
     assert "for 1 s" in text
@@ -179,7 +179,7 @@ def stays_away(rank: int, size: int) -> Any:
 
 
 def test_monitored_barrier_names_all_who_are_missing():
-    error, *_ = process_ranks.run(stays_away, 3)
+    error, *_ = run_group(stays_away, 3)
     if error[0] == "ValueError":
         pytest.skip(f"this torch: {error[2]}")
     assert error[0] == "CollectiveTimeout", error
@@ -203,7 +203,7 @@ def dies_meanwhile(rank: int, size: int, operation: str) -> Any:
 
 @pytest.mark.parametrize("operation", ["send", "recv", "monitored_barrier"])
 def test_who_dies_is_named_also_in_gloos_own_calls(operation):
-    (kind, _, text, seconds), _ = process_ranks.run(dies_meanwhile, 2, operation)
+    (kind, _, text, seconds), _ = run_group(dies_meanwhile, 2, operation)
     if kind == "ValueError":
         pytest.skip(f"this torch: {text}")
     assert kind == "PeerLostError", (kind, text)

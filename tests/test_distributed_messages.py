@@ -8,11 +8,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import process_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_faults import error_of
+from ranks import run_group
 
 from pyringar.distributed.messages import Waiters
 from pyringar.distributed.work import DelegatedPart
@@ -48,7 +48,7 @@ def test_a_message_that_was_waited_for_is_not_asked_again():
     """Gloo would wait for another message, which nobody sends, and break off all others."""
     expected = numbers(0).tolist()
     answers = [[True] * 3, True, True, True, None]
-    assert process_ranks.run(asked_again, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2
+    assert run_group(asked_again, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2
 
 
 def polled(rank: int, size: int) -> Any:
@@ -63,7 +63,7 @@ def polled(rank: int, size: int) -> Any:
 
 
 def test_a_message_ends_though_nobody_waits_for_it():
-    assert process_ranks.run(polled, 2) == [(True, True, numbers(0).tolist())] * 2
+    assert run_group(polled, 2) == [(True, True, numbers(0).tolist())] * 2
 
 
 def not_sent_yet(rank: int, size: int, how: str) -> Any:
@@ -96,7 +96,7 @@ def not_sent_yet(rank: int, size: int, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["timeout", "any", "signal"])
 def test_a_wait_that_is_over_early_is_not_the_message_s_end(how):
-    _, receiver = process_ranks.run(not_sent_yet, 2, how)
+    _, receiver = run_group(not_sent_yet, 2, how)
     assert not isinstance(receiver, str), receiver
     first, is_completed, waited_s, got = receiver
     assert first == ("KeyboardInterrupt" if how == "signal" else "CollectiveTimeout")
@@ -209,4 +209,4 @@ def signs(rank: int, size: int) -> None:
 
 
 def test_no_sign_is_lost():
-    assert process_ranks.run(signs, 2) == [None] * 2
+    assert run_group(signs, 2) == [None] * 2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import process_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_group
 from torch import Tensor
 
 import pyringar as pr
@@ -50,7 +50,7 @@ def reduce_and_copy(rank: int, size: int, shapes: Any) -> Any:
 @pytest.mark.parametrize("what", SHAPES)
 def test_shapes(what, backend):
     shapes = SHAPES[what]
-    results = process_ranks.run(reduce_and_copy, 2, shapes, backend=backend)
+    results = run_group(reduce_and_copy, 2, shapes, backend=backend)
     parts = [filled(rank, shapes[rank]).flatten() for rank in range(2)]
     for rank, found in enumerate(results):
         for shape, reduced, copied in found.values():
@@ -82,7 +82,7 @@ def reduce_layouts(rank: int, size: int) -> Any:
 
 
 def test_elements_correspond_by_index_whatever_their_strides():
-    results = process_ranks.run(reduce_layouts, 2)
+    results = run_group(reduce_layouts, 2)
     parts = [filled(rank, (3, 4)) for rank in range(2)]
     image = sum(filled(rank, (2, 3, 4, 5)) for rank in range(2))
     for found in results:
@@ -141,7 +141,7 @@ def not_contiguous(rank: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
 def test_what_gloo_does_goes_by_index_and_not_by_memory(dtype):
-    assert process_ranks.run(not_contiguous, 2, dtype, timeout_s=10.0) == [None] * 2
+    assert run_group(not_contiguous, 2, dtype, timeout_s=10.0) == [None] * 2
 
 
 def expanded(rank: int, size: int) -> Any:
@@ -174,7 +174,7 @@ def expanded(rank: int, size: int) -> Any:
 
 
 def test_expanded_tensors_are_refused_before_other_ranks_are_told():
-    for texts, whole in process_ranks.run(expanded, 2):
+    for texts, whole in run_group(expanded, 2):
         assert all("expanded" in text for text in texts), texts
         assert whole == [3.0] * 4, "the group goes on"
 
@@ -188,7 +188,7 @@ def differ(rank: int, size: int) -> Any:
 
 
 def test_sizes_that_differ_are_still_refused():
-    for text in process_ranks.run(differ, 2):
+    for text in run_group(differ, 2):
         assert "4 float32" in text, text
         assert "5 float32" in text, text
 
@@ -203,4 +203,4 @@ def strict(rank: int, size: int) -> Any:
 
 
 def test_a_communicator_of_its_own_still_compares_shapes():
-    assert all("4 float32" in text for text in process_ranks.run(strict, 2))
+    assert all("4 float32" in text for text in run_group(strict, 2))

@@ -9,10 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import distributed_works
-import process_ranks
 import pytest
 import torch
-from process_ranks import Died, Failed
+from ranks import Died, Failed, run_cases, run_group
 from torch.futures import Future
 
 import pyringar as pr
@@ -25,7 +24,7 @@ IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
 @functools.cache
 def verdicts(size: int) -> list[Any]:
     work = list(distributed_works.CASES.items())
-    return process_ranks.run(process_ranks.run_cases, size, work)
+    return run_group(run_cases, size, work)
 
 
 def check(results: list[Any], case: str) -> None:
@@ -123,18 +122,18 @@ def test_no_further_thread_can_start(monkeypatch):
 def test_hooks_of_torch():
     """Two ranks: their sum is the same in every order."""
     work = [("hooks", distributed_works.hooks_of_torch)]
-    check(process_ranks.run(process_ranks.run_cases, 2, work), "hooks")
+    check(run_group(run_cases, 2, work), "hooks")
 
 
 def test_a_copy_that_fails_says_so_each_time():
-    for result in process_ranks.run(distributed_works.copy_fails, 2):
+    for result in run_group(distributed_works.copy_fails, 2):
         assert not isinstance(result, (Failed, Died)), result
         assert len(result) == 5, result
         assert all("no copy into this" in text for text in result), result
 
 
 def test_peer_killed():
-    survivor, dead = process_ranks.run(distributed_works.peer_killed, 2)
+    survivor, dead = run_group(distributed_works.peer_killed, 2)
     assert dead == Died(-9)
     assert not isinstance(survivor, Failed), survivor
     answers, rows = survivor
@@ -178,6 +177,6 @@ def test_a_call_that_is_noted_while_another_is_noted_is_not_lost():
 def test_what_torch_hands_on(backend, debug, is_wrapped):
     """Of a Backend's work torch >= 2.14 passes on wait and get_future alone; README says so."""
     env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
-    results = process_ranks.run(distributed_works.wrapped, 2, backend=backend, env=env)
+    results = run_group(distributed_works.wrapped, 2, backend=backend, env=env)
     kind = "ProcessGroup" if is_wrapped else "RingarProcessGroup"
     assert results == [(kind, not is_wrapped)] * 2

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from rank_pool import RankPool
+from ranks import Crew
 from torch import Tensor, nn
 
 import pyringar as pr
@@ -29,7 +29,7 @@ INTERLEAVED = "abab"
 
 @pytest.fixture(scope="module")
 def pool():
-    made = RankPool(4)
+    made = Crew(4)
     yield made
     made.close()
 
@@ -413,8 +413,8 @@ def die_as_rank(rank, world_size, store, how):
 
 @pytest.mark.parametrize("how", ["killed", "closed", "late"])
 def test_a_rank_that_is_lost_is_an_error_on_all_machines(how):
-    pool = RankPool(4)
-    answers = pool.run(die_as_rank, how)
+    pool = Crew(4)
+    answers = pool.results(die_as_rank, how)
     pool.close()
     for rank in range(3):
         kind, text, seconds = answers[rank]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from ranks import Crew
 from torch._C import _distributed_c10d as c10d
 
 from pyringar.distributed import HierarchicalCommunicator
@@ -20,7 +20,7 @@ from pyringar.distributed import HierarchicalCommunicator
 
 @pytest.fixture(scope="module")
 def pool():
-    made = RankPool(2)
+    made = Crew(2)
     yield made
     made.close()
 

@@ -20,7 +20,7 @@ import time
 import pytest
 import torch
 from oracle import assert_bits, inputs, reduced, same_bits
-from ranks import Crew, Outcome, join, new_name, value_of
+from ranks import Crew, Outcome, fork_server, join, new_name, value_of
 
 import pyringar as pr
 from pyringar.engine import load
@@ -847,11 +847,11 @@ def reduce_for_ever(state, seed: int) -> None:
             state.comm.broadcast(torch.ones(numel))
 
 
-def kill_one(new_crew, store_port: int, nursery, choice: python_random.Random) -> None:
+def kill_one(choice: python_random.Random) -> None:
     world_size = choice.randint(2, 4)
     dead = choice.randrange(world_size)
     survivors = [rank for rank in range(world_size) if rank != dead]
-    crew = Crew(nursery, world_size, store_port)
+    crew = Crew(world_size)
     try:
         if choice.random() < 0.15:  # while they meet
             try_join(crew, list(range(world_size)), world_size, timeout=2.0)
@@ -877,23 +877,23 @@ def kill_one(new_crew, store_port: int, nursery, choice: python_random.Random) -
         crew.run(reduce, survivors, numel=LARGE)
         assert crew.run(holds_nothing, survivors) == [[]] * len(survivors)
     finally:
-        crew.end()
+        crew.close()
 
 
-def kill_many(new_crew, store_port: int, nursery, count: int) -> None:
-    before = nursery.children()
+def kill_many(count: int) -> None:
+    before = fork_server().children()
     choice = python_random.Random(count)
     for _ in range(count):
-        kill_one(new_crew, store_port, nursery, choice)
-    assert nursery.children() == before, "a process is left"
+        kill_one(choice)
+    assert fork_server().children() == before, "a process is left"
     assert not named_shared_memory()
 
 
-def test_ten_kills(new_crew, store_port, nursery):
-    kill_many(new_crew, store_port, nursery, 10)
+def test_ten_kills():
+    kill_many(10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_hundred_kills(new_crew, store_port, nursery):
-    kill_many(new_crew, store_port, nursery, 200)
+def test_two_hundred_kills():
+    kill_many(200)

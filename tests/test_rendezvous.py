@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Crew, connect, join, new_name, value_of
+from ranks import Crew, Died, connect, join, new_name, value_of
 
 import pyringar as pr
 from pyringar.comm.rendezvous import Member, Rendezvous, node_id
@@ -108,7 +108,7 @@ def test_new_processes_on_the_store_of_ended_ones(new_crew, late, killed):
     before.run(reduce)
     for _ in range(2):
         for rank in before.ranks:
-            rank.kill() if killed else rank.end()
+            rank.kill() if killed else rank.close()
         crew = before = new_crew(2)
         options = {"port": crew.port, "world_size": 2, "name": name, "timeout": LONG_S}
         crew[1 - late].start(meet, rank=1 - late, **options)
@@ -226,9 +226,7 @@ def test_gloo_does_not_find_addresses_of_processes_that_are_gone(new_crew):
             crew[rank].start(gloo_on, port=crew.port, prefix=prefix, rank=rank)
             time.sleep(0.3)
         for rank in crew.ranks:
-            rank._channel.settimeout(LONG_S)
-            assert rank._lines.readline() == ""  # it has ended, without an error
-            rank.reap()
+            assert rank.result(LONG_S) == Died(0)
 
 
 # -- ranks that give up, and come again ------------------------------------------------------------

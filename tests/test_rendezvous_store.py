@@ -453,7 +453,7 @@ def die_at_step(new_crew, dead: int, step: int, is_asked: bool) -> None:
     crew[3].start(meet, rank=dead, timeout=LONG_S, **options)
     for outcome in crew.outcomes([*survivors, 3]):
         value_of(outcome)
-    crew.end()
+    crew.close()
 
 
 @pytest.mark.parametrize("dead", [0, 1])

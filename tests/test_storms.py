@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import Crew, connect, value_of
+from ranks import Crew, connect, fork_server, value_of
 from test_process_faults import (
     BUSY_S,
     DEATH_S,
@@ -136,30 +136,30 @@ def strike(crew: Crew, choice: random.Random, event: str) -> None:
     assert crew.run(holds_nothing, alive) == [[]] * len(alive)
 
 
-def storm(nursery, store_port: int, seed: int, events: list[str]) -> None:
+def storm(seed: int, events: list[str]) -> None:
     print(f"seed {seed}")
-    before = nursery.children()
+    before = fork_server().children()
     choice = random.Random(seed)
     for event in events:
-        crew = Crew(nursery, choice.randint(2, 5), store_port)
+        crew = Crew(choice.randint(2, 5))
         try:
             strike(crew, choice, event)
         finally:
-            crew.end()
-    assert nursery.children() == before, "a process is left"
+            crew.close()
+    assert fork_server().children() == before, "a process is left"
     assert not named_shared_memory()
 
 
-def test_ranks_that_are_struck_at_random(nursery, store_port):
-    storm(nursery, store_port, 1, ["kill", "term", "interrupt", "stop", "term", "interrupt"])
+def test_ranks_that_are_struck_at_random():
+    storm(1, ["kill", "term", "interrupt", "stop", "term", "interrupt"])
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 6))
-def test_many_ranks_that_are_struck_at_random(nursery, store_port, seed):
-    storm(nursery, store_port, seed, random.Random(seed).choices(list(EVENTS), k=50))
+def test_many_ranks_that_are_struck_at_random(seed):
+    storm(seed, random.Random(seed).choices(list(EVENTS), k=50))
 
 
 # -- threads ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from rank_pool import RankPool
+from ranks import Crew
 
 import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal
@@ -24,7 +24,7 @@ RESNET = {"model": "resnet18", "width": 8, "batch_size": 16, "epochs": 2}
 
 @pytest.fixture(scope="module")
 def pool():
-    made = RankPool(2)
+    made = Crew(2)
     yield made
     made.close()
 
