@@ -1,0 +1,188 @@
+"""Shared by tests of one rank per process: checked sums, memory left open, who is named."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import random as python_random
+import re
+import time
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import (
+    DTYPES,
+    assert_bits,
+    bits,
+    expected,
+    inputs,
+    limit_bytes,
+    random,
+    reduced,
+    same_bits,
+)
+from ranks import Crew, Outcome
+
+import pyringar as pr
+
+EXCHANGE_BYTES = limit_bytes("process_exchange")  # up to here every rank reduces everything
+SLOT_BYTES = limit_bytes("process_slot")
+ALGORITHMS = ("direct", "ring")
+# On this many cores or fewer; more ranks than cores must work, too.
+WORLD_SIZES = (1, 2, 3, 4)
+
+# Survivors hear of a death within this, and of a deadline not later than this after it.
+DEATH_S = 1.0
+LATE_S = 0.5
+# What other programs on this machine may take of either, at worst; seldom.
+BUSY_S = 1.0
+LARGE = 200_000  # elements: two waits per piece, several pieces
+SMALL = 100  # one wait
+
+
+# -- checked against the oracle --------------------------------------------------------------------
+
+
+def crc(*tensors: torch.Tensor) -> int:
+    """Of bits, NaN's included: what all ranks must agree on."""
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(bits(tensor).numpy().tobytes(), value)
+    return value
+
+
+def check(state: SimpleNamespace, parts: list, op: str, algorithm: str, **options) -> int:
+    """One all_reduce; a checksum."""
+    mine = parts[state.rank].clone()
+    assert state.comm.all_reduce(mine, op, algorithm=algorithm, **options) is None
+    context = f"{algorithm} {op} {mine.dtype} k={len(parts)} numel={mine.numel()}"
+    assert_bits(mine, expected(parts, op, algorithm), context)
+    return crc(mine)
+
+
+def check_list(state, lists: list, op: str = "sum", algorithm: str = "direct") -> int:
+    """One all_reduce_coalesced of ``lists[rank][i]``, contiguous; a checksum."""
+    mine = [tensor.clone() for tensor in lists[state.rank]]
+    state.comm.all_reduce_coalesced(mine, op, algorithm=algorithm)
+    for i, tensor in enumerate(mine):
+        parts = [row[i].reshape(-1) for row in lists]
+        wanted = expected(parts, op, algorithm)
+        assert_bits(tensor.reshape(-1), wanted, f"{algorithm} tensor {i} {tensor.dtype}")
+    return crc(*mine)
+
+
+def random_lists(choice: python_random.Random, k: int, count: int, most: int) -> list:
+    """Lists of tensors of mixed dtypes, empties among them."""
+    shapes = [
+        (choice.choice(DTYPES), choice.choice([0, 1, choice.randrange(most)])) for _ in range(count)
+    ]
+    return [
+        [random(n, dtype, 100 * rank + i) for i, (dtype, n) in enumerate(shapes)]
+        for rank in range(k)
+    ]
+
+
+@functools.cache
+def parts_of(numel: int, world_size: int) -> list[torch.Tensor]:
+    return inputs(numel, torch.float32, world_size, seed=3)
+
+
+def prepare(state, numel: int) -> None:
+    """So that the next `reduce` calls at once."""
+    parts_of(numel, state.world_size)
+
+
+def reduce(state, numel: int = SMALL, algorithm: str | None = None, calls: int = 1) -> None:
+    """All-reduces of ``state.tensor``, which was ``state.before``."""
+    parts = parts_of(numel, state.world_size)
+    for _ in range(calls):
+        state.tensor = parts[state.rank].clone()
+        state.before = state.tensor.clone()
+        state.comm.all_reduce(state.tensor, algorithm=algorithm)
+        if algorithm != "ring":
+            assert_bits(state.tensor, reduced(parts, "sum"))
+
+
+def tensor_is_untouched(state) -> bool:
+    return same_bits(state.tensor, state.before)
+
+
+# -- what a group leaves behind --------------------------------------------------------------------
+
+
+def open_memories(state=None) -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [link for link in found if "memfd:pyringar" in link]
+
+
+def mapped_memories(state=None) -> list[str]:
+    with open("/proc/self/maps") as maps:
+        return [line.strip() for line in maps if "memfd:pyringar" in line]
+
+
+def named_shared_memory() -> set[str]:
+    """What has a name; other programs' files come and go, ours would say so."""
+    return {name for name in os.listdir("/dev/shm") if "ringar" in name}
+
+
+def leave_nothing(state) -> None:
+    """Close the communicator; nothing of the group may be open or mapped then."""
+    if hasattr(state, "comm"):
+        state.comm.close()
+        del state.comm
+    gc.collect()
+    assert open_memories() + mapped_memories() == []
+
+
+# -- ranks that fail -------------------------------------------------------------------------------
+
+
+def stop_in(state, phase: str, seconds: float = 50.0) -> None:
+    """Stay in this phase of the next call, to be killed or stopped there."""
+    state.comm._group.delay(phase, seconds)
+
+
+def refuse(state, words: str, error: str = "RingarError") -> None:
+    """Every call ends at once with the reason, and changes nothing."""
+    tensor = torch.ones(4)
+    comm = state.comm
+    calls = (
+        lambda: comm.all_reduce(tensor),
+        lambda: comm.all_reduce(tensor, algorithm="ring"),
+        lambda: comm.barrier(),
+        lambda: comm.all_reduce(tensor, async_op=True).wait(),
+        lambda: comm.broadcast(tensor),
+    )
+    start = time.monotonic()
+    for call in calls:
+        with pytest.raises(getattr(pr, error), match=re.escape(words)):
+            call()
+    assert time.monotonic() - start < 1
+    assert torch.equal(tensor, torch.ones(4))
+
+
+def assert_lost(
+    outcome: Outcome, dead: int, crew: Crew, died_at: float, within_s: float = DEATH_S + BUSY_S
+) -> None:
+    assert outcome.error == "PeerLostError", outcome
+    assert crew.name(dead) in outcome.text, outcome.text
+    assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"
+
+
+def assert_survivors_go_on(crew: Crew, survivors: list[int], error: str = "PeerLostError") -> None:
+    """The failed group refuses; a new one of the survivors works; the old one holds nothing."""
+    crew.run(refuse, survivors, words="failed before and cannot be used", error=error)
+    crew.run(leave_nothing, survivors)
+    crew.join(survivors)
+    crew.run(reduce, survivors, numel=LARGE)
+    crew.run(reduce, survivors, algorithm="ring")
+    assert crew.run(open_memories, survivors) == [[]] * len(survivors), "not sealed"
+    crew.run(leave_nothing, survivors)
+    assert not named_shared_memory()

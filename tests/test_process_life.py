@@ -1,0 +1,320 @@
+"""One rank per process: what is refused, and what do close, fork and the program's end leave?"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from oracle import OPS, assert_bits, random, reduced
+from process_checks import ALGORITHMS, mapped_memories, open_memories
+from ranks import another, changed_environment, connect, new_name, on_ranks
+
+import pyringar as pr
+
+# -- what is refused, with nothing changed and no rank told ----------------------------------------
+
+
+def refusals(comm) -> list:
+    """(call, words of the ArgumentError or UnsupportedError)."""
+    good, four = torch.ones(4), torch.ones(4)
+    overlapping = torch.ones(6)
+    twice = torch.ones(3).expand(4, 3)
+    grad = torch.ones(3, requires_grad=True)
+    k = comm.world_size
+    return [
+        (lambda: comm.all_reduce(good, "median"), "op is 'median', expected one of sum"),
+        (lambda: comm.all_reduce(good, torch.distributed.ReduceOp.BAND), "op is "),
+        (lambda: comm.all_reduce(good, algorithm="fused"), "algorithm is 'fused', expected one of"),
+        (lambda: comm.all_reduce(good, order="mine"), "order is 'mine', expected one of any, rank"),
+        (lambda: comm.all_reduce(good, algorithm="ring", order="rank"), "algorithm is 'ring' and"),
+        (lambda: comm.all_reduce(3), r"all_reduce: tensor is (a|an)? ?(3|int)"),
+        (lambda: comm.all_reduce([good, None]), r"tensors\[1\] is"),
+        (lambda: comm.all_reduce(good.to("meta")), "tensor is on meta|tensor .*meta"),
+        (lambda: comm.all_reduce(good.to(torch.complex64)), "complex64"),
+        (lambda: comm.all_reduce(good.bool()), "bool"),
+        (lambda: comm.all_reduce(good.to_sparse()), "tensor"),
+        (lambda: comm.all_reduce(grad), "requires grad|requires_grad"),
+        (lambda: comm.all_reduce([good, grad]), r"tensors\[1\]"),
+        (lambda: comm.all_reduce(twice), "tensor"),
+        (lambda: comm.all_reduce([overlapping[:4], overlapping[3:]]), r"tensors\[[01]\]"),
+        (lambda: comm.all_reduce([good, good]), r"tensors\[[01]\]"),
+        (lambda: comm.all_reduce_coalesced(good), "tensors is a Tensor, expected a list"),
+        (lambda: comm.bind(good, "mode"), "op is 'mode'"),
+        (lambda: comm.bind(twice), "bind"),
+        (lambda: comm.broadcast(good, -1), "root is -1, expected a rank from 0 to"),
+        (lambda: comm.broadcast(good, k), f"root is {k}, expected a rank from 0 to {k - 1}"),
+        (lambda: comm.broadcast(good, True), "root is True, expected a rank"),
+        (lambda: comm.broadcast(good, "0"), "root is '0', expected a rank"),
+        (lambda: comm.broadcast(good, 2**40), f"root is {2**40}, expected a rank"),
+        (lambda: comm.reduce_scatter(good, four[:3]), "input has 3 float32 elements"),
+        (lambda: comm.reduce_scatter(good, torch.ones(4 * k).double()), "float64"),
+        (lambda: comm.all_gather(torch.ones(4 * k - 1), good), f"output has {4 * k - 1} float32"),
+        (lambda: comm.all_gather(torch.ones(4 * k)[: 4 * k], torch.ones(4).int()), "int32"),
+        (lambda: comm.all_gather(grad, good), "output"),
+        (lambda: comm.new_group([]), r"ranks is \[\], expected different ranks"),
+        (lambda: comm.new_group([0, 0]), r"ranks is \[0, 0\], expected different ranks"),
+        (lambda: comm.new_group([k]), rf"ranks is \[{k}\], expected ranks from 0 to {k - 1}"),
+        (lambda: comm.new_group([True]), r"ranks is \[True\]"),
+        (lambda: comm.new_group(0), "ranks is 0, expected"),
+        (lambda: comm.new_group([[0]]), r"ranks is \[\[0\]\]"),
+        (lambda: comm.plan(-1), "nbytes is -1"),
+        (lambda: comm.plan(4, "float32"), "dtype is 'float32'"),
+    ]
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused_by_name(state):
+    for call, words in refusals(state.comm):
+        with pytest.raises((pr.ArgumentError, pr.UnsupportedError), match=words):
+            call()
+    # Nobody was told: the next call is the next call.
+    tensor = torch.ones(5)
+    state.comm.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((5,), float(state.world_size)))
+
+
+def test_wrong_arguments_of_the_constructor(store_port):
+    store = connect(store_port)
+
+    def refused(words: str, *arguments, **options) -> None:
+        start = time.monotonic()
+        with pytest.raises(pr.ArgumentError, match=words):
+            pr.ProcessCommunicator(*arguments, **options)
+        assert time.monotonic() - start < 5, "it waited for others first"
+
+    refused("store is 5, expected a torch.distributed.Store", 5, 0, 1)
+    refused("rank is None", store)
+    refused("world_size is None", store, 0)
+    refused("rank is True", store, True, 1)
+    refused("rank is '0'", store, "0", 1)
+    refused("rank is 2 and world_size 2, expected 0 <= rank < world_size", store, 2, 2)
+    refused("rank is -1 and world_size 2", store, -1, 2)
+    refused("rank is 0 and world_size 0", store, 0, 0)
+    refused("world_size is 2.0", store, 0, 2.0)
+    refused("rank is 0 and world_size 2 without a store", None, 0, 2)
+    refused(
+        "algorithm is 'fused', expected one of auto, direct, ring", store, 0, 1, algorithm="fused"
+    )
+    refused("order is None", store, 0, 1, order=None)
+    refused("algorithm is 'ring' and order is 'rank'", store, 0, 1, algorithm="ring", order="rank")
+    refused("timeout is 0, expected a positive number", store, 0, 1, timeout=0)
+    refused("timeout is nan", store, 0, 1, timeout=math.nan)
+    refused("timeout is '3'", store, 0, 1, timeout="3")
+    refused("name is 3, expected", store, 0, 1, name=3)
+    with changed_environment({"PYRINGAR_CHECK": "everything"}):
+        refused("PYRINGAR_CHECK is 'everything', expected .*digest", store, 0, 1)
+
+
+# -- where ranks find each other -------------------------------------------------------------------
+
+
+def test_no_store_and_nothing_in_the_environment(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        pr.ProcessCommunicator()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(pr.ArgumentError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+        pr.ProcessCommunicator()
+
+
+def on_rank_from_environment(state, rank: int, port: int) -> float:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    with pr.ProcessCommunicator() as comm, pr.ProcessCommunicator() as again:
+        tensor = torch.ones(10)
+        comm.all_reduce(tensor)
+        again.all_reduce(tensor)
+        return tensor.sum().item()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_store_from_torchruns_environment(new_crew):
+    crew = new_crew(2)
+    port = free_port()
+    for rank in range(2):
+        crew[rank].start(on_rank_from_environment, rank=rank, port=port)
+    assert crew.values() == [40.0, 40.0]
+
+
+def on_rank_torch_distributed(state, rank: int, path: str) -> float:
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    try:
+        with pr.ProcessCommunicator() as comm:
+            tensor = torch.ones(10)
+            comm.all_reduce(tensor)
+            dist.all_reduce(tensor)  # beside it
+            return tensor.sum().item()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_store_of_torch_distributed(new_crew, tmp_path):
+    """A file store, with gloo at work beside us."""
+    crew = new_crew(2)
+    for rank in range(2):
+        crew[rank].start(on_rank_torch_distributed, rank=rank, path=str(tmp_path / "store"))
+    assert crew.values() == [40.0, 40.0]
+
+
+def test_one_rank_needs_nobody(store_port):
+    with pr.ProcessCommunicator(connect(store_port), 0, 1, name=new_name()) as comm:
+        for numel in (0, 1, 100_000):
+            tensor = random(numel, torch.float32, 1)
+            for op in OPS:
+                for algorithm in ALGORITHMS:
+                    mine = tensor.clone()
+                    comm.all_reduce(mine, op, algorithm=algorithm)
+                    assert_bits(mine, reduced([tensor], op))
+        comm.broadcast(tensor)
+        comm.barrier()
+        assert comm.new_group([0]).world_size == 1
+
+
+# -- closing, forking, ending ----------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_closed_communicator_refuses_everything(state):
+    comm = another(state)
+    tensor = torch.ones(100_000)
+    work = comm.all_reduce(tensor, async_op=True)
+    bound = comm.bind(tensor)
+    comm.close()
+    comm.close()
+    assert work.is_completed()
+    assert torch.equal(tensor, torch.full((100_000,), float(state.world_size)))
+    two, four = torch.ones(2), torch.ones(4)
+    calls = (
+        lambda: comm.all_reduce(two),
+        lambda: comm.all_reduce(two, async_op=True),
+        lambda: comm.all_reduce_coalesced([two]),
+        lambda: comm.reduce_scatter(two, four),
+        lambda: comm.all_gather(four, two),
+        lambda: comm.broadcast(two),
+        lambda: comm.barrier(),
+        lambda: comm.bind(two),
+        lambda: comm.register(pr.shared_empty(3)),
+        bound,
+    )
+    for call in calls:
+        with pytest.raises(pr.RingarError, match="closed"):
+            call()
+    assert torch.equal(two, torch.ones(2))
+
+
+@on_ranks(2)
+def test_nothing_is_held_when_communicators_go(state):
+    """Communicators come and go, closed or dropped; what they held goes too."""
+
+    def held() -> list[int]:
+        gc.collect()
+        return [
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            len(mapped_memories()),
+        ]
+
+    before = held()
+    for turn in range(8):
+        comm = another(state)
+        assert open_memories() == [], "not sealed"
+        comm.all_reduce(torch.ones(100), async_op=True).wait()
+        if turn % 2:
+            comm.close()
+        del comm
+    assert held() == before
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_after_fork_the_child_is_told_and_the_parent_goes_on(state):
+    """The child is told, works on its own, and takes nothing from its parent by ending."""
+    shared = pr.shared_empty(100)
+    state.comm.register(shared)
+    state.comm.all_reduce(torch.ones(3), async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                state.comm.all_reduce(torch.ones(3))
+            except pr.RingarError as error:
+                with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as own:
+                    tensor = torch.ones(3)
+                    own.all_reduce(tensor)
+                    own.all_reduce(tensor, async_op=True).wait()
+                told = "made before fork()" in str(error)
+                status = 0 if told and torch.equal(tensor, torch.ones(3)) else 2
+            state.comm.close()
+            del shared, state.comm
+            gc.collect()
+        finally:
+            os._exit(status)
+    assert wait_for(child) == 0
+    shared.fill_(2.0)
+    state.comm.all_reduce(shared)
+    assert shared[0] == 2.0 * state.world_size
+
+
+def wait_for(child: int) -> int:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -99
+
+
+SCRIPT = """
+import sys, torch, pyringar as pr
+torch.set_num_threads(1)
+rank, path = int(sys.argv[1]), sys.argv[2]
+comm = pr.ProcessCommunicator(torch.distributed.FileStore(path, 2), rank, 2)
+tensor = torch.arange(5.0) + rank
+comm.all_reduce(tensor)
+works = [comm.all_reduce(torch.ones(100_000), async_op=True) for _ in range(5)]
+print(tensor.tolist())
+"""
+
+
+def test_programs_that_just_end(tmp_path):
+    """As a user would write them: no close(), works dropped, the interpreter ends."""
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=60)
+            assert (rank.returncode, out, err) == (0, "[1.0, 3.0, 5.0, 7.0, 9.0]\n", "")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
