@@ -8,6 +8,7 @@ import gc
 import os
 import random as python_random
 import re
+import sys
 import time
 import zlib
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ from oracle import (
 from ranks import Crew, Outcome
 
 import pyringar as pr
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
 EXCHANGE_BYTES = limit_bytes("process_exchange")  # up to here every rank reduces everything
 SLOT_BYTES = limit_bytes("process_slot")

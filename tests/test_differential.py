@@ -245,16 +245,11 @@ def run_in_processes(crew_of, k: int, seed: int, calls: int) -> None:
             assert not differ, f"seed {seed}: calls {differ} from {first}: rank {rank} differs"
 
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
-
-
-@needs_linux
 @pytest.mark.parametrize(("k", "calls"), [(1, 50), (2, 300), (3, 200)])
 def test_processes(crew_of, k, calls):
     run_in_processes(crew_of, k, SEED, calls)
 
 
-@needs_linux
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)

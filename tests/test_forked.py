@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_process_faults import LARGE
+from process_checks import LARGE
 
 import pyringar as pr
 from pyringar.engine import load
@@ -184,7 +183,6 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
     return outcomes_in_children({**group_calls, **others})
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 def test_every_method_of_a_rank(new_crew):
     crew = new_crew(2)
     crew.join(timeout=60)
@@ -307,7 +305,6 @@ def on_rank_forks_in_a_handler(state, wait: str) -> str:
     return said
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 @pytest.mark.parametrize("wait", ["call", "turn", "thread", "close"])
 def test_a_handler_forks_while_a_rank_waits(new_crew, wait):
     """The child returns into the wait, which is not its own: it says so, and changes nothing."""

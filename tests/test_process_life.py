@@ -13,10 +13,12 @@ import time
 import pytest
 import torch
 from oracle import OPS, assert_bits, random, reduced
-from process_checks import ALGORITHMS, mapped_memories, open_memories
+from process_checks import ALGORITHMS, mapped_memories, needs_linux, open_memories
 from ranks import another, changed_environment, connect, new_name, on_ranks
 
 import pyringar as pr
+
+pytestmark = needs_linux
 
 # -- what is refused, with nothing changed and no rank told ----------------------------------------
 

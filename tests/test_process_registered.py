@@ -9,10 +9,12 @@ import signal
 import pytest
 import torch
 from oracle import OPS, assert_bits, inputs, reduced, same_bits
-from process_checks import WORLD_SIZES, crc, mapped_memories
+from process_checks import WORLD_SIZES, crc, mapped_memories, needs_linux
 from ranks import another, on_ranks
 
 import pyringar as pr
+
+pytestmark = needs_linux
 
 
 def registered_calls(comm) -> int:

@@ -7,6 +7,7 @@ ranks that give up and come again, ranks that die at any step.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -17,16 +18,18 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import process_checks
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Crew, Died, connect, join, new_name, value_of
+from process_checks import needs_linux
+from ranks import Died, connect, join, new_name, value_of
 
 import pyringar as pr
 from pyringar.comm.rendezvous import Member, Rendezvous, node_id
 from pyringar.engine import load
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
+pytestmark = needs_linux
 
 # A death is heard of within this, whatever else runs here; deadlines are far behind it.
 PROMPT_S = 5.0
@@ -71,30 +74,6 @@ def call_only(state, port: int, name: str) -> None:
     connect(port).set(f"pyringar/{name}/call", caller.text())
 
 
-def retry(state, port: int, rank: int, name: str, tries: int, timeout: float) -> int:
-    """Come again whenever the time is up; how often it was."""
-    for i in range(tries):
-        try:
-            meet(state, port=port, rank=rank, world_size=2, name=name, timeout=timeout)
-        except pr.CollectiveTimeout:
-            continue
-        return i
-    raise AssertionError(f"never met in {tries} tries")
-
-
-def start(crew: Crew, ranks: dict[int, int], name: str, **options) -> None:
-    """``{process: its rank}`` in one group."""
-    for process, rank in ranks.items():
-        crew[process].start(
-            meet, port=crew.port, rank=rank, world_size=len(ranks), name=name, **options
-        )
-
-
-def assert_all_met(crew: Crew, ranks: list[int] | None = None) -> None:
-    for outcome in crew.outcomes(ranks):
-        value_of(outcome)
-
-
 # -- stores that were used before ------------------------------------------------------------------
 
 
@@ -102,19 +81,17 @@ def assert_all_met(crew: Crew, ranks: list[int] | None = None) -> None:
 @pytest.mark.parametrize("killed", [False, True])
 def test_new_processes_on_the_store_of_ended_ones(new_crew, late, killed):
     """As after a restart by torchrun, whose agent keeps the store; more than once."""
-    name = new_name()
     before = new_crew(2)
-    before.join(name=name, timeout=LONG_S)
+    name = before.join(timeout=LONG_S)
     before.run(reduce)
     for _ in range(2):
         for rank in before.ranks:
             rank.kill() if killed else rank.close()
         crew = before = new_crew(2)
-        options = {"port": crew.port, "world_size": 2, "name": name, "timeout": LONG_S}
-        crew[1 - late].start(meet, rank=1 - late, **options)
-        time.sleep(0.3)
-        crew[late].start(meet, rank=late, **options)
-        assert_all_met(crew)
+        for rank in (1 - late, late):
+            crew.start_group([rank], meet, world_size=2, name=name, timeout=LONG_S)
+            time.sleep(0.3)
+        crew.values()
 
 
 @pytest.mark.parametrize("step", ["call", "members"])
@@ -124,16 +101,15 @@ def test_new_processes_on_the_store_of_some_that_died_while_meeting(new_crew, st
     if step == "call":
         first[0].call(call_only, port=first.port, name=name)
     else:
-        for rank in range(3):
-            first[rank].start(meet_only, port=first.port, name=name, rank=rank, world_size=3)
-        assert_all_met(first)
+        first.start_group(None, meet_only, name=name)
+        first.values()
     for rank in first.ranks:
         rank.kill()
     crew = new_crew(3)
     for rank in (1, 2, 0):
-        crew[rank].start(meet, port=crew.port, rank=rank, world_size=3, name=name, timeout=LONG_S)
+        crew.start_group([rank], meet, world_size=3, name=name, timeout=LONG_S)
         time.sleep(0.2)
-    assert_all_met(crew)
+    crew.values()
 
 
 def test_a_dead_call_is_no_call_and_the_error_says_so(new_crew):
@@ -142,7 +118,7 @@ def test_a_dead_call_is_no_call_and_the_error_says_so(new_crew):
     crew = new_crew(2)
     crew[0].call(call_only, port=crew.port, name=name)
     crew[0].kill()
-    crew[1].start(meet, port=crew.port, rank=1, world_size=2, name=name, timeout=1.0)
+    crew.start_group([1], meet, world_size=2, name=name, timeout=1.0)
     outcome = crew[1].outcome()
     assert outcome.error == "CollectiveTimeout", outcome
     assert "waited 1 s for ranks [0] to join" in outcome.text
@@ -153,30 +129,30 @@ def test_a_dead_call_is_no_call_and_the_error_says_so(new_crew):
 def test_survivors_and_newcomers(new_crew, tmp_path, newcomer):
     """A process that has made groups meets one that has made none, on a new store and the old."""
     crew = new_crew(2)
-    survivor = 1 - newcomer
-    crew[survivor].call(meet_on_file, path=str(tmp_path / "a"), rank=0, world_size=1)
+    crew[1 - newcomer].call(meet_on_file, path=str(tmp_path / "a"), rank=0, world_size=1)
     for path in ("b", "b", "a"):
         for rank in range(2):
             crew[rank].start(meet_on_file, path=str(tmp_path / path), rank=rank, world_size=2)
-        assert_all_met(crew)
+        crew.values()
 
 
 def test_two_stores_with_a_common_process(new_crew, tmp_path):
     crew = new_crew(3)
-    crew[0].start(meet_on_file, path=str(tmp_path / "a"), rank=0, world_size=2)
-    crew[1].call(meet_on_file, path=str(tmp_path / "a"), rank=1, world_size=2)
-    crew[2].start(meet_on_file, path=str(tmp_path / "b"), rank=1, world_size=2)
-    crew[1].call(meet_on_file, path=str(tmp_path / "b"), rank=0, world_size=2)
-    assert_all_met(crew, [0, 2])
+    a, b = ({"path": str(tmp_path / name), "world_size": 2} for name in "ab")
+    crew[0].start(meet_on_file, rank=0, **a)
+    crew[1].call(meet_on_file, rank=1, **a)
+    crew[2].start(meet_on_file, rank=1, **b)
+    crew[1].call(meet_on_file, rank=0, **b)
+    crew.values([0, 2])
 
 
-def new_groups(state, path: str, rank: int, members: list[int], backend: str) -> float:
+def new_groups(state, path: str, rank: int, members: list[int]) -> float:
     """Initialise torch.distributed, make a sub-group, end it all."""
     import pyringar.distributed  # noqa: F401
 
     wait = timedelta(seconds=LONG_S)
     dist.init_process_group(
-        backend, init_method=f"file://{path}", rank=rank, world_size=3, timeout=wait
+        "ringar", init_method=f"file://{path}", rank=rank, world_size=3, timeout=wait
     )
     try:
         group = dist.new_group(members, timeout=wait)
@@ -193,12 +169,10 @@ def test_process_groups_made_again_with_other_sub_groups(new_crew, tmp_path):
     """Ranks that have made different numbers of groups under one name."""
     crew = new_crew(3)
     for i, members in enumerate(([0, 1], [1, 2], [0, 2])):
-        path = str(tmp_path / str(i))
         for rank in range(3):
-            crew[rank].start(new_groups, path=path, rank=rank, members=members, backend="ringar")
-        values = [value_of(outcome) for outcome in crew.outcomes()]
+            crew[rank].start(new_groups, path=str(tmp_path / str(i)), rank=rank, members=members)
         total = sum(float(rank + 1) for rank in members)
-        assert values == [total if rank in members else rank + 1.0 for rank in range(3)]
+        assert crew.values() == [total if rank in members else rank + 1.0 for rank in range(3)]
 
 
 def gloo_on(state, port: int, prefix: str, rank: int) -> None:
@@ -225,51 +199,57 @@ def test_gloo_does_not_find_addresses_of_processes_that_are_gone(new_crew):
         for rank in (1, 0):  # rank 1 sees the store before rank 0 has written anything
             crew[rank].start(gloo_on, port=crew.port, prefix=prefix, rank=rank)
             time.sleep(0.3)
-        for rank in crew.ranks:
-            assert rank.result(LONG_S) == Died(0)
+        assert [rank.result(LONG_S) for rank in crew.ranks] == [Died(0)] * 2
 
 
 # -- ranks that give up, and come again ------------------------------------------------------------
 
 
+def retry(state, tries: int, **options) -> int:
+    """Come again whenever the time is up; how often it was."""
+    for i in range(tries):
+        try:
+            meet(state, **options)
+        except pr.CollectiveTimeout:
+            continue
+        return i
+    raise AssertionError(f"never met in {tries} tries")
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_one_side_gave_up_and_came_again(new_crew, late):
     crew = new_crew(2)
-    name = new_name()
-    options = {"port": crew.port, "name": name, "tries": 20, "timeout": 1.0}
-    crew[1 - late].start(retry, rank=1 - late, **options)
+    options = {"world_size": 2, "name": new_name(), "tries": 20, "timeout": 1.0}
+    crew.start_group([1 - late], retry, **options)
     time.sleep(1.5)
-    crew[late].start(retry, rank=late, **options)
-    tries = [value_of(outcome) for outcome in crew.outcomes()]
-    assert tries[1 - late] >= 1
+    crew.start_group([late], retry, **options)
+    assert crew.values()[1 - late] >= 1
 
 
 def test_rank_0_gave_up_then_ended_and_another_came(new_crew):
     """What it called is over before its process is: rank 1 waits for the newcomer."""
     crew = new_crew(3)
-    name = new_name()
-    crew[0].start(meet, port=crew.port, rank=0, world_size=2, name=name, timeout=0.5)
+    name = crew.start_group([0], meet, world_size=2, timeout=0.5)
     assert crew[0].outcome().error == "CollectiveTimeout"
-    crew[1].start(meet, port=crew.port, rank=1, world_size=2, name=name, timeout=LONG_S)
+    crew.start_group([1], meet, world_size=2, name=name, timeout=LONG_S)
     time.sleep(0.3)
     crew[0].kill()
     time.sleep(0.3)
-    crew[2].start(meet, port=crew.port, rank=0, world_size=2, name=name, timeout=LONG_S)
-    assert_all_met(crew, [1, 2])
+    crew.start_group({2: 0}, meet, world_size=2, name=name, timeout=LONG_S)
+    crew.values([1, 2])
 
 
 def test_one_that_answers_twice_counts_with_its_last_answer(new_crew):
     """Rank 1 gives up and comes again while rank 0 still waits for rank 2."""
     crew = new_crew(3)
-    name = new_name()
-    options = {"port": crew.port, "world_size": 3, "name": name}
-    crew[0].start(meet, rank=0, timeout=LONG_S, **options)
-    crew[1].start(meet, rank=1, timeout=0.5, **options)
+    options = {"function": meet, "world_size": 3, "name": new_name()}
+    crew.start_group([0], timeout=LONG_S, **options)
+    crew.start_group([1], timeout=0.5, **options)
     assert crew[1].outcome().error == "CollectiveTimeout"
-    crew[1].start(meet, rank=1, timeout=LONG_S, **options)
+    crew.start_group([1], timeout=LONG_S, **options)
     time.sleep(0.5)
-    crew[2].start(meet, rank=2, timeout=LONG_S, **options)
-    assert_all_met(crew)
+    crew.start_group([2], timeout=LONG_S, **options)
+    crew.values()
 
 
 def interrupted(state, port: int, name: str, rank: int) -> None:
@@ -283,26 +263,20 @@ def test_one_that_was_interrupted_comes_again(new_crew, rank):
     crew = new_crew(2)
     name = new_name()
     crew[rank].call(interrupted, port=crew.port, name=name, rank=rank)
-    start(crew, {0: 0, 1: 1}, name, timeout=LONG_S)
-    assert_all_met(crew)
+    crew.start_group(None, meet, name=name, timeout=LONG_S)
+    crew.values()
 
 
 # -- ranks that die --------------------------------------------------------------------------------
 
-
-def assert_lost(outcome, dead: int, crew: Crew, died_at: float) -> None:
-    assert outcome.error == "PeerLostError", outcome
-    who = f"rank {dead} (process {crew[dead].pid} on {os.uname().nodename})"
-    assert who in outcome.text, outcome.text
-    assert outcome.at - died_at < PROMPT_S, outcome.at - died_at
+assert_lost = functools.partial(process_checks.assert_lost, within_s=PROMPT_S)
 
 
 def test_rank_0_dies_when_it_has_called(new_crew):
     crew = new_crew(3)
     name = new_name()
     crew[0].call(call_only, port=crew.port, name=name)
-    for rank in (1, 2):
-        crew[rank].start(join, port=crew.port, rank=rank, world_size=3, name=name, timeout=60.0)
+    crew.start_group([1, 2], world_size=3, name=name, timeout=60.0)
     time.sleep(0.4)
     died_at = crew[0].kill()
     for outcome in crew.outcomes([1, 2]):
@@ -313,10 +287,8 @@ def test_rank_0_dies_when_it_has_called(new_crew):
 
 def test_one_that_answered_dies_while_another_is_missing(new_crew):
     """Rank 0 sees it, and tells rank 1, which knows only rank 0."""
-    crew = new_crew(4)
-    name = new_name()
-    for rank in (0, 1, 2):
-        crew[rank].start(join, port=crew.port, rank=rank, world_size=4, name=name, timeout=60.0)
+    crew = new_crew(3)
+    crew.start_group(world_size=4, timeout=60.0)
     time.sleep(0.7)
     died_at = crew[2].kill()
     for outcome in crew.outcomes([0, 1]):
@@ -327,10 +299,8 @@ def test_one_that_answered_dies_while_another_is_missing(new_crew):
 def test_one_dies_when_all_have_come(new_crew, dead):
     """Rank 2 never maps the memory; 0 and 1 have."""
     crew = new_crew(3)
-    name = new_name()
-    crew[2].start(meet_only, port=crew.port, name=name, rank=2, world_size=3)
-    for rank in (0, 1):
-        crew[rank].start(join, port=crew.port, rank=rank, world_size=3, name=name, timeout=60.0)
+    name = crew.start_group([2], meet_only, world_size=3)
+    crew.start_group([0, 1], world_size=3, name=name, timeout=60.0)
     value_of(crew[2].outcome())
     time.sleep(0.4)
     died_at = crew[dead].kill()
@@ -340,37 +310,34 @@ def test_one_dies_when_all_have_come(new_crew, dead):
 
 def test_one_is_stopped_when_all_have_come(new_crew):
     crew = new_crew(2)
-    name = new_name()
-    crew[1].start(meet_only, port=crew.port, name=name, rank=1, world_size=2)
-    crew[0].start(join, port=crew.port, rank=0, world_size=2, name=name, timeout=1.0)
+    name = crew.start_group([1], meet_only, world_size=2)
+    crew.start_group([0], world_size=2, name=name, timeout=1.0)
     value_of(crew[1].outcome())
     crew[1].send(signal.SIGSTOP)
     outcome = crew[0].outcome()
     assert outcome.error == "CollectiveTimeout"
     assert f"for ranks [1] to map the group's memory in group {name} of 2 ranks" in outcome.text
-    assert f"rank 1 (process {crew[1].pid} on" in outcome.text
+    assert crew.name(1) in outcome.text
 
 
 # -- why there is no group -------------------------------------------------------------------------
 
 
-def join_undumpable(state, port: int, rank: int, name: str) -> None:
+def join_undumpable(state, rank: int, **options) -> None:
     """As `nobody`, whom others may not look into; then join."""
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
     pr_set_dumpable = 4
     ctypes.CDLL(None).prctl(pr_set_dumpable, int(rank != 0), 0, 0, 0)
-    join(state, port=port, rank=rank, world_size=3, name=name, timeout=60.0)
+    join(state, rank=rank, **options)
 
 
 def test_memory_that_cannot_be_opened_is_everyones_error(new_crew):
     if os.geteuid() != 0:
         pytest.skip("must be root to become somebody else")
     crew = new_crew(3)
-    name = new_name()
-    for rank in range(3):
-        crew[rank].start(join_undumpable, port=crew.port, rank=rank, name=name)
+    crew.start_group(None, join_undumpable, timeout=60.0)
     outcomes = crew.outcomes()
     for outcome in outcomes:
         assert outcome.error == "RingarError", outcome
@@ -382,30 +349,27 @@ def test_memory_that_cannot_be_opened_is_everyones_error(new_crew):
     assert re.search(r"^rank [12] \(process \d+ .*could not make the group", outcomes[0].text)
 
 
-def fail_to_map(state, port: int, name: str) -> None:
-    with Rendezvous(connect(port), 1, 3, name, LONG_S) as meeting:
+def fail_to_map(state, port: int, name: str, rank: int, world_size: int) -> None:
+    with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
         meeting.exchange_members()
         raise KeyboardInterrupt
 
 
 def test_one_that_is_interrupted_when_all_have_come_says_so(new_crew):
     crew = new_crew(3)
-    name = new_name()
-    for rank in (0, 2):
-        crew[rank].start(join, port=crew.port, rank=rank, world_size=3, name=name, timeout=60.0)
-    crew[1].start(fail_to_map, port=crew.port, name=name)
+    name = crew.start_group([0, 2], world_size=3, timeout=60.0)
+    crew.start_group([1], fail_to_map, world_size=3, name=name)
     for outcome in crew.outcomes([0, 2]):
         assert outcome.error == "RingarError", outcome
-        assert f"rank 1 (process {crew[1].pid} on" in outcome.text
+        assert crew.name(1) in outcome.text
         assert "could not make the group: KeyboardInterrupt" in outcome.text
         assert outcome.seconds < PROMPT_S + 5
 
 
 def test_different_world_sizes(new_crew):
     crew = new_crew(2)
-    name = new_name()
-    crew[1].start(join, port=crew.port, rank=1, world_size=3, name=name, timeout=60.0)
-    crew[0].start(join, port=crew.port, rank=0, world_size=2, name=name, timeout=60.0)
+    name = crew.start_group([1], world_size=3, timeout=60.0)
+    crew.start_group([0], world_size=2, name=name, timeout=60.0)
     for outcome in crew.outcomes():
         assert "world_size is 3 for rank 1 and 2 for rank 0 (process" in outcome.text, outcome
         assert outcome.seconds < PROMPT_S + 5
@@ -425,28 +389,28 @@ def test_no_thread_can_start(monkeypatch, store_port):
 
 
 class CountingStore(dist.Store):
-    """A store in memory that counts what each thread asks; which thread is in its name."""
+    """A store, in memory if no other is given, that counts what is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: dist.Store | None = None) -> None:
         super().__init__()
-        self.inner = dist.HashStore()
+        self.inner = inner or dist.HashStore()
         self.num_calls = 0
 
-    def set(self, key, value):
+    def ask(self, question, *arguments):
         self.num_calls += 1
-        self.inner.set(key, value)
+        return question(*arguments)
+
+    def set(self, key, value):
+        self.ask(self.inner.set, key, value)
 
     def get(self, key):
-        self.num_calls += 1
-        return self.inner.get(key)
+        return self.ask(self.inner.get, key)
 
     def add(self, key, number):
-        self.num_calls += 1
-        return self.inner.add(key, number)
+        return self.ask(self.inner.add, key, number)
 
     def check(self, keys):
-        self.num_calls += 1
-        return self.inner.check(keys)
+        return self.ask(self.inner.check, keys)
 
 
 def meet_in_threads(stores: list, world_size: int) -> None:
@@ -514,19 +478,15 @@ def test_any_text_is_a_machine(monkeypatch, given):
     assert Member.this_process(0).node != member.node
 
 
-def run_program(text: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    )
-
-
 def test_a_process_whose_main_thread_ended_is_alive():
-    program = run_program(
-        "import ctypes, sys, threading\n"
-        "threading.Thread(target=sys.stdin.read).start()\n"
-        "print('ready', flush=True)\n"
-        "ctypes.CDLL(None).pthread_exit(None)\n"
-    )
+    code = """if True:
+        import ctypes, sys, threading
+        threading.Thread(target=sys.stdin.read).start()
+        print("ready", flush=True)
+        ctypes.CDLL(None).pthread_exit(None)
+    """
+    pipe = subprocess.PIPE
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stdin=pipe, text=True)
     try:
         assert program.stdout.readline() == "ready\n"
         stat = Path(f"/proc/{program.pid}/stat")

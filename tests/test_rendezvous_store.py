@@ -7,26 +7,26 @@ time; what is left in the store keeps nobody from meeting there afterwards.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
 import random as python_random
 import socket
-import sys
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
-from ranks import connect, new_name, value_of
-from test_process_faults import mapped_memories, open_memories
+from process_checks import mapped_memories, needs_linux, open_memories
+from ranks import Crew, connect, new_name
 from test_rendezvous import CountingStore, meet
 
 import pyringar as pr
 from pyringar.comm.rendezvous import Member
 from pyringar.engine import load
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
+pytestmark = needs_linux
 
 ATTEMPT = "ab" * 16
 LONG_S = 30.0
@@ -113,23 +113,30 @@ def keys_of(port: int, name: str):
     return dist.PrefixStore(f"pyringar/{name}", connect(port))
 
 
-@pytest.mark.parametrize("text", BAD_MEMBERS, ids=range(len(BAD_MEMBERS)))
-def test_a_member_that_is_none(store_port, text):
-    """Of rank 1, as rank 0 finds it; and of rank 0, as rank 1 does."""
+def join_as(rank: int, store_port: int, words: str, other, *arguments: object) -> str:
+    """Join with another rank that a thread plays, ``other(port, name, ...)``; the error."""
     name = new_name()
     start = time.monotonic()
     with (
-        in_thread(answer_as_rank_1, store_port, name, text),
-        pytest.raises(pr.RingarError, match=r"^rank 1 wrote .* into the store") as caught,
+        in_thread(other, store_port, name, *arguments),
+        pytest.raises(pr.RingarError, match=words) as caught,
     ):
-        pr.ProcessCommunicator(connect(store_port), 0, 2, name=name, timeout=60)
+        pr.ProcessCommunicator(connect(store_port), rank, 2, name=name, timeout=60)
     assert len(str(caught.value)) < 1000
-    name = new_name()
-    text = text.replace(b'"rank": 1', b'"rank": 1.5').replace(b'"rank": 0', b'"rank": 1')
-    keys_of(store_port, name).set("call", text.decode("latin-1"))
-    with pytest.raises(pr.RingarError, match=r"^rank 0 wrote .* into the store"):
-        pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
     assert time.monotonic() - start < LONG_S
+    return name
+
+
+def call_as_rank_0(port: int, name: str, text: bytes) -> None:
+    keys_of(port, name).set("call", text.decode("latin-1"))
+
+
+@pytest.mark.parametrize("text", BAD_MEMBERS, ids=range(len(BAD_MEMBERS)))
+def test_a_member_that_is_none(store_port, text):
+    """Of rank 1, as rank 0 finds it; and of rank 0, as rank 1 does."""
+    join_as(0, store_port, r"^rank 1 wrote .* into the store", answer_as_rank_1, text)
+    text = text.replace(b'"rank": 1', b'"rank": 1.5').replace(b'"rank": 0', b'"rank": 1')
+    join_as(1, store_port, r"^rank 0 wrote .* into the store", call_as_rank_0, text)
     assert open_memories() == []
 
 
@@ -163,78 +170,34 @@ BAD_MEMBER_LISTS = [
 
 @pytest.mark.parametrize("text", BAD_MEMBER_LISTS, ids=range(len(BAD_MEMBER_LISTS)))
 def test_a_list_of_members_that_is_none(store_port, text):
-    name = new_name()
-    start = time.monotonic()
-    with (
-        in_thread(be_rank_0, store_port, name, text, None),
-        pytest.raises(pr.RingarError, match=r"^rank [01] wrote .* into the store") as caught,
-    ):
-        pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
-    assert len(str(caught.value)) < 1000
-    assert time.monotonic() - start < LONG_S
-
-
-def segment(**changes: object) -> bytes:
-    return json.dumps({"fd": 3, "token": "ab" * 32, "note": ""} | changes).encode()
+    join_as(1, store_port, r"^rank [01] wrote .* into the store", be_rank_0, text, None)
 
 
 TOKEN = "ab" * 32
+
+
+def segment(**changes: object) -> bytes:
+    return json.dumps({"fd": 3, "token": TOKEN} | changes).encode()
+
+
 BAD_SEGMENTS = [
     *GARBAGE,
     json.dumps({"fd": 3}).encode(),
     json.dumps({"token": TOKEN}).encode(),
     *(segment(fd=x) for x in ("3", 3.5, True, -1, 2**31, 10**400, float("inf"), None, [])),
     *(segment(token=x) for x in (TOKEN[:-2], TOKEN + "ab", "x" * 64, 5, None, ["ab"] * 32)),
-    *(segment(note=x) for x in (5, None, [""], {})),
 ]
 
 
 @pytest.mark.parametrize("text", BAD_SEGMENTS, ids=range(len(BAD_SEGMENTS)))
 def test_a_segment_that_is_none(store_port, text):
-    name = new_name()
-    with (
-        in_thread(be_rank_0, store_port, name, None, text),
-        pytest.raises(pr.RingarError, match=r"^rank 0 wrote .* into the store, no segment"),
-    ):
-        pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
-
-
-ROW = {"from_bytes": 0, "algorithm": "direct", "why": ""}
-BAD_NOTES = ["{", "[]", "5", "null", "[5]", '[{"from_bytes": 0}]', "[" * 2000, "9" * 3000]
-BAD_NOTES += [
-    json.dumps([ROW | changes])
-    for changes in (
-        {"from_bytes": 10**400},
-        {"from_bytes": None},
-        {"algorithm": []},
-        {"algorithm": {}},
-        {"algorithm": "other"},
-        {"why": 5},
-    )
-]
-BAD_NOTES += [json.dumps([ROW, ROW | {"from_bytes": x}]) for x in (0, -1, 1.5)]
-
-
-@pytest.mark.parametrize("note", BAD_NOTES, ids=range(len(BAD_NOTES)))
-def test_rank_0s_choices_that_are_none(store_port, note):
-    name = new_name()
-    memory = load.engine().create_segment(2, b"t" * 32)
-    offer = segment(fd=memory.fd, token=(b"t" * 32).hex(), note=note)
-    with (
-        in_thread(be_rank_0, store_port, name, None, offer),
-        pytest.raises(pr.RingarError, match=r"^rank 0 \(process .* wrote a table that cannot be"),
-    ):
-        pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
-
-
-def segment_bytes() -> int:
-    return load.engine().create_segment(2, b"t" * 32).nbytes
+    join_as(1, store_port, "^rank 0 wrote .* into the store, no segment", be_rank_0, None, text)
 
 
 @contextlib.contextmanager
 def descriptor(kind: str):
     """Something that is no segment."""
-    size = segment_bytes()
+    size = load.engine().create_segment(2, b"t" * 32).nbytes
     if kind == "fifo":
         other_end, fd = os.pipe()
         os.close(other_end)
@@ -252,8 +215,6 @@ def descriptor(kind: str):
         fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
     else:
-        import fcntl
-
         fd = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size - 4096 if kind == "small" else size)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -281,14 +242,9 @@ def descriptor(kind: str):
     ],
 )
 def test_a_descriptor_that_is_no_segment(store_port, kind, words):
-    name = new_name()
     with descriptor(kind) as fd:
         offer = segment(fd=1_000_000 if kind == "closed" else fd)
-        with (
-            in_thread(be_rank_0, store_port, name, None, offer),
-            pytest.raises(pr.RingarError, match=words),
-        ):
-            pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
+        name = join_as(1, store_port, words, be_rank_0, None, offer)
         failed = wait_for(keys_of(store_port, name), f"{ATTEMPT}/failed")
         assert json.loads(failed)["rank"] == 1  # the others are told
     gc.collect()
@@ -297,13 +253,9 @@ def test_a_descriptor_that_is_no_segment(store_port, kind, words):
 
 def test_another_groups_memory(store_port):
     """The right kind of memory, another token."""
-    name = new_name()
     memory = load.engine().create_segment(2, b"t" * 32)
-    with (
-        in_thread(be_rank_0, store_port, name, None, segment(fd=memory.fd)),
-        pytest.raises(pr.RingarError, match="another group's, or none of ours"),
-    ):
-        pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
+    offer = segment(fd=memory.fd)
+    join_as(1, store_port, "another group's, or none of ours", be_rank_0, None, offer)
 
 
 # -- mutations, delays -----------------------------------------------------------------------------
@@ -369,21 +321,14 @@ def meet_among_mutations(seed: int, timeout_s: float) -> int:
     return len(met)
 
 
-def mutate(count: int) -> None:
+LONG_RUN = [pytest.mark.thorough, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(1000, marks=LONG_RUN)])
+def test_mutated_payloads(count):
     met = [meet_among_mutations(seed, 0.3) for seed in range(count)]
     # Neither all nor none: else the mutations did nothing, or let nobody through.
     assert {0, 3} <= set(met), met
-
-
-def test_mutated_payloads():
-    mutate(16)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_mutated_payloads():
-    mutate(1000)
 
 
 # -- deaths between steps --------------------------------------------------------------------------
@@ -393,12 +338,11 @@ class LastStore(CountingStore):
     """The process dies at its n-th question, before or after it was asked."""
 
     def __init__(self, inner, last_call: int, is_asked: bool) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.last_call = last_call
         self.is_asked = is_asked
 
-    def count(self, question, *arguments):
+    def ask(self, question, *arguments):
         self.num_calls += 1
         is_last = self.num_calls == self.last_call
         if is_last and not self.is_asked:
@@ -408,65 +352,43 @@ class LastStore(CountingStore):
             os.kill(os.getpid(), 9)
         return answer
 
-    def set(self, key, value):
-        self.count(self.inner.set, key, value)
 
-    def get(self, key):
-        return self.count(self.inner.get, key)
-
-    def add(self, key, number):
-        return self.count(self.inner.add, key, number)
-
-    def check(self, keys):
-        return self.count(self.inner.check, keys)
-
-
-def die_while_meeting(state, port: int, rank: int, name: str, step: int, is_asked: bool) -> None:
+def die_while_meeting(
+    state, port: int, rank: int, name: str, world_size: int, step: int, is_asked: bool
+) -> None:
     store = LastStore(connect(port), step, is_asked)
-    pr.ProcessCommunicator(store, rank, 3, name=name, timeout=LONG_S)
+    pr.ProcessCommunicator(store, rank, world_size, name=name, timeout=LONG_S)
     os.kill(os.getpid(), 9)  # it took fewer questions
 
 
-def die_at_step(new_crew, dead: int, step: int, is_asked: bool) -> None:
+def die_at_step(dead: int, step: int, is_asked: bool) -> None:
     """The others hear of it, or wait for one that comes; then all meet, on the same keys."""
-    crew = new_crew(4)
-    name = new_name()
     survivors = [rank for rank in range(3) if rank != dead]
-    options = {"port": crew.port, "world_size": 3, "name": name}
-    for rank in survivors:
-        crew[rank].start(meet, rank=rank, timeout=1.0, **options)
-    crew[dead].start(
-        die_while_meeting, port=crew.port, rank=dead, name=name, step=step, is_asked=is_asked
-    )
-    for outcome in crew.outcomes(survivors):
-        assert outcome.error in ("PeerLostError", "CollectiveTimeout"), outcome
-        assert (
-            f"rank {dead} (process" in outcome.text
-            or f"ranks [{dead}]" in outcome.text
-            or (
-                "ranks [0]" in outcome.text  # rank 0 alone knows all
-            )
-        ), outcome.text
-    crew[dead].reap()
-    for rank in survivors:
-        crew[rank].start(meet, rank=rank, timeout=LONG_S, **options)
-    crew[3].start(meet, rank=dead, timeout=LONG_S, **options)
-    for outcome in crew.outcomes([*survivors, 3]):
-        value_of(outcome)
-    crew.close()
+    options = {"world_size": 3, "name": new_name()}
+    with Crew(4) as crew:
+        crew.start_group(survivors, meet, timeout=1.0, **options)
+        crew.start_group([dead], die_while_meeting, step=step, is_asked=is_asked, **options)
+        for outcome in crew.outcomes(survivors):
+            assert outcome.error in ("PeerLostError", "CollectiveTimeout"), outcome
+            told = (f"rank {dead} (process", f"ranks [{dead}]", "ranks [0]")  # 0 alone knows all
+            assert any(words in outcome.text for words in told), outcome.text
+        crew[dead].reap()
+        again = [*survivors, 3]
+        ranks = dict(zip(again, [*survivors, dead], strict=True))
+        crew.start_group(ranks, meet, timeout=LONG_S, **options)
+        crew.values(again)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
 @pytest.mark.parametrize("step", [1, 4, 7])
-def test_death_at_a_step(new_crew, dead, step):
-    die_at_step(new_crew, dead, step, is_asked=True)
+def test_death_at_a_step(dead, step):
+    die_at_step(dead, step, is_asked=True)
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_death_at_every_step(new_crew):
+def test_death_at_every_step():
     for step in range(1, 25):
         for dead in range(3):
             for is_asked in (False, True):
-                die_at_step(new_crew, dead, step, is_asked)
+                die_at_step(dead, step, is_asked)

@@ -10,26 +10,22 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import Crew, connect, fork_server, value_of
-from test_process_faults import (
+from process_checks import (
     BUSY_S,
     DEATH_S,
-    holds_nothing,
+    leave_nothing,
     named_shared_memory,
-    names_rank,
     reduce,
 )
+from ranks import Crew, connect, fork_server, value_of
 
 import pyringar as pr
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
 TIMEOUT_S = 2.0
 SIZES = (1, 100, 5_000, 70_000)
@@ -121,7 +117,7 @@ def strike(crew: Crew, choice: random.Random, event: str) -> None:
     late_s = DEATH_S + BUSY_S + (TIMEOUT_S if event == "stop" else 0.0)
     for outcome in crew.outcomes(others):
         assert outcome.error in errors, (event, struck, outcome)
-        assert names_rank(outcome.text, struck, crew), (event, struck, outcome.text)
+        assert crew.name(struck) in outcome.text, (event, struck, outcome.text)
         assert outcome.at - at < late_s, (event, f"{outcome.at - at:.2f} s")
     alive = others
     if event != "kill":
@@ -130,10 +126,10 @@ def strike(crew: Crew, choice: random.Random, event: str) -> None:
         ended = crew[struck].outcome().error
         expected = {"stop": "CollectiveTimeout", "term": "SystemExit"}
         assert ended == expected.get(event, "KeyboardInterrupt")
-    assert crew.run(holds_nothing, alive) == [[]] * len(alive)
+    crew.run(leave_nothing, alive)
     crew.join(alive)
     crew.run(reduce, alive)
-    assert crew.run(holds_nothing, alive) == [[]] * len(alive)
+    crew.run(leave_nothing, alive)
 
 
 def storm(seed: int, events: list[str]) -> None:

@@ -1,0 +1,403 @@
+"""One rank per process: do survivors hear of a rank that dies, stops or leaves, at any moment?
+
+The right error, with the right name, in time; the group refuses from then on, the same processes
+can make a new one, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random as python_random
+import signal
+import time
+
+import pytest
+import torch
+from process_checks import (
+    BUSY_S,
+    DEATH_S,
+    LARGE,
+    LATE_S,
+    SMALL,
+    assert_lost,
+    assert_survivors_go_on,
+    leave_nothing,
+    named_shared_memory,
+    prepare,
+    reduce,
+    refuse,
+    stop_in,
+    tensor_is_untouched,
+)
+from ranks import Crew, Function, Outcome, fork_server, value_of
+
+import pyringar as pr
+
+PHASES = {
+    "idle": SMALL,
+    "announce": SMALL,
+    "reduce": SMALL,
+    "announce of many pieces": LARGE,
+    "reduce of many pieces": LARGE,
+    "gather of many pieces": LARGE,
+}
+
+
+def others_of(crew: Crew, rank: int) -> list[int]:
+    return [other for other in range(crew.world_size) if other != rank]
+
+
+# -- SIGKILL ---------------------------------------------------------------------------------------
+
+
+def kill_in_call(crew: Crew, dead: int, phase: str, function: Function, **arguments) -> float:
+    """Kill a rank in this phase of a call that all make; when."""
+    crew[dead].call(stop_in, phase=phase)
+    crew.start(function, **arguments)
+    time.sleep(0.2)  # all are in the call, and where they wait
+    return crew[dead].kill()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("world_size", "dead"), [(2, 0), (2, 1), (3, 1), (4, 3)])
+def test_killed(new_crew, world_size, dead, phase):
+    crew = new_crew(world_size)
+    crew.join()
+    crew.run(reduce, calls=2)
+    crew.run(prepare, numel=PHASES[phase])
+    survivors = others_of(crew, dead)
+    died_at = kill_in_call(crew, dead, phase.split()[0], reduce, numel=PHASES[phase])
+    for outcome in crew.outcomes(survivors):
+        if phase == "reduce":  # of one wait: the dead had announced, so that nothing is missing
+            assert outcome.error is None, outcome
+        else:
+            assert_lost(outcome, dead, crew, died_at)
+            assert "all_reduce (sum) of" in outcome.text
+            assert f"{PHASES[phase]} float32 elements" in outcome.text
+            last = 2 if phase == "idle" else 3
+            assert f"its last was call {last}, all_reduce" in outcome.text, outcome.text
+    if phase == "reduce":
+        crew.start(reduce, survivors)
+        for outcome in crew.outcomes(survivors):
+            assert_lost(outcome, dead, crew, outcome.at - outcome.seconds)
+    elif phase.split()[0] in ("idle", "announce"):
+        assert all(crew.run(tensor_is_untouched, survivors))
+    assert_survivors_go_on(crew, survivors)
+
+
+@pytest.mark.parametrize("phase", ["announce", "reduce"])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_killed_in_a_ring(new_crew, phase, dead):
+    crew = new_crew(3)
+    crew.join()
+    crew.run(reduce, algorithm="ring", numel=LARGE)
+    died_at = kill_in_call(crew, dead, phase, reduce, algorithm="ring", numel=LARGE)
+    for outcome in crew.outcomes(others_of(crew, dead)):
+        assert_lost(outcome, dead, crew, died_at)
+    assert_survivors_go_on(crew, others_of(crew, dead))
+
+
+def reduce_registered(state) -> None:
+    if not hasattr(state, "shared"):
+        state.shared = pr.shared_empty(LARGE)
+        state.comm.register(state.shared)
+    state.shared.fill_(1.0)
+    state.comm.all_reduce(state.shared)
+    assert torch.equal(state.shared, torch.full((LARGE,), float(state.world_size)))
+
+
+def forget_registered(state) -> None:
+    del state.shared
+
+
+@pytest.mark.parametrize("phase", ["idle", "announce", "reduce"])
+def test_killed_while_tensors_are_registered(new_crew, phase):
+    crew = new_crew(3)
+    crew.join()
+    crew.run(reduce_registered)
+    died_at = kill_in_call(crew, 1, phase, reduce_registered)
+    for outcome in crew.outcomes([0, 2]):
+        assert_lost(outcome, 1, crew, died_at)
+        assert "registered" in outcome.text
+    crew.run(forget_registered, [0, 2])
+    assert_survivors_go_on(crew, [0, 2])
+
+
+def reduce_and_leave(state, **arguments) -> None:
+    try:
+        reduce(state, **arguments)
+    finally:
+        state.comm.close()
+
+
+def test_those_who_leave_after_a_death_are_not_blamed(new_crew):
+    """The first to hear of it leaves at once; others wait for that one, and hear of the dead."""
+    crew = new_crew(4)
+    crew.join()
+    died_at = kill_in_call(crew, 1, "reduce", reduce_and_leave, numel=LARGE, algorithm="ring")
+    for outcome in crew.outcomes([0, 2, 3]):
+        assert_lost(outcome, 1, crew, died_at)
+
+
+def test_one_that_leaves_is_named_by_those_that_go_on(new_crew):
+    crew = new_crew(2)
+    crew.join()
+    crew[1].start(reduce_and_leave)
+    crew[0].start(reduce, calls=2)
+    value_of(crew[1].outcome())
+    outcome = crew[0].outcome()
+    assert_lost(outcome, 1, crew, outcome.at)
+    assert "which has left the group; its last was call 1" in outcome.text
+
+
+def test_a_zombie_is_gone(new_crew):
+    """Nobody has waited for the dead process yet: the system still knows it."""
+    crew = new_crew(2)
+    crew.join()
+    crew[0].start(reduce)
+    time.sleep(0.2)
+    died_at = crew[1].kill(reaped=False)
+    assert_lost(crew[0].outcome(), 1, crew, died_at)
+    crew[1].reap()
+
+
+def test_dead_before_the_others_call(new_crew):
+    crew = new_crew(3)
+    crew.join()
+    died_at = crew[2].kill()
+    crew.start(reduce, [0, 1])
+    for outcome in crew.outcomes([0, 1]):
+        assert_lost(outcome, 2, crew, died_at)
+        assert "it has called nothing yet" in outcome.text
+
+
+def submit_many(state, calls: int) -> list[str]:
+    works = [state.comm.all_reduce(torch.ones(LARGE), async_op=True) for _ in range(calls)]
+    classes = []
+    for work in works:
+        with contextlib.suppress(pr.RingarError):
+            work.wait()
+        error = work.exception()
+        classes.append(type(error).__name__ if error else "")
+    return classes
+
+
+def test_killed_while_others_have_work_in_the_background(new_crew):
+    crew = new_crew(2)
+    crew.join()
+    crew[0].start(submit_many, calls=5)
+    time.sleep(0.2)
+    died_at = crew[1].kill()
+    outcome = crew[0].outcome()
+    assert value_of(outcome) == ["PeerLostError"] * 5
+    assert outcome.at - died_at < DEATH_S + BUSY_S
+    assert_survivors_go_on(crew, [0])
+
+
+# -- SIGSTOP, and ranks that are late --------------------------------------------------------------
+
+
+def assert_timed_out(outcomes: list[Outcome], late: int, crew: Crew, timeout_s: float) -> None:
+    for outcome in outcomes:
+        assert outcome.error == "CollectiveTimeout", outcome
+        assert "TimeoutError" in outcome.classes
+        assert crew.name(late) in outcome.text, outcome.text
+        assert f"for {timeout_s:g} s" in outcome.text
+        has_called = "it has called nothing yet" not in outcome.text
+        assert has_called == ("last heard of" in outcome.text), outcome.text
+        assert timeout_s - 0.3 < outcome.seconds < timeout_s + LATE_S + BUSY_S, outcome.seconds
+
+
+@pytest.mark.parametrize("phase", [p for p in PHASES if p != "reduce"])
+@pytest.mark.parametrize(("world_size", "stopped"), [(2, 1), (3, 0)])
+def test_stopped(new_crew, world_size, stopped, phase):
+    timeout_s = 1.0
+    crew = new_crew(world_size)
+    crew.join(timeout=timeout_s)
+    crew.run(reduce)
+    crew.run(prepare, numel=PHASES[phase])
+    others = others_of(crew, stopped)
+    crew[stopped].call(stop_in, phase=phase.split()[0], seconds=0.3)
+    crew[stopped].start(reduce, numel=PHASES[phase])
+    time.sleep(0.1)
+    crew[stopped].send(signal.SIGSTOP)
+    crew.start(reduce, others, numel=PHASES[phase])
+    assert_timed_out(crew.outcomes(others), stopped, crew, timeout_s)
+    crew.run(refuse, others, words="failed before and cannot be used", error="CollectiveTimeout")
+    # Awake again it hears of it, in this call or in the next.
+    crew[stopped].send(signal.SIGCONT)
+    outcome = crew[stopped].outcome()
+    if outcome.error is None:
+        crew[stopped].start(reduce)
+        outcome = crew[stopped].outcome()
+    assert outcome.error == "CollectiveTimeout", outcome
+    assert crew.name(stopped) in outcome.text
+    # All can meet again.
+    crew.run(leave_nothing)
+    crew.join()
+    crew.run(reduce, numel=LARGE)
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_stopped_in_a_ring(new_crew, stopped):
+    crew = new_crew(3)
+    crew.join(timeout=1.0)
+    crew.run(prepare, numel=LARGE)
+    crew[stopped].call(stop_in, phase="reduce")
+    crew.start(reduce, algorithm="ring", numel=LARGE)
+    assert_timed_out(crew.outcomes(others_of(crew, stopped)), stopped, crew, 1.0)
+
+
+def test_the_one_who_is_late_is_named_not_those_who_wait_for_it(new_crew):
+    """All wait for each other; only rank 2 has done less than they."""
+    crew = new_crew(4)
+    crew.join(timeout=1.0)
+    crew.run(reduce, numel=LARGE)
+    crew.run(prepare, numel=10 * LARGE)
+    crew[2].call(stop_in, phase="gather", seconds=4.0)
+    crew.start(reduce, numel=10 * LARGE)
+    assert_timed_out(crew.outcomes([0, 1, 3]), 2, crew, 1.0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_late_but_in_time(new_crew, world_size):
+    crew = new_crew(world_size)
+    crew.join(timeout=20.0)
+    for phase in ("idle", "announce", "reduce", "gather"):
+        crew[world_size - 1].call(stop_in, phase=phase, seconds=0.3)
+        crew.run(reduce, numel=LARGE)
+        # A delay is for one call.
+        crew.start(reduce, numel=LARGE)
+        assert all(outcome.seconds < 0.3 + BUSY_S for outcome in crew.outcomes())
+
+
+def test_an_exception_in_one_rank(new_crew):
+    """A rank whose own program fails makes no call: the others wait until the deadline."""
+    crew = new_crew(2)
+    crew.join(timeout=1.0)
+    crew[1].start(reduce, numel="many")
+    assert crew[1].outcome().error == "TypeError"
+    crew[0].start(reduce)
+    assert_timed_out([crew[0].outcome()], 1, crew, 1.0)
+    crew[1].start(reduce)
+    outcome = crew[1].outcome()
+    assert outcome.error == "CollectiveTimeout"
+    assert crew.name(1) in outcome.text
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+def interrupt(crew: Crew) -> None:
+    """Ctrl-C for rank 0, which waits."""
+    time.sleep(0.4)
+    sent_at = time.monotonic()
+    crew[0].send(signal.SIGINT)
+    outcome = crew[0].outcome()
+    assert outcome.error == "KeyboardInterrupt", outcome
+    assert outcome.at - sent_at < DEATH_S + BUSY_S
+
+
+def wait_in_the_background(state) -> None:
+    state.comm.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+def wait_behind_the_background(state) -> None:
+    state.comm.all_reduce(torch.ones(3), async_op=True)
+    state.comm.barrier()
+
+
+def test_interrupted_in_a_call(new_crew):
+    """It had called, and will not come: the others hear of that at once."""
+    crew = new_crew(2)
+    crew.join(timeout=20)
+    crew[0].start(reduce)
+    interrupt(crew)
+    crew.run(refuse, [0], words="was interrupted while it waited for rank 1")
+    crew[1].start(reduce)
+    other = crew[1].outcome()
+    assert other.error == "RingarError"
+    assert crew.name(0) in other.text
+    assert other.seconds < DEATH_S + BUSY_S
+
+
+@pytest.mark.parametrize("waits", [wait_in_the_background, wait_behind_the_background])
+def test_what_was_submitted_goes_on_when_its_wait_is_interrupted(new_crew, waits):
+    crew = new_crew(2)
+    crew.join(timeout=20)
+    crew[0].start(waits)
+    interrupt(crew)
+    crew[1].call(wait_in_the_background)
+    crew.run(reduce)
+
+
+def test_interrupted_while_joining(new_crew):
+    crew = new_crew(2)
+    crew.start_group([0], world_size=2)
+    interrupt(crew)
+    crew.run(leave_nothing, [0])
+
+
+# -- 200 kills -------------------------------------------------------------------------------------
+
+
+def reduce_for_ever(state, seed: int) -> None:
+    choice = python_random.Random(seed)  # the same on all ranks
+    shared = pr.shared_empty(LARGE)
+    state.comm.register(shared)
+    while True:
+        kind = choice.randrange(6)
+        numel = choice.choice([SMALL, 20_000, LARGE])
+        if kind < 2:
+            state.comm.all_reduce(torch.ones(numel))
+        elif kind == 2:
+            state.comm.all_reduce(torch.ones(numel), algorithm="ring")
+        elif kind == 3:
+            state.comm.all_reduce(torch.ones(numel), async_op=True).wait()
+        elif kind == 4:
+            state.comm.all_reduce(shared)
+        else:
+            state.comm.broadcast(torch.ones(numel))
+
+
+def kill_while_joining(crew: Crew, dead: int, choice: python_random.Random) -> None:
+    crew.start_group(timeout=2.0)
+    time.sleep(choice.random() * 0.02)
+    crew[dead].kill()
+    for outcome in crew.outcomes(others_of(crew, dead)):
+        if outcome.error == "CollectiveTimeout":  # it never came, as far as one can know
+            assert f"for ranks [{dead}] to join" in outcome.text, outcome
+        else:
+            assert outcome.error in (None, "PeerLostError"), outcome
+
+
+def kill_while_calling(crew: Crew, dead: int, choice: python_random.Random) -> None:
+    crew.join()
+    if choice.random() < 0.5:
+        phase = choice.choice(["idle", "announce", "reduce", "gather"])
+        crew[dead].call(stop_in, phase=phase)
+    crew.start(reduce_for_ever, seed=choice.randrange(1000))
+    time.sleep(choice.random() * 0.1)
+    died_at = crew[dead].kill()
+    for outcome in crew.outcomes(others_of(crew, dead)):
+        assert_lost(outcome, dead, crew, died_at)
+
+
+@pytest.mark.parametrize(
+    "count", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_kills_at_random(count):
+    before = fork_server().children()
+    choice = python_random.Random(count)
+    for _ in range(count):
+        with Crew(choice.randint(2, 4)) as crew:
+            dead = choice.randrange(crew.world_size)
+            kill = kill_while_joining if choice.random() < 0.15 else kill_while_calling
+            kill(crew, dead, choice)
+            survivors = others_of(crew, dead)
+            crew.run(leave_nothing, survivors)
+            crew.join(survivors)
+            crew.run(reduce, survivors, numel=LARGE)
+            crew.run(leave_nothing, survivors)
+    assert fork_server().children() == before, "a process is left"
+    assert not named_shared_memory()
