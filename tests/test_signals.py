@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 from process_checks import BUSY_S, DEATH_S, SMALL, leave_nothing, reduce
-from ranks import LONG_S, connect, new_name, value_of
+from ranks import LONG_S, Crew, Function, connect, new_name, value_of
 
 import pyringar as pr
 
@@ -74,36 +75,25 @@ def wait_at_the_end_of_with(state) -> None:
         state.comm.all_reduce(torch.ones(SMALL), async_op=True)
 
 
-WAITS = {
-    function.__name__: function
-    for function in (
-        wait_in_a_call,
-        wait_in_a_bound_call,
-        wait_for_work,
-        wait_for_turn,
-        wait_for_another_thread,
-        wait_in_close,
-        wait_at_the_end_of_with,
-    )
-}
-CALLS = ["wait_in_a_call", "wait_in_a_bound_call"]  # where the handler interrupts a call itself
+CALLS = [wait_in_a_call, wait_in_a_bound_call]  # where the handler interrupts a call itself
+CLOSES = [wait_in_close, wait_at_the_end_of_with]
+WAITS = [*CALLS, wait_for_work, wait_for_turn, wait_for_another_thread, *CLOSES]
 
 
-def close(state) -> str:
+def close(state) -> None:
     state.comm.close()
-    return "closed"
 
 
-def close_and_leave(state) -> str:
+def close_and_leave(state) -> None:
     state.comm.close()
     raise SystemExit(3)
 
 
-def leave(state) -> str:
+def leave(state) -> None:
     raise Alarm
 
 
-def call_again(state) -> str:
+def call_again(state) -> None:
     tensor = torch.ones(3)
     calls = (
         lambda: state.comm.all_reduce(tensor),
@@ -117,10 +107,9 @@ def call_again(state) -> str:
     state.comm.stats()
     state.comm.plan(100)
     repr(state.comm)
-    return "refused"
 
 
-def use_another(state) -> str:
+def use_another(state) -> None:
     tensor = torch.ones(3)
     with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as other:
         other.all_reduce(tensor)
@@ -128,36 +117,35 @@ def use_another(state) -> str:
     with pr.Communicator(["cpu"] * 2) as other:
         other.all_reduce([tensor, torch.ones(3)], algorithm="ring")
     assert torch.equal(tensor, torch.full((3,), 2.0))
-    return "used"
 
 
-HANDLERS = {f.__name__: f for f in (close, close_and_leave, leave, call_again, use_another)}
-
-
-def wait_with_handler(state, wait: str, handler: str, number: int) -> None:
-    """``state.said``: what the handler came to."""
-    state.said = []
+def wait_with_handler(state, wait: Function, handler: Function, number: int) -> None:
+    """``state.handled``: how often the handler came to its end."""
+    state.handled = 0
 
     def handle(*_: object) -> None:
         try:
-            state.said.append(HANDLERS[handler](state))
+            handler(state)
+            state.handled += 1
         finally:
             state.store.set(f"{state.name} handled", "1")
 
     before = signal.signal(number, handle)
     try:
-        WAITS[wait](state)
+        wait(state)
     finally:
         signal.signal(number, before)
 
 
-def said(state) -> list[str]:
+def times_handled(state) -> int:
     if hasattr(state, "thread"):
         state.thread.join()
-    return state.said
+    return state.handled
 
 
-def start_and_signal(crew, wait: str, handler: str, number: int = signal.SIGTERM) -> float:
+def start_and_signal(
+    crew: Crew, wait: Function, handler: Function, number: int = signal.SIGTERM
+) -> float:
     """When the signal was sent; the handler has run."""
     name = crew.join(timeout=20)
     crew[0].start(wait_with_handler, wait=wait, handler=handler, number=number)
@@ -171,30 +159,30 @@ def start_and_signal(crew, wait: str, handler: str, number: int = signal.SIGTERM
 @pytest.mark.parametrize("wait", WAITS)
 def test_what_a_handler_raises_ends_the_wait(new_crew, wait):
     crew = new_crew(2)
-    sent_at = start_and_signal(crew, wait, "leave", signal.SIGUSR1)
+    sent_at = start_and_signal(crew, wait, leave, signal.SIGUSR1)
     outcome = crew[0].outcome()
     assert outcome.error == "Alarm", outcome
     assert outcome.at - sent_at < PROMPT_S
-    if wait in (*CALLS, "wait_in_close", "wait_at_the_end_of_with"):
+    if wait in CALLS + CLOSES:
         crew[1].start(reduce)  # the others hear of it at once
         other = crew[1].outcome()
         assert other.error in ("RingarError", "PeerLostError"), other
         assert crew.name(0) in other.text, other.text
         assert other.seconds < PROMPT_S
-    if wait in ("wait_in_close", "wait_at_the_end_of_with"):
+    if wait in CLOSES:
         crew.run(leave_nothing, [0])
 
 
-@pytest.mark.parametrize("handler", ["close", "close_and_leave"])
+@pytest.mark.parametrize("handler", [close, close_and_leave])
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_handler_closes_the_communicator_that_waits(new_crew, wait, handler):
     crew = new_crew(2)
     sent_at = start_and_signal(crew, wait, handler)
     outcome = crew[0].outcome()
     assert outcome.at - sent_at < PROMPT_S
-    if handler == "close_and_leave":
+    if handler is close_and_leave:
         assert outcome.error == "SystemExit", outcome
-    elif wait in ("wait_in_close", "wait_at_the_end_of_with"):
+    elif wait in CLOSES:
         value_of(outcome)
     else:
         assert outcome.error == "RingarError", outcome
@@ -205,7 +193,7 @@ def test_a_handler_closes_the_communicator_that_waits(new_crew, wait, handler):
     assert other.error == "PeerLostError", other
     assert crew.name(0) in other.text, other.text
     assert other.seconds < PROMPT_S
-    crew[0].call(said)
+    crew[0].call(times_handled)
     crew.run(leave_nothing)
     crew.join()
     crew.run(reduce)
@@ -214,55 +202,45 @@ def test_a_handler_closes_the_communicator_that_waits(new_crew, wait, handler):
 @pytest.mark.parametrize("wait", CALLS)
 def test_a_handler_cannot_call_the_communicator_that_waits(new_crew, wait):
     crew = new_crew(2)
-    start_and_signal(crew, wait, "call_again")
-    crew[1].start(WAITS[wait])
-    value_of(crew[0].outcome())
-    value_of(crew[1].outcome())
-    assert crew[0].call(said) == ["refused"]
+    start_and_signal(crew, wait, call_again)
+    crew[1].start(wait)
+    crew.values()
+    assert crew[0].call(times_handled) == 1
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_handler_may_use_another_and_ctrl_c_still_works(new_crew, wait):
     crew = new_crew(2)
-    start_and_signal(crew, wait, "use_another", signal.SIGUSR1)
+    start_and_signal(crew, wait, use_another, signal.SIGUSR1)
     sent_at = time.monotonic()
     crew[0].send(signal.SIGINT)
     outcome = crew[0].outcome()
     assert outcome.error == "KeyboardInterrupt", outcome
     assert outcome.at - sent_at < PROMPT_S
     crew[1].kill()  # whoever waits in another thread need not go on
-    assert crew[0].call(said) == ["used"]
+    assert crew[0].call(times_handled) == 1
 
 
-def close_while_another_thread_waits(state) -> float:
+def close_while_another_thread_waits(state) -> None:
     """A call that another thread waits in ends first, as what is in the background."""
-    errors = []
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(state.comm.barrier)
+        time.sleep(0.2)
+        state.comm.close()
+        call.result()
 
-    def call() -> None:
-        try:
-            state.comm.barrier()
-        except pr.RingarError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    time.sleep(0.2)
-    state.comm.close()
-    thread.join()
-    return [str(error) for error in errors]
+def call_late(state) -> None:
+    time.sleep(0.4)
+    state.comm.barrier()
 
 
 def test_close_waits_for_the_call_of_another_thread(new_crew):
     crew = new_crew(2)
     crew.join(timeout=20)
     crew[0].start(close_while_another_thread_waits)
-    crew[1].call(_barrier)
-    assert value_of(crew[0].outcome()) == []
-
-
-def _barrier(state) -> None:
-    time.sleep(0.4)
-    state.comm.barrier()
+    crew[1].call(call_late)
+    value_of(crew[0].outcome())
 
 
 # -- ranks in one process --------------------------------------------------------------------------
