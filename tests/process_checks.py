@@ -144,6 +144,19 @@ def leave_nothing(state) -> None:
     assert open_memories() + mapped_memories() == []
 
 
+def exit_code_of(child: int) -> int:
+    """Wait for a forked child; -99 if it had to be killed."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -99
+
+
 # -- ranks that fail -------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -418,23 +419,9 @@ def join(
     import pyringar as pr
 
     state.store = connect(port)
-    with changed_environment(env or {}):
+    with mock.patch.dict(os.environ, env or {}):
         state.comm = pr.ProcessCommunicator(state.store, rank, world_size, name=name, **options)
     state.rank, state.world_size, state.name = rank, world_size, name
-
-
-@contextlib.contextmanager
-def changed_environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def next_name(state: SimpleNamespace) -> str:

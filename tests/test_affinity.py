@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from programs import run_programs
 
 CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs Linux and two cores")
@@ -28,14 +28,7 @@ def reduce(comm, **options):
 
 def run(code: str, **environment: str) -> None:
     """In a process of its own: masks are inherited, and OpenMP reads its variables once."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    [done] = run_programs(PRELUDE + code, [], timeout_s=300, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

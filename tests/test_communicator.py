@@ -6,9 +6,11 @@ import gc
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from process_checks import exit_code_of
 
 import pyringar as pr
 
@@ -80,71 +82,47 @@ def test_wait_has_its_own_timeout():
 @pytest.mark.parametrize("async_op", [False, True])
 def test_other_threads_run_meanwhile(async_op):
     """The GIL is released: a thread ticks on while a rank sleeps half a second."""
-    ticks = 0
     stop = threading.Event()
 
-    def tick() -> None:
-        nonlocal ticks
-        while not stop.wait(0.005):
-            ticks += 1
+    def tick() -> int:
+        return sum(1 for _ in iter(lambda: stop.wait(0.005), True))
 
-    with pr.Communicator(["cpu"] * 2) as comm:
-        thread = threading.Thread(target=tick)
-        thread.start()
+    with pr.Communicator(["cpu"] * 2) as comm, ThreadPoolExecutor(1) as threads:
+        ticks = threads.submit(tick)
         comm._group.delay_rank(1, 0.5)
         work = comm.all_reduce(ranks(2), algorithm="ring", async_op=async_op)
         if async_op:
             work.wait()
         stop.set()
-        thread.join()
-    assert ticks > 20
+        assert ticks.result() > 20
 
 
 # -- threads of the caller's -----------------------------------------------------------------------
 
 
 def test_many_threads_share_one_communicator():
-    with pr.Communicator(["cpu"] * 3) as comm:
-        failures: list[str] = []
+    def work(seed: int) -> None:
+        for i in range(40):
+            algorithm = ("fused", "ring", "direct")[(seed + i) % 3]
+            tensors = [torch.full((1 + 997 * (i % 7),), float(seed + r)) for r in range(3)]
+            comm.all_reduce(tensors, algorithm=algorithm)
+            assert all(torch.all(t == 3 * seed + 3) for t in tensors), f"{seed} {i} {algorithm}"
 
-        def work(seed: int) -> None:
-            for i in range(40):
-                algorithm = ("fused", "ring", "direct")[(seed + i) % 3]
-                tensors = [torch.full((1 + 997 * (i % 7),), float(seed + r)) for r in range(3)]
-                comm.all_reduce(tensors, algorithm=algorithm)
-                if any(not torch.all(t == 3 * seed + 3) for t in tensors):
-                    failures.append(f"{seed} {i} {algorithm}")
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
+    with pr.Communicator(["cpu"] * 3) as comm, ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
 
 
 def test_communicators_do_not_trip_over_each_other():
-    comms = [pr.Communicator(["cpu"] * k) for k in (2, 3, 4)]
-    results: dict[int, bool] = {}
+    def work(k: int) -> None:
+        with pr.Communicator(["cpu"] * k) as comm:
+            for _ in range(30):
+                tensors = ranks(k, 50_000)
+                want = sum(t.clone() for t in tensors)
+                comm.all_reduce(tensors, algorithm="direct")
+                assert all(torch.equal(t, want) for t in tensors)
 
-    def work(comm: pr.Communicator) -> None:
-        k = comm.world_size
-        good = True
-        for _ in range(30):
-            tensors = ranks(k, 50_000)
-            want = sum(t.clone() for t in tensors)
-            comm.all_reduce(tensors, algorithm="direct")
-            good &= all(torch.equal(t, want) for t in tensors)
-        results[k] = good
-
-    threads = [threading.Thread(target=work, args=(comm,)) for comm in comms]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for comm in comms:
-        comm.close()
-    assert results == {2: True, 3: True, 4: True}
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, (2, 3, 4)))
 
 
 # -- bound calls -----------------------------------------------------------------------------------
@@ -320,16 +298,7 @@ def test_after_fork_the_child_is_told_and_allreduce_works():
             gc.collect()
         finally:
             os._exit(status)
-    deadline = time.monotonic() + 30
-    ended, status = os.waitpid(child, os.WNOHANG)
-    while not ended and time.monotonic() < deadline:
-        time.sleep(0.01)
-        ended, status = os.waitpid(child, os.WNOHANG)
-    if not ended:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    assert ended, "the child hangs"
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert exit_code_of(child) == 0
     comm.all_reduce(ranks(2), algorithm="ring")  # the parent goes on
     comm.close()
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from programs import programs, run_programs
 
 from pyringar.engine import load
-
-ROOT = Path(__file__).resolve().parents[1]
 
 CLOSING = """
 import os, sys
@@ -54,13 +48,7 @@ print("parent", flush=True)
 
 
 def test_newest_first_whatever_one_raises_and_only_by_its_maker():
-    done = subprocess.run(
-        [sys.executable, "-c", CLOSING],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    [done] = run_programs(CLOSING, [])
     before, parent = done.stdout.split("parent\n")
     in_child = before.splitlines()
     assert in_child[:4] == ["del dropped", "forget", "close child", "close shared False"]
@@ -138,29 +126,11 @@ else:
     ("how", "size"), [("end", 1), ("end", 2), ("exit", 2), ("destroy", 2), ("use", 2)]
 )
 def test_a_forked_child_ends_and_its_parent_goes_on(how, size, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(GROUPS)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(size), str(tmp_path / "store"), how],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, text in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, text
-        assert "Traceback" not in text
-        assert "terminate called" not in text
+    ranks = [(rank, size, tmp_path / "store", how) for rank in range(size)]
+    for done in run_programs(GROUPS, *ranks, timeout_s=180):
+        assert done.returncode == 0, done
+        assert "Traceback" not in done.stdout + done.stderr
+        assert "terminate called" not in done.stdout + done.stderr
 
 
 STILL = """
@@ -193,13 +163,7 @@ exits.close_at_exit(owner, Owner.close, abort=Owner.abort, progress=Owner.progre
     [("goes on", ["close"]), ("stands still", ["abort", "close"]), ("is over", ["close"])],
 )
 def test_what_goes_on_is_waited_for_and_what_stands_still_is_aborted(what, expected):
-    done = subprocess.run(
-        [sys.executable, "-c", STILL, what],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    [done] = run_programs(STILL, [what])
     assert done.stdout.split() == expected, done.stderr
 
 
@@ -244,26 +208,9 @@ except pr.PeerLostError as error:
 """
 
 
-@contextlib.contextmanager
 def ending(folder, how, end):
     load.engine()  # compiled once, here
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDING, str(rank), str(folder / "store"), how, end],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    return programs(ENDING, *((rank, folder / "store", how, end) for rank in range(2)))
 
 
 HOWS = ["communicator", "group", "gloo's", "machines"]
@@ -342,12 +289,6 @@ step()
 )
 def test_a_backward_pass_that_failed_does_not_crash_the_exit(why, error):
     """What it leaves behind holds Python objects, and torch 2.15 keeps it until Python is gone."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILED_PASS, why],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    [done] = run_programs(FAILED_PASS, [why])
     assert error in done.stderr
     assert done.returncode == 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_programs
 
 import pyringar as pr
 from pyringar.engine import load
@@ -144,14 +144,8 @@ def own_cgroup(limit_bytes: int) -> Iterator[Path]:
 
 def test_above_a_limit_of_a_real_cgroup_nobody_is_killed():
     with own_cgroup(300 * MIB) as folder:
-        sizes = [str(100 * MIB), str(250 * MIB)]  # each fits, both do not
-        done = subprocess.run(
-            [sys.executable, "-c", IN_A_CGROUP, str(folder), *sizes],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        sizes = [100 * MIB, 250 * MIB]  # each fits, both do not
+        [done] = run_programs(IN_A_CGROUP, [folder, *sizes], timeout_s=120)
         assert done.returncode == 0, done.stderr
         assert f"{100 * MIB} cannot allocate {250 * MIB} bytes" in done.stdout
 

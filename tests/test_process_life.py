@@ -6,15 +6,15 @@ import gc
 import math
 import os
 import socket
-import subprocess
-import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
 from oracle import OPS, assert_bits, random, reduced
-from process_checks import ALGORITHMS, mapped_memories, needs_linux, open_memories
-from ranks import another, changed_environment, connect, new_name, on_ranks
+from process_checks import ALGORITHMS, exit_code_of, mapped_memories, needs_linux, open_memories
+from programs import run_programs
+from ranks import another, connect, new_name, on_ranks
 
 import pyringar as pr
 
@@ -110,7 +110,7 @@ def test_wrong_arguments_of_the_constructor(store_port):
     refused("timeout is nan", store, 0, 1, timeout=math.nan)
     refused("timeout is '3'", store, 0, 1, timeout="3")
     refused("name is 3, expected", store, 0, 1, name=3)
-    with changed_environment({"PYRINGAR_CHECK": "everything"}):
+    with mock.patch.dict(os.environ, PYRINGAR_CHECK="everything"):
         refused("PYRINGAR_CHECK is 'everything', expected .*digest", store, 0, 1)
 
 
@@ -270,22 +270,10 @@ def test_after_fork_the_child_is_told_and_the_parent_goes_on(state):
             gc.collect()
         finally:
             os._exit(status)
-    assert wait_for(child) == 0
+    assert exit_code_of(child) == 0
     shared.fill_(2.0)
     state.comm.all_reduce(shared)
     assert shared[0] == 2.0 * state.world_size
-
-
-def wait_for(child: int) -> int:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -99
 
 
 SCRIPT = """
@@ -302,21 +290,6 @@ print(tensor.tolist())
 
 def test_programs_that_just_end(tmp_path):
     """As a user would write them: no close(), works dropped, the interpreter ends."""
-    command = [sys.executable, "-c", SCRIPT]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            out, err = rank.communicate(timeout=60)
-            assert (rank.returncode, out, err) == (0, "[1.0, 3.0, 5.0, 7.0, 9.0]\n", "")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    for ended in run_programs(SCRIPT, *((rank, tmp_path / "store") for rank in range(2))):
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert ended.stdout == "[1.0, 3.0, 5.0, 7.0, 9.0]\n"

@@ -11,10 +11,10 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_checks import needs_linux
+from programs import programs
 from ranks import Died, connect, join, new_name, value_of
 
 import pyringar as pr
@@ -414,22 +415,13 @@ class CountingStore(dist.Store):
 
 
 def meet_in_threads(stores: list, world_size: int) -> None:
-    errors: list[BaseException] = []
     name = new_name()
 
     def run(rank: int) -> None:
-        try:
-            options = {"name": name, "timeout": 60.0}
-            pr.ProcessCommunicator(stores[rank], rank, world_size, **options).close()
-        except BaseException as error:
-            errors.append(error)
+        pr.ProcessCommunicator(stores[rank], rank, world_size, name=name, timeout=60.0).close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(world_size) as threads:
+        list(threads.map(run, range(world_size)))
 
 
 def test_calls_per_rank_do_not_grow_with_their_number():
@@ -485,9 +477,7 @@ def test_a_process_whose_main_thread_ended_is_alive():
         print("ready", flush=True)
         ctypes.CDLL(None).pthread_exit(None)
     """
-    pipe = subprocess.PIPE
-    program = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stdin=pipe, text=True)
-    try:
+    with programs(code, []) as [program]:
         assert program.stdout.readline() == "ready\n"
         stat = Path(f"/proc/{program.pid}/stat")
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
@@ -499,9 +489,6 @@ def test_a_process_whose_main_thread_ended_is_alive():
         while load.engine().is_alive(program.pid, start_ticks):  # a zombie, not waited for
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    finally:
-        program.kill()
-        program.communicate()
 
 
 def become_another_program(state) -> None:

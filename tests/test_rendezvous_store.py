@@ -15,6 +15,7 @@ import random as python_random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -297,28 +298,19 @@ class MutatingStore(CountingStore):
 def meet_among_mutations(seed: int, timeout_s: float) -> int:
     """How many of three ranks, in threads, met."""
     store = MutatingStore(python_random.Random(seed))
-    unexpected: list[BaseException] = []
-    met = []
 
-    def run(rank: int) -> None:
-        start = time.monotonic()
+    def meets(rank: int) -> bool:
+        start, told = time.monotonic(), ""
         try:
-            comm = pr.ProcessCommunicator(store, rank, 3, name="x", timeout=timeout_s)
-            comm.close()
-            met.append(rank)
+            pr.ProcessCommunicator(store, rank, 3, name="x", timeout=timeout_s).close()
         except pr.RingarError as error:
-            if len(str(error)) > 2000 or time.monotonic() - start > timeout_s + LONG_S:
-                unexpected.append(error)
-        except BaseException as error:
-            unexpected.append(error)
+            told = str(error)
+        assert len(told) <= 2000, f"seed {seed}"
+        assert not told or time.monotonic() - start < timeout_s + LONG_S, f"seed {seed}"
+        return not told
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert unexpected == [], f"seed {seed}"
-    return len(met)
+    with ThreadPoolExecutor(3) as threads:
+        return sum(threads.map(meets, range(3)))
 
 
 LONG_RUN = [pytest.mark.thorough, pytest.mark.timeout(1800)]

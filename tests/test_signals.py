@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from datetime import timedelta
 import pytest
 import torch
 from process_checks import BUSY_S, DEATH_S, SMALL, leave_nothing, reduce
+from programs import run_programs
 from ranks import LONG_S, Crew, Function, connect, new_name, value_of
 
 import pyringar as pr
@@ -384,8 +384,6 @@ print("the end")
 
 def test_daemon_threads_in_the_engine_when_the_interpreter_ends():
     """Python ends them where they come back; that must not abort the process."""
-    ended = subprocess.run(
-        [sys.executable, "-c", DAEMONS], capture_output=True, text=True, timeout=60, check=False
-    )
+    [ended] = run_programs(DAEMONS, [])
     assert ended.returncode == 0, ended
     assert ended.stdout == "the end\n"
