@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import pyringar as pr
-from pyringar.comm.call import Work
+from pyringar.comm.work import Work
 
 K = 3
 EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a bucket for every parameter

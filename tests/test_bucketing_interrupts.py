@@ -32,7 +32,7 @@ from test_bucketing_failures import (
 from torch import nn
 
 import pyringar as pr
-from pyringar.comm.call import Work
+from pyringar.comm.work import Work
 
 K = 2
 OURS = str(Path(pr.__file__).parent)

@@ -15,7 +15,7 @@ from ranks import Died, Failed, run_cases, run_group
 from torch.futures import Future
 
 import pyringar as pr
-from pyringar.distributed.inner import InnerBackends
+from pyringar.distributed.fallback import InnerBackends
 from pyringar.distributed.work import Completer
 
 IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]

@@ -279,7 +279,7 @@ class Recorder:
 
 
 def wire_as_rank(rank, world_size, store):
-    from pyringar.distributed.inter import TorchInter
+    from pyringar.distributed.wire import TorchInter
 
     inter = Recorder(TorchInter(store, [(0, 2), (1, 3)], rank, "gloo", 20.0))
     with join(rank, world_size, store, inter=inter, piece_bytes=40_000) as comm:

@@ -28,8 +28,17 @@ ORDER = {
     "errors": [],
     "engine": ["files", "toolchain", "compile", "build", "load"],
     "comm": [
-        *["exits", "threads", "auto", "schedule", "topology", "arrays", "float_mode"],
-        *["reference", "call", "communicator", "patient_store", "rendezvous"],
+        *["exits", "threads", "auto", "ring_schedule", "topology", "arrays", "float_mode"],
+        *[
+            "reference",
+            "arguments",
+            "work",
+            "base",
+            "communicator",
+            "member",
+            "stores",
+            "rendezvous",
+        ],
         *["shared_tensors", "process_communicator"],
     ],
     "parallel": [
@@ -183,21 +192,21 @@ def test_few_rooms_know_of_each_other():
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("errors.py", "from pyringar.comm import call\n"),
-        ("errors.py", "from pyringar.comm.call import Work\n"),
-        ("comm/call.py", "def f():\n    import pyringar.train.step\n"),
-        ("comm/call.py", "def f():\n    from pyringar import allreduce\n"),
-        ("comm/call.py", "from . import communicator\n"),
-        ("comm/call.py", "from .communicator import allreduce\n"),
-        ("comm/call.py", "import importlib\nimportlib.import_module('pyringar.cli')\n"),
-        ("comm/__init__.py", "from pyringar.comm.call import Work\n"),
+        ("errors.py", "from pyringar.comm import work\n"),
+        ("errors.py", "from pyringar.comm.work import Work\n"),
+        ("comm/work.py", "def f():\n    import pyringar.train.step\n"),
+        ("comm/work.py", "def f():\n    from pyringar import allreduce\n"),
+        ("comm/work.py", "from . import communicator\n"),
+        ("comm/work.py", "from .communicator import allreduce\n"),
+        ("comm/work.py", "import importlib\nimportlib.import_module('pyringar.cli')\n"),
+        ("comm/__init__.py", "from pyringar.comm.work import Work\n"),
         ("train/step.py", "from pyringar.cli.check import run\n"),
         ("train/step.py", "from ..cli import check\n"),
     ],
 )
 def test_planted_upward_import_is_caught(tmp_path, file, text):
     package = tmp_path / "pyringar"
-    rooms = {"": ["errors"], "comm": ["call", "communicator"], "train": ["step"], "cli": ["check"]}
+    rooms = {"": ["errors"], "comm": ["work", "communicator"], "train": ["step"], "cli": ["check"]}
     for room, modules in rooms.items():
         (package / room).mkdir(exist_ok=True)
         (package / room / "__init__.py").write_text("")

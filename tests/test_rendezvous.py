@@ -27,7 +27,8 @@ from programs import programs
 from ranks import Died, connect, join, new_name, value_of
 
 import pyringar as pr
-from pyringar.comm.rendezvous import Member, Rendezvous, node_id
+from pyringar.comm.member import Member, node_id
+from pyringar.comm.rendezvous import Rendezvous
 from pyringar.engine import load
 
 pytestmark = needs_linux

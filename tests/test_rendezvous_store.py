@@ -24,7 +24,7 @@ from ranks import Crew, connect, new_name
 from test_rendezvous import CountingStore, meet
 
 import pyringar as pr
-from pyringar.comm.rendezvous import Member
+from pyringar.comm.member import Member
 from pyringar.engine import load
 
 pytestmark = needs_linux

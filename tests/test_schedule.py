@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyringar as pr
-from pyringar.comm.schedule import chunk_slices, ring_schedule
+from pyringar.comm.ring_schedule import chunk_slices, ring_schedule
 from pyringar.engine.load import engine
 from pyringar.errors import ArgumentError
 

@@ -295,11 +295,11 @@ def test_waits_for_the_background_of_one_process_end_with_a_signal(what):
 
 def test_a_communicator_that_is_dropped_keeps_tensors_when_interrupted(monkeypatch):
     """What a handler raises in __del__ goes nowhere; what still runs must keep its memory."""
-    from pyringar.comm import call
+    from pyringar.comm import base
 
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: unraisable.append(args.exc_type))
-    monkeypatch.setattr(call, "_interrupted", kept := [])
+    monkeypatch.setattr(base, "_interrupted", kept := [])
     comm = pr.Communicator(["cpu"] * 2)
     work = delayed(comm, 1.0)
     with signal_after(0.2, raise_alarm):

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from pyringar.comm import arrays, reference
-from pyringar.comm.auto import choose, depends_on_size
-from pyringar.comm.call import (
+from pyringar.comm.arguments import (
     ORDERS,
-    EngineCommunicator,
-    Work,
     check_choice,
     check_plan,
     check_ring_order,
     check_timeout,
     op_name,
 )
+from pyringar.comm.auto import choose, depends_on_size
+from pyringar.comm.base import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.topology import Plan, Topology, check_devices
+from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, UnsupportedError
 

@@ -10,21 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm.auto import choose
-from pyringar.comm.call import (
+from pyringar.comm.arguments import (
     ORDERS,
-    EngineCommunicator,
-    Work,
     check_choice,
     check_plan,
     check_ring_order,
     check_timeout,
     op_name,
 )
+from pyringar.comm.auto import choose
+from pyringar.comm.base import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
-from pyringar.comm.rendezvous import Member, Rendezvous, checked_store
+from pyringar.comm.member import Member
+from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.shared_tensors import memory_of
+from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
+from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 

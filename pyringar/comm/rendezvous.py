@@ -34,34 +34,26 @@ longer. What comes out of it is checked before it is used: another process may h
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from pyringar.comm.patient_store import PatientStore
+from pyringar.comm.member import INT32_MAX, LONGEST_BYTES, Member, garbage, is_count, parse_object
+from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
     PeerLostError,
     RingarError,
-    UnsupportedError,
 )
 
-__all__ = ["Member", "Rendezvous", "checked_store", "default_store", "node_id"]
+__all__ = ["Rendezvous"]
 
-_VERSION = 2
 _TOKEN_BYTES = 32
 _ATTEMPT_BYTES = 16
 _FIRST_POLL_S = 0.001
@@ -69,184 +61,8 @@ _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all of them ask one store
 # A process that is being killed loses its descriptors a moment before it is gone.
 _DYING_S = 0.5
-# What is read from the store need not be what we wrote.
-_INT32_MAX = 2**31 - 1
-_UINT64_MAX = 2**64 - 1
-_LONGEST_BYTES = 4096  # of a member, of a segment
-_LONGEST_TEXT = 256
 _KINDS = {kind.__name__: kind for kind in (PeerLostError, CollectiveTimeout)}
 T = TypeVar("T")
-
-
-def node_id() -> str:
-    """Return which machine this is: equal for processes that can share memory, else different.
-
-    ``PYRINGAR_NODE_ID`` overrides it. Containers with process numbers or clocks of their own count
-    as machines of their own.
-    """
-    given = os.environ.get("PYRINGAR_NODE_ID")
-    if given:
-        # Members tell it each other, and what they write has a limit.
-        is_short = len(given) <= _LONGEST_TEXT
-        return given if is_short else hashlib.sha256(os.fsencode(given)).hexdigest()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespaces = [os.readlink("/proc/self/ns/pid")]
-    except OSError:
-        return os.uname().nodename if hasattr(os, "uname") else "this machine"
-    with suppress(OSError):  # Linux before 5.6 has one clock
-        namespaces.append(os.readlink("/proc/self/ns/time"))
-    return " ".join((boot, *namespaces))
-
-
-@dataclass(frozen=True)
-class Member:
-    """Hold what a rank tells the others about itself."""
-
-    rank: int
-    node: str
-    host: str
-    pid: int
-    start_ticks: int
-    check: str  # PYRINGAR_CHECK: ranks that check what others do not would wait for them
-    kind: str = "cpu"  # of its device: "cpu" or "cuda"
-    attempt: str = ""  # random: tells this attempt to meet from all others
-
-    @classmethod
-    def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
-        """This process, as rank ``rank``, with tensors on this kind of device."""
-        pid, start_ticks = load.engine().process_id()
-        host = os.uname().nodename if hasattr(os, "uname") else "this machine"
-        check = os.environ.get("PYRINGAR_CHECK", "")
-        return cls(rank, node_id(), host, pid, start_ticks, check, kind, attempt)
-
-    @classmethod
-    def parse(cls, text: bytes, rank: int) -> Member:
-        """Return what rank ``rank`` wrote.
-
-        Raises:
-            RingarError: It is not what this version of pyringar writes.
-        """
-        try:
-            fields = _parse_object(text, _LONGEST_BYTES)
-            version = fields.pop("version")
-            member = cls(**fields)
-        except (ValueError, TypeError, KeyError):
-            raise _garbage(rank, text, "no member") from None
-        is_whole = (
-            version == _VERSION
-            and _is_count(member.rank, rank, rank)
-            and all(map(_is_text, (member.node, member.host, member.check, member.kind)))
-            and _is_text(member.attempt)
-            and _is_count(member.pid, 1, _INT32_MAX)
-            and _is_count(member.start_ticks, 0, _UINT64_MAX)
-        )
-        if not is_whole:
-            raise RingarError(
-                f"rank {rank} wrote {text[:200]!r} of version {_shortened(version)} into the "
-                f"store, expected rank {rank} of version {_VERSION}: do all ranks run the same "
-                "pyringar?"
-            )
-        return member
-
-    def text(self) -> str:
-        """Return what :meth:`parse` reads."""
-        return json.dumps({"version": _VERSION, **asdict(self)})
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-def _parse_object(text: bytes, longest_bytes: int) -> dict[str, Any]:
-    if len(text) > longest_bytes:
-        raise ValueError("too long")
-    try:
-        fields = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(fields, dict):
-        raise ValueError("no object")
-    return fields
-
-
-def _garbage(rank: int, text: Any, expected: str) -> RingarError:
-    return RingarError(f"rank {rank} wrote {_shortened(text)} into the store, {expected}")
-
-
-def _shortened(value: Any) -> str:
-    try:
-        return repr(value[:80] if isinstance(value, (bytes, str)) else value)[:200]
-    except (ValueError, RecursionError):  # an integer of more digits than Python prints
-        return f"a {type(value).__name__}"
-
-
-def _is_count(value: Any, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str and len(value) <= _LONGEST_TEXT
-
-
-def default_store() -> tuple[Any, int, int]:
-    """Return the store, rank and world size of this job: torch.distributed's, or torchrun's.
-
-    Raises:
-        ArgumentError: Neither is there.
-        UnsupportedError: This torch was built without torch.distributed.
-    """
-    if not dist.is_available():
-        raise UnsupportedError(
-            "this torch has no torch.distributed; one process can drive all ranks"
-        )
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        return store, dist.get_rank(), dist.get_world_size()
-    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in wanted if name not in os.environ]
-    if missing:
-        raise ArgumentError(
-            f"no store is given, torch.distributed is not initialised, and {', '.join(missing)} "
-            "is not in the environment: start the processes with torchrun, or pass store, rank "
-            "and world_size"
-        )
-    return _environment_store()
-
-
-def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
-    """Return the store, rank and world size that a caller gave, or :func:`default_store`'s.
-
-    Raises:
-        ArgumentError: Only a part of them is given, or one is not what it should be.
-        UnsupportedError: As :func:`default_store`.
-    """
-    if store is None:
-        if rank is not None or world_size is not None:
-            raise ArgumentError(
-                f"rank is {rank!r} and world_size {world_size!r} without a store; pass all three "
-                "or none"
-            )
-        return default_store()
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentError(f"{name} is {value!r}, expected an integer beside store")
-    if not (world_size >= 1 and 0 <= rank < world_size):
-        raise ArgumentError(
-            f"rank is {rank} and world_size {world_size}, expected 0 <= rank < world_size"
-        )
-    if not (dist.is_available() and isinstance(store, dist.distributed_c10d.Store)):
-        raise ArgumentError(f"store is {store!r}, expected a torch.distributed.Store")
-    return store, rank, world_size
-
-
-@functools.cache  # one per process: rank 0's listens on the port that the environment names
-def _environment_store() -> tuple[Any, int, int]:
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, world_size = next(iter(rendezvous("env://")))
-    return store, rank, world_size
 
 
 class Rendezvous:
@@ -464,14 +280,14 @@ class Rendezvous:
         if text is None:
             return None
         try:
-            fields = _parse_object(text, (self.world_size + 1) * _LONGEST_BYTES)
+            fields = parse_object(text, (self.world_size + 1) * LONGEST_BYTES)
             if "error" in fields:
                 if self._own.attempt in fields["attempts"]:
                     self._raise_told(fields)
                 return None
             members = [Member.parse(m, rank) for rank, m in enumerate(fields["members"])]
         except (ValueError, TypeError, KeyError):
-            raise _garbage(0, text, "no list of members") from None
+            raise garbage(0, text, "no list of members") from None
         return members if self._own in members else None
 
     # -- the memory --------------------------------------------------------------------------------
@@ -483,19 +299,19 @@ class Rendezvous:
         if failed is not None:
             # What cannot be read is nobody's reason; who wrote it will be missed.
             with suppress(ValueError, TypeError, KeyError):
-                self._raise_told(_parse_object(failed, _LONGEST_BYTES))
+                self._raise_told(parse_object(failed, LONGEST_BYTES))
         if is_late:
             self._check_alive(lambda: [0], "to share its memory")
         return segment
 
     def _parse_segment(self, text: Any) -> tuple[int, bytes]:
         try:
-            fields = _parse_object(text, _LONGEST_BYTES)
+            fields = parse_object(text, LONGEST_BYTES)
             fd, token = fields["fd"], bytes.fromhex(fields["token"])
-            if not (_is_count(fd, 0, _INT32_MAX) and len(token) == _TOKEN_BYTES):
+            if not (is_count(fd, 0, INT32_MAX) and len(token) == _TOKEN_BYTES):
                 raise ValueError("no descriptor or token")
         except (ValueError, TypeError, KeyError):
-            raise _garbage(0, text, "no segment") from None
+            raise garbage(0, text, "no segment") from None
         return fd, token
 
     # -- failures ----------------------------------------------------------------------------------
@@ -517,7 +333,7 @@ class Rendezvous:
 
     def _raise_told(self, told: dict[str, Any]) -> None:
         rank, text, kind = told["rank"], told["error"], told["kind"]
-        if not _is_count(rank, 0, self.world_size - 1) or type(text) is not str:
+        if not is_count(rank, 0, self.world_size - 1) or type(text) is not str:
             raise ValueError("no error")
         # Before there are members, one that did not wait long enough may call again.
         if kind == CollectiveTimeout.__name__ and not self._is_agreed:

@@ -21,8 +21,8 @@ from torch._C._dynamo import eval_frame
 
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.collectives import Collectives
+from pyringar.distributed.fallback import InnerBackends
 from pyringar.distributed.groups import make_communicator
-from pyringar.distributed.inner import InnerBackends
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 

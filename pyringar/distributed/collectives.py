@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from pyringar.comm.call import OPS
+from pyringar.comm.arguments import OPS
 from pyringar.distributed.convert import (
     NATIVE,
     SUM,
@@ -27,7 +27,7 @@ from pyringar.distributed.convert import (
     reduction_name,
 )
 from pyringar.distributed.delegated import Delegated, by_any_name, given_or_default
-from pyringar.distributed.inner import InnerBackends
+from pyringar.distributed.fallback import InnerBackends
 from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import (
     Completer,

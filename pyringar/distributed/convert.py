@@ -105,7 +105,7 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
 
     Args:
         tensor: On the CPU, strided.
-        op: Of :data:`pyringar.comm.call.OPS`, or ``"band"``, ``"bor"``, ``"bxor"``.
+        op: Of :data:`pyringar.comm.arguments.OPS`, or ``"band"``, ``"bor"``, ``"bxor"``.
 
     Raises:
         ArgumentError: It is expanded.

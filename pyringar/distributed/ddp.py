@@ -9,9 +9,9 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from pyringar.comm.call import check_choice, check_timeout
+from pyringar.comm.arguments import check_choice, check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.rendezvous import default_store
+from pyringar.comm.stores import default_store
 from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.work import Completer, PendingWork
 

@@ -20,7 +20,7 @@ from pyringar.distributed.convert import (
     count_changes,
     has_plain_memory,
 )
-from pyringar.distributed.inner import InnerBackends
+from pyringar.distributed.fallback import InnerBackends
 from pyringar.distributed.messages import Message, Waiters
 from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import Completer, Part, PendingWork, StepPart

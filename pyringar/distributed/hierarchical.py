@@ -19,25 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm.call import (
-    Closing,
-    RankCommunicator,
-    Work,
-    check_choice,
-    check_plan,
-    check_timeout,
-    op_name,
-)
+from pyringar.comm.arguments import check_choice, check_plan, check_timeout, op_name
+from pyringar.comm.base import Closing, RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.float_mode import default_float_mode
+from pyringar.comm.member import Member
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.reference import divide, wide
-from pyringar.comm.rendezvous import Member, Rendezvous, checked_store
+from pyringar.comm.rendezvous import Rendezvous
+from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan
+from pyringar.comm.work import Work
 from pyringar.distributed.convert import copy_all, count_changes
-from pyringar.distributed.inter import Inter, TorchInter, Wait
 from pyringar.distributed.jobs import Jobs
 from pyringar.distributed.packing import check_tensor, describe, views_of
+from pyringar.distributed.wire import Inter, TorchInter, Wait
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from pyringar.comm.call import Work
 from pyringar.comm.exits import empty_backward_at_exit
+from pyringar.comm.work import Work
 from pyringar.errors import RingarError
 
 __all__ = ["BrokenStep", "settle"]

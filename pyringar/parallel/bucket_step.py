@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pyringar.comm.call import Work
+from pyringar.comm.work import Work
 
 __all__ = ["BucketStats", "Sent", "Step", "StepStats", "measure"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pyringar.comm.call import RankCommunicator
+from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.comm.call import RankCommunicator
+from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm.call import OPS, RankCommunicator, Work, op_name
+from pyringar.comm.arguments import OPS, op_name
+from pyringar.comm.base import RankCommunicator
+from pyringar.comm.work import Work
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyringar.comm.call import Work
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_step import Sent, Step
 

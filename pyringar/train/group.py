@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm.call import RankCommunicator
+from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
-from pyringar.comm.rendezvous import checked_store
+from pyringar.comm.stores import checked_store
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 from pyringar.parallel.shards import Device, Shards, shard_sizes, split_batch

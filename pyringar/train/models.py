@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from pyringar.comm.call import RankCommunicator
+from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.parallel.bucketer import GradientBucketer
 from pyringar.parallel.module import DataParallel

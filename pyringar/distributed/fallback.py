@@ -50,7 +50,7 @@ class InnerBackends:
         self._backend_of = backend_of
         self._gloo: Any = None
         self._nccl: Any = None
-        # Without a lock, as :class:`pyringar.comm.call.InFlight`: each use is one step.
+        # Without a lock, as the works of an EngineCommunicator: each use is one step.
         self._under_way: set[Part] = set()
         self.waiters = Waiters()  # of messages
         self._is_closed = False

@@ -1,21 +1,90 @@
-"""A torch store that answers by a deadline, whatever its own process and its own time-outs do."""
+"""The torch store through which ranks meet: which one it is, and answers of it by a deadline."""
 
 from __future__ import annotations
 
+import functools
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from pyringar.comm.threads import start_thread
-from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
+import torch.distributed as dist
 
-__all__ = ["PatientStore"]
+from pyringar.comm.threads import start_thread
+from pyringar.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    PeerLostError,
+    RingarError,
+    UnsupportedError,
+)
+
+__all__ = ["PatientStore", "checked_store", "default_store"]
 
 # Of an answer, once the deadline has passed: time for last words, if the store is well.
 _LEAST_S = 0.25
 T = TypeVar("T")
+
+
+def default_store() -> tuple[Any, int, int]:
+    """Return the store, rank and world size of this job: torch.distributed's, or torchrun's.
+
+    Raises:
+        ArgumentError: Neither is there.
+        UnsupportedError: This torch was built without torch.distributed.
+    """
+    if not dist.is_available():
+        raise UnsupportedError(
+            "this torch has no torch.distributed; one process can drive all ranks"
+        )
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in wanted if name not in os.environ]
+    if missing:
+        raise ArgumentError(
+            f"no store is given, torch.distributed is not initialised, and {', '.join(missing)} "
+            "is not in the environment: start the processes with torchrun, or pass store, rank "
+            "and world_size"
+        )
+    return _environment_store()
+
+
+def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
+    """Return the store, rank and world size that a caller gave, or :func:`default_store`'s.
+
+    Raises:
+        ArgumentError: Only a part of them is given, or one is not what it should be.
+        UnsupportedError: As :func:`default_store`.
+    """
+    if store is None:
+        if rank is not None or world_size is not None:
+            raise ArgumentError(
+                f"rank is {rank!r} and world_size {world_size!r} without a store; pass all three "
+                "or none"
+            )
+        return default_store()
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentError(f"{name} is {value!r}, expected an integer beside store")
+    if not (world_size >= 1 and 0 <= rank < world_size):
+        raise ArgumentError(
+            f"rank is {rank} and world_size {world_size}, expected 0 <= rank < world_size"
+        )
+    if not (dist.is_available() and isinstance(store, dist.distributed_c10d.Store)):
+        raise ArgumentError(f"store is {store!r}, expected a torch.distributed.Store")
+    return store, rank, world_size
+
+
+@functools.cache  # one per process: rank 0's listens on the port that the environment names
+def _environment_store() -> tuple[Any, int, int]:
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world_size = next(iter(rendezvous("env://")))
+    return store, rank, world_size
 
 
 class PatientStore:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyringar.comm.float_mode import default_float_mode
-from pyringar.distributed.inner import break_off
+from pyringar.distributed.fallback import break_off
 from pyringar.errors import ArgumentError, PeerLostError, RingarError
 
 __all__ = ["Inter", "TorchInter"]

@@ -1,0 +1,119 @@
+"""What communicators have in common: the calls of one rank, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pyringar.comm.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Closing", "EngineCommunicator", "RankCommunicator"]
+
+
+@runtime_checkable
+class RankCommunicator(Protocol):
+    """One rank of a group whose other ranks are in other processes.
+
+    All ranks make the same calls in the same order.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def store(self) -> Any:
+        """The part of the torch.distributed store that belongs to this group and to no other."""
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce this rank's tensors over all ranks, in place."""
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy the tensor of rank ``root`` into every other rank's."""
+
+    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Any:
+        """Return what an all_reduce of ``nbytes`` per rank would do, and why."""
+
+    def close(self) -> None:
+        """Leave the group; others that go on calling are told."""
+
+
+class Closing:
+    """A communicator in a ``with`` block, whose end closes it."""
+
+    def close(self) -> None:
+        """End it. May be called again."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+# Tensors of communicators whose last close() a signal handler broke off: the engine may write them.
+_interrupted: list[dict[Any, object]] = []
+
+
+class EngineCommunicator(Closing):
+    """End an engine's group; the base of communicators that have one."""
+
+    _group: Any
+    # What the engine's works that may still run write and read, by the work: the engine adds it
+    # before it returns. Without a lock: a signal handler may come in between, and a fork.
+    _in_flight: dict[Any, object]
+
+    def _begun(self, native: Any) -> Work:
+        """The work for one of the engine's; lets go of the tensors of those that are done."""
+        for other in tuple(self._in_flight):
+            if other.is_completed():
+                self._in_flight.pop(other, None)
+        return Work(native, self._in_flight)
+
+    def close(self) -> None:
+        """Wait for what runs in the background, then end all threads. May be called again.
+
+        Everything else raises :class:`RingarError` from then on, and other processes of the group
+        that go on calling get a :class:`PeerLostError`.
+
+        Signals are looked at meanwhile. What a handler raises, such as KeyboardInterrupt, ends the
+        wait: calls that have not begun fail, the other processes are told, and the next close()
+        waits for the rest. A handler may close a communicator for which this thread waits: the
+        call then fails when the handler has returned, and the other processes are told at once.
+        """
+        if self._group.close():
+            self._in_flight.clear()
+
+    def __del__(self) -> None:
+        # Background work must end before the tensors that it writes are let go.
+        if hasattr(self, "_in_flight"):
+            try:
+                self.close()
+            except BaseException:
+                _interrupted.append(self._in_flight)
+                raise

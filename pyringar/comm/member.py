@@ -1,0 +1,138 @@
+"""What a rank tells the others about itself, and how what stands in a store is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pyringar.engine import load
+from pyringar.errors import RingarError
+
+__all__ = ["INT32_MAX", "LONGEST_BYTES", "Member", "garbage", "is_count", "node_id", "parse_object"]
+
+_VERSION = 2
+# What is read from the store need not be what we wrote.
+INT32_MAX = 2**31 - 1
+_UINT64_MAX = 2**64 - 1
+LONGEST_BYTES = 4096  # of a member, of a segment
+_LONGEST_TEXT = 256
+
+
+def node_id() -> str:
+    """Return which machine this is: equal for processes that can share memory, else different.
+
+    ``PYRINGAR_NODE_ID`` overrides it. Containers with process numbers or clocks of their own count
+    as machines of their own.
+    """
+    given = os.environ.get("PYRINGAR_NODE_ID")
+    if given:
+        # Members tell it each other, and what they write has a limit.
+        is_short = len(given) <= _LONGEST_TEXT
+        return given if is_short else hashlib.sha256(os.fsencode(given)).hexdigest()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespaces = [os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return os.uname().nodename if hasattr(os, "uname") else "this machine"
+    with suppress(OSError):  # Linux before 5.6 has one clock
+        namespaces.append(os.readlink("/proc/self/ns/time"))
+    return " ".join((boot, *namespaces))
+
+
+@dataclass(frozen=True)
+class Member:
+    """Hold what a rank tells the others about itself."""
+
+    rank: int
+    node: str
+    host: str
+    pid: int
+    start_ticks: int
+    check: str  # PYRINGAR_CHECK: ranks that check what others do not would wait for them
+    kind: str = "cpu"  # of its device: "cpu" or "cuda"
+    attempt: str = ""  # random: tells this attempt to meet from all others
+
+    @classmethod
+    def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
+        """This process, as rank ``rank``, with tensors on this kind of device."""
+        pid, start_ticks = load.engine().process_id()
+        host = os.uname().nodename if hasattr(os, "uname") else "this machine"
+        check = os.environ.get("PYRINGAR_CHECK", "")
+        return cls(rank, node_id(), host, pid, start_ticks, check, kind, attempt)
+
+    @classmethod
+    def parse(cls, text: bytes, rank: int) -> Member:
+        """Return what rank ``rank`` wrote.
+
+        Raises:
+            RingarError: It is not what this version of pyringar writes.
+        """
+        try:
+            fields = parse_object(text, LONGEST_BYTES)
+            version = fields.pop("version")
+            member = cls(**fields)
+        except (ValueError, TypeError, KeyError):
+            raise garbage(rank, text, "no member") from None
+        is_whole = (
+            version == _VERSION
+            and is_count(member.rank, rank, rank)
+            and all(map(_is_text, (member.node, member.host, member.check, member.kind)))
+            and _is_text(member.attempt)
+            and is_count(member.pid, 1, INT32_MAX)
+            and is_count(member.start_ticks, 0, _UINT64_MAX)
+        )
+        if not is_whole:
+            raise RingarError(
+                f"rank {rank} wrote {text[:200]!r} of version {_shortened(version)} into the "
+                f"store, expected rank {rank} of version {_VERSION}: do all ranks run the same "
+                "pyringar?"
+            )
+        return member
+
+    def text(self) -> str:
+        """Return what :meth:`parse` reads."""
+        return json.dumps({"version": _VERSION, **asdict(self)})
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+def parse_object(text: bytes, longest_bytes: int) -> dict[str, Any]:
+    """Return a JSON object that a rank wrote; ``ValueError`` where it is none, or too long."""
+    if len(text) > longest_bytes:
+        raise ValueError("too long")
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("no object")
+    return fields
+
+
+def garbage(rank: int, text: Any, expected: str) -> RingarError:
+    """Return the error for what cannot be read; does not raise it."""
+    return RingarError(f"rank {rank} wrote {_shortened(text)} into the store, {expected}")
+
+
+def _shortened(value: Any) -> str:
+    try:
+        return repr(value[:80] if isinstance(value, (bytes, str)) else value)[:200]
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints
+        return f"a {type(value).__name__}"
+
+
+def is_count(value: Any, least: int, most: int) -> bool:
+    """Return whether it is an integer of that range."""
+    return type(value) is int and least <= value <= most
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str and len(value) <= _LONGEST_TEXT

@@ -1,0 +1,72 @@
+"""The handle of a collective that runs in the background."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pyringar.errors import ArgumentError, CollectiveTimeout
+
+__all__ = ["Work"]
+
+
+class Work:
+    """A collective that runs in the background, returned by ``async_op=True``.
+
+    Until it is done its tensors must be neither read nor written, nor their memory resized: after
+    ``resize_`` or ``untyped_storage().resize_()`` the engine writes where memory was freed.
+    Dropping it is fine, and so is dropping or changing the lists, or a new ``.data``: the
+    communicator keeps the memory that the tensors had, and reduces that.
+    """
+
+    def __init__(self, native: Any, in_flight: dict[Any, object]) -> None:
+        self._native = native
+        self._in_flight = in_flight
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, successfully or not. Never blocks."""
+        if self._native is None:
+            return True
+        done = bool(self._native.is_completed())
+        if done:
+            self._in_flight.pop(self._native, None)
+        return done
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with; None while it runs and when all went well."""
+        return None if self._native is None else self._native.exception()
+
+    def finished_ns(self) -> int:
+        """Return when it ended (``time.perf_counter_ns``); 0 while it runs and on GPUs."""
+        finished: int = self._native.finished_ns() if self._native is not None else 0
+        return finished
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is done; other Python threads run meanwhile.
+
+        Args:
+            timeout: Seconds; None waits until the collective ends, well or by the communicator's
+                own timeout, which counts for each call. Ranks on GPUs in one process are not
+                waited for on the host, and it has no meaning there.
+
+        Returns:
+            True.
+
+        Raises:
+            RingarError: The collective's own error, if it failed.
+            ArgumentError: ``timeout`` is no number of seconds.
+            CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless, and the
+                message says what it waits for.
+        """
+        if self._native is None:
+            return True
+        seconds = math.inf if timeout is None else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise ArgumentError(f"wait: timeout is {seconds!r}, expected seconds, 0 or more")
+        if not self._native.wait(float(seconds)):
+            raise CollectiveTimeout(
+                f"wait: not done after {seconds:g} s, and goes on: {self._native.describe()}"
+            )
+        # On a GPU the streams are in order now, and the tensors still in use.
+        self.is_completed()
+        return True
