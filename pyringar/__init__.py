@@ -10,14 +10,19 @@
 The engine is C++, built by the first call for this very processor and kept in a cache; importing
 builds and loads nothing.
 
-Beside what is here: :mod:`pyringar.distributed`, the backend ``ringar`` of torch.distributed and
-several machines; :mod:`pyringar.train`, trainers for LeNet and ResNet-18;
-:mod:`pyringar.predict`, times on machines that one does not have. What calls return:
-:mod:`pyringar.parallel.bucketer` (statistics of a step), :mod:`pyringar.parallel.optimizer`,
-:mod:`pyringar.grading.grader` (a verdict per property), :mod:`pyringar.train.trace`.
+Three packages are imported when they are first used: ``pr.distributed``, the backend ``ringar`` of
+torch.distributed and several machines (:mod:`pyringar.distributed`); ``pr.train``, trainers for
+LeNet and ResNet-18 (:mod:`pyringar.train`); ``pr.predict``, times on machines that you do not have
+(:mod:`pyringar.predict`). What calls return: :mod:`pyringar.parallel.bucketer` (statistics of a
+step), :mod:`pyringar.parallel.optimizer`, :mod:`pyringar.grading.grader` (a verdict per property),
+:mod:`pyringar.train.trace`.
 """
 
 from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from pyringar.comm.communicator import Communicator, Work, allreduce
 from pyringar.comm.process_communicator import ProcessCommunicator
@@ -71,3 +76,19 @@ __all__ = [
     "shared_empty",
     "split_batch",
 ]
+
+_SUBPACKAGES = ("distributed", "predict", "train")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that importing them has set here."""
+    return [*__all__, *_SUBPACKAGES, "__version__"]
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import a subpackage when it is first used."""
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,43 @@
+"""Does `import pyringar` show what is public, nothing else, and import the rest when used?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import pyringar as pr
+
+SUBPACKAGES = {"distributed": "ddp_hook", "predict": "predict", "train": "train"}
+
+FIRST_USE = """
+import sys
+import pyringar as pr
+
+names = {names!r}
+assert not {{f"pyringar.{{name}}" for name in names}} & set(sys.modules)
+for name, member in names.items():
+    before = dir(pr)
+    assert callable(getattr(getattr(pr, name), member))
+    assert getattr(pr, name) is sys.modules[f"pyringar.{{name}}"]
+    assert dir(pr) == before, "what is imported shows nothing new"
+"""
+
+
+def test_subpackages_are_imported_by_their_first_use():
+    program = FIRST_USE.format(names=SUBPACKAGES)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dir_shows_what_is_public():
+    shown = {name for name in dir(pr) if not name.startswith("_")}
+    assert shown == {*pr.__all__, *SUBPACKAGES}
+    assert {"comm", "engine", "parallel"} <= set(vars(pr)), "else this test shows nothing"
+    assert all(hasattr(pr, name) for name in dir(pr))
+
+
+def test_other_names_are_an_attribute_error():
+    with pytest.raises(AttributeError, match="'pyringar' has no attribute 'al_reduce'"):
+        pr.al_reduce  # noqa: B018
