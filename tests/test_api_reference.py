@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import html
 import importlib.util
 import inspect
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pyringar import UnsupportedError
+
 ROOT = Path(__file__).resolve().parents[1]
 _spec = importlib.util.spec_from_file_location("build_api", ROOT / "docs/build_api.py")
 assert _spec is not None
@@ -31,6 +34,8 @@ _spec.loader.exec_module(build_api)
 # Made by the library alone; its arguments are nobody's business.
 NOT_MADE_BY_CALLERS = {"Work"}
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
+# Where a docstring says once that the rest of it stands.
+SEE = re.compile(r"\bSee\s+:(?:meth|class|func):`([\w.]+)`")
 
 
 class Documented(NamedTuple):
@@ -117,14 +122,40 @@ def is_record(item: Documented) -> bool:
     return item.is_class and (dataclasses.is_dataclass(item.obj) or hasattr(item.obj, "_fields"))
 
 
+def listed_by(item: Documented, section: str) -> list[str]:
+    """The entries of a section, and those that stand where the docstring says "See" another."""
+    doc = inspect.getdoc(item.obj) or ""
+    own = sections_of(doc).get(section, [])
+    pointed_to = [found(target, item) for target in SEE.findall(doc)]
+    there = [name for other in pointed_to for name in listed_by(other, section)]
+    return own + [name for name in there if name not in own]
+
+
+def found(target: str, item: Documented) -> Documented:
+    """What a docstring calls ``Class.method``, or ``method`` of its own class."""
+    target = target.removeprefix("pyringar.")
+    own_class = item.name.rpartition(".")[0]
+    named = by_name()
+    if f"{own_class}.{target}" in named:
+        return named[f"{own_class}.{target}"]
+    return next(other for name, other in named.items() if name.endswith(f".{target}"))
+
+
+@functools.cache
+def by_name() -> dict[str, Documented]:
+    return {item.name: item for item in documented()}
+
+
 def gaps_of(item: Documented) -> list[str]:
     """What the docstring of an object lacks, or says too much."""
-    sections = sections_of(inspect.getdoc(item.obj) or "")
-    listed = sections.get("Attributes" if is_record(item) else "Args", [])
+    wanted = arguments_of(item)
+    section = "Attributes" if is_record(item) else "Args"
+    own = sections_of(inspect.getdoc(item.obj) or "").get(section, [])
+    listed = listed_by(item, section)
     gaps = []
-    if listed != arguments_of(item):
-        gaps.append(f"arguments {arguments_of(item)}, listed {listed}")
-    if missing := raised_by(item) - set(sections.get("Raises", [])):
+    if own != [name for name in wanted if name in own] or set(wanted) - set(listed):
+        gaps.append(f"arguments {wanted}, listed {listed}")
+    if missing := raised_by(item) - set(listed_by(item, "Raises")):
         gaps.append(f"raises {', '.join(sorted(missing))}, which is not listed")
     return gaps
 
@@ -188,6 +219,28 @@ def _without_arguments(first: int) -> None:
     """Do."""
 
 
+def _elsewhere(root: int, op: str) -> None:
+    """Do.
+
+    Args:
+        root: One.
+
+    See :meth:`Communicator.all_reduce` for the rest.
+    """
+    raise UnsupportedError("there")
+
+
+def _nowhere(first: int, op: str) -> None:
+    """Do. See :meth:`Communicator.all_reduce` for the rest."""
+    raise KeyError("nowhere")
+
+
+def test_gaps_are_noticed_where_a_docstring_points_elsewhere() -> None:
+    arguments, raised = gaps_of(Documented("planted", _nowhere))
+    assert "arguments ['first', 'op']" in arguments
+    assert raised == "raises KeyError, which is not listed"
+
+
 @pytest.mark.parametrize(
     ("function", "gap"),
     [
@@ -195,6 +248,7 @@ def _without_arguments(first: int) -> None:
         (_without_error, "raises ValueError"),
         (_with_other_names, "listed ['second', 'third']"),
         (_without_arguments, "listed []"),
+        (_elsewhere, ""),
     ],
 )
 def test_gaps_are_noticed(function: Callable[..., None], gap: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks of arguments that all communicators take, and the names that these may have."""
+"""Check arguments that all communicators take; name the values that these may have."""
 
 from __future__ import annotations
 
@@ -9,59 +9,91 @@ import torch
 from pyringar.errors import ArgumentError
 
 __all__ = [
+    "DTYPES",
     "OPS",
     "ORDERS",
+    "REDUCE_OPS",
     "check_choice",
+    "check_list",
     "check_plan",
     "check_ring_order",
+    "check_root",
     "check_timeout",
+    "is_count",
     "op_name",
 ]
 
-OPS = ("sum", "mean", "max", "min", "prod")
+REDUCE_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
+"""The engine's names, by those of torch.distributed.ReduceOp."""
+OPS = tuple(REDUCE_OPS.values())
 ORDERS = ("any", "rank")
+# What the engine reduces.
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+)
 
 
 def op_name(op: Any) -> str:
-    """The name of a reduction given as a string or as torch.distributed.ReduceOp."""
+    """Return the name of a reduction given as a string or as torch.distributed.ReduceOp."""
     if isinstance(op, str):
         if op in OPS:
             return op
     elif torch.distributed.is_available():
         c10d = torch.distributed.ReduceOp
-        names = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
         # By type first: ReduceOp.SUM equals 0, and a tensor given by mistake equals elementwise.
         if isinstance(op, (c10d, c10d.RedOpType)):
-            for theirs, ours in names.items():
+            for theirs, ours in REDUCE_OPS.items():
                 if op == getattr(c10d, theirs):
                     return ours
     raise ArgumentError(f"op is {op!r}, expected one of {', '.join(OPS)} or its ReduceOp")
 
 
+def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
+    """Return whether it is an integer from ``least`` to ``most``."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """An argument that must be one of some strings."""
+    """Return an argument that must be one of some strings."""
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
     return value
 
 
 def check_timeout(timeout: Any) -> float:
-    """Seconds that a wait may last without progress, positive."""
+    """Return seconds that a wait may last without progress, positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ArgumentError(f"timeout is {timeout!r}, expected a positive number of seconds")
     return float(timeout)
 
 
+def check_root(root: Any, world_size: int) -> None:
+    """Refuse a root of a broadcast that is no rank."""
+    if not is_count(root, 0, world_size - 1):
+        raise ArgumentError(
+            f"broadcast: root is {root!r}, expected a rank from 0 to {world_size - 1}"
+        )
+
+
+def check_list(tensors: Any) -> None:
+    """Refuse what one rank gives to all_reduce_coalesced and is no list."""
+    if not isinstance(tensors, (list, tuple)):
+        raise ArgumentError(
+            f"all_reduce_coalesced: tensors is a {type(tensors).__name__}, expected a list"
+        )
+
+
 def check_plan(nbytes: Any, dtype: Any) -> None:
-    """The arguments of every ``plan()``: a number of bytes and a dtype."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+    """Refuse wrong arguments of a ``plan()``: a number of bytes and a dtype."""
+    if not is_count(nbytes):
         raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
 
 
 def check_ring_order(algorithm: str, order: str, others: str) -> None:
-    """A ring adds in its own order; ``others`` keep that of the ranks."""
+    """Refuse a ring in rank order, which it does not keep; ``others`` do."""
     if algorithm == "ring" and order == "rank":
         raise ArgumentError(
             "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "

@@ -1,4 +1,4 @@
-"""What communicators have in common: the calls of one rank, and how they end."""
+"""Bases of communicators: the calls of one rank per process, and how an engine's group ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyringar.comm.work import Work
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closing", "EngineCommunicator", "RankCommunicator"]
+__all__ = ["Closing", "EngineCommunicator", "OwnRank", "RankCommunicator"]
 
 
 @runtime_checkable
@@ -58,7 +58,7 @@ class RankCommunicator(Protocol):
 
 
 class Closing:
-    """A communicator in a ``with`` block, whose end closes it."""
+    """Close a communicator where its ``with`` block ends."""
 
     def close(self) -> None:
         """End it. May be called again."""
@@ -76,6 +76,29 @@ class Closing:
         self.close()
 
 
+class OwnRank(Closing):
+    """Know this process's rank; the base of communicators with one rank per process."""
+
+    _rank: int
+    _world_size: int
+    _store: Any
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    @property
+    def store(self) -> Any:
+        """The part of the torch.distributed store that belongs to this group and to no other."""
+        return self._store
+
+
 # Tensors of communicators whose last close() a signal handler broke off: the engine may write them.
 _interrupted: list[dict[Any, object]] = []
 
@@ -89,7 +112,7 @@ class EngineCommunicator(Closing):
     _in_flight: dict[Any, object]
 
     def _begun(self, native: Any) -> Work:
-        """The work for one of the engine's; lets go of the tensors of those that are done."""
+        """Return the work for one of the engine's; let go of the tensors of those that are done."""
         for other in tuple(self._in_flight):
             if other.is_completed():
                 self._in_flight.pop(other, None)

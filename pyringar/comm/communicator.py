@@ -19,6 +19,7 @@ from pyringar.comm.arguments import (
     check_choice,
     check_plan,
     check_ring_order,
+    check_root,
     check_timeout,
     op_name,
 )
@@ -42,15 +43,15 @@ logger = logging.getLogger(__name__)
 
 
 def _make_group(devices: tuple[torch.device, ...], timeout_s: float) -> Any:
-    """The engine's side of a communicator: for ranks on the CPU, or with GPUs among them."""
+    """Make the engine's side of a communicator: for ranks on the CPU, or with GPUs among them."""
     if all(device.type == "cpu" for device in devices):
         return load.engine().Group(len(devices), timeout_s)
-    place = [-1 if device.type == "cpu" else device.index for device in devices]
-    group = load.cuda_engine().Group(place, timeout_s)
+    indices = [-1 if device.type == "cpu" else device.index for device in devices]
+    group = load.cuda_engine().Group(indices, timeout_s)
     if not group.has_peers():
         logger.warning(
             "the GPUs %s cannot reach each other's memory: every byte goes through the host's",
-            ", ".join(f"cuda:{index}" for index in sorted(set(place) - {-1})),
+            ", ".join(f"cuda:{index}" for index in sorted(set(indices) - {-1})),
         )
     return group
 
@@ -153,8 +154,8 @@ class Communicator(EngineCommunicator):
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
                 ``torch.distributed.ReduceOp``. Means divide once, after the sum; those of integers
                 towards zero.
-            algorithm: Instead of the communicator's.
-            order: Instead of the communicator's.
+            algorithm: Overrides the communicator's.
+            order: Overrides the communicator's.
             async_op: Return a :class:`Work` at once and reduce in the background (``naive`` and
                 ``sharded`` reduce at once); no ``resize_`` until it is done, see there.
 
@@ -193,13 +194,8 @@ class Communicator(EngineCommunicator):
         Args:
             lists: ``lists[rank][i]``; tensor ``i`` agrees over ranks as in :meth:`all_reduce`,
                 different ``i`` may differ in everything. No two share memory.
-            op: As in :meth:`all_reduce`, for all of them.
-            algorithm: Instead of the communicator's.
-            order: Instead of the communicator's.
-            async_op: Return a :class:`Work` at once and reduce in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError, CollectiveTimeout: As :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
 
         Cost: one dispatch for all tensors; packed is only what :meth:`all_reduce` would pack.
         """
@@ -222,11 +218,8 @@ class Communicator(EngineCommunicator):
             outputs: One tensor per rank, ``n`` elements each.
             inputs: One tensor per rank, ``world_size * n`` elements each, left as they are; part
                 ``r`` are elements ``r * n`` to ``(r + 1) * n`` in index order.
-            op: As in :meth:`all_reduce`.
-            async_op: Return a :class:`Work` at once and reduce in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError, CollectiveTimeout: As :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
@@ -244,10 +237,8 @@ class Communicator(EngineCommunicator):
         Args:
             outputs: One tensor per rank, ``world_size * n`` elements each.
             inputs: One tensor per rank, ``n`` elements each, left as they are.
-            async_op: Return a :class:`Work` at once and copy in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError, CollectiveTimeout: As :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
@@ -263,19 +254,13 @@ class Communicator(EngineCommunicator):
         """Copy the tensor of rank ``root`` into every other rank's.
 
         Args:
-            tensors: As in :meth:`all_reduce`.
             root: The rank whose tensor is copied.
-            async_op: Return a :class:`Work` at once and copy in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError: As :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
 
         Cost: one pass, ``N`` bytes read and ``(k - 1) N`` written, whatever the algorithm.
         """
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.world_size:
-            raise ArgumentError(
-                f"broadcast: root is {root!r}, expected a rank from 0 to {self.world_size - 1}"
-            )
+        check_root(root, len(self._devices))
         native = self._group.broadcast(tensors, root, self._in_flight if async_op else None)
         return self._begun(native) if async_op else None
 
@@ -290,18 +275,15 @@ class Communicator(EngineCommunicator):
         """Check an :meth:`all_reduce` once, to call it again and again on the same tensors.
 
         Args:
-            tensors: As in :meth:`all_reduce`; kept alive by what is returned.
-            op: As in :meth:`all_reduce`.
-            algorithm: Instead of the communicator's; ``naive`` and ``sharded`` cannot be bound.
-            order: Instead of the communicator's.
+            tensors: Kept alive by what is returned.
+            algorithm: Overrides the communicator's; ``naive`` and ``sharded`` cannot be bound.
 
         Returns:
             A callable without arguments that reduces ``tensors`` in place. It looks at nothing
             again: tensors must stay as they are, so no ``resize_`` and no new ``.data`` (their
             old memory is kept alive, and would be reduced). Bind again after such a change.
 
-        Raises:
-            ArgumentError, UnsupportedError: As :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
         """
         chosen = self._resolve_engine("bind", tensors, algorithm, order)
         bound: Callable[[], None] = self._group.bind(tensors, op_name(op), chosen)
@@ -457,10 +439,8 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
         data: One tensor per rank, any number of them, of equal shape and dtype, in any layout
             without overlap, on the CPU or on GPUs. The caller's own tensors are written; the list
             itself is left alone.
-        op: As in :meth:`Communicator.all_reduce`.
 
-    Raises:
-        ArgumentError, UnsupportedError: As :meth:`Communicator.all_reduce`; nothing was changed.
+    See :meth:`Communicator.all_reduce` for ``op`` and errors.
 
     Cost: what ``auto`` takes for rank order: in one memory ``fused``, one pass, ``2 k N`` bytes of
     memory traffic; between GPUs ``direct``.

@@ -5,15 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pyringar.comm.arguments import is_count
 from pyringar.engine import load
 from pyringar.errors import RingarError
 
-__all__ = ["INT32_MAX", "LONGEST_BYTES", "Member", "garbage", "is_count", "node_id", "parse_object"]
+__all__ = [
+    "INT32_MAX",
+    "LONGEST_BYTES",
+    "Member",
+    "garbage",
+    "node_id",
+    "parse_object",
+    "ranks_by_node",
+    "where_nodes_are",
+]
 
 _VERSION = 2
 # What is read from the store need not be what we wrote.
@@ -104,6 +115,19 @@ class Member:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
+def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
+    """Return the ranks of every machine, machines in the order of their first ranks."""
+    nodes: dict[str, list[int]] = {}
+    for member in members:
+        nodes.setdefault(member.node, []).append(member.rank)
+    return list(nodes.values())
+
+
+def where_nodes_are(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> str:
+    """Return the ranks and host of every machine, for messages."""
+    return "; ".join(f"ranks {list(ranks)} on {members[ranks[0]].host}" for ranks in nodes)
+
+
 def parse_object(text: bytes, longest_bytes: int) -> dict[str, Any]:
     """Return a JSON object that a rank wrote; ``ValueError`` where it is none, or too long."""
     if len(text) > longest_bytes:
@@ -127,11 +151,6 @@ def _shortened(value: Any) -> str:
         return repr(value[:80] if isinstance(value, (bytes, str)) else value)[:200]
     except (ValueError, RecursionError):  # an integer of more digits than Python prints
         return f"a {type(value).__name__}"
-
-
-def is_count(value: Any, least: int, most: int) -> bool:
-    """Return whether it is an integer of that range."""
-    return type(value) is int and least <= value <= most
 
 
 def _is_text(value: Any) -> bool:

@@ -13,21 +13,23 @@ from torch import Tensor
 from pyringar.comm.arguments import (
     ORDERS,
     check_choice,
+    check_list,
     check_plan,
     check_ring_order,
+    check_root,
     check_timeout,
+    is_count,
     op_name,
 )
 from pyringar.comm.auto import choose
-from pyringar.comm.base import EngineCommunicator
+from pyringar.comm.base import EngineCommunicator, OwnRank
 from pyringar.comm.exits import close_at_exit
-from pyringar.comm.member import Member
+from pyringar.comm.member import Member, ranks_by_node, where_nodes_are
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.shared_tensors import memory_of
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
-from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 __all__ = ["ProcessCommunicator"]
@@ -38,7 +40,7 @@ _CHECKS = ("", "digest")
 Tensors = Tensor | Sequence[Tensor]
 
 
-class ProcessCommunicator(EngineCommunicator):
+class ProcessCommunicator(OwnRank, EngineCommunicator):
     """This process's rank in a group of processes on one machine, which reduce together.
 
     All ranks make the same calls in the same order. Calls that differ are found before data moves
@@ -56,15 +58,14 @@ class ProcessCommunicator(EngineCommunicator):
         name: Tells groups on one store apart. Groups of one name must be made in the same order by
             all ranks.
         algorithm: ``"auto"``, ``"direct"`` or ``"ring"`` for every call that names none itself.
-        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...`` (a NaN stays a NaN, its
-            payload and sign are not promised); ``"any"`` allows the ring's own order. Bits are
-            equal on all ranks and in every run either way.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
             for all. A call in which all ranks move may take longer.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
             ranks a GPU, or on none.
         compares_shapes: Refuse tensors of other shapes than on other ranks. False: as many elements
             will do, and correspond by index; on the CPU only.
+
+    See :class:`Communicator` for ``order``.
 
     Raises:
         ArgumentError: Wrong arguments; no store; ranks on several machines (names them); a device
@@ -83,9 +84,9 @@ class ProcessCommunicator(EngineCommunicator):
     A store may be one that was used before: what another attempt to meet left there, by processes
     dead or alive, is not taken for a rank of this one (:mod:`pyringar.comm.rendezvous`).
 
-    Cost: a megabyte and a half of shared memory per rank; nothing has a name in a file system, so
-    nothing stays behind, whatever is killed when. On a GPU 64 MiB of its memory beside that, which
-    :meth:`close` frees once the other ranks have closed too.
+    Cost: a megabyte and a half of shared memory per rank, anonymous (memfd), so that even SIGKILL
+    leaks nothing. On a GPU 64 MiB of its memory beside that, which :meth:`close` frees once the
+    other ranks have closed too.
     """
 
     def __init__(
@@ -101,6 +102,31 @@ class ProcessCommunicator(EngineCommunicator):
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
     ) -> None:
+        self._configure(name, algorithm, order, timeout, device)
+        store, rank, world_size = checked_store(store, rank, world_size)
+        with Rendezvous(
+            store, rank, world_size, name, self._timeout_s, self._device.type
+        ) as meeting:
+            self._join(meeting, meeting.exchange_members(), compares_shapes)
+
+    @classmethod
+    def _of_meeting(
+        cls,
+        meeting: Rendezvous,
+        members: list[Member],
+        *,
+        algorithm: str,
+        order: str,
+        timeout: float,
+    ) -> ProcessCommunicator:
+        """Return the communicator of ``members``, who have met already, on the CPU."""
+        self = cls.__new__(cls)
+        self._configure(meeting.name, algorithm, order, timeout, None)
+        self._join(meeting, members, compares_shapes=True)
+        return self
+
+    def _configure(self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any) -> None:
+        """Check and keep what was asked for, before others are told."""
         self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
@@ -108,40 +134,35 @@ class ProcessCommunicator(EngineCommunicator):
         self._resolve(None, None)
         if not isinstance(name, str):
             raise ArgumentError(f"name is {name!r}, expected a string")
+        self._name = name
         check = os.environ.get("PYRINGAR_CHECK", "")
         if check not in _CHECKS:
             raise ArgumentError(f"PYRINGAR_CHECK is {check!r}, expected 'digest', or nothing")
-        store, self._rank, self._world_size = checked_store(store, rank, world_size)
-        self._name = name
-        # Before the clock starts: they may have to be compiled.
-        engine = load.engine()
+        self._checks_digests = check == "digest"
+
+    def _join(self, meeting: Rendezvous, members: list[Member], compares_shapes: bool) -> None:
+        """Make the engine's group, in memory that all members share."""
+        self._rank, self._world_size = meeting.rank, meeting.world_size
+        self._members = members
+        _check_one_node(members)
+        _check_agreed(members)
         options: dict[str, Any] = {}
         if self._device.type == "cuda":
-            engine = load.cuda_engine()
             options["device"] = self._device.index
         elif not compares_shapes:
             options["compares_shapes"] = False
-        with Rendezvous(
-            *(store, self._rank, self._world_size, name, self._timeout_s),
-            kind=self._device.type,
-            engine=engine,
-        ) as meeting:
-            self._members = meeting.exchange_members()
-            _check_one_node(self._members)
-            _check_one_check(self._members)
-            _check_one_kind(self._members)
-            memory, token = meeting.share_memory()
-            self._group = engine.ProcessGroup(
-                memory=memory,
-                rank=self._rank,
-                world_size=self._world_size,
-                token=token,
-                timeout_s=self._timeout_s,
-                checks_digests=check == "digest",
-                **options,
-            )
-            meeting.wait_until_mapped(self._group.absent_ranks)
-            self._store = meeting.store
+        memory, token = meeting.share_memory()
+        self._group = meeting.engine.ProcessGroup(
+            memory=memory,
+            rank=self._rank,
+            world_size=self._world_size,
+            token=token,
+            timeout_s=self._timeout_s,
+            checks_digests=self._checks_digests,
+            **options,
+        )
+        meeting.wait_until_mapped(self._group.absent_ranks)
+        self._store = meeting.store
         self._group.seal()
         if self._device.type == "cuda":
             self._group.connect()
@@ -158,21 +179,6 @@ class ProcessCommunicator(EngineCommunicator):
         """Return what changes with each call, and each piece of one that any rank has done."""
         num = sum(not native.is_completed() for native in tuple(self._in_flight))
         return (num, self._group.progress()) if num else None
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
-
-    @property
-    def store(self) -> Any:
-        """The part of the torch.distributed store that belongs to this group and to no other."""
-        return self._store
 
     @property
     def device(self) -> torch.device:
@@ -237,13 +243,7 @@ class ProcessCommunicator(EngineCommunicator):
         Args:
             tensors: One tensor, or a list of them, any layout without overlap, on this rank's
                 device: equal on all ranks in number, dtype and sizes. Elements belong together by
-                index; on GPUs, dense tensors must have the same strides on all ranks. float64,
-                float32, float16, bfloat16, int8, uint8, int32 or int64.
-            op: As in :meth:`Communicator.all_reduce`.
-            algorithm: Instead of the communicator's.
-            order: Instead of the communicator's.
-            async_op: Return a :class:`Work` at once and reduce in the background; no ``resize_``
-                until it is done, see there.
+                index; on GPUs, dense tensors must have the same strides on all ranks.
 
         Raises:
             ArgumentError: Names the tensor and value that is wrong; nothing was changed, and no
@@ -254,7 +254,9 @@ class ProcessCommunicator(EngineCommunicator):
             PeerLostError, CollectiveTimeout: A rank is gone, or late: names it, its process, host
                 and last call. Tensors may be half reduced; the communicator refuses further calls.
 
-        Where ranks' tensors lie otherwise (in other strides; registered, but not at one place), the
+        See :meth:`Communicator.all_reduce` for the dtypes and the other arguments.
+
+        Where ranks' tensors lie otherwise (in other strides; registered, but at other offsets), the
         call is announced twice and the data packed in the order of its index.
 
         Cost: data goes through slots that fit the caches, in pieces of up to 256 KiB (of two ranks:
@@ -278,22 +280,11 @@ class ProcessCommunicator(EngineCommunicator):
         order: str | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """:meth:`all_reduce` of a list; nothing is flattened, tensors are packed as they are read.
+        """Reduce a list; nothing is flattened, tensors are packed as they are read.
 
-        Args:
-            tensors: As in :meth:`all_reduce`.
-            op: As in :meth:`all_reduce`.
-            algorithm: As in :meth:`all_reduce`.
-            order: As in :meth:`all_reduce`.
-            async_op: As in :meth:`all_reduce`.
-
-        Raises:
-            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As there.
+        See :meth:`all_reduce` for arguments and errors.
         """
-        if not isinstance(tensors, (list, tuple)):
-            raise ArgumentError(
-                f"all_reduce_coalesced: tensors is a {type(tensors).__name__}, expected a list"
-            )
+        check_list(tensors)
         return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
 
     def reduce_scatter(
@@ -305,12 +296,8 @@ class ProcessCommunicator(EngineCommunicator):
             output: ``n`` elements.
             input: ``world_size * n`` elements, left as they are; part ``r``, in index order, is for
                 rank ``r``.
-            op: As in :meth:`all_reduce`.
-            async_op: Return a :class:`Work` at once and reduce in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
-                :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
         """
         native = self._group.reduce_scatter(
             output, input, op_name(op), self._in_flight if async_op else None
@@ -323,11 +310,8 @@ class ProcessCommunicator(EngineCommunicator):
         Args:
             output: ``world_size * n`` elements.
             input: ``n`` elements, left as they are.
-            async_op: Return a :class:`Work` at once and copy in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
-                :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
         """
         native = self._group.all_gather(output, input, self._in_flight if async_op else None)
         return self._begun(native) if async_op else None
@@ -336,19 +320,12 @@ class ProcessCommunicator(EngineCommunicator):
         """Copy the tensor of rank ``root`` into every other rank's.
 
         Args:
-            tensor: As in :meth:`all_reduce`.
+            tensor: One tensor, as :meth:`all_reduce` takes it.
             root: The rank whose tensor is copied.
-            async_op: Return a :class:`Work` at once and copy in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
-                :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
         """
-        is_rank = isinstance(root, int) and not isinstance(root, bool)
-        if not is_rank or not 0 <= root < self._world_size:
-            raise ArgumentError(
-                f"broadcast: root is {root!r}, expected a rank from 0 to {self._world_size - 1}"
-            )
+        check_root(root, self._world_size)
         native = self._group.broadcast(tensor, root, self._in_flight if async_op else None)
         return self._begun(native) if async_op else None
 
@@ -358,11 +335,7 @@ class ProcessCommunicator(EngineCommunicator):
         On GPUs all ranks' current streams go on after all of them have come here; the host does not
         wait for them.
 
-        Args:
-            async_op: Return a :class:`Work` at once and meet in the background.
-
-        Raises:
-            ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
+        See :meth:`all_reduce` for ``async_op`` and errors.
         """
         native = self._group.barrier(self._in_flight if async_op else None)
         return self._begun(native) if async_op else None
@@ -385,14 +358,13 @@ class ProcessCommunicator(EngineCommunicator):
         """Check an :meth:`all_reduce` once, to call it again and again on the same tensors.
 
         Args:
-            tensors: As in :meth:`all_reduce`; kept alive by what is returned, and never looked at
-                again: no ``resize_``, no new ``.data``.
-            op: As in :meth:`all_reduce`.
-            algorithm: As in :meth:`all_reduce`.
-            order: As in :meth:`all_reduce`.
+            tensors: Kept alive by what is returned, and never looked at again: no ``resize_``, no
+                new ``.data``.
 
         Returns:
             A callable without arguments that reduces ``tensors``; all ranks must call theirs.
+
+        See :meth:`all_reduce` for the other arguments and errors.
         """
         bound: Callable[[], None] = self._group.bind(
             tensors, op_name(op), self._resolve(algorithm, order)
@@ -405,7 +377,7 @@ class ProcessCommunicator(EngineCommunicator):
         """Show a tensor of :func:`shared_empty` to all ranks; every rank calls it with its own.
 
         From then on :meth:`all_reduce` of tensors in that memory (the tensor, its views) reduces
-        them where they lie, if on all ranks they lie at the same place of it.
+        them where they lie, if on all ranks they lie at the same offset in it.
 
         Args:
             tensor: Lies in memory of :func:`shared_empty`, of one size on all ranks.
@@ -414,7 +386,7 @@ class ProcessCommunicator(EngineCommunicator):
             ArgumentError: It does not, or sizes differ; on every rank if on one.
             RingarError: A rank could not map it; on every rank.
             UnsupportedError: This rank's tensors are on a GPU.
-            PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
+            PeerLostError, CollectiveTimeout: A rank is gone, or late.
         """
         if self._device.type != "cpu":
             raise UnsupportedError(
@@ -425,10 +397,7 @@ class ProcessCommunicator(EngineCommunicator):
             raise ArgumentError(f"register: tensor is {tensor!r}, expected a tensor")
         memory = memory_of(tensor)
         pid = self._members[self._rank].pid
-        own = [0, 0, 0] if memory is None else [pid, memory.fd, memory.nbytes]
-        gathered = torch.empty(3 * self._world_size, dtype=torch.int64)
-        self.all_gather(gathered, torch.tensor(own))
-        rows: list[list[int]] = gathered.view(-1, 3).tolist()
+        rows = self._tell_all([0, 0, 0] if memory is None else [pid, memory.fd, memory.nbytes])
         for rank, (_, _, nbytes) in enumerate(rows):
             if nbytes == 0 or nbytes != rows[0][2]:
                 raise ArgumentError(
@@ -443,22 +412,26 @@ class ProcessCommunicator(EngineCommunicator):
             self._group.add_region(region, [(p, fd) for p, fd, _ in rows], memory)
         except RingarError as error:
             problem = error
-        could_not = torch.empty(self._world_size, dtype=torch.int64)
-        self.all_gather(could_not, torch.tensor([int(problem is not None)]))
-        if could_not.any():
+        could_not = self._tell_all([int(problem is not None)])
+        if [1] in could_not:
             self._group.remove_region(region)
-            if problem is None:
-                culprit = self._members[int(could_not.argmax())].name
-                problem = RingarError(f"register: {culprit} could not map the others' memory")
-            raise problem
+            culprit = self._members[could_not.index([1])].name
+            raise problem or RingarError(f"register: {culprit} could not map the others' memory")
         forget = weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
         # The process's end unmaps it anyway, after calls in the background that still reduce there.
         forget.atexit = False
 
+    def _tell_all(self, values: list[int]) -> list[list[int]]:
+        """Return what every rank tells all others by this call."""
+        gathered = torch.empty(len(values) * self._world_size, dtype=torch.int64)
+        self.all_gather(gathered, torch.tensor(values))
+        rows: list[list[int]] = gathered.view(-1, len(values)).tolist()
+        return rows
+
     # -- groups, plans, statistics -----------------------------------------------------------------
 
     def new_group(self, ranks: Sequence[int]) -> ProcessCommunicator | None:
-        """A communicator of some of the ranks; every rank of this one calls it, with equal ranks.
+        """Make a communicator of some ranks; every rank of this one calls it, with equal ranks.
 
         Args:
             ranks: Ranks of this communicator; their order gives the new ranks.
@@ -467,13 +440,11 @@ class ProcessCommunicator(EngineCommunicator):
             The new communicator, or None for a rank that is not among ``ranks``.
 
         Raises:
-            ArgumentError: Ranks that are none, or twice the same.
+            ArgumentError: An out-of-range or repeated rank, or none.
         """
         is_listed = isinstance(ranks, Sequence) and not isinstance(ranks, str)
         chosen = list(ranks) if is_listed else []
-        if any(isinstance(r, bool) or not isinstance(r, int) for r in chosen) or not all(
-            0 <= r < self._world_size for r in chosen
-        ):
+        if not all(is_count(rank, 0, self._world_size - 1) for rank in chosen):
             raise ArgumentError(
                 f"ranks is {ranks!r}, expected ranks from 0 to {self._world_size - 1}"
             )
@@ -548,30 +519,25 @@ def _remove_region(group: weakref.ref[Any], region: int) -> None:
         alive.remove_region(region)
 
 
-def _check_one_check(members: Sequence[Member]) -> None:
-    odd = [member for member in members if member.check != members[0].check]
-    if odd:
-        raise ArgumentError(
-            f"PYRINGAR_CHECK is {members[0].check!r} for {members[0].name} and {odd[0].check!r} "
-            f"for {odd[0].name}, expected the same for all ranks"
-        )
-
-
-def _check_one_kind(members: Sequence[Member]) -> None:
-    odd = [member for member in members if member.kind != members[0].kind]
-    if odd:
-        raise ArgumentError(
-            f"device is a {members[0].kind} device for {members[0].name} and a {odd[0].kind} "
-            f"device for {odd[0].name}, expected GPUs for all ranks, or for none"
-        )
+def _check_agreed(members: Sequence[Member]) -> None:
+    first = members[0]
+    for other in members:
+        if other.check != first.check:
+            raise ArgumentError(
+                f"PYRINGAR_CHECK is {first.check!r} for {first.name} and {other.check!r} for "
+                f"{other.name}, expected the same for all ranks"
+            )
+        if other.kind != first.kind:
+            raise ArgumentError(
+                f"device is a {first.kind} device for {first.name} and a {other.kind} device for "
+                f"{other.name}, expected GPUs for all ranks, or for none"
+            )
 
 
 def _check_one_node(members: Sequence[Member]) -> None:
-    nodes: dict[str, list[int]] = {}
-    for member in members:
-        nodes.setdefault(member.node, []).append(member.rank)
+    nodes = ranks_by_node(members)
     if len(nodes) > 1:
-        where = "; ".join(f"ranks {ranks} on {members[ranks[0]].host}" for ranks in nodes.values())
+        where = where_nodes_are(nodes, members)
         if len({member.host for member in members}) < len(nodes):
             where += (
                 "; process numbers or clocks of their own, or no /proc, make one of a container"

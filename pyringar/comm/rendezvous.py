@@ -39,10 +39,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
-from pyringar.comm.member import INT32_MAX, LONGEST_BYTES, Member, garbage, is_count, parse_object
+from pyringar.comm.arguments import is_count
+from pyringar.comm.member import INT32_MAX, LONGEST_BYTES, Member, garbage, parse_object
 from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
 from pyringar.errors import (
@@ -74,8 +75,7 @@ class Rendezvous:
         world_size: Number of ranks.
         name: Groups of one name are made in the same order by all ranks.
         timeout_s: How long to wait for the others.
-        kind: Of the device on which this rank has its tensors.
-        engine: The module that makes and maps the group's memory; None: the CPU's.
+        kind: Of the device on which this rank has its tensors: ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Rendezvous:
         world_size: int,
         name: str,
         timeout_s: float,
-        *,
         kind: str = "cpu",
-        engine: ModuleType | None = None,
     ) -> None:
         # Not every build of torch has it.
         from torch._C._distributed_c10d import PrefixStore
 
+        # Before the clock starts: it may have to be compiled.
+        self.engine = load.engine() if kind == "cpu" else load.cuda_engine()
         self._prefixed = PrefixStore
         self.rank = rank
         self.world_size = world_size
@@ -100,7 +100,6 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
-        self._engine = engine or load.engine()
         attempt = secrets.token_hex(_ATTEMPT_BYTES)
         self._own = Member.this_process(rank, kind, attempt)
         # Of whom we know, by rank. Of rank 0, the last that called; answered, if it was alive.
@@ -160,14 +159,14 @@ class Rendezvous:
         """
         if self.rank == 0:
             token = secrets.token_bytes(_TOKEN_BYTES)
-            memory = self._engine.create_segment(self.world_size, token)
+            memory = self.engine.create_segment(self.world_size, token)
             offer = {"fd": memory.fd, "token": token.hex()}
             self._store.set(self._key("segment"), json.dumps(offer))
             return memory, token
         text = self._poll(self._segment, lambda: [0], "to share its memory")
         fd, token = self._parse_segment(text)
         try:
-            memory = self._engine.open_segment(self._members[0].pid, fd, self.world_size)
+            memory = self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
             # Rank 0 is being killed; or it lives, and has given up because another rank died.
             until = time.monotonic() + _DYING_S

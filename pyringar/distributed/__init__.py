@@ -23,7 +23,6 @@ if not torch.distributed.is_available():
 
 from pyringar.distributed.backend import register
 from pyringar.distributed.ddp import HookState, ddp_hook
-from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "HookState",
     "communicator_for",
     "ddp_hook",
-    "make_communicator",
     "register",
 ]
 

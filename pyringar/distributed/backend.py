@@ -20,9 +20,9 @@ from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 
 from pyringar.comm.exits import close_at_exit, is_inherited
+from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import InnerBackends
-from pyringar.distributed.groups import make_communicator
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
@@ -46,7 +46,9 @@ class _Group(Collectives):
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
         seconds = options.timeout.total_seconds()
-        comm = make_communicator(store, rank, size, seconds, options.group_id)
+        comm = ProcessCommunicator(
+            *(store, rank, size), name=options.group_id, timeout=seconds, compares_shapes=False
+        )
         # In the part of the store that is this group's: where a restarted job finds its store as it
         # was, gloo would take the addresses of processes that are gone.
         inner = InnerBackends(

@@ -11,8 +11,7 @@ from torch.futures import Future
 
 from pyringar.comm.arguments import check_choice, check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.stores import default_store
-from pyringar.distributed.groups import make_communicator
+from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.distributed.work import Completer, PendingWork
 
 __all__ = ["HookState", "ddp_hook"]
@@ -45,12 +44,13 @@ class HookState:
     def comm(self) -> Any:
         """The communicator; the first call makes it, and all ranks must make that call."""
         if self._comm is None:
-            store, rank, size = default_store()
-            self._comm = make_communicator(store, rank, size, self._timeout_s, "ddp_hook")
+            self._comm = ProcessCommunicator(
+                name="ddp_hook", timeout=self._timeout_s, compares_shapes=False
+            )
         return self._comm
 
     def reduce(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
-        """A future of ``gradients``, reduced in place in the background.
+        """Return a future of ``gradients``, reduced in place in the background.
 
         Args:
             gradients: A flat tensor on the CPU.

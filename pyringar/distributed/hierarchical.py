@@ -19,11 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm.arguments import check_choice, check_plan, check_timeout, op_name
-from pyringar.comm.base import Closing, RankCommunicator
+from pyringar.comm.arguments import (
+    check_choice,
+    check_list,
+    check_plan,
+    check_root,
+    check_timeout,
+    is_count,
+    op_name,
+)
+from pyringar.comm.base import OwnRank, RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.float_mode import default_float_mode
-from pyringar.comm.member import Member
+from pyringar.comm.member import Member, ranks_by_node, where_nodes_are
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.reference import divide, wide
 from pyringar.comm.rendezvous import Rendezvous
@@ -53,55 +61,45 @@ def communicator_for(
     timeout: float = 30.0,
     backend: str = "gloo",
 ) -> ProcessCommunicator | HierarchicalCommunicator:
-    """Make the communicator for these ranks: of one machine, or of several.
+    """Make the communicator for this job: of one machine, or of several.
 
     Args:
-        store: As :class:`pyringar.ProcessCommunicator` has it.
-        rank: Likewise.
-        world_size: Likewise.
-        name: Likewise.
-        algorithm: Likewise; on several machines ``"auto"``.
-        order: Likewise; on several machines ``"any"``.
-        timeout: Likewise.
-        backend: As :class:`HierarchicalCommunicator` has it.
+        algorithm: For every call that names none itself; on several machines ``"auto"``.
+        order: Of the sum; on several machines ``"any"``.
+        backend: Between machines.
 
     Raises:
-        ArgumentError: As both, or an algorithm or order that several machines do not have.
+        ArgumentError: An algorithm or order that several machines do not have.
+
+    See :class:`HierarchicalCommunicator` for the other arguments and errors.
     """
     store, rank, world_size = checked_store(store, rank, world_size)
-    with Rendezvous(store, rank, world_size, f"{name}/where", check_timeout(timeout)) as meeting:
-        nodes = _ranks_by_node(meeting.exchange_members())
-    if len(nodes) == 1:
-        place = (meeting.store, rank, world_size)
-        return ProcessCommunicator(
-            *place, name=name, algorithm=algorithm, order=order, timeout=timeout
-        )
+    with Rendezvous(store, rank, world_size, name, check_timeout(timeout)) as meeting:
+        members = meeting.exchange_members()
+        num_nodes = len(ranks_by_node(members))
+        if num_nodes == 1:
+            return ProcessCommunicator._of_meeting(
+                meeting, members, algorithm=algorithm, order=order, timeout=timeout
+            )
     if algorithm != "auto" or order != "any":
         raise ArgumentError(
-            f"algorithm is {algorithm!r} and order {order!r}, but the ranks are on {len(nodes)} "
+            f"algorithm is {algorithm!r} and order {order!r}, but the ranks are on {num_nodes} "
             "machines, whose sums are added to each other: expected 'auto' and 'any'"
         )
-    return HierarchicalCommunicator(
-        meeting.store, rank, world_size, name=name, timeout=timeout, backend=backend
-    )
+    return HierarchicalCommunicator._of_meeting(meeting, members, backend, timeout)
 
 
-class HierarchicalCommunicator(Closing):
+class HierarchicalCommunicator(OwnRank):
     """This process's rank in a group of processes on several machines, which reduce together.
 
-    As :class:`pyringar.ProcessCommunicator`, which it uses inside each machine; between machines,
-    groups of torch.distributed, one for each rank of a machine, with the ranks of the same place on
-    the others; it need not be initialised. A machine is what has one ``node_id()``;
-    ``PYRINGAR_NODE_ID`` overrides it.
+    It uses a :class:`pyringar.ProcessCommunicator` inside each machine; between machines, groups of
+    torch.distributed, which need not be initialised: one for each local rank, of the ranks that
+    have it on the machines. A machine is what has one ``node_id()``; ``PYRINGAR_NODE_ID`` overrides
+    it.
 
     Args:
-        store: A torch.distributed store that all ranks share. None: that of torch.distributed if it
-            is initialised, else torchrun's.
-        rank: This process's rank; only with ``store``.
-        world_size: Number of ranks; only with ``store``.
         inter: What crosses the wire, instead of groups of torch.distributed.
         backend: Of these groups; tensors are on the CPU.
-        name: Tells groups on one store apart.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
             for all. Between machines it is the other backend's, whose deadline may be for a call.
         piece_bytes: While so much of a rank's data crosses the wire, as much is reduced inside.
@@ -109,8 +107,8 @@ class HierarchicalCommunicator(Closing):
     Raises:
         ArgumentError: Machines with different numbers of ranks, which are named: there is no part
             of the data for each. A backend other than gloo without torch.distributed.
-        CollectiveTimeout, PeerLostError, RingarError, UnsupportedError: As
-            :class:`pyringar.ProcessCommunicator`.
+
+    See :class:`pyringar.ProcessCommunicator` for the other arguments and errors.
 
     Bits are equal on all ranks. Machines are added to each other after the ranks inside them, so
     they are not those of one machine with all ranks, but differ by rounding. 16-bit floats travel
@@ -134,21 +132,38 @@ class HierarchicalCommunicator(Closing):
         timeout: float = 30.0,
         piece_bytes: int = _PIECE_BYTES,
     ) -> None:
-        self._timeout_s = check_timeout(timeout)
-        if isinstance(piece_bytes, bool) or not isinstance(piece_bytes, int) or piece_bytes < 1:
+        if not is_count(piece_bytes, 1):
             raise ArgumentError(f"piece_bytes is {piece_bytes!r}, expected a number of bytes")
-        self._piece_bytes = piece_bytes
-        store, self._rank, self._world_size = checked_store(store, rank, world_size)
-        self._name = name
-        place = (store, self._rank, self._world_size)
-        with Rendezvous(*place, f"{name}/machines", self._timeout_s) as meeting:
+        store, rank, world_size = checked_store(store, rank, world_size)
+        with Rendezvous(store, rank, world_size, name, check_timeout(timeout)) as meeting:
             members = meeting.exchange_members()
-        self._store = meeting.store
-        nodes = _ranks_by_node(members)
+        self._join(meeting, members, inter, backend, timeout, piece_bytes)
+
+    @classmethod
+    def _of_meeting(
+        cls, meeting: Rendezvous, members: list[Member], backend: str, timeout: float
+    ) -> HierarchicalCommunicator:
+        """Return the communicator of ``members``, who have met already."""
+        self = cls.__new__(cls)
+        self._join(meeting, members, None, backend, timeout, _PIECE_BYTES)
+        return self
+
+    def _join(
+        self,
+        meeting: Rendezvous,
+        members: list[Member],
+        inter: Inter | None,
+        backend: str,
+        timeout: float,
+        piece_bytes: int,
+    ) -> None:
+        """Connect to the ranks of this machine, and to those on the others."""
+        self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
+        self._name, self._timeout_s, self._piece_bytes = meeting.name, timeout, piece_bytes
+        self._nodes = nodes = ranks_by_node(members)
         _check_equal_nodes(nodes, members)
         self._node = next(i for i, ranks in enumerate(nodes) if self._rank in ranks)
         self._local_rank = nodes[self._node].index(self._rank)
-        self._nodes = nodes
         self._intra = ProcessCommunicator(
             *(self._store, self._local_rank, len(nodes[0])),
             name=f"machine {self._node}",
@@ -156,7 +171,7 @@ class HierarchicalCommunicator(Closing):
         )
         if inter is None and len(nodes) > 1:
             columns = list(zip(*nodes, strict=True))
-            inter = TorchInter(self._store, columns, self._rank, backend, self._timeout_s)
+            inter = TorchInter(self._store, columns, self._rank, backend, timeout)
         self._inter = inter
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
@@ -173,23 +188,8 @@ class HierarchicalCommunicator(Closing):
         )
 
     @property
-    def rank(self) -> int:
-        """This process's rank among all."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks on all machines."""
-        return self._world_size
-
-    @property
-    def store(self) -> Any:
-        """As :attr:`ProcessCommunicator.store`."""
-        return self._store
-
-    @property
     def local_rank(self) -> int:
-        """This process's place among the ranks of its machine."""
+        """This process's rank among those of its machine."""
         return self._local_rank
 
     @property
@@ -212,12 +212,9 @@ class HierarchicalCommunicator(Closing):
 
         Args:
             tensors: One tensor, or a list of them, on the CPU, that do not overlap: equal on all
-                ranks in number, dtype and sizes; any strides. Dtypes as
-                :meth:`ProcessCommunicator.all_reduce`.
-            op: As in :meth:`Communicator.all_reduce`.
+                ranks in number, dtype and sizes; any strides.
             algorithm: ``"auto"``, or not given.
             order: ``"any"``, or not given: machines are added after ranks.
-            async_op: Return a :class:`Work` at once and reduce in the background.
 
         Raises:
             ArgumentError: A tensor or value that is wrong; nothing was changed. Or ranks or
@@ -226,6 +223,8 @@ class HierarchicalCommunicator(Closing):
             UnsupportedError: A dtype or layout that cannot be reduced.
             PeerLostError, CollectiveTimeout: A rank or machine is gone, or late. Tensors are as
                 they were; the communicator refuses further calls.
+
+        See :meth:`pyringar.Communicator.all_reduce` for the dtypes and the other arguments.
         """
         check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
         check_choice("order", "any" if order is None else order, ("any",))
@@ -245,42 +244,22 @@ class HierarchicalCommunicator(Closing):
         order: str | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """:meth:`all_reduce` of a list.
-
-        Args:
-            tensors: As in :meth:`all_reduce`.
-            op: As in :meth:`all_reduce`.
-            algorithm: As in :meth:`all_reduce`.
-            order: As in :meth:`all_reduce`.
-            async_op: As in :meth:`all_reduce`.
-
-        Raises:
-            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As there.
-        """
-        if not isinstance(tensors, (list, tuple)):
-            raise ArgumentError(
-                f"all_reduce_coalesced: tensors is a {type(tensors).__name__}, expected a list"
-            )
+        """Reduce a list. See :meth:`all_reduce` for arguments and errors."""
+        check_list(tensors)
         return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's.
 
         Args:
-            tensor: As in :meth:`all_reduce`.
+            tensor: One tensor, as :meth:`all_reduce` takes it.
             root: The rank whose tensor is copied.
-            async_op: Return a :class:`Work` at once and copy in the background.
 
-        Raises:
-            ArgumentError, UnsupportedError, PeerLostError, CollectiveTimeout: As
-                :meth:`all_reduce`.
+        See :meth:`all_reduce` for the other arguments and errors.
 
         Cost: ``N`` bytes to every other machine.
         """
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self._world_size:
-            raise ArgumentError(
-                f"broadcast: root is {root!r}, expected a rank from 0 to {self._world_size - 1}"
-            )
+        check_root(root, self._world_size)
         check_tensor("tensor", tensor)
         what = f"broadcast from rank {root} of " + describe([tensor])
         written = [tensor] if root != self._rank else []
@@ -289,11 +268,7 @@ class HierarchicalCommunicator(Closing):
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
 
-        Args:
-            async_op: Return a :class:`Work` at once and meet in the background.
-
-        Raises:
-            ArgumentError, PeerLostError, CollectiveTimeout: As :meth:`all_reduce`.
+        See :meth:`all_reduce` for ``async_op`` and errors.
         """
 
         def meet() -> None:
@@ -555,13 +530,13 @@ class HierarchicalCommunicator(Closing):
         data = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
         self._compare(what)()
         node = next(i for i, ranks in enumerate(self._nodes) if root in ranks)
-        place = self._nodes[node].index(root)
+        local_root = self._nodes[node].index(root)
         if self._node == node:
-            self._inside(lambda: self._intra.broadcast(data, place))
-        if self._local_rank == place:
+            self._inside(lambda: self._intra.broadcast(data, local_root))
+        if self._local_rank == local_root:
             self._outside(what, lambda inter: inter.broadcast(data, node))()
         if self._node != node:
-            self._inside(lambda: self._intra.broadcast(data, place))
+            self._inside(lambda: self._intra.broadcast(data, local_root))
         if self._rank != root:
             copy_all([(tensor, data.view(tensor.dtype).view(tensor.shape))])
 
@@ -570,20 +545,12 @@ def _nothing() -> None:
     """There is no other machine."""
 
 
-def _ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
-    """The ranks of every machine, machines in the order of their first ranks."""
-    nodes: dict[str, list[int]] = {}
-    for member in members:
-        nodes.setdefault(member.node, []).append(member.rank)
-    return list(nodes.values())
-
-
 def _check_equal_nodes(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> None:
     if len({len(ranks) for ranks in nodes}) > 1:
-        where = "; ".join(f"ranks {list(ranks)} on {members[ranks[0]].host}" for ranks in nodes)
         raise ArgumentError(
-            f"the machines have different numbers of ranks ({where}), expected equal ones: each "
-            "rank of a machine reduces one part with its counterparts on the others"
+            "the machines have different numbers of ranks "
+            f"({where_nodes_are(nodes, members)}), expected equal ones: each rank of a machine "
+            "reduces one part with its counterparts on the others"
         )
 
 
