@@ -10,6 +10,7 @@ import pyringar as pr
 from pyringar.comm import communicator
 from pyringar.comm.auto import RING_FROM_BYTES, choose, depends_on_size
 from pyringar.comm.topology import Topology
+from pyringar.engine import load
 
 PLACES = ("host", "gpu", "gpus", "mixed", "processes")
 
@@ -108,7 +109,7 @@ def test_what_is_no_data_is_the_engines_to_refuse(between_gpus, bad):
 
 @pytest.mark.parametrize("algorithm", ["auto", ("fused", 5, "ring"), ["fused"], 3])
 def test_the_engine_knows_names_only(algorithm):
-    group = communicator.load.engine().Group(2, 5.0)
+    group = load.engine().Group(2, 5.0)
     tensors = [torch.ones(3) for _ in range(2)]
     with pytest.raises(pr.ArgumentError, match="expected one of fused, direct, ring"):
         group.all_reduce(tensors, "sum", algorithm, None)

@@ -22,7 +22,7 @@ def is_array(value: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Tensor:
-    """A tensor on the memory of ``array``: CuPy's, NumPy's, or anything that speaks DLPack.
+    """Return a tensor on the memory of ``array``: CuPy's, NumPy's, any that speaks DLPack.
 
     Args:
         array: An object with ``__dlpack__`` or ``__cuda_array_interface__``.
@@ -57,7 +57,7 @@ def as_tensor(array: Any) -> Tensor:
 
 
 def as_tensors(values: Iterable[Any]) -> list[Any]:
-    """A list with a tensor in place of every array; what is neither stays as it is.
+    """Return a list with a tensor for every array; what is neither stays as it is.
 
     Args:
         values: Tensors, arrays, and whatever else.

@@ -70,7 +70,7 @@ class Member:
 
     @classmethod
     def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
-        """This process, as rank ``rank``, with tensors on this kind of device."""
+        """Return this process, as rank ``rank``, with tensors on this kind of device."""
         pid, start_ticks = load.engine().process_id()
         host = os.uname().nodename if hasattr(os, "uname") else "this machine"
         check = os.environ.get("PYRINGAR_CHECK", "")

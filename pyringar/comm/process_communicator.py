@@ -73,7 +73,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         CudaError: CUDA refuses to show memory to other processes, or to map theirs.
         CollectiveTimeout: Ranks did not come in time (names them).
         PeerLostError: A rank died, or the store is gone.
-        RingarError: A rank cannot make or map the shared memory; all ranks name it, and why.
+        RingarError: A rank could not make or map the shared memory; all ranks name it, and why.
         UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
             is tried with real data); ``algorithm="ring"`` on GPUs.
 
@@ -398,13 +398,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         memory = memory_of(tensor)
         pid = self._members[self._rank].pid
         rows = self._tell_all([0, 0, 0] if memory is None else [pid, memory.fd, memory.nbytes])
-        for rank, (_, _, nbytes) in enumerate(rows):
-            if nbytes == 0 or nbytes != rows[0][2]:
-                raise ArgumentError(
-                    f"register: the tensor of rank {rank} lies in {nbytes} bytes of shared memory, "
-                    f"that of rank 0 in {rows[0][2]}; expected tensors of shared_empty() of one "
-                    "size on all ranks"
-                )
+        _check_one_size([nbytes for _, _, nbytes in rows])
         region = self._num_regions
         self._num_regions += 1
         problem: RingarError | None = None
@@ -517,6 +511,16 @@ def _remove_region(group: weakref.ref[Any], region: int) -> None:
     alive = group()
     if alive is not None:
         alive.remove_region(region)
+
+
+def _check_one_size(nbytes: Sequence[int]) -> None:
+    for rank, mine in enumerate(nbytes):
+        if mine == 0 or mine != nbytes[0]:
+            raise ArgumentError(
+                f"register: the tensor of rank {rank} lies in {mine} bytes of shared memory, that "
+                f"of rank 0 in {nbytes[0]}; expected tensors of shared_empty() of one size on all "
+                "ranks"
+            )
 
 
 def _check_agreed(members: Sequence[Member]) -> None:

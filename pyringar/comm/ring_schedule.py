@@ -32,7 +32,7 @@ class RingMove(NamedTuple):
 
 
 def ring_schedule(world_size: int) -> list[list[RingMove]]:
-    """The messages of an all-reduce over a ring.
+    """Return the messages of an all-reduce over a ring.
 
     Args:
         world_size: Number of ranks k, 1 or more.

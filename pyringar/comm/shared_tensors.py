@@ -22,7 +22,7 @@ _memories: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def shared_empty(
     shape: int | Sequence[int] | torch.Size, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A tensor on the CPU that :meth:`ProcessCommunicator.register` can show to other processes.
+    """Return a CPU tensor that :meth:`ProcessCommunicator.register` can show to other processes.
 
     Args:
         shape: As for ``torch.empty``; one allocation for many parameters is a flat tensor and views
@@ -34,9 +34,9 @@ def shared_empty(
         goes when the last tensor in it, here and in other processes, has gone.
 
     Raises:
-        ArgumentError: A shape that is none.
-        RingarError: It is more than the machine, or a cgroup that this process is in, has left, or
-            not to be had for another reason; says how much was asked for.
+        ArgumentError: A wrong shape, or one of 2^63 bytes or more.
+        RingarError: The memory could not be allocated, for instance because the machine, or a
+            cgroup that this process is in, has less left; says how much was asked for.
         UnsupportedError: This is not Linux.
     """
     if not isinstance(dtype, torch.dtype):
@@ -58,5 +58,5 @@ def shared_empty(
 
 
 def memory_of(tensor: Tensor) -> Any:
-    """The shared memory in which a tensor's storage lies, or None."""
+    """Return the shared memory in which a tensor's storage lies, or None."""
     return _memories.get(tensor.untyped_storage().data_ptr())

@@ -27,7 +27,7 @@ class Topology:
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Topology:
-        """The topology of a list with one device per rank.
+        """Return the topology of a list with one device per rank.
 
         Args:
             devices: That list.
@@ -99,7 +99,7 @@ class Plan:
     def in_processes(
         cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int
     ) -> Plan:
-        """The same for ranks in processes of their own.
+        """Return what an algorithm does for ranks in processes of their own.
 
         Args:
             algorithm: ``"exchange"``, ``"direct"`` or ``"ring"``.

@@ -33,7 +33,7 @@ class Work:
         return done
 
     def exception(self) -> BaseException | None:
-        """The error it ended with; None while it runs and when all went well."""
+        """Return the error it ended with; None while it runs and when all went well."""
         return None if self._native is None else self._native.exception()
 
     def finished_ns(self) -> int:

@@ -65,19 +65,19 @@ class _Group(Collectives):
         )
 
     def _backend_for(self, device: str) -> str | None:
-        """The backend that the user asked for, for tensors on another type of device."""
+        """Return the backend that the user asked for, for another type of device."""
         return None
 
     def getBackendName(self) -> str:  # noqa: N802
-        """``ringar``."""
+        """Return ``ringar``."""
         return NAME
 
     def name(self) -> str:
-        """``ringar``."""
+        """Return ``ringar``."""
         return NAME
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For all calls to come, the engine's and those of other backends."""
+        """Set it for all calls to come, the engine's and those of other backends."""
         self._timeout = timeout
         self._comm.set_timeout(timeout.total_seconds())
         self._inner.set_timeout(timeout)
@@ -108,10 +108,10 @@ class _Group(Collectives):
         _living.discard(self)
 
     def setSequenceNumberForGroup(self) -> None:  # noqa: N802
-        """The engine counts calls itself, and compares the counts of all ranks."""
+        """Do nothing: the engine counts calls itself, and compares the counts of all ranks."""
 
     def getSequenceNumberForGroup(self) -> int:  # noqa: N802
-        """Zero: torch's debug wrapper compares it between ranks, beside operations and sizes."""
+        """Return 0, which torch's debug wrapper compares between ranks."""
         return 0
 
     _set_sequence_number_for_group = setSequenceNumberForGroup
@@ -131,7 +131,7 @@ class _NamedBackend(_Backend):  # type: ignore[misc]
         return self._options
 
     def getBackendName(self) -> str:  # noqa: N802
-        """``ringar``."""
+        """Return ``ringar``."""
         return NAME
 
     # Without these torch asks us, and we torch, without end.
@@ -187,27 +187,27 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         return pairs.get(device)
 
     def getRank(self) -> int:  # noqa: N802
-        """This process's rank."""
+        """Return this process's rank."""
         return self._rank
 
     def getSize(self) -> int:  # noqa: N802
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._size
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Return the name in torch's registry."""
+        """Set the name in torch's registry."""
         self._group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """As set."""
+        """Return the name in torch's registry."""
         return self._group_name
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Return torch's description of the group."""
+        """Set torch's description of the group."""
         self._group_desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """As set."""
+        """Return torch's description of the group."""
         return self._group_desc
 
     @property
@@ -222,7 +222,7 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         return NAME
 
     def _wait_for_pending_works(self) -> None:
-        """Futures have no hooks to wait for."""
+        """Do nothing: futures have no hooks to wait for."""
 
     def _has_hooks(self) -> bool:
         return False

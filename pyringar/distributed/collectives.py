@@ -54,7 +54,9 @@ class Collectives(Delegated):
     """Implement what torch calls, by torch's names and with its arguments.
 
     Tensors lie on the CPU, in any layout without overlap, and have any dtype that torch.distributed
-    takes; on other devices they go to the group's backend for that device.
+    takes; on other devices they go to the group's backend for that device. Arguments are torch's:
+    ``opts`` are its options, or what they hold (a ``ReduceOp``, a root); a list may be one tensor;
+    a ``timeout`` is ignored, the group's own counts.
 
     Raises, in every call or its work's ``wait()``:
         ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank.
@@ -74,13 +76,7 @@ class Collectives(Delegated):
     # -- all_reduce --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce each tensor over all ranks, in place; those of a list are not added to each other.
-
-        Args:
-            tensors: A list of tensors, or one.
-            opts: ``AllreduceOptions``, or a ``ReduceOp``.
-            timeout: The group's own counts.
-        """
+        """Reduce each tensor over all ranks, in place; a list's are not added to each other."""
         if opts is None or not hasattr(opts, "reduceOp"):
             opts = _reduce_options(c10d.AllreduceOptions(), opts)
         reduce_op = opts.reduceOp
@@ -94,7 +90,7 @@ class Collectives(Delegated):
         return DoneWork(tensors)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """:meth:`allreduce` of a list in one call."""
+        """Do :meth:`allreduce` of a list."""
         return self.allreduce(tensors, opts)
 
     def _all_reduce_others(self, given: Any, opts: Any, error: Exception) -> Any:
@@ -135,13 +131,7 @@ class Collectives(Delegated):
     # -- broadcast, barrier ------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Copy each tensor of the root into every other rank's.
-
-        Args:
-            tensors: A list of tensors, or one.
-            opts: ``BroadcastOptions``, or the root's rank.
-            timeout: The group's own counts.
-        """
+        """Copy each tensor of the root into every other rank's."""
         if not hasattr(opts, "rootRank"):
             root, opts = opts, c10d.BroadcastOptions()
             opts.rootRank = 0 if root is None else root
@@ -198,9 +188,8 @@ class Collectives(Delegated):
         if not _is_async(opts) and _are_plain(output, input):
             self._comm.all_gather(output, input)
             return DoneWork(lambda: self._pieces_of(output))
-        if _are_elsewhere([output, input]):
-            inner = self._inner.for_tensors([input], "all_gather")
-            return inner._allgather_base(output, input, given_or_default(opts, "AllgatherOptions"))
+        if begin := self._elsewhere("all_gather", [input, output], "_allgather_base"):
+            return begin(output, input, given_or_default(opts, "AllgatherOptions"))
         call = _Call([], [])
         self._gather_into(output, input, call)
         return self._finished(call, lambda: self._pieces_of(output), opts)
@@ -210,13 +199,12 @@ class Collectives(Delegated):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        """:meth:`all_gather_single` of each pair."""
-        _check_pairs(outputs, inputs, "all_gather_into_tensor_coalesced")
-        if _are_elsewhere([*outputs, *inputs]):
-            inner = self._inner.for_tensors(inputs, "all_gather_into_tensor_coalesced")
-            return by_any_name(
-                inner, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
-            )(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
+        """Do :meth:`all_gather_single` of each pair."""
+        operation = "all_gather_into_tensor_coalesced"
+        _check_pairs(outputs, inputs, operation)
+        names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        if begin := self._elsewhere(operation, [*inputs, *outputs], *names):
+            return begin(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
         call = _Call([], [])
         for output, input in zip(outputs, inputs, strict=True):
             self._gather_into(output, input, call)
@@ -225,20 +213,12 @@ class Collectives(Delegated):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Put rank ``r``'s input into every rank's ``outputs[i][r]``.
-
-        Args:
-            outputs: A list per input: a tensor per rank; their sizes may differ between ranks.
-            inputs: A list of tensors.
-            opts: ``AllgatherOptions``.
-            timeout: The group's own counts.
-        """
+        """Put rank ``r``'s input into all ranks' ``outputs[i][r]``; ranks' sizes may differ."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         _check_pairs(outputs, inputs, "all_gather")
-        if _are_elsewhere(inputs):
-            inner = self._inner.for_tensors(inputs, "all_gather")
-            return inner.allgather(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
+        if begin := self._elsewhere("all_gather", inputs, "allgather"):
+            return begin(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
         call = _Call([], [])
         for row, input in zip(outputs, inputs, strict=True):
             self._check_row(row, "all_gather")
@@ -248,11 +228,8 @@ class Collectives(Delegated):
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Put rank ``r``'s ``inputs[i]`` into every rank's ``outputs[r][i]``."""
         self._check_row(outputs, "all_gather_coalesced")
-        if _are_elsewhere(inputs):
-            inner = self._inner.for_tensors(inputs, "all_gather_coalesced")
-            return inner.allgather_coalesced(
-                outputs, inputs, given_or_default(opts, "AllgatherOptions")
-            )
+        if begin := self._elsewhere("all_gather_coalesced", inputs, "allgather_coalesced"):
+            return begin(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
         call = _Call([], [])
         for i, input in enumerate(inputs):
             self._gather_row([row[i] for row in outputs], input, call)
@@ -309,9 +286,8 @@ class Collectives(Delegated):
         if not opts.asyncOp and op in OPS and _are_plain(output, input):
             self._comm.reduce_scatter(output, input, op)
             return DoneWork([output])
-        if _are_elsewhere([output, input]):
-            inner = self._inner.for_tensors([input], "reduce_scatter")
-            return inner._reduce_scatter_base(output, input, opts)
+        if begin := self._elsewhere("reduce_scatter", [input, output], "_reduce_scatter_base"):
+            return begin(output, input, opts)
         call = _Call([], [])
         self._scatter_from(output, input, op, opts, call)
         return self._finished(call, [output], opts)
@@ -321,15 +297,14 @@ class Collectives(Delegated):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        """:meth:`reduce_scatter_single` of each pair."""
+        """Do :meth:`reduce_scatter_single` of each pair."""
         opts = given_or_default(opts, "ReduceScatterOptions")
-        _check_pairs(outputs, inputs, "reduce_scatter_tensor_coalesced")
-        if _are_elsewhere([*outputs, *inputs]):
-            inner = self._inner.for_tensors(inputs, "reduce_scatter_tensor_coalesced")
-            return by_any_name(
-                inner, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
-            )(outputs, inputs, opts)
-        op = reduction_name(opts.reduceOp, "reduce_scatter_tensor_coalesced")
+        operation = "reduce_scatter_tensor_coalesced"
+        _check_pairs(outputs, inputs, operation)
+        names = ("reduce_scatter_single_coalesced", operation)
+        if begin := self._elsewhere(operation, [*inputs, *outputs], *names):
+            return begin(outputs, inputs, opts)
+        op = reduction_name(opts.reduceOp, operation)
         call = _Call([], [])
         for output, input in zip(outputs, inputs, strict=True):
             self._scatter_from(output, input, op, opts, call)
@@ -340,23 +315,14 @@ class Collectives(Delegated):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
-        """Reduce ``inputs[i][r]`` over all ranks into rank ``r``'s ``outputs[i]``.
-
-        Args:
-            outputs: A list of tensors.
-            inputs: A list per output: a tensor per rank; their sizes may differ between ranks.
-            opts: ``ReduceScatterOptions``, or a ``ReduceOp``.
-            timeout: The group's own counts.
-        """
+        """Reduce ``inputs[i][r]`` into rank ``r``'s ``outputs[i]``; ranks' sizes may differ."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         if not hasattr(opts, "reduceOp"):
             opts = _reduce_options(c10d.ReduceScatterOptions(), opts)
         _check_pairs(outputs, inputs, "reduce_scatter")
-        if _are_elsewhere(outputs):
-            return self._inner.for_tensors(outputs, "reduce_scatter").reduce_scatter(
-                outputs, inputs, opts
-            )
+        if begin := self._elsewhere("reduce_scatter", outputs, "reduce_scatter"):
+            return begin(outputs, inputs, opts)
         op = reduction_name(opts.reduceOp, "reduce_scatter")
         call = _Call([], [])
         for output, row in zip(outputs, inputs, strict=True):
@@ -409,7 +375,7 @@ class Collectives(Delegated):
         self._reduce_stand_in(for_reduction(flat, op), opts.reduceOp, call, (target, part))
 
     def _flat_copy(self, tensors: Sequence[Tensor], op: str, call: _Call) -> Tensor:
-        """The elements of all, end to end, in memory of ours."""
+        """Return the elements of all, end to end, in memory of ours."""
         sizes = [t.numel() for t in tensors]
         flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
         pieces = zip(torch.split(flat, sizes), tensors, strict=True)
@@ -437,6 +403,12 @@ class Collectives(Delegated):
 
     # -- helpers -----------------------------------------------------------------------------------
 
+    def _elsewhere(self, operation: str, tensors: Sequence[Tensor], *names: str) -> Any:
+        """Return another backend's method, by one of its names, if the tensors are its; or None."""
+        if not _are_elsewhere(tensors):
+            return None
+        return by_any_name(self._inner.for_tensors(tensors, operation), *names)
+
     def _pending(self, parts: Sequence[Part], results: Any) -> Any:
         return self._noted(PendingWork(self._completer, parts, results))
 
@@ -450,7 +422,7 @@ class Collectives(Delegated):
             call.parts.append(self._comm._submit_step(lambda: copy_all(copies)))
 
     def _finished(self, call: _Call, results: Any, opts: Any) -> Any:
-        """The work of a call; waited for already if the caller does not ask for it later."""
+        """Return the work of a call, after waiting for it unless the caller asked for that."""
         parts, copies = call
         count_changes([into for into, _ in copies])
 

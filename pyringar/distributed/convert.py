@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.comm.arguments import DTYPES, REDUCE_OPS
 from pyringar.distributed.packing import check_no_overlap
 from pyringar.errors import UnsupportedError
 
@@ -29,22 +30,12 @@ __all__ = [
 
 Copy = tuple[Tensor, Tensor]  # into, from
 
-NATIVE = frozenset(
-    (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    )
-)
+NATIVE = frozenset(DTYPES)
 
 SUM = dist.ReduceOp.SUM
-_OP_NAMES: list[tuple[Any, str]] = [
-    (dist.ReduceOp.AVG, "mean"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.PRODUCT, "prod"),
-    (dist.ReduceOp.BAND, "band"),
-    (dist.ReduceOp.BOR, "bor"),
-    (dist.ReduceOp.BXOR, "bxor"),
+_BITWISE = {"BAND": "band", "BOR": "bor", "BXOR": "bxor"}
+_OP_NAMES = [
+    (getattr(dist.ReduceOp, theirs), ours) for theirs, ours in (REDUCE_OPS | _BITWISE).items()
 ]
 
 # Summed in the wider type and narrowed once: integers wrap as they would have.
@@ -66,8 +57,6 @@ def reduction_name(reduce_op: Any, operation: str) -> str:
     Raises:
         UnsupportedError: It has no such op.
     """
-    if reduce_op == SUM:
-        return "sum"
     for theirs, ours in _OP_NAMES:
         if reduce_op == theirs:
             return ours
@@ -101,7 +90,7 @@ def copy_all(copies: Sequence[Copy]) -> None:
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:
-    """A tensor of one of :data:`NATIVE` that reduces to what ``tensor`` should.
+    """Return a tensor of one of :data:`NATIVE` that reduces to what ``tensor`` should.
 
     Args:
         tensor: On the CPU, strided.
@@ -139,7 +128,7 @@ def are_same(tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory, one more dimension; the first ones are as they were."""
+    """Return a contiguous tensor's memory as bytes, in one more dimension after the others."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

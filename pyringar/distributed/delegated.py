@@ -1,4 +1,4 @@
-"""Calls handed to gloo, which waits 30 s for a rank that is gone and names none: so we look."""
+"""Watch calls handed to gloo, which waits 30 s for a rank that is gone and names none."""
 
 from __future__ import annotations
 
@@ -138,17 +138,17 @@ class WatchedPart:
 
 
 class _DelegatedWork(PendingWork):
-    """The work of one call of gloo's, whose work is its first part's."""
+    """Stand for one call of gloo's, whose own work is the first part's."""
 
     def _source_rank(self) -> int:
-        """The rank that a message received from any came from."""
+        """Return the rank that a message received from any came from."""
         call: Any = self._parts[0]
         rank: int = call.work._source_rank()
         return rank
 
 
 class Delegated:
-    """The calls of a process group that the engine does not know."""
+    """Hand the calls that the engine does not know to gloo, which moves any dtype as bytes."""
 
     _comm: Any
     _inner: InnerBackends
@@ -157,7 +157,7 @@ class Delegated:
     _batch: list[Any] | None  # the works of what is coalesced now
 
     def reduce(self, tensors: Any, opts: Any, *more: Any) -> Any:
-        """Handed to gloo, or to the backend for the tensors' device; so are all below."""
+        """Reduce to the root; gloo does, or the backend for the tensors' device."""
         copies: list[Copy] = []
         moved = [_reduced(t, copies) for t in tensors]
         return self._hand_over(
@@ -165,7 +165,7 @@ class Delegated:
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
-        """Any dtype; bytes are moved."""
+        """Gather at the root."""
         copies: list[Copy] = []
         rows = [[_written(t, copies) for t in row] for row in outputs]
         moved = [_read(t) for t in inputs]
@@ -177,7 +177,7 @@ class Delegated:
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
-        """Any dtype; bytes are moved."""
+        """Scatter from the root."""
         copies: list[Copy] = []
         rows = [[_read(t) for t in row] for row in inputs]
         moved = [_written(t, copies) for t in outputs]
@@ -188,7 +188,7 @@ class Delegated:
         )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Any dtype; bytes are moved."""
+        """Give every rank what the others have for it."""
         opts = given_or_default(opts, "AllToAllOptions")
         copies: list[Copy] = []
         outs, ins = [_written(t, copies) for t in outputs], [_read(t) for t in inputs]
@@ -200,7 +200,7 @@ class Delegated:
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Any:
-        """Any dtype; bytes are moved."""
+        """Give every rank what the others have for it."""
         opts = given_or_default(opts, "AllToAllOptions")
         copies: list[Copy] = []
         into, source = _written(output, copies), _read(input)
@@ -214,7 +214,7 @@ class Delegated:
     all_to_all_single = alltoall_base
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
-        """Any dtype."""
+        """Send to a rank."""
         moved = [_read(t) for t in tensors]
         return self._hand_over(
             *("send", tensors, lambda inner: inner.send(moved, rank, tag), tensors),
@@ -223,7 +223,7 @@ class Delegated:
         )
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
-        """Any dtype."""
+        """Receive from a rank."""
         copies: list[Copy] = []
         moved = [_written(t, copies) for t in tensors]
         return self._hand_over(
@@ -233,7 +233,7 @@ class Delegated:
         )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Any dtype."""
+        """Receive from whichever rank sends."""
         copies: list[Copy] = []
         moved = [_written(t, copies) for t in tensors]
         return self._hand_over(
@@ -278,7 +278,7 @@ class Delegated:
         peers: Sequence[int] | None = None,
         waiters: Waiters | None = None,
     ) -> Any:
-        """The work of a call that another backend begins; ``peers`` are all ranks if not given."""
+        """Return the work of a call that another backend begins; ``peers`` default to all ranks."""
         inner = self._inner.for_tensors(tensors, operation)
         if tensors and tensors[0].device.type != "cpu":
             return self._noted(begin(inner))
@@ -293,7 +293,7 @@ class Delegated:
         peers: Sequence[int] | None = None,
         waiters: Waiters | None = None,
     ) -> list[Part]:
-        """A call of gloo's, and the copies that follow it."""
+        """Begin a call of gloo's; return it and the copies that follow it."""
         part = WatchedPart(
             *(self._comm, operation, self._others() if peers is None else peers, begin),
             waiters=waiters,
@@ -314,7 +314,7 @@ class Delegated:
         return work
 
     def _others(self, root: int | None = None) -> Sequence[int]:
-        """The ranks that this one needs: all, or where the others are the root's affair, it."""
+        """Return the ranks that this one needs: all at the root, elsewhere the root alone."""
         if root is None or root == self._comm.rank:
             return range(self._comm.world_size)
         return [root]
@@ -350,12 +350,12 @@ def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeE
 
 
 def given_or_default(opts: Any, kind: str) -> Any:
-    """The options of a call, if there are some, or those of this class of torch's."""
+    """Return the options of a call; by default, those of this class of torch's."""
     return getattr(c10d, kind)() if opts is None else opts
 
 
 def by_any_name(inner: Any, *names: str) -> Any:
-    """A method that has another name in older versions of torch."""
+    """Return a method that has another name in older versions of torch."""
     for name in names:
         if hasattr(inner, name):
             return getattr(inner, name)
@@ -363,17 +363,17 @@ def by_any_name(inner: Any, *names: str) -> Any:
 
 
 def _read(tensor: Tensor) -> Tensor:
-    """A tensor that gloo can send: as it is, its bytes, or those of a copy."""
+    """Return a tensor that gloo can send: as it is, its bytes, or those of a copy."""
     return _movable(_whole(tensor))
 
 
 def _written(tensor: Tensor, copies: list[Copy]) -> Tensor:
-    """A tensor that gloo can receive into: as it is, its bytes, or those of a copy."""
+    """Return a tensor that gloo can receive into: as it is, its bytes, or those of a copy."""
     return _movable(_reduced(tensor, copies))
 
 
 def _reduced(tensor: Tensor, copies: list[Copy]) -> Tensor:
-    """A tensor that gloo can reduce in place, or one that is copied into it after."""
+    """Return a tensor that gloo can reduce in place, or one that is copied into it after."""
     stand_in = _whole(tensor)
     if stand_in is not tensor:
         check_no_overlap("tensor", tensor)
@@ -382,7 +382,7 @@ def _reduced(tensor: Tensor, copies: list[Copy]) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A tensor as gloo takes it for granted: its elements end to end, as its memory has them."""
+    """Return it as gloo takes for granted: its elements end to end, as its memory has them."""
     is_strided_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if not is_strided_here or (tensor.is_contiguous() and has_plain_memory(tensor)):
         return tensor
@@ -390,6 +390,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """A tensor that gloo can move: as it is, or its bytes, with the same first dimension."""
+    """Return a tensor that gloo can move: as it is, or its bytes, same in the first dimension."""
     is_movable = tensor.dtype in NATIVE or tensor.layout is not torch.strided
     return tensor if is_movable or tensor.device.type != "cpu" else as_bytes(tensor)

@@ -46,7 +46,7 @@ class InnerBackends:
         backend_of: Callable[[str], str | None],
         set_timeout: Callable[[timedelta], None],
     ) -> None:
-        self._place = (store, rank, size, timeout)
+        self._endpoint = (store, rank, size, timeout)
         self._backend_of = backend_of
         self._gloo: Any = None
         self._nccl: Any = None
@@ -56,13 +56,13 @@ class InnerBackends:
         self._is_closed = False
         self._error: Exception | None = None
         try:
-            self._gloo = _make_gloo(*self._place, set_timeout)
+            self._gloo = _make_gloo(*self._endpoint, set_timeout)
             close_at_exit(self, InnerBackends.close)
         except Exception as error:  # raised when it is needed: many programs never do
             self._error = error
 
     def for_tensors(self, tensors: Sequence[Tensor], operation: str) -> Any:
-        """The backend for these tensors.
+        """Return the backend for these tensors.
 
         Raises:
             UnsupportedError: There is none for their device.
@@ -71,7 +71,7 @@ class InnerBackends:
         return self.for_device(tensors[0].device.type if tensors else "cpu", operation)
 
     def for_device(self, device: str, operation: str) -> Any:
-        """The backend for tensors on a type of device; raises as :meth:`for_tensors`."""
+        """Return the backend for tensors on a type of device. See :meth:`for_tensors`."""
         if self._is_closed:
             raise RingarError(f"{operation}: this process group was destroyed")
         wanted = "gloo" if device == "cpu" else self._backend_of(device)
@@ -79,7 +79,7 @@ class InnerBackends:
             return self._usable_gloo(operation)
         if wanted == "nccl" and dist.is_nccl_available():
             if self._nccl is None:
-                self._nccl = _make_nccl(*self._place)
+                self._nccl = _make_nccl(*self._endpoint)
             return self._nccl
         raise UnsupportedError(
             f"{operation}: backend ringar takes CPU tensors, this one is on {device}; for both use "
@@ -95,8 +95,8 @@ class InnerBackends:
         return self._gloo
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For all calls to come."""
-        self._place = (*self._place[:3], timeout)
+        """Set it for all calls to come."""
+        self._endpoint = (*self._endpoint[:3], timeout)
         for inner in (self._gloo, self._nccl):
             if inner is not None:
                 inner.set_timeout(timeout)

@@ -1,4 +1,4 @@
-"""Several machines: shared memory inside each, and between them every byte once per machine.
+"""Reduce over several machines: shared memory inside each, every byte once between them.
 
 Each rank of a machine owns one part of the data. Parts are summed inside the machine, cross the
 wire as the sum of their machine, and come back to all its ranks: with L ranks per machine a rank
@@ -455,7 +455,7 @@ class HierarchicalCommunicator(OwnRank):
             self._stats["hierarchical"]["bytes"] += sum(t.numel() * t.itemsize for t in tensors)
 
     def _pack(self, tensors: list[Tensor]) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
-        """Flat memory for each dtype, its views for tensors of that dtype, and these."""
+        """Return flat memory for each dtype, its views for tensors of that dtype, and these."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(wide(tensor.dtype), []).append(tensor)
@@ -542,7 +542,7 @@ class HierarchicalCommunicator(OwnRank):
 
 
 def _nothing() -> None:
-    """There is no other machine."""
+    """Wait for no other machine."""
 
 
 def _check_equal_nodes(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> None:

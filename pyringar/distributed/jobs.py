@@ -117,7 +117,7 @@ class Job:
         return self._finished_ns
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """False if it is not done in time; raises what it ended with.
+        """Return False if it is not done in time; raise what it ended with.
 
         Raises:
             RingarError: Another thread has closed all before it was begun.

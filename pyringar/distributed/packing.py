@@ -1,4 +1,4 @@
-"""Lists of tensors as flat memory: which are taken, and where each lies."""
+"""Check lists of tensors and lay them out in flat memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.comm.arguments import DTYPES
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = ["check_no_overlap", "check_tensor", "describe", "views_of"]
-
-_DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int8, torch.uint8, torch.int32, torch.int64),
-)
 
 
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -29,7 +25,7 @@ def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def describe(tensors: Sequence[Tensor]) -> str:
-    """Equal for lists of equal shapes and dtypes, else different."""
+    """Return words that are equal for lists of equal shapes and dtypes, else different."""
     numel = sum(tensor.numel() for tensor in tensors)
     kinds = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     digest = hashlib.blake2b(kinds.encode(), digest_size=4).hexdigest()
@@ -48,10 +44,10 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     if tensor.device.type != "cpu":
         raise ArgumentError(f"{name} is on {tensor.device}, expected cpu, this rank's device")
-    if tensor.layout != torch.strided or tensor.dtype not in _DTYPES:
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         raise UnsupportedError(
             f"{name} is {tensor.layout} {tensor.dtype}, expected strided and one of "
-            f"{', '.join(map(str, _DTYPES))}"
+            f"{', '.join(map(str, DTYPES))}"
         )
     check_no_overlap(name, tensor)
 

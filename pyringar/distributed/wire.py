@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyringar.comm.arguments import REDUCE_OPS
 from pyringar.comm.float_mode import default_float_mode
 from pyringar.distributed.fallback import break_off
 from pyringar.errors import ArgumentError, PeerLostError, RingarError
@@ -18,7 +19,7 @@ from pyringar.errors import ArgumentError, PeerLostError, RingarError
 __all__ = ["Inter", "TorchInter"]
 
 Wait = Callable[[], object]
-_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+_THEIR_OPS = {ours: theirs for theirs, ours in REDUCE_OPS.items()}
 
 
 class Inter(Protocol):
@@ -74,25 +75,25 @@ class TorchInter:
     ) -> None:
         self._under_way: list[list[Any]] = []
         timeout = timedelta(seconds=timeout_s)
-        place = next(i for i, ranks in enumerate(columns) if rank in ranks)
+        column = next(i for i, ranks in enumerate(columns) if rank in ranks)
         try:
             with default_float_mode():  # of this thread, and of those that gloo adds in
                 if dist.is_initialized():
-                    self._group = _new_groups(columns, rank, backend, timeout)[place]
+                    self._group = _new_groups(columns, rank, backend, timeout)[column]
                 else:
-                    self._group = _make_gloo(store, columns[place], rank, backend, timeout, place)
+                    self._group = _make_gloo(store, columns, column, rank, backend, timeout)
         except RingarError:
             raise
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {rank} cannot connect to ranks {list(columns[place])} of the other "
+                f"rank {rank} cannot connect to ranks {list(columns[column])} of the other "
                 f"machines: {error}; GLOO_SOCKET_IFNAME names the network to take"
             ) from error
 
     def all_reduce(self, tensor: Tensor, op: str) -> Wait:
-        """As :class:`Inter` has it."""
+        """See :class:`Inter`."""
         options = dist.AllreduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, _OPS[op])
+        options.reduceOp = getattr(dist.ReduceOp, _THEIR_OPS[op])
         if op not in ("max", "min") or not tensor.is_floating_point():
             return self._waiter(self._group.allreduce([tensor], options))
         image = _as_integers(tensor, op)  # backends lose NaNs
@@ -105,14 +106,14 @@ class TorchInter:
         return wait
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        """As :class:`Inter` has it."""
+        """See :class:`Inter`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
         return self._waiter(self._group.broadcast([tensor], options))
 
     def _waiter(self, work: Any) -> Wait:
-        """Waits, and lets go: a work that somebody holds keeps its connections open."""
+        """Return a function that waits, and lets go: a work that is held keeps connections open."""
         held = [work]
         self._under_way.append(held)
 
@@ -127,7 +128,7 @@ class TorchInter:
         return wait
 
     def abort(self) -> None:
-        """As :class:`Inter` has it, if the backend can."""
+        """See :class:`Inter`; not every backend can."""
         group = self._group
         with suppress(RuntimeError, AttributeError):
             group.abort()  # what is under way fails, and is not waited for
@@ -140,7 +141,7 @@ class TorchInter:
         self.close()
 
     def close(self) -> None:
-        """As :class:`Inter` has it."""
+        """See :class:`Inter`."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with suppress(RuntimeError, ValueError, AssertionError):  # it is none of its groups
@@ -148,7 +149,7 @@ class TorchInter:
 
 
 def _as_integers(floats: Tensor, op: str) -> Tensor:
-    """Integers in the order of the floats, in which a NaN is the most, or for ``min`` the least."""
+    """Return integers in the order of the floats; a NaN is the most, or for ``min`` the least."""
     kind = {4: torch.int32, 8: torch.int64}[floats.itemsize]
     extreme = torch.iinfo(kind).max if op == "max" else torch.iinfo(kind).min
     return _flip_negative(floats.view(kind)).masked_fill_(floats.isnan(), extreme)
@@ -162,7 +163,7 @@ def _flip_negative(bits: Tensor) -> Tensor:
 def _new_groups(
     columns: Sequence[Sequence[int]], rank: int, backend: str, timeout: timedelta
 ) -> list[Any]:
-    """Every rank makes every group, whether it is in it or not."""
+    """Make the group of every column: torch wants every rank to, whether it is in it or not."""
     world_size = sum(map(len, columns))
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ArgumentError(
@@ -173,7 +174,12 @@ def _new_groups(
 
 
 def _make_gloo(
-    store: Any, ranks: Sequence[int], rank: int, backend: str, timeout: timedelta, place: int
+    store: Any,
+    columns: Sequence[Sequence[int]],
+    column: int,
+    rank: int,
+    backend: str,
+    timeout: timedelta,
 ) -> Any:
     if backend != "gloo":
         raise ArgumentError(
@@ -182,7 +188,8 @@ def _make_gloo(
         )
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo  # not in every build
 
-    prefix = PrefixStore(f"pyringar/gloo/{place}", store)
+    ranks = columns[column]
+    prefix = PrefixStore(f"pyringar/gloo/{column}", store)
     group: Any = ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)
     # Who is connected to all may close at once; to one that still connects it would be lost.
     group.barrier().wait()

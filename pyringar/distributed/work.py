@@ -51,7 +51,7 @@ class Part(Protocol):
 
 
 class DelegatedPart:
-    """A work of torch.distributed's as a :class:`Part`."""
+    """Wrap a work of torch.distributed's as a :class:`Part`."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -109,47 +109,6 @@ def _value(results: Any) -> Any:
     return results() if callable(results) else results
 
 
-class DoneWork(_BaseWork):  # type: ignore[misc]
-    """The work of a collective that has run: nothing is left to wait for.
-
-    Args:
-        results: As :class:`PendingWork` has them.
-    """
-
-    def __init__(self, results: Any) -> None:
-        super().__init__()
-        self._results = results
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True, at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
-
-    def exception(self) -> None:
-        """Return None: an error was raised by the collective itself."""
-        return
-
-    def result(self) -> Any:
-        """Return the tensors that hold the result."""
-        return _value(self._results)
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def get_future(self) -> Future[Any]:
-        """Return a completed future of the tensors."""
-        future: Future[Any] = Future()
-        future.set_result(_value(self._results))
-        return future
-
-
 class PendingWork(_BaseWork):  # type: ignore[misc]
     """The work of a collective that runs in the background.
 
@@ -162,7 +121,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     def __init__(self, completer: Completer, parts: Sequence[Part], results: Any) -> None:
         super().__init__()
         self._completer = completer
-        self._parts = parts
+        self._parts: Sequence[Part] = parts
         self._results = results
         self._future: Future[Any] | None = None
 
@@ -228,6 +187,25 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         if error is not None:
             raise error
         return _value(self._results)
+
+
+class DoneWork(PendingWork):
+    """The work of a collective that has run: nothing is left to wait for.
+
+    Args:
+        results: See :class:`PendingWork`.
+    """
+
+    _parts = ()
+    _future = None
+
+    def __init__(self, results: Any) -> None:
+        _BaseWork.__init__(self)
+        self._results = results
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True, at once."""
+        return True
 
 
 class Completer:
