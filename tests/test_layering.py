@@ -28,7 +28,7 @@ ORDER = {
     "errors": [],
     "engine": ["files", "toolchain", "compile", "build", "load"],
     "comm": [
-        *["exits", "threads", "auto", "ring_schedule", "topology", "arrays", "float_mode"],
+        *["exits", "threads", "jobs", "auto", "ring_schedule", "topology", "arrays", "float_mode"],
         *[
             "reference",
             "arguments",

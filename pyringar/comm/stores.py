@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from pyringar.comm.threads import start_thread
+from pyringar.comm.jobs import Jobs
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -25,7 +23,6 @@ __all__ = ["PatientStore", "checked_store", "default_store"]
 
 # Of an answer, once the deadline has passed: time for last words, if the store is well.
 _LEAST_S = 0.25
-T = TypeVar("T")
 
 
 def default_store() -> tuple[Any, int, int]:
@@ -109,8 +106,7 @@ class PatientStore:
         self._group = group
         self._rank = rank
         self._deadline = deadline
-        self._questions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._questions: Jobs | None = None
 
     def set(self, key: str, value: str) -> None:
         """Write ``value``."""
@@ -126,46 +122,35 @@ class PatientStore:
         What the store hands out is for the caller to check: bytes, if nobody tampers with it.
         """
         store = self.store
-        return self._ask(lambda: [store.get(k) if store.check([k]) else None for k in keys])
+        found: list[Any] = self._ask(
+            lambda: [store.get(k) if store.check([k]) else None for k in keys]
+        )
+        return found
 
     def close(self) -> None:
         """Let the thread go; it is not waited for."""
-        self._questions.put(None)
+        if self._questions is not None:
+            self._questions.end()
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        if self._thread is None:
-            name = f"store of rank {self._rank} of group {self._group}"
-            self._thread = start_thread(name, _answer_all, self._questions)
-        # Of this question alone: one that comes late answers nothing else.
-        answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-
-        def answer() -> None:
-            try:
-                answers.put((question(), None))
-            except Exception as error:  # for the caller, below
-                answers.put((None, error))
-
-        self._questions.put(answer)
-        left_s = min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX)
+    def _ask(self, question: Callable[[], object]) -> Any:
+        name = f"store of rank {self._rank} of group {self._group}"
+        if self._questions is None:
+            self._questions = Jobs(name)
+        job = self._questions.submit(question, name)
         try:
-            value, error = answers.get(timeout=max(_LEAST_S, left_s))
-        except queue.Empty:
-            raise CollectiveTimeout(
-                f"the store of group {self._group} did not answer rank {self._rank} in time"
-            ) from None
-        if isinstance(error, (RuntimeError, OSError)):
+            is_answered = job.wait(max(_LEAST_S, self._deadline - time.monotonic()))
+        except (RuntimeError, OSError) as error:
             raise PeerLostError(
                 f"the store of group {self._group} does not answer rank {self._rank}, so its "
                 f"process is gone: {error}"
             ) from error
-        if error is not None:
+        except Exception as error:
             raise RingarError(
                 f"the store of group {self._group} failed rank {self._rank}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return value  # type: ignore[return-value]
-
-
-def _answer_all(questions: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (question := questions.get()) is not None:
-        question()
+        if not is_answered:
+            raise CollectiveTimeout(
+                f"the store of group {self._group} did not answer rank {self._rank} in time"
+            )
+        return job.result

@@ -31,6 +31,7 @@ from pyringar.comm.arguments import (
 from pyringar.comm.base import OwnRank, RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.float_mode import default_float_mode
+from pyringar.comm.jobs import Jobs
 from pyringar.comm.member import Member, ranks_by_node, where_nodes_are
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.reference import divide, wide
@@ -39,7 +40,6 @@ from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan
 from pyringar.comm.work import Work
 from pyringar.distributed.convert import copy_all, count_changes
-from pyringar.distributed.jobs import Jobs
 from pyringar.distributed.packing import check_tensor, describe, views_of
 from pyringar.distributed.wire import Inter, TorchInter, Wait
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError

@@ -1,4 +1,4 @@
-"""Calls in the background, one after the other in one thread."""
+"""Run calls in the background, one after the other in one thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from pyringar.comm.threads import Latch, start_thread
 from pyringar.errors import RingarError
@@ -32,7 +33,7 @@ class Jobs:
         self._waiting: list[int] = []  # threads, once for each of their waits
         self._thread = start_thread(name, self._run)
 
-    def submit(self, call: Callable[[], None], what: str) -> Job:
+    def submit(self, call: Callable[[], object], what: str) -> Job:
         """Call ``call`` after all that came before; ``what`` says in words what it is."""
         job = Job(self, call, what)
         self._under_way.add(job)
@@ -87,18 +88,19 @@ class Job:
         what: The same in words, for messages.
     """
 
-    def __init__(self, jobs: Jobs, call: Callable[[], None], what: str) -> None:
+    def __init__(self, jobs: Jobs, call: Callable[[], object], what: str) -> None:
         self._jobs = jobs
         self._calls = [call]
         self._what = what
         self._end = Latch()
         self._error: BaseException | None = None
         self._finished_ns = 0
+        self.result: Any = None  # of the call, when it has ended well
 
     def run(self) -> None:
         """Run it, in the thread of :class:`Jobs`."""
         try:
-            self._calls.pop()()
+            self.result = self._calls.pop()()
         except BaseException as error:
             self._error = error
         self._finished_ns = time.perf_counter_ns()
