@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -56,85 +56,49 @@ def assert_alike(actual: Any, expected: Any, context: str) -> None:
 
 # -- every collective, in a form that both backends take -------------------------------------------
 
-Begin = Callable[..., tuple[Any, Any]]  # (rank, size, group) -> a work or future, what it writes
-
 
 def numbers(rank: int, numel: int = N) -> Tensor:
     """Whole numbers, so that no order of adding changes the sum."""
     return torch.arange(numel, dtype=torch.float32) % 17 + 10 * rank + 1
 
 
-def all_reduce(rank: int, size: int, group: Any) -> Any:
-    x = numbers(rank)
-    return dist.all_reduce(x, group=group, async_op=True), x
-
-
-def all_reduce_coalesced(rank: int, size: int, group: Any) -> Any:
-    xs = [numbers(rank), numbers(rank, 2)]
-    return dist.all_reduce_coalesced(xs, group=group, async_op=True), xs
-
-
-def broadcast(rank: int, size: int, group: Any) -> Any:
-    x = numbers(rank)
-    return dist.broadcast(x, 1, group=group, async_op=True), x
-
-
-def all_gather(rank: int, size: int, group: Any) -> Any:
+def calls(rank: int, size: int) -> dict[str, tuple[Callable[..., Any], Sequence[Any], Any]]:
+    """By name: the function, its arguments, and what it writes."""
+    x, short, whole = numbers(rank), numbers(rank, 2), numbers(rank, N * size)
+    out, outs = torch.zeros(N), torch.zeros(N * size)
     rows = [torch.zeros(N) for _ in range(size)]
-    return dist.all_gather(rows, numbers(rank), group=group, async_op=True), rows
+    pairs = [[torch.zeros(N), torch.zeros(2)] for _ in range(size)]
+    is_root = rank == 0
+    parts = [numbers(r) for r in range(size)] if is_root else None
+    scattered = [numbers(rank + 3 * i) for i in range(size)]
+    return {
+        "all_reduce": (dist.all_reduce, [x], x),
+        "all_reduce_coalesced": (dist.all_reduce_coalesced, [[x, short]], [x, short]),
+        "broadcast": (dist.broadcast, [x, 1], x),
+        "all_gather": (dist.all_gather, [rows, x], rows),
+        "all_gather_into_tensor": (dist.all_gather_into_tensor, [outs, x], outs),
+        "all_gather_coalesced": (dist.all_gather_coalesced, [pairs, [x, short]], pairs),
+        "reduce_scatter": (dist.reduce_scatter, [out, scattered], out),
+        "reduce_scatter_tensor": (dist.reduce_scatter_tensor, [out, whole], out),
+        "barrier": (dist.barrier, [], []),
+        "reduce": (dist.reduce, [x, 1], x if rank == 1 else []),
+        "gather": (dist.gather, [x, rows if is_root else None, 0], rows if is_root else []),
+        "scatter": (dist.scatter, [out, parts, 0], out),
+        "all_to_all": (dist.all_to_all_single, [outs, whole], outs),
+    }
 
 
-def all_gather_into_tensor(rank: int, size: int, group: Any) -> Any:
-    out = torch.zeros(N * size)
-    return dist.all_gather_into_tensor(out, numbers(rank), group=group, async_op=True), out
+COLLECTIVES = tuple(calls(0, 2))
 
 
-def all_gather_coalesced(rank: int, size: int, group: Any) -> Any:
-    rows = [[torch.zeros(N), torch.zeros(2)] for _ in range(size)]
-    inputs = [numbers(rank), numbers(rank, 2)]
-    return dist.all_gather_coalesced(rows, inputs, group=group, async_op=True), rows
+def begin(name: str, rank: int, size: int, group: Any = None) -> tuple[Any, Any]:
+    """A work or future, and what it writes."""
+    call, arguments, written = calls(rank, size)[name]
+    return call(*arguments, group=group, async_op=True), written
 
 
-def reduce_scatter(rank: int, size: int, group: Any) -> Any:
-    out, row = torch.zeros(N), [numbers(rank + 3 * i) for i in range(size)]
-    return dist.reduce_scatter(out, row, group=group, async_op=True), out
-
-
-def reduce_scatter_tensor(rank: int, size: int, group: Any) -> Any:
-    out = torch.zeros(N)
-    work = dist.reduce_scatter_tensor(out, numbers(rank, N * size), group=group, async_op=True)
-    return work, out
-
-
-def barrier(rank: int, size: int, group: Any) -> Any:
-    return dist.barrier(group=group, async_op=True), []
-
-
-def reduce(rank: int, size: int, group: Any) -> Any:
-    x = numbers(rank)
-    return dist.reduce(x, 1, group=group, async_op=True), x if rank == 1 else []
-
-
-def gather(rank: int, size: int, group: Any) -> Any:
-    rows = [torch.zeros(N) for _ in range(size)] if rank == 0 else []
-    return dist.gather(numbers(rank), rows or None, 0, group=group, async_op=True), rows
-
-
-def scatter(rank: int, size: int, group: Any) -> Any:
-    out, rows = torch.zeros(N), [numbers(r) for r in range(size)] if rank == 0 else None
-    return dist.scatter(out, rows, 0, group=group, async_op=True), out
-
-
-def all_to_all(rank: int, size: int, group: Any) -> Any:
-    out = torch.zeros(N * size)
-    return dist.all_to_all_single(out, numbers(rank, N * size), group=group, async_op=True), out
-
-
-COLLECTIVES: tuple[Begin, ...] = (
-    *(all_reduce, all_reduce_coalesced, broadcast, all_gather, all_gather_into_tensor),
-    *(all_gather_coalesced, reduce_scatter, reduce_scatter_tensor, barrier),
-    *(reduce, gather, scatter, all_to_all),
-)
+def total_of(size: int) -> Tensor:
+    return sum((numbers(r) for r in range(size)), torch.zeros(N))
 
 
 def is_future(handle: Any) -> bool:
@@ -144,10 +108,9 @@ def is_future(handle: Any) -> bool:
 def answers(rank: int, size: int) -> None:
     """What a work says, and what its future holds, beside gloo's."""
     gloo = dist.new_group(backend="gloo")
-    for begin in COLLECTIVES:
-        name = begin.__name__
-        control, expected = begin(rank, size, gloo)
-        handle, written = begin(rank, size, None)
+    for name in COLLECTIVES:
+        control, expected = begin(name, rank, size, gloo)
+        handle, written = begin(name, rank, size)
         control.wait()
         if is_future(handle):
             assert_alike(handle.wait(), control.value(), name)
@@ -266,14 +229,14 @@ def nobody_waits(rank: int, size: int) -> None:
     """A barrier says that all is done, also with handles dropped."""
     gloo = dist.new_group(backend="gloo")
     for asynchronous in (False, True):
-        for begin in COLLECTIVES:
-            control, expected = begin(rank, size, gloo)
+        for name in COLLECTIVES:
+            control, expected = begin(name, rank, size, gloo)
             control.wait()
-            written = begin(rank, size, None)[1]
+            written = begin(name, rank, size)[1]
             work = dist.barrier(async_op=asynchronous)
             if work is not None:
                 work.wait()
-            assert_alike(written, expected, begin.__name__)
+            assert_alike(written, expected, name)
         begun = converted(rank, size)
         dist.barrier()
         for name, tensors, wanted in begun:
@@ -283,7 +246,7 @@ def nobody_waits(rank: int, size: int) -> None:
 def nobody_waits_before_the_end(rank: int, size: int) -> None:
     group = dist.new_group()
     begun = converted(rank, size, group)
-    rows = all_gather(rank, size, group)[1]
+    rows = begin("all_gather", rank, size, group)[1]
     dist.destroy_process_group(group)
     for name, tensors, wanted in begun:
         assert_alike(tensors, wanted, name)
@@ -348,8 +311,7 @@ def interrupted(rank: int, size: int) -> None:
     for work in works:
         assert work.wait()
         assert work.is_success()
-    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
-    assert_equal(x, total)
+    assert_equal(x, total_of(size))
     assert_alike(rows, [numbers(r) for r in range(size)], "all_gather")
     assert_equal(small, torch.full((N,), size * (size + 1) // 2, dtype=torch.int16))
 
@@ -364,9 +326,9 @@ def in_inference_mode(rank: int, size: int) -> None:
             with torch.inference_mode():
                 begun = converted(rank, size)
                 wanted = [numbers(r) for r in range(size)]
-                work, rows = all_gather(rank, size, None)
+                work, rows = begin("all_gather", rank, size)
                 begun.append(("all_gather", rows, wanted))
-                scattered, out = reduce_scatter(rank, size, None)
+                scattered, out = begin("reduce_scatter", rank, size)
                 total = sum((numbers(r + 3 * rank) for r in range(size)), torch.zeros(N))
                 begun.append(("reduce_scatter", out, total))
                 if is_inside:
@@ -399,7 +361,7 @@ def num_future_threads() -> int:
 
 def callbacks_wait(rank: int, size: int) -> None:
     """A callback waits for a future of the same group, and its callback for another, and so on."""
-    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
+    total = total_of(size)
 
     def nested(depth: int) -> Tensor:
         x = numbers(rank)
@@ -426,7 +388,7 @@ def callbacks_wait_for_later_ones(rank: int, size: int) -> None:
     ]
     if rank == 1:
         store().set("all begun", "")
-    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
+    total = total_of(size)
     for future in chained:
         assert_equal(future.wait(), total)
 
@@ -554,9 +516,8 @@ def peer_killed(rank: int, size: int) -> Any:
 
 def wrapped(rank: int, size: int) -> Any:
     """What torch hands on of a Backend's work."""
-    work, x = all_reduce(rank, size, None)
+    work, x = begin("all_reduce", rank, size)
     work.wait()
-    total = sum((numbers(r) for r in range(size)), torch.zeros(N))
-    assert_equal(x, total)
+    assert_equal(x, total_of(size))
     assert work.get_future().done()
     return type(dist.group.WORLD).__name__, work.is_completed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -23,9 +24,8 @@ IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
 
 @functools.cache
 def verdicts(cases: str, size: int, backend: str = "ringar", debug: str = "") -> list[Any]:
-    module: Any = {"cases": distributed_cases, "training": distributed_training}[cases]
     env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
-    work = list(module.CASES.items())
+    work = list(importlib.import_module(f"distributed_{cases}").CASES.items())
     return run_group(run_cases, size, work, backend=backend, env=env)
 
 

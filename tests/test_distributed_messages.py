@@ -1,4 +1,4 @@
-"""Do messages (`send`, `recv`) end once for all who ask, by timeout and Ctrl-C, with all signs?"""
+"""Do messages (`send`, `recv`) end once for all who ask, by timeout and by Ctrl-C?"""
 
 from __future__ import annotations
 
@@ -146,67 +146,3 @@ def test_as_many_threads_as_waits_under_way():
     assert len(waiters._threads) == 3, "threads are used again"
     waiters.close()
     assert not any(thread.is_alive() for thread in waiters._threads)
-
-
-# -- tensors that hold the negative, or the conjugate, of their memory -----------------------------
-
-
-def negated(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch._neg_view(torch.tensor([1, 2, 3, 4], dtype=dtype) + 10 * rank)
-
-
-def conjugated(rank: int) -> torch.Tensor:
-    return torch.tensor([1 + 1j, 2 - 3j]).add(10 * rank).conj()
-
-
-def signs(rank: int, size: int) -> None:
-    """Two ranks."""
-    plain = [negated(r).clone().resolve_neg() for r in range(2)]
-
-    def same(got: Any, *expected: Any) -> None:
-        got = [t.resolve_neg().resolve_conj().tolist() for t in got]
-        assert got == [t.resolve_neg().resolve_conj().tolist() for t in expected], got
-
-    for make in (negated, conjugated):
-        rows = [torch.zeros_like(make(0).resolve_conj().resolve_neg()) for _ in range(2)]
-        dist.gather(make(rank), rows if rank == 0 else None, 0)
-        if rank == 0:
-            same(rows, make(0), make(1))
-    rows = [negated(5), negated(6)]
-    dist.gather(plain[rank], rows if rank == 0 else None, 0)
-    if rank == 0:
-        same(rows, *plain)
-    into = negated(7)
-    dist.scatter(into, [negated(2), negated(3)] if rank == 1 else None, 1)
-    same([into], negated(2 + rank))
-    into = negated(7)
-    if rank == 1:
-        dist.send(negated(1), 0)
-    else:
-        dist.recv(into, 1)
-        same([into], plain[1])
-    into = negated(7)
-    dist.all_to_all_single(into, negated(rank))
-    first = 2 * rank
-    same([into], torch.cat([plain[0][first : first + 2], plain[1][first : first + 2]]))
-    into = negated(rank)
-    dist.reduce(into, 0, dist.ReduceOp.MAX)
-    if rank == 0:
-        same([into], torch.maximum(*plain))
-    into = negated(rank, torch.int32)
-    dist.all_reduce(into, dist.ReduceOp.BAND)
-    same([into], negated(0, torch.int32).clone() & negated(1, torch.int32).clone())
-    into = negated(rank, torch.int16)
-    dist.broadcast(into, 0)
-    same([into], negated(0, torch.int16))
-    group = dist.distributed_c10d._get_default_group()
-    into = conjugated(rank)  # the functions of torch.distributed refuse it
-    group.allreduce([into]).wait()
-    same([into], conjugated(0).resolve_conj() + conjugated(1).resolve_conj())
-    into = conjugated(rank)
-    group.broadcast([into], 1).wait()
-    same([into], conjugated(1))
-
-
-def test_no_sign_is_lost():
-    assert run_group(signs, 2) == [None] * 2

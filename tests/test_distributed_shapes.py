@@ -1,4 +1,4 @@
-"""Do tensors of equal size and different shape reduce under torch.distributed, as with gloo?"""
+"""Does torch.distributed go by index and sign, whatever tensors' shapes, strides and views?"""
 
 from __future__ import annotations
 
@@ -93,55 +93,100 @@ def test_elements_correspond_by_index_whatever_their_strides():
             assert values == expected.to(dtype).tolist(), (name, dtype, root)
 
 
-def strided(x: torch.Tensor) -> torch.Tensor:
+def strided(x: Tensor) -> Tensor:
     """The same numbers, every other one of a longer tensor's."""
     longer = torch.full((2 * len(x),), 77, dtype=x.dtype)
     longer[::2] = x
     return longer[::2]
 
 
-def not_contiguous(rank: int, size: int, dtype: torch.dtype) -> None:
-    """What gloo does, two ranks: it would go by memory, past the tensor's end."""
+DISGUISES = {"strided": strided, "negated": lambda x: torch._neg_view(-x)}
+
+
+def disguised(rank: int, size: int, how: str, dtype: torch.dtype) -> None:
+    """What gloo does, two ranks: it would go by memory, past the tensor's end or without a sign."""
+    hide = DISGUISES[how]
     parts = [torch.arange(4).to(dtype) + 10 * r for r in range(2)]
 
-    def same(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def same(*pairs: tuple[Tensor, Tensor]) -> None:
         for got, expected in pairs:
             assert got.tolist() == expected.tolist()
 
-    def new() -> torch.Tensor:
-        return strided(torch.zeros(4, dtype=dtype))
+    def new() -> Tensor:
+        return hide(torch.full((4,), 7).to(dtype))
 
     if dtype is torch.float32:  # on one rank, and on both
-        for x in (strided(parts[rank]) if rank else parts[0].clone(), strided(parts[rank])):
-            dist.reduce(x, 0)
-            if rank == 0:
-                same((x, parts[0] + parts[1]))
-    rows = [new(), new()]
-    dist.gather(strided(parts[rank]), rows if rank == 0 else None, 0)
-    if rank == 0:
-        same(*zip(rows, parts, strict=True))
+        for op, total in (("SUM", parts[0] + parts[1]), ("MAX", torch.maximum(*parts))):
+            for x in (hide(parts[rank]) if rank else parts[0].clone(), hide(parts[rank])):
+                dist.reduce(x, 0, getattr(dist.ReduceOp, op))
+                if rank == 0:
+                    same((x, total))
+    for mine in (hide(parts[rank]), parts[rank]):
+        rows = [new(), new()]
+        dist.gather(mine, rows if rank == 0 else None, 0)
+        if rank == 0:
+            same(*zip(rows, parts, strict=True))
+    for root in range(2):
+        into = new()
+        dist.scatter(into, [hide(part) for part in parts] if rank == root else None, root)
+        same((into, parts[rank]))
     into = new()
-    dist.scatter(into, [strided(part) for part in parts] if rank == 0 else None, 0)
-    same((into, parts[rank]))
-    into = new()
-    dist.all_to_all_single(into, strided(parts[rank]))
+    dist.all_to_all_single(into, hide(parts[rank]))
     first = 2 * rank
     same((into, torch.cat([part[first : first + 2] for part in parts])))
     if torch.__version__.split(".")[:2] >= ["2", "14"]:  # torch 2.11's gloo has no such call
         rows = [new(), new()]
-        dist.all_to_all(rows, [strided(parts[rank])] * 2)
+        dist.all_to_all(rows, [hide(parts[rank])] * 2)
         same(*zip(rows, parts, strict=True))
     into = new()
     if rank == 0:
-        dist.send(strided(parts[0]), 1)
+        dist.send(hide(parts[0]), 1)
     else:
         dist.recv(into, 0)
         same((into, parts[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
-def test_what_gloo_does_goes_by_index_and_not_by_memory(dtype):
-    assert run_group(not_contiguous, 2, dtype, timeout_s=10.0) == [None] * 2
+@pytest.mark.parametrize("how", DISGUISES)
+def test_what_gloo_does_goes_by_index_and_sign_and_not_by_memory(how, dtype):
+    assert run_group(disguised, 2, how, dtype, timeout_s=10.0) == [None] * 2
+
+
+def conjugated(rank: int) -> Tensor:
+    return torch.tensor([1 + 1j, 2 - 3j]).add(10 * rank).conj()
+
+
+def signs(rank: int, size: int) -> None:
+    """Of calls that gloo and the engine do, two ranks."""
+
+    def same(got: Tensor, expected: Tensor) -> None:
+        got, expected = (t.resolve_neg().resolve_conj().tolist() for t in (got, expected))
+        assert got == expected
+
+    def negated(rank: int, dtype: torch.dtype) -> Tensor:
+        return torch._neg_view(torch.tensor([1, 2, 3, 4], dtype=dtype) + 10 * rank)
+
+    rows = [torch.zeros(2, dtype=torch.complex64) for _ in range(2)]
+    dist.gather(conjugated(rank), rows if rank == 0 else None, 0)
+    if rank == 0:
+        same(torch.stack(rows), torch.stack([conjugated(0), conjugated(1)]))
+    into = negated(rank, torch.int32)
+    dist.all_reduce(into, dist.ReduceOp.BAND)
+    same(into, negated(0, torch.int32).clone() & negated(1, torch.int32).clone())
+    into = negated(rank, torch.int16)
+    dist.broadcast(into, 0)
+    same(into, negated(0, torch.int16))
+    group = dist.distributed_c10d._get_default_group()
+    into = conjugated(rank)  # the functions of torch.distributed refuse it
+    group.allreduce([into]).wait()
+    same(into, conjugated(0).resolve_conj() + conjugated(1).resolve_conj())
+    into = conjugated(rank)
+    group.broadcast([into], 1).wait()
+    same(into, conjugated(1))
+
+
+def test_no_sign_is_lost():
+    assert run_group(signs, 2) == [None] * 2
 
 
 def expanded(rank: int, size: int) -> Any:
@@ -179,28 +224,19 @@ def test_expanded_tensors_are_refused_before_other_ranks_are_told():
         assert whole == [3.0] * 4, "the group goes on"
 
 
-def differ(rank: int, size: int) -> Any:
-    try:
-        dist.all_reduce(torch.ones(4 + rank))
-    except pr.ArgumentError as error:
-        return str(error)
-    return "no error"
+def differ(rank: int, size: int, how: str) -> Any:
+    x = torch.ones(4 + rank) if how == "sizes" else torch.ones((4,) if rank else (2, 2))
+    call = dist.all_reduce if how == "sizes" else pr.ProcessCommunicator(name="strict").all_reduce
+    with pytest.raises(pr.ArgumentError) as raised:
+        call(x)
+    return str(raised.value)
 
 
 def test_sizes_that_differ_are_still_refused():
-    for text in run_group(differ, 2):
+    for text in run_group(differ, 2, "sizes"):
         assert "4 float32" in text, text
         assert "5 float32" in text, text
 
 
-def strict(rank: int, size: int) -> Any:
-    comm = pr.ProcessCommunicator(name="strict")
-    try:
-        comm.all_reduce(torch.ones((4,) if rank else (2, 2)))
-    except pr.ArgumentError as error:
-        return str(error)
-    return "no error"
-
-
 def test_a_communicator_of_its_own_still_compares_shapes():
-    assert all("4 float32" in text for text in run_group(strict, 2))
+    assert all("4 float32" in text for text in run_group(differ, 2, "shapes"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from datetime import timedelta
@@ -12,31 +11,18 @@ import distributed_works
 import pytest
 import torch
 from ranks import Died, Failed, run_cases, run_group
+from test_distributed import IS_BACKEND_IN_PYTHON, check, verdicts
 from torch.futures import Future
 
 import pyringar as pr
 from pyringar.distributed.fallback import InnerBackends
 from pyringar.distributed.work import Completer
 
-IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
-
-
-@functools.cache
-def verdicts(size: int) -> list[Any]:
-    work = list(distributed_works.CASES.items())
-    return run_group(run_cases, size, work)
-
-
-def check(results: list[Any], case: str) -> None:
-    assert all(isinstance(verdict, dict) for verdict in results), results
-    failures = [verdict[case] for verdict in results if verdict[case] is not None]
-    assert not failures, "\n".join(failures)
-
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", distributed_works.CASES)
 def test_works(case, size):
-    check(verdicts(size), case)
+    check(verdicts("works", size), case)
 
 
 # -- threads that complete futures -----------------------------------------------------------------

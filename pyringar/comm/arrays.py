@@ -57,9 +57,5 @@ def as_tensor(array: Any) -> Tensor:
 
 
 def as_tensors(values: Iterable[Any]) -> list[Any]:
-    """Return a list with a tensor for every array; what is neither stays as it is.
-
-    Args:
-        values: Tensors, arrays, and whatever else.
-    """
+    """Return a list with a tensor for every array; what is neither stays as it is."""
     return [as_tensor(value) if is_array(value) else value for value in values]

@@ -52,18 +52,19 @@ def close_at_exit(
 ) -> None:
     """Call ``close(owner)`` before the interpreter ends, unless ``owner`` is gone by then.
 
-    The newest is closed first: what uses another was made after it. What waits for other processes
-    is aborted before if an exception that nobody caught ends the program, or if no call of any
-    owner's goes on for some seconds: they may wait for what this process does not do any more.
+    The newest is closed first: what uses another was made after it. ``abort(owner)`` comes before,
+    after which ``close`` waits for nobody, if an exception that nobody caught ends the program, or
+    if no call of any owner's goes on for some seconds: they may wait for what this process does not
+    do any more.
 
     Args:
         owner: Held weakly.
-        close: Takes ``owner``; may be called again.
-        in_child: Takes ``owner`` in a child made by ``os.fork``, which may then use it. Without it
-            the child never closes or destroys ``owner``: there it is :func:`is_inherited`.
-        abort: Takes ``owner``; ``close`` then waits for nobody.
-        progress: Takes ``owner``; false if no call runs that may wait for other processes, else
-            what changes as calls go on, such as how many there are.
+        close: May be called again.
+        in_child: For a child made by ``os.fork``, which may then use ``owner``. Without it the
+            child never closes or destroys ``owner``: there it is :func:`is_inherited`.
+        abort: Only for what waits for other processes.
+        progress: False if no call runs that may wait for other processes, else what changes as
+            calls go on, such as how many there are.
     """
     key = id(owner)
     _living[key] = _Living(

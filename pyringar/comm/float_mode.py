@@ -31,9 +31,8 @@ def _cut(tensor: Tensor) -> tuple[Tensor, ...]:
 def default_float_mode() -> Iterator[Pieces]:
     """Keep denormals in this thread, where ``torch.set_flush_denormal(True)`` was called before.
 
-    Yields:
-        How to cut tensors that are computed with: not at all as a rule, and into pieces that this
-        thread computes alone where it flushes denormals otherwise.
+    Yields how to cut tensors that are computed with: not at all as a rule, and into pieces that
+    this thread computes alone where it flushes denormals otherwise.
 
     Cost: a multiplication, if the thread keeps them anyway.
     """

@@ -153,9 +153,8 @@ class Rendezvous:
     def share_memory(self) -> tuple[Any, bytes]:
         """Return rank 0's segment, mapped, and its token.
 
-        Raises:
-            CollectiveTimeout, PeerLostError: As :meth:`exchange_members`.
-            RingarError: A rank could not make or map it (names it, with the reason).
+        Raises as :meth:`exchange_members`, and RingarError for a rank that could not make or map
+        it: names it, with the reason.
         """
         if self.rank == 0:
             token = secrets.token_bytes(_TOKEN_BYTES)
@@ -179,9 +178,7 @@ class Rendezvous:
     def wait_until_mapped(self, absent_ranks: Callable[[], list[int]]) -> None:
         """Return when ``absent_ranks()``, who have not mapped the memory yet, is empty.
 
-        Raises:
-            CollectiveTimeout, PeerLostError: As :meth:`exchange_members`.
-            RingarError: A rank could not map it (names it, with the reason).
+        Raises as :meth:`share_memory`.
         """
 
         def look(is_late: bool) -> bool | None:

@@ -53,9 +53,7 @@ def default_store() -> tuple[Any, int, int]:
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
     """Return the store, rank and world size that a caller gave, or :func:`default_store`'s.
 
-    Raises:
-        ArgumentError: Only a part of them is given, or one is not what it should be.
-        UnsupportedError: As :func:`default_store`.
+    Raises as that, and ArgumentError if only a part is given, or one is not what it should be.
     """
     if store is None:
         if rank is not None or world_size is not None:

@@ -46,9 +46,7 @@ class WatchedPart:
         waiters: Wait for it if it is a send or receive, which nobody else can.
         copies: What follows a receive.
 
-    Raises:
-        PeerLostError: One of ``peers`` is gone already.
-        RingarError: The group has failed, or is closed.
+    Raises PeerLostError if one of ``peers`` is gone, RingarError if the group failed or is closed.
     """
 
     def __init__(
@@ -327,12 +325,9 @@ def _receive(work: Any, copies: Sequence[Copy]) -> None:
 
 
 def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeError:
-    """Return what ``check`` raises, or else gloo's error as one of ours.
+    """Return what ``check`` raises for a rank that is gone, or else gloo's error as one of ours.
 
-    Args:
-        error: What gloo raised.
-        what: Which call that was.
-        check: Raises if a rank is gone.
+    ``what`` says which call it was.
     """
     text = str(error).lower()
     is_broken = any(word in text for word in _CONNECTION)

@@ -29,10 +29,6 @@ class InnerBackends:
     elsewhere in its program. Where it cannot be made, the first call that needs it says why.
 
     Args:
-        store: The group's.
-        rank: This process's rank.
-        size: Number of ranks.
-        timeout: For all calls.
         backend_of: The backend that the user asked for, by device type; None: none.
         set_timeout: The group's own: torch up to 2.13 gives a new timeout to its gloo alone.
     """
@@ -64,9 +60,8 @@ class InnerBackends:
     def for_tensors(self, tensors: Sequence[Tensor], operation: str) -> Any:
         """Return the backend for these tensors.
 
-        Raises:
-            UnsupportedError: There is none for their device.
-            RingarError: The group was destroyed, or gloo could not be made.
+        Raises UnsupportedError where there is none for their device, and RingarError where the
+        group was destroyed, or gloo could not be made.
         """
         return self.for_device(tensors[0].device.type if tensors else "cpu", operation)
 

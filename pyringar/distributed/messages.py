@@ -63,9 +63,8 @@ class Waiters:
 class Message:
     """A message's end, for any number of threads, and handlers that interrupt them, to wait for.
 
-    Args:
-        waiters: Wait for it once somebody here does.
-        wait: Blocks until it has ended, raises what it failed with, and is called once.
+    ``wait`` blocks until it has ended, or raises what it failed with; ``waiters`` call it once,
+    when somebody waits here.
     """
 
     def __init__(self, waiters: Waiters, wait: Callable[[], object]) -> None:

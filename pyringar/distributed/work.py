@@ -190,11 +190,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
 
 
 class DoneWork(PendingWork):
-    """The work of a collective that has run: nothing is left to wait for.
-
-    Args:
-        results: See :class:`PendingWork`.
-    """
+    """The work of a collective that has run: nothing is left to wait for."""
 
     _parts = ()
     _future = None
