@@ -8,41 +8,37 @@ import sys
 import sysconfig
 import textwrap
 import venv
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_engine import CUDA_MODULE_CPP, KERNEL_CU, MODULE_CPP, run
+from tiny_engine import CUDA_MODULE_CPP, KERNEL_CU, MODULE_CPP, run, script, set_value
 
 from pyringar.engine import build, load
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """A cache of this test's own, not there yet, and no environment variable of the user's."""
-    for name in (
-        "CXX",
-        "CUDA_HOME",
-        *(name for name in os.environ if name.startswith("PYRINGAR_")),
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("CXX", "CUDA_HOME", *os.environ):
+        if name in ("CXX", "CUDA_HOME") or name.startswith("PYRINGAR_"):
+            monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> build.Recipe:
+def tiny(tmp_path):
     """The sources of an engine whose value() is 42."""
     root = tmp_path / "csrc"
     for floor in ("bindings", "cpu", "core"):
         (root / floor).mkdir(parents=True)
-    (root / "core/value.h").write_text("#pragma once\ninline constexpr long kValue = 42;\n")
     (root / "bindings/module.cpp").write_text(MODULE_CPP)
+    set_value(build.Recipe(root), 42)
     return build.Recipe(root)
 
 
 @pytest.fixture
-def tiny_cuda(tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch) -> build.Recipe:
+def tiny_cuda(tiny, monkeypatch):
     """A CUDA engine beside the tiny one, for one architecture so that it is there in seconds."""
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
     (tiny.root() / "cuda").mkdir()
@@ -52,7 +48,7 @@ def tiny_cuda(tiny: build.Recipe, monkeypatch: pytest.MonkeyPatch) -> build.Reci
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Path:
+def python(tmp_path):
     """The Python of a fresh virtual environment that finds torch where this one does."""
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
@@ -70,25 +66,21 @@ def python(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def wrapper(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def wrapper(tmp_path, cache, monkeypatch):
     """Make CXX a script: given lines of shell, then the real compiler. Returns its log."""
 
     def make(lines: str) -> Path:
         log = tmp_path / "compiler.log"
-        script = tmp_path / "my-c++"
         real = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-        script.write_text(
-            f'#!/bin/sh\necho "$@" >> {log}\n{textwrap.dedent(lines)}\nexec {real} "$@"\n'
-        )
-        script.chmod(0o755)
-        monkeypatch.setenv("CXX", str(script))
+        text = f'echo "$@" >> {log}\n{textwrap.dedent(lines)}\nexec {real} "$@"'
+        monkeypatch.setenv("CXX", str(script(tmp_path / "my-c++", text)))
         return log
 
     return make
 
 
 @pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unloaded(monkeypatch):
     """Pretend that this process has loaded no engine."""
     names = (load._NAME, load._CUDA_NAME)
     for name in names:

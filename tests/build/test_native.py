@@ -1,20 +1,18 @@
-"""Loading the engine, and the commands that build and describe it."""
+"""Is the engine loaded once, and do the commands that build and describe it say what is there?"""
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_engine import REPO, needs_compiler
+from tiny_engine import COMPILERS, REPO, needs_compiler, run_alone
 
 from pyringar.cli import main
 from pyringar.engine import build, load
@@ -24,10 +22,8 @@ from pyringar.errors import BuildError
 
 
 @needs_compiler
-def test_threads_load_one_engine(
-    cache: Path, tiny: build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built, calls, results = build.ensure_engine(tiny), [], []
+def test_threads_load_one_engine(cache, tiny, unloaded, monkeypatch):
+    built, calls = build.ensure_engine(tiny), []
     assert load.loaded_engine() is None
 
     def slow_ensure(recipe: build.Recipe) -> build.Engine:
@@ -36,21 +32,14 @@ def test_threads_load_one_engine(
         return built
 
     monkeypatch.setattr(build, "ensure_engine", slow_ensure)
-    threads = [threading.Thread(target=lambda: results.append(load.engine())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
+    with ThreadPoolExecutor(8) as pool:
+        modules = list(pool.map(lambda _: load.engine(), range(8)))
     assert len(calls) == 1
-    assert len(results) == 8
-    assert all(module is results[0] for module in results)
-    assert load.loaded_engine() is results[0]
+    assert all(module is load.loaded_engine() for module in modules)
 
 
 @needs_compiler
-def test_an_engine_that_cannot_be_loaded(
-    cache: Path, tiny: build.Recipe, unloaded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_be_loaded(cache, tiny, unloaded, monkeypatch):
     built = build.ensure_engine(tiny)
     built.path.write_bytes(b"no machine code")
     monkeypatch.setattr(build, "ensure_engine", lambda recipe: built)
@@ -62,7 +51,7 @@ def test_an_engine_that_cannot_be_loaded(
 
 
 @needs_compiler
-def test_finding_pyringars_engine_is_quick(cache: Path) -> None:
+def test_finding_pyringars_engine_is_quick(cache):
     """Key, compiler and cache together: all that a warm start adds to loading a library."""
     took = []
     for _ in range(5):
@@ -72,7 +61,7 @@ def test_finding_pyringars_engine_is_quick(cache: Path) -> None:
     assert min(took) < 0.05
 
 
-def test_importing_pyringar_neither_builds_nor_loads(cache: Path) -> None:
+def test_importing_pyringar_neither_builds_nor_loads(cache):
     code = (
         "import sys, time, torch; t = time.process_time(); import pyringar; "
         "print(time.process_time() - t, 'pyringar._engine' in sys.modules)"
@@ -89,9 +78,7 @@ def test_importing_pyringar_neither_builds_nor_loads(cache: Path) -> None:
 # --- the command line ---
 
 
-def test_info_needs_no_compiler_and_builds_nothing(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_needs_no_compiler_and_builds_nothing(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["info"]) == 0
     report = capsys.readouterr().out
@@ -104,9 +91,7 @@ def test_info_needs_no_compiler_and_builds_nothing(
     assert not cache.exists()
 
 
-def test_info_lists_gpus_and_which_reads_which(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_lists_gpus_and_which_reads_which(cache, monkeypatch, capsys):
     gpu = SimpleNamespace(
         name="Example GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
     )
@@ -122,7 +107,7 @@ def test_info_lists_gpus_and_which_reads_which(
 
 
 @needs_compiler
-def test_info_shows_a_refused_cache(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_a_refused_cache(cache, capsys):
     cache.mkdir()
     cache.chmod(0o777)
     assert main(["info"]) == 0
@@ -130,48 +115,33 @@ def test_info_shows_a_refused_cache(cache: Path, capsys: pytest.CaptureFixture[s
 
 
 @needs_compiler
-def test_build_command(
-    cache: Path,
-    tiny: build.Recipe,
-    unloaded: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_build_command(cache, tiny, unloaded, monkeypatch, capsys, caplog):
     monkeypatch.setattr(build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
     caplog.set_level(logging.INFO)
-    assert main(["build", "--no-cuda", "--verbose"]) == 0
-    told = capsys.readouterr().out
-    assert str(cache) in told
-    assert "compiler" in told
+
+    def told(*options: str, status: int = 0) -> str:
+        assert main(["build", "--no-cuda", *options]) == status
+        return "".join(capsys.readouterr())
+
+    first = told("--verbose")
+    assert str(cache) in first
+    assert "compiler" in first
     assert "module.cpp" in caplog.text
-    assert main(["build", "--no-cuda"]) == 0
-    assert "it was there (cache)" in capsys.readouterr().out
-    assert main(["build", "--no-cuda", "--force"]) == 0
-    assert "it was there" not in capsys.readouterr().out
+    assert "it was there (cache)" in told()
+    assert "it was there" not in told("--force")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert main(["build", "--no-cuda", "--force"]) == 1
-    assert "CompilerNotFoundError" in capsys.readouterr().err
+    assert "CompilerNotFoundError" in told("--force", status=1)
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_pyringars_engine_compiles_without_warnings(
-    cache: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler}")
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_pyringars_engine_compiles_without_warnings(cache, compiler, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
     # In a process of its own: one process loads one engine.
-    code = (
-        "from pyringar.engine import build, load; "
-        "engine = build.ensure_engine(build.Recipe(extra_flags=('-Werror',))); "
-        "print(load.load(engine).build_info()['compiler'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(compiler)
+    code = """
+engine = build.ensure_engine(build.Recipe(extra_flags=("-Werror",)))
+print(load.load(engine).build_info()["compiler"])
+"""
+    assert run_alone(code).startswith(compiler)

@@ -1,4 +1,4 @@
-"""What pip makes of the checkout: wheels with and without the engine, an editable install.
+"""Does pip make wheels, with and without the engine, and editable installs that work?
 
 Real pip, with build isolation, in fresh virtual environments. They borrow torch from the one that
 runs the tests, so that nothing large is downloaded; the build requirements come from the index.
@@ -12,8 +12,9 @@ import shutil
 import sys
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_engine import REPO, needs_compiler, run
@@ -36,11 +37,13 @@ print(json.dumps({
 """
 SHIPPED = ("csrc", "pyringar", "tests", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
-slow = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+def slow(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     """A copy of the checkout, for pip writes into it."""
     for name in SHIPPED:
         source, target = REPO / name, tmp_path / "tree" / name
@@ -53,13 +56,18 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_cache(tmp_path_factory):
     """One cache for all installations: they have one key, so one build serves them."""
     return tmp_path_factory.mktemp("shared") / "cache"
 
 
-def wheel(python: Path, tree: Path, name: str = "dist", **environment: str | Path) -> Path:
-    run(python, "-m", "pip", "wheel", "--no-deps", "-w", name, ".", cwd=tree, **environment)
+def pip(python: Path, *arguments: str | Path, **options: Any) -> str:
+    command, *rest = arguments
+    return run(python, "-m", "pip", command, "--no-deps", *rest, **options)
+
+
+def wheel(python: Path, tree: Path, name: str = "dist", source: Path | str = ".", **environment):
+    pip(python, "wheel", "-w", name, source, cwd=tree, **environment)
     (made,) = (tree / name).glob("*.whl")
     return made
 
@@ -84,118 +92,93 @@ def use(python: Path, cwd: Path, **environment: str | Path) -> Mapping[str, obje
     return facts
 
 
-def test_one_version() -> None:
+def test_one_version():
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
-    declared = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
-    assert declared is not None
-    assert declared.group(1) == pyringar.__version__
+    assert f'\nversion = "{pyringar.__version__}"\n' in project
 
 
-class TestPlainWheel:
-    pytestmark = slow
-
-    def test_holds_the_sources_and_needs_no_compiler(self, tree: Path, python: Path) -> None:
-        made = wheel(python, tree, CXX="/no/compiler", PATH=python.parent)
-        assert made.name.endswith("-py3-none-any.whl")
-        names = names_in(made)
-        assert {f"pyringar/_csrc/{name}" for name in sources()} <= names
-        assert not [name for name in names if name.endswith(".so") or name.startswith("tests")]
-
-    @needs_compiler
-    def test_compiles_at_the_first_call(
-        self, tree: Path, python: Path, tmp_path: Path, shared_cache: Path
-    ) -> None:
-        run(python, "-m", "pip", "install", "--no-deps", ".", cwd=tree)
-        command = python.parent / "pyringar"
-        told = run(command, "info", cwd=tmp_path, PYRINGAR_CACHE_DIR=tmp_path / "empty")
-        assert "not built yet" in told
-        facts = use(python, tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
-        assert str(facts["package"]).startswith(str(python.parents[1]))
-        assert str(facts["sources"]).endswith("/pyringar/_csrc")
-        assert facts["origin"] == "cache"
-        told = run(command, "build", "--no-cuda", cwd=tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
-        assert "it was there" in told
-
-    def test_ships_no_source_that_was_deleted(self, tree: Path, python: Path) -> None:
-        extra = tree / "csrc/core/extra.h"
-        extra.write_text("// soon gone\n")
-        assert "pyringar/_csrc/core/extra.h" in names_in(wheel(python, tree, "first"))
-        extra.unlink()
-        assert "pyringar/_csrc/core/extra.h" not in names_in(wheel(python, tree, "second"))
+@slow
+def test_a_wheel_holds_the_sources_and_needs_no_compiler(tree, python):
+    made = wheel(python, tree, CXX="/no/compiler", PATH=python.parent)
+    assert made.name.endswith("-py3-none-any.whl")
+    names = names_in(made)
+    assert {f"pyringar/_csrc/{name}" for name in sources()} <= names
+    assert not [name for name in names if name.endswith(".so") or name.startswith("tests")]
 
 
+@slow
 @needs_compiler
-class TestPrebuiltWheel:
-    pytestmark = slow
-
-    def test_runs_without_a_compiler(self, tree: Path, python: Path, tmp_path: Path) -> None:
-        made = wheel(python, tree, PYRINGAR_PREBUILD="1")
-        tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-        assert re.search(rf"-{tag}-{tag}t?-(linux|macosx).*\.whl$", made.name)
-        assert {f"pyringar/_csrc/{name}" for name in sources()} <= names_in(made)
-        run(python, "-m", "pip", "install", "--no-deps", made, cwd=tmp_path)
-        cache = tmp_path / "cache"
-        facts = use(python, tmp_path, PATH=python.parent, PYRINGAR_CACHE_DIR=cache)
-        assert facts["origin"] == "wheel"
-        assert "/pyringar/_prebuilt/" in str(facts["engine"])
-        assert not cache.exists()
-
-    def test_fails_aloud_without_a_compiler(self, tree: Path, python: Path) -> None:
-        told = run(
-            *(python, "-m", "pip", "wheel", "--no-deps", "."),
-            cwd=tree,
-            fails=True,
-            PYRINGAR_PREBUILD="1",
-            PATH=python.parent,
-        )
-        assert "CompilerNotFoundError" in told
-        assert "apt install" in told
-
-    def test_refuses_a_value_it_does_not_know(self, tree: Path, python: Path) -> None:
-        told = run(
-            *(python, "-m", "pip", "wheel", "--no-deps", "."),
-            cwd=tree,
-            fails=True,
-            PYRINGAR_PREBUILD="yes",
-        )
-        assert "PYRINGAR_PREBUILD='yes': expected 0 or 1" in told
+def test_a_plain_wheel_compiles_at_the_first_call(tree, python, tmp_path, shared_cache):
+    pip(python, "install", ".", cwd=tree)
+    command = python.parent / "pyringar"
+    told = run(command, "info", cwd=tmp_path, PYRINGAR_CACHE_DIR=tmp_path / "empty")
+    assert "not built yet" in told
+    facts = use(python, tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
+    assert str(facts["package"]).startswith(str(python.parents[1]))
+    assert str(facts["sources"]).endswith("/pyringar/_csrc")
+    assert facts["origin"] == "cache"
+    told = run(command, "build", "--no-cuda", cwd=tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
+    assert "it was there" in told
 
 
-class TestEditableInstall:
-    pytestmark = slow
+@slow
+def test_a_wheel_ships_no_source_that_was_deleted(tree, python):
+    extra = tree / "csrc/core/extra.h"
+    extra.write_text("// soon gone\n")
+    assert "pyringar/_csrc/core/extra.h" in names_in(wheel(python, tree, "first"))
+    extra.unlink()
+    assert "pyringar/_csrc/core/extra.h" not in names_in(wheel(python, tree, "second"))
 
-    @needs_compiler
-    def test_uses_the_checkout(
-        self, tree: Path, python: Path, tmp_path: Path, shared_cache: Path
-    ) -> None:
-        run(python, "-m", "pip", "install", "--no-deps", "-e", ".", cwd=tree)
-        facts = use(python, tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
-        assert facts["package"] == str(tree / "pyringar/__init__.py")
-        assert facts["sources"] == str(tree / "csrc")
 
-    def test_does_not_prebuild(self, tree: Path, python: Path) -> None:
-        told = run(
-            *(python, "-m", "pip", "install", "--no-deps", "-e", "."),
-            cwd=tree,
-            fails=True,
-            PYRINGAR_PREBUILD="1",
-        )
-        assert "run `pyringar build`" in told
+@slow
+@needs_compiler
+def test_a_prebuilt_wheel_runs_without_a_compiler(tree, python, tmp_path):
+    made = wheel(python, tree, PYRINGAR_PREBUILD="1")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.search(rf"-{tag}-{tag}t?-(linux|macosx).*\.whl$", made.name)
+    assert {f"pyringar/_csrc/{name}" for name in sources()} <= names_in(made)
+    pip(python, "install", made, cwd=tmp_path)
+    cache = tmp_path / "cache"
+    facts = use(python, tmp_path, PATH=python.parent, PYRINGAR_CACHE_DIR=cache)
+    assert facts["origin"] == "wheel"
+    assert "/pyringar/_prebuilt/" in str(facts["engine"])
+    assert not cache.exists()
+
+
+@slow
+@pytest.mark.parametrize(
+    ("command", "prebuild", "told"),
+    [
+        (["wheel", "."], "1", ["CompilerNotFoundError", "apt install"]),
+        (["wheel", "."], "yes", ["PYRINGAR_PREBUILD='yes': expected 0 or 1"]),
+        (["install", "-e", "."], "1", ["run `pyringar build`"]),
+    ],
+)
+def test_what_cannot_be_prebuilt_fails(tree, python, command, prebuild, told):
+    """Without a compiler, for a value that is not known, in an editable install."""
+    options = {"PYRINGAR_PREBUILD": prebuild, "PATH": python.parent}
+    error = pip(python, *command, cwd=tree, fails=True, **options)
+    assert [words for words in told if words not in error] == []
+
+
+@slow
+@needs_compiler
+def test_an_editable_install_uses_the_checkout(tree, python, tmp_path, shared_cache):
+    pip(python, "install", "-e", ".", cwd=tree)
+    facts = use(python, tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
+    assert facts["package"] == str(tree / "pyringar/__init__.py")
+    assert facts["sources"] == str(tree / "csrc")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_sdist_holds_the_sources_and_makes_a_wheel(tree: Path, python: Path) -> None:
-    made = run(
-        *(sys.executable, "-c"),
-        "from setuptools import build_meta; print(build_meta.build_sdist('dist'))",
-        cwd=tree,
-    )
+def test_sdist_holds_the_sources_and_makes_a_wheel(tree, python):
+    code = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    made = run(sys.executable, "-c", code, cwd=tree)
     archive = tree / "dist" / made.strip().splitlines()[-1]
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     assert {f"csrc/{name}" for name in sources()} <= names
     assert {"pyproject.toml", "setup.py", "pyringar/engine/build.py"} <= names
-    run(python, "-m", "pip", "wheel", "--no-deps", "-w", "from_sdist", archive, cwd=tree)
-    (from_sdist,) = (tree / "from_sdist").glob("*.whl")
+    from_sdist = wheel(python, tree, "from_sdist", archive)
     assert {f"pyringar/_csrc/{name}" for name in sources()} <= names_in(from_sdist)

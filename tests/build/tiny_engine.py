@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pyringar.engine import build, toolchain
-from pyringar.engine import load as _native
-from pyringar.errors import CompilerNotFoundError
+from pyringar.engine.load import load as load_engine
+from pyringar.errors import BuildError, CompilerNotFoundError
 
 REPO = Path(__file__).resolve().parents[2]
 MODULE_CPP = """
@@ -62,16 +62,24 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cuda_engine", "", -1, meth
                              nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__cuda_engine() { return PyModule_Create(&module); }
 """
-# A process that imports the build alone (no torch: 0.1 s), builds a tiny engine and loads it.
-CHILD = """
-import importlib, pathlib, sys, types
+# Begins a process that imports the build alone (no torch: 0.1 s). Its first argument: PACKAGE.
+BUILD_ALONE = """
+import os, sys, types
+from pathlib import Path
 package = types.ModuleType("pyringar")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyringar"] = package
-from pyringar.engine import build, load as _native
-engine = build.ensure_engine(build.Recipe(pathlib.Path(sys.argv[2])))
-print(engine.origin, _native.load(engine).value())
+from pyringar.engine import build, load
 """
+PACKAGE = str(REPO / "pyringar")
+# Builds a tiny engine and loads it.
+CHILD = (
+    BUILD_ALONE
+    + """
+engine = build.ensure_engine(build.Recipe(Path(sys.argv[2])))
+print(engine.origin, load.load(engine).value())
+"""
+)
 
 
 def has_nvcc() -> bool:
@@ -85,6 +93,10 @@ def has_nvcc() -> bool:
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
 )
+COMPILERS = [
+    pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"no {name}"))
+    for name in ("g++", "clang++")
+]
 needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc")
 
 
@@ -110,26 +122,47 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str
 
 def child(recipe: build.Recipe, before: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start CHILD; ``before``: arguments of a Python that starts it in turn."""
-    arguments = [*before, "-c", CHILD, str(REPO / "pyringar"), str(recipe.source_root)]
+    arguments = [*before, "-c", CHILD, PACKAGE, str(recipe.source_root)]
     return subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
+def script(path: Path, lines: str) -> Path:
+    """Write a shell script that can be run."""
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+    return path
+
+
+def set_value(recipe: build.Recipe, value: int) -> None:
+    text = f"#pragma once\ninline constexpr long kValue = {value};\n"
+    (recipe.root() / "core/value.h").write_text(text)
+
+
 def load(recipe: build.Recipe) -> Any:
-    return _native.load(build.ensure_engine(recipe))
+    return load_engine(build.ensure_engine(recipe))
+
+
+def refusal(recipe: build.Recipe, error: type[Exception] = BuildError) -> str:
+    """Ask for an engine that cannot be had; return the error's words."""
+    with pytest.raises(error) as caught:
+        build.ensure_engine(recipe)
+    return str(caught.value)
+
+
+def run_alone(code: str, *arguments: object) -> str:
+    """Run code after BUILD_ALONE and return what it printed."""
+    command = [sys.executable, "-c", BUILD_ALONE + code, PACKAGE, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def value_of(engine: build.Engine) -> str:
     """Load the engine in a process of its own: one process loads one engine."""
-    code = (
-        "import importlib.util as util, sys; "
-        "spec = util.spec_from_file_location('_engine', sys.argv[1]); "
-        "module = util.module_from_spec(spec); spec.loader.exec_module(module); "
-        "print(module.value())"
-    )
-    command = [sys.executable, "-c", code, str(engine.path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    code = "print(load.load(build.Engine(Path(sys.argv[2]), 'cache', {})).value())"
+    return run_alone(code, engine.path).strip()
 
 
 def leftovers(cache: Path) -> list[Path]:
