@@ -1,122 +1,90 @@
-"""Times a training step with gradients reduced in four ways: after backward, or while it runs.
+"""Time a training step with gradients reduced in four ways: after backward, or while it runs.
 
-    python benchmarks/bucketing.py                     # LeNet, ResNet-18, 1,000 small tensors
-    python benchmarks/bucketing.py --models lenet --ranks 4 --caps 0.1,1,10
-    python benchmarks/bucketing.py --json out.json
+    python benchmarks/bucketing.py --quick
+    python benchmarks/bucketing.py --only lenet --ranks 4 --json out.jsonl
 
 A step is forward and backward of all ranks and the reduction of their gradients, without the
-optimiser. Columns: median and minimum time of a step; comm = time that reductions took, from
-launch to done; exposed = the part of it after backward; ratio = the step with one coalesced call
-after backward over this step. Ranks take turns on the host's cores, so there is no idle core that
-a reduction could use: hiding it cannot make the step shorter than the work in it, and what this
-shows on a CPU is that buckets cost nothing.
+optimiser. Ranks take turns on the host's cores, so there is no idle core that a reduction could
+use: hiding it cannot make the step shorter than the work in it. On a CPU this shows that buckets
+cost nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
+
 import pyringar as pr
+from benchmarks.bench import Benchmark, Case, Effort, Run, run_as_script
+from benchmarks.candidates import naive
+from benchmarks.timing import Timing, host_s, in_turns
 from pyringar.train import lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.allreduce import naive
-from benchmarks.machine import describe_machine
-from benchmarks.report.document import results_of, write_results
-from benchmarks.timing import Timing, torch_threads, turns
-
-Params = list[list[Tensor]]
+Sample = tuple[float, float, float]  # seconds of a step, its reductions, and those after backward
 
 
 @dataclass(frozen=True)
 class Model:
     """Parameters of every rank, and the loss of one rank's shard."""
 
-    params: Params
+    params: list[list[Tensor]]
     loss: Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way to reduce, in one case, checked and timed."""
-
-    case: str
-    world_size: int
-    candidate: str
-    bucket_cap_mb: float | None
-    median_ms: float
-    min_ms: float
-    q1_ms: float
-    q3_ms: float
-    max_ms: float
-    comm_ms: float
-    exposed_ms: float
-    ratio: float
-    correct: bool
-    rounds: int
-
-
-@dataclass
 class Candidate:
-    """A way to reduce: what runs after backward, and what it measured."""
+    """A way to reduce: what runs after backward, and returns the seconds of a `Sample`'s end."""
 
     model: Model
-    reduce: Callable[[], tuple[float, float]]  # seconds of communication, and exposed
-    steps_s: list[float] = field(default_factory=list)
-    comm_s: list[float] = field(default_factory=list)
-    exposed_s: list[float] = field(default_factory=list)
+    reduce: Callable[[], tuple[float, float]]
 
-    def step(self) -> None:
-        """Run one step, and note its times."""
+    def step(self) -> Sample:
+        """Run and time one step."""
         for params in self.model.params:
             for param in params:
                 param.grad = None
         start = time.perf_counter()
         for rank in range(len(self.model.params)):
             self.model.loss(rank).backward()
-        comm_s, exposed_s = self.reduce()
-        self.steps_s.append(time.perf_counter() - start)
-        self.comm_s.append(comm_s)
-        self.exposed_s.append(exposed_s)
+        reduction_s, exposed_s = self.reduce()
+        return time.perf_counter() - start, reduction_s, exposed_s
 
 
 # -- models ----------------------------------------------------------------------------------------
 
 
-def make_lenet(world_size: int, seed: int) -> Model:
-    """LeNet with 64 images over all ranks."""
+def make_lenet(world_size: int) -> Model:
+    """Return LeNet with 64 images over all ranks."""
     initial = lenet_params(generator=torch.Generator().manual_seed(0))
     params = [[p.clone().requires_grad_() for p in initial] for _ in range(world_size)]
-    shards = _images(world_size, 64, seed)
+    shards = _images(world_size, 64)
     return Model(params, lambda rank: lenet(shards[rank], params[rank]).square().sum())
 
 
-def make_resnet18(world_size: int, seed: int) -> Model:
-    """ResNet-18, all 11 million parameters, with 8 images over all ranks."""
+def make_resnet18(world_size: int) -> Model:
+    """Return ResNet-18, all 11 million parameters, with 8 images over all ranks."""
     nets = []
     for _ in range(world_size):
         torch.manual_seed(0)
         nets.append(resnet18())
-    shards = _images(world_size, 8, seed)
+    shards = _images(world_size, 8)
     params = [list(net.parameters()) for net in nets]
     return Model(params, lambda rank: nets[rank](shards[rank]).square().sum())
 
 
-def make_small(world_size: int, seed: int) -> Model:
-    """1,000 vectors of 64 numbers."""
-    generator = torch.Generator().manual_seed(seed)
+def make_small(world_size: int) -> Model:
+    """Return 1,000 vectors of 64 numbers."""
+    generator = torch.Generator().manual_seed(1)
     params = [
         [torch.full((64,), 1e-2 * (i % 7)).requires_grad_() for i in range(1000)]
         for _ in range(world_size)
@@ -127,32 +95,32 @@ def make_small(world_size: int, seed: int) -> Model:
     )
 
 
-def _images(world_size: int, total: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def _images(world_size: int, total: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
     shape = (max(1, total // world_size), 1, 28, 28)
     return [torch.randn(shape, generator=generator) for _ in range(world_size)]
 
 
-MODELS = {"lenet": make_lenet, "resnet18": make_resnet18, "small": make_small}
+MODELS = {"lenet": make_lenet, "small": make_small, "resnet18": make_resnet18}
 
 
 # -- candidates ------------------------------------------------------------------------------------
 
 
 def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -> Candidate:
-    """One that begins when backward is over: all of it is exposed."""
+    """Return the candidate that begins when backward is over: all of it is exposed."""
 
     def reduce() -> tuple[float, float]:
-        start = time.perf_counter()
-        call([[param.grad for param in params] for params in model.params])
-        spent = time.perf_counter() - start
-        return spent, spent
+        gradients = [[param.grad for param in params] for params in model.params]
+        spent_s = host_s(lambda: call(gradients), 1)
+        return spent_s, spent_s
 
     return Candidate(model, reduce)
 
 
-def bucketed(model: Model, bucketer: pr.GradientBucketer) -> Candidate:
-    """One that reduces while backward runs."""
+def bucketed(model: Model, comm: pr.Communicator, cap_mb: float) -> Candidate:
+    """Return the candidate that reduces while backward runs."""
+    bucketer = pr.GradientBucketer(model.params, comm=comm, bucket_cap_mb=cap_mb)
 
     def reduce() -> tuple[float, float]:
         bucketer.wait()
@@ -162,49 +130,51 @@ def bucketed(model: Model, bucketer: pr.GradientBucketer) -> Candidate:
     return Candidate(model, reduce)
 
 
-def run_case(name: str, k: int, caps: Sequence[float], rounds: int, budget_s: float) -> list[Row]:
+def make_candidate(name: str, model: Model, comm: pr.Communicator) -> Candidate:
+    """Return the candidate of this name."""
+
+    def per_tensor(lists: list[list[Tensor]]) -> None:
+        for tensors in zip(*lists, strict=True):
+            comm.all_reduce(tensors)
+
+    calls = {"naive": naive, "fused per tensor": per_tensor, "coalesced": comm.all_reduce_coalesced}
+    if name in calls:
+        return after_backward(model, calls[name])
+    cap_mb = name.removeprefix("bucketed, ").removesuffix(" MB")
+    return bucketed(model, comm, float(cap_mb))
+
+
+def run_case(run: Run, case: Case) -> None:
     """Check and time all candidates in turns."""
-    make = MODELS[name]
-    with pr.Communicator(["cpu"] * k, order="rank") as comm:
-
-        def per_tensor(lists: list[list[Tensor]]) -> None:
-            for tensors in zip(*lists, strict=True):
-                comm.all_reduce(tensors)
-
+    make = MODELS[case.name]
+    with pr.Communicator(["cpu"] * case.world_size, order="rank") as comm:
         candidates = {
-            ("naive per tensor", None): after_backward(make(k, 1), naive),
-            ("fused per tensor", None): after_backward(make(k, 1), per_tensor),
-            ("coalesced", None): after_backward(make(k, 1), comm.all_reduce_coalesced),
+            name: make_candidate(name, make(case.world_size), comm) for name in case.candidates
         }
-        for cap in caps:
-            model = make(k, 1)
-            bucketer = pr.GradientBucketer(model.params, comm=comm, bucket_cap_mb=cap)
-            candidates["bucketed", cap] = bucketed(model, bucketer)
         correct = check(candidates)
-        run_in_turns(list(candidates.values()), rounds, budget_s)
-    base = statistics.median(candidates["coalesced", None].steps_s)
-    return [
-        Row(
-            case=name,
-            world_size=k,
-            candidate=candidate,
-            bucket_cap_mb=cap,
-            **Timing.of(c.steps_s).spread("ms"),
-            comm_ms=statistics.median(c.comm_s) * 1e3,
-            exposed_ms=statistics.median(c.exposed_s) * 1e3,
-            ratio=base / statistics.median(c.steps_s),
-            correct=correct[candidate, cap],
-            rounds=len(c.steps_s),
+        for candidate in candidates.values():
+            candidate.step()
+        samples = in_turns(
+            {name: candidate.step for name, candidate in candidates.items()},
+            rounds=run.effort.rounds,
+            budget_s=run.effort.budget_s,
         )
-        for (candidate, cap), c in candidates.items()
-    ]
+    timings, parts_s = {}, {}
+    for name, found in samples.items():
+        steps, reductions, exposed = zip(*found, strict=True)
+        timings[name] = Timing.of(steps)
+        parts_s[name] = {
+            "reductions": statistics.median(reductions),
+            "exposed": statistics.median(exposed),
+        }
+    run.add(run.rows(case, timings, correct, limit_s=None, parts_s=parts_s))
 
 
-def check(candidates: dict[tuple[str, float | None], Candidate]) -> dict[object, bool]:
-    """Whether each leaves the naive sum, bit for bit, in every rank's gradients."""
+def check(candidates: dict[str, Candidate]) -> dict[str, bool]:
+    """Say of each whether it leaves the naive sum, bit for bit, in every rank's gradients."""
     for candidate in candidates.values():
         candidate.step()
-    want = [p.grad for p in candidates["naive per tensor", None].model.params[0]]
+    want = [p.grad for p in candidates["naive"].model.params[0]]
     return {
         name: all(
             torch.equal(param.grad, grad)
@@ -215,22 +185,8 @@ def check(candidates: dict[tuple[str, float | None], Candidate]) -> dict[object,
     }
 
 
-def run_in_turns(candidates: list[Candidate], rounds: int, budget_s: float) -> None:
-    """Every round runs each candidate once."""
-    for candidate in candidates:
-        candidate.step()
-        for times in (candidate.steps_s, candidate.comm_s, candidate.exposed_s):
-            times.clear()
-    start = time.perf_counter()
-    for number, order in enumerate(turns(candidates, rounds)):
-        if number >= 5 and time.perf_counter() - start > budget_s:
-            return
-        for candidate in order:
-            candidate.step()
-
-
-def hook_cost_us(num_params: int = 2000, rounds: int = 31) -> float:
-    """What counting costs: a parameter with a hook against one without, by minima."""
+def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
+    """Return what counting costs: a parameter with a hook against one without, by minima."""
     hooked, other, bare = (
         [torch.zeros(1, requires_grad=True) for _ in range(num_params)] for _ in range(3)
     )
@@ -238,10 +194,7 @@ def hook_cost_us(num_params: int = 2000, rounds: int = 31) -> float:
     def backward_s(params: list[Tensor]) -> float:
         for param in params:
             param.grad = None
-        loss = sum(param * 2.0 for param in params)
-        start = time.perf_counter()
-        loss.backward()
-        return time.perf_counter() - start
+        return host_s(sum(param * 2.0 for param in params).backward, 1)
 
     with_hook, without = [], []
     # Two ranks, of which one has gradients: nothing is complete, and hooks do nothing but count.
@@ -250,99 +203,42 @@ def hook_cost_us(num_params: int = 2000, rounds: int = 31) -> float:
             with_hook.append(backward_s(hooked))
             bucketer.wait()
             without.append(backward_s(bare))
-    return (min(with_hook) - min(without)) / num_params * 1e6
+    return (min(with_hook) - min(without)) / num_params
 
 
-# -- output ----------------------------------------------------------------------------------------
+def measure(run: Run) -> None:
+    """Measure a hook, then run the cases."""
+    run.results.facts["hook_s"] = hook_cost_s(rounds=3 if run.is_smoke else 31)
+    for case in run.cases:
+        run_case(run, case)
 
-HEADER = (
-    f"{'case':<9} {'k':>2} {'candidate':<17} {'cap MB':>7} {'median ms':>10} {'min ms':>9} "
-    f"{'comm ms':>8} {'exposed':>8} {'ratio':>6} correct"
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+def cases(models: Sequence[str], ranks: Sequence[int], caps_mb: Sequence[float]) -> list[Case]:
+    """Return all models on all numbers of ranks."""
+    names = ("naive", "fused per tensor", "coalesced", *(f"bucketed, {c:g} MB" for c in caps_mb))
+    return [Case(model, k, names) for model in models for k in ranks]
+
+
+def cases_of(effort: str) -> list[Case]:
+    """Return what is measured with this effort."""
+    if effort == "smoke":
+        return cases(("lenet",), (2,), (1,))
+    return cases(tuple(MODELS), (2, 4), (1, 10) if effort == "quick" else (0.1, 1, 10))
+
+
+BENCHMARK = Benchmark(
+    section="bucketing",
+    title="Gradients while backward runs",
+    about="A training step without the optimiser, one torch thread, gradients checked bit for bit. "
+    "`exposed` is the part of the reductions' time after backward.",
+    baseline=("coalesced",),
+    efforts={"full": Effort(61, 12.0), "quick": Effort(5, 0.5), "smoke": Effort(5, 0.0)},
+    cases=cases_of,
+    measure=measure,
 )
 
-
-def format_row(row: Row) -> str:
-    """One line under HEADER."""
-    cap = "-" if row.bucket_cap_mb is None else f"{row.bucket_cap_mb:g}"
-    return (
-        f"{row.case:<9} {row.world_size:>2} {row.candidate:<17} {cap:>7} {row.median_ms:>10.2f} "
-        f"{row.min_ms:>9.2f} {row.comm_ms:>8.3f} {row.exposed_ms:>8.3f} {row.ratio:>6.2f} "
-        f"{'yes' if row.correct else 'NO'}"
-    )
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Time training steps, bucketed and not.")
-    parser.add_argument("--models", default="lenet,small,resnet18", help="(default: %(default)s)")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: %(default)s)")
-    parser.add_argument("--caps", default="0.1,1,10", help="bucket caps in MB (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=61, help="most rounds (%(default)s)")
-    parser.add_argument("--budget-s", type=float, default=12.0, help="seconds a case (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="torch's own (%(default)s)")
-    parser.add_argument("--json", metavar="PATH", help="write rows and machine there")
-    args = parser.parse_args(argv)
-    unknown = sorted(set(args.models.split(",")) - set(MODELS))
-    if unknown:
-        parser.error(f"--models: {unknown[0]!r} is none of {', '.join(MODELS)}")
-    return args
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is measured, and how long."""
-
-    models: tuple[str, ...] = ("lenet", "small", "resnet18")
-    ranks: tuple[int, ...] = (2, 4)
-    caps: tuple[float, ...] = (0.1, 1.0, 10.0)
-    rounds: int = 61
-    budget_s: float = 12.0
-    hook_rounds: int = 31
-    threads: int = 1
-
-
-def measure(options: Options, progress: Callable[[str, Sequence[Row]], None]) -> dict[str, Any]:
-    """Run the cases; ``progress`` is told of each when it is over. What a results file holds."""
-    rows: list[Row] = []
-    with torch_threads(options.threads):
-        machine, cost_us = describe_machine(), hook_cost_us(rounds=options.hook_rounds)
-        for name in options.models:
-            for k in options.ranks:
-                found = run_case(name, k, options.caps, options.rounds, options.budget_s)
-                rows += found
-                progress(f"{name}, {k} ranks", found)
-    return results_of("bucketing", machine, rows, hook_us=cost_us)
-
-
-def print_rows(label: str, rows: Sequence[Row]) -> None:
-    """One case's lines of the table."""
-    for row in rows:
-        print(format_row(row), flush=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases; exit status 1 when a gradient was wrong."""
-    args = parse_arguments(argv)
-    options = Options(
-        models=tuple(args.models.split(",")),
-        ranks=tuple(int(k) for k in args.ranks.split(",")),
-        caps=tuple(float(cap) for cap in args.caps.split(",")),
-        rounds=args.rounds,
-        budget_s=args.budget_s,
-        threads=args.threads,
-    )
-    machine = describe_machine()
-    print(
-        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
-        f"{options.threads} torch threads, {machine['date']}"
-    )
-    print(HEADER)
-    results = measure(options, print_rows)
-    print(f"a hook costs {results['hook_us']:.2f} us per parameter")
-    if args.json:
-        write_results(args.json, results)
-    return 0 if all(row["correct"] for row in results["rows"]) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_script(BENCHMARK)

@@ -1,9 +1,10 @@
-"""One command for a machine with a GPU: build, test, look for memory errors, measure; one JSON.
+"""Check a machine with a GPU by one command: build, test, look for memory errors, measure.
 
     python benchmarks/gpu_check.py                     # all of it, within 9 minutes
     python benchmarks/gpu_check.py --only build,tests
-    python benchmarks/gpu_check.py --out report.json --quick
+    python benchmarks/gpu_check.py --out report.jsonl --quick
 
+Writes one results file: the findings of every step in its head, then the rows of all benchmarks.
 Every step is a process of its own with its own deadline, so that a hang costs one step. Needs no
 network and no installed pyringar; torch, pybind11, ninja, a C++ compiler, nvcc and pytest must be
 there. Exit status: 0 all well, 1 something failed, 2 there is no GPU.
@@ -29,15 +30,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import describe_machine
+from benchmarks.rows import Results, read, write
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
 
 TOTAL_S = 540.0
 TAIL_CHARS = 20_000
 PRINTED_CHARS = 5000
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
-# What the sanitizers watch: every engine, vector and element paths, lists, a strided tensor. Every
+# Run under the sanitizers: every engine, vector and element paths, lists, a strided tensor. Every
 # tensor is an allocation of its own, so that reading past its end is seen.
 SHORT_RUN = """
 import torch, pyringar as pr
@@ -69,7 +74,7 @@ DESCRIBE = "import json, benchmarks.gpu_check as g; print(json.dumps(g.describe(
 
 @dataclass
 class Step:
-    """What became of one step: ``ok`` is None where it could not be run for a reason."""
+    """The outcome of one step: ``ok`` is None where it could not be run for a reason."""
 
     name: str
     ok: bool | None
@@ -81,14 +86,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """How a process ended: ``code`` is None when its deadline did."""
+    """The end of a process: ``code`` is None where its deadline ended it."""
 
     code: int | None
     seconds: float
     output: str
 
     def step(self, name: str, **facts: Any) -> Step:
-        """The step that this process was."""
+        """Return the outcome of the step that this process was."""
         note = f"ended at its deadline, {self.seconds:.0f} s" if self.code is None else ""
         return Step(name, self.code == 0, self.seconds, note, self.output[-TAIL_CHARS:], facts)
 
@@ -132,7 +137,7 @@ class Checker:
 
 
 def build(checker: Checker, args: argparse.Namespace) -> Step:
-    """Compile both engines for this machine; registers and spills of the kernels."""
+    """Compile both engines for this machine; note registers and spills of the kernels."""
     command = [sys.executable, "-m", "pyringar", "build", "--cuda"]
     run = checker.run(command, 150.0)
     kernels = kernels_built() if run.code == 0 else []
@@ -149,7 +154,7 @@ def build(checker: Checker, args: argparse.Namespace) -> Step:
 
 
 def kernels_built() -> list[dict[str, Any]]:
-    """The kernels in the CUDA engine's build record."""
+    """Return the kernels in the CUDA engine's build record."""
     from pyringar.engine import build as _build
 
     engine = _build.find_engine(_build.Recipe(kind=_build.CUDA))
@@ -157,7 +162,7 @@ def kernels_built() -> list[dict[str, Any]]:
 
 
 def machine(checker: Checker, args: argparse.Namespace) -> Step:
-    """What this is all measured on."""
+    """Describe the machine that all is measured on."""
     run = checker.run([sys.executable, "-c", DESCRIBE], 60.0)
     step = run.step("machine")
     if step.ok:
@@ -191,7 +196,7 @@ def tests(checker: Checker, args: argparse.Namespace) -> Step:
 
 
 def count_outcomes(output: str) -> dict[str, int]:
-    """How many tests ended how, from pytest's verbose lines: right even where it was killed."""
+    """Count outcomes in pytest's verbose lines: right even where it was killed."""
     found = re.findall(
         r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", output, re.MULTILINE
     )
@@ -201,14 +206,14 @@ def count_outcomes(output: str) -> dict[str, int]:
 
 
 def names_not_passed(output: str) -> list[str]:
-    """The tests that failed, and the one that was running when pytest was killed."""
+    """Return the tests that failed, and the one that was running when pytest was killed."""
     failed = re.findall(r"^(\S+::.*) (?:FAILED|ERROR)\b", output, re.MULTILINE)
     last = output.rstrip().rpartition("\n")[2]
     return failed + [last.strip()] * bool(re.match(r"tests/\S+::.*(?<!%\])$", last))
 
 
 def sanitizer(checker: Checker, tool: str, most_s: float) -> Step:
-    """A short run of all engines under a tool of compute-sanitizer."""
+    """Run all engines shortly under a tool of compute-sanitizer."""
     program = find_sanitizer()
     if program is None:
         return Step(tool, None, note="compute-sanitizer is neither on PATH nor under CUDA_HOME")
@@ -222,52 +227,50 @@ def sanitizer(checker: Checker, tool: str, most_s: float) -> Step:
 
 
 def memcheck(checker: Checker, args: argparse.Namespace) -> Step:
-    """Accesses outside of allocations."""
+    """Look for accesses outside of allocations."""
     return sanitizer(checker, "memcheck", 60.0)
 
 
 def racecheck(checker: Checker, args: argparse.Namespace) -> Step:
-    """Races in shared memory."""
+    """Look for races in shared memory."""
     return sanitizer(checker, "racecheck", 60.0)
 
 
 def find_sanitizer() -> str | None:
-    """compute-sanitizer on PATH, in CUDA_HOME, or where CUDA is usually installed."""
+    """Find compute-sanitizer on PATH, in CUDA_HOME, or where CUDA is usually installed."""
     homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     places = [str(Path(home, "bin", "compute-sanitizer")) for home in homes if home]
     return next(filter(None, map(shutil.which, ("compute-sanitizer", *places))), None)
 
 
 def measure(checker: Checker, args: argparse.Namespace, name: str, most_s: float) -> Step:
-    """Run a benchmark; its report becomes part of ours."""
-    script = SCRIPTS[name]
+    """Run a benchmark; its results become part of ours."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "rows.json")
-        command = [sys.executable, script, "--json", str(path)]
+        path = Path(folder, "rows.jsonl")
+        command = [sys.executable, f"benchmarks/{SCRIPTS[name]}.py", "--json", str(path)]
         run = checker.run(command + ["--quick"] * args.quick, most_s)
-        report = json.loads(path.read_text()) if path.is_file() else {}
-    step = run.step(name, **report)
-    goals = report.get("goals", [])
+        results = read(path) if path.is_file() else None
+    step = run.step(name, results=results)
+    goals = results.facts.get("goals", []) if results else []
     reached = sum(goal["is_reached"] is True for goal in goals)
-    counted = f"{len(report.get('rows', []))} rows, {reached} of {len(goals)} goals reached"
-    step.note = "; ".join(filter(None, (counted if report else "no report", step.note)))
+    counted = "no report"
+    if results:
+        counted = f"{len(results.rows)} rows, {reached} of {len(goals)} goals reached"
+    step.note = "; ".join(filter(None, (counted, step.note)))
     return step
 
 
 def training(checker: Checker, args: argparse.Namespace) -> Step:
-    """Epochs, eager and as a CUDA graph."""
+    """Measure epochs, eager and as a CUDA graph."""
     return measure(checker, args, "training", 110.0)
 
 
 def benchmarks(checker: Checker, args: argparse.Namespace) -> Step:
-    """The collectives."""
+    """Measure the collectives."""
     return measure(checker, args, "benchmarks", 150.0)
 
 
-SCRIPTS = {
-    "training": "benchmarks/training_cuda.py",
-    "benchmarks": "benchmarks/allreduce_cuda.py",
-}
+SCRIPTS = {"training": "training_cuda", "benchmarks": "allreduce_cuda"}
 STEPS = {
     "build": build,
     "machine": machine,
@@ -283,15 +286,12 @@ STEPS = {
 
 
 def describe() -> dict[str, Any]:
-    """Machine, GPU and versions; builds the engines where they are not built yet."""
-    from benchmarks.allreduce_cuda import describe_gpu
-    from benchmarks.machine import describe_machine
-
-    return {**describe_machine(), **describe_gpu(), "packages": versions()}
+    """Return machine, GPU and versions; build the engines where they are not built yet."""
+    return {**describe_machine("cuda"), "packages": versions()}
 
 
 def versions() -> dict[str, str | None]:
-    """Those of the packages that take part; None for what is not there."""
+    """Return those of the packages that take part; None for what is not there."""
     from importlib import metadata
 
     found: dict[str, str | None] = {}
@@ -303,37 +303,41 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def report_of(gpu: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
-    """One report: the benchmark's rows at the top, as in every file of benchmarks/results."""
+def report_of(gpu: Mapping[str, Any], steps: Sequence[Step]) -> Results:
+    """Return one report: the benchmarks' rows, as in every results file, and all that was found."""
     facts = {step.name: step.facts for step in steps}
-    measured = facts.get("benchmarks", {})
-    return {
-        "machine": {**gpu, **facts.get("machine", {})},
-        "ok": all(step.ok is not False for step in steps),
-        "steps": [{k: v for k, v in asdict(step).items() if k != "facts"} for step in steps],
-        "build": facts.get("build", {}),
-        "tests": facts.get("tests", {}),
-        "training": {key: facts.get("training", {}).get(key, []) for key in ("rows", "goals")},
-        "rows": measured.get("rows", []),
-        "goals": measured.get("goals", []),
-        "not_run": measured.get("not_run", []),
-    }
+    found = [facts[name]["results"] for name in SCRIPTS if name in facts]
+    measured = [results for results in found if results]
+    return Results(
+        section="gpu_check",
+        machine={"cpu": "unknown", "date": "unknown", **gpu, **facts.get("machine", {})},
+        effort=measured[0].effort if measured else "full",
+        rows=[row for results in measured for row in results.rows],
+        not_run=[item for results in measured for item in results.not_run],
+        facts={
+            "ok": all(step.ok is not False for step in steps),
+            "steps": [{k: v for k, v in asdict(step).items() if k != "facts"} for step in steps],
+            "build": facts.get("build", {}),
+            "tests": facts.get("tests", {}),
+            "goals": [goal for results in measured for goal in results.facts.get("goals", [])],
+        },
+    )
 
 
 def summarize(step: Step) -> str:
-    """One line of the summary."""
+    """Return one line of the summary."""
     state = {True: "ok", False: "FAILED", None: "not run"}[step.ok]
     return f"{step.name:<11} {state:<8} {step.seconds:>6.1f} s  {step.note}"
 
 
 def slug(name: str) -> str:
-    """A name for files: nvidia-h200 for NVIDIA H200."""
+    """Return a name for files: nvidia-h200 for NVIDIA H200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @contextlib.contextmanager
 def environment(architecture: str) -> Iterator[dict[str, str]]:
-    """Variables of all steps: this checkout's pyringar, this GPU's code, a cache for engines."""
+    """Set the variables of all steps: this checkout, this GPU's code, a cache for engines."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": path, "PYRINGAR_CUDA_ARCHS": architecture, "PYTHONUNBUFFERED": "1"}
     with contextlib.ExitStack() as stack:
@@ -345,7 +349,7 @@ def environment(architecture: str) -> Iterator[dict[str, str]]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="Build, test and measure pyringar on a GPU.")
     parser.add_argument("--out", metavar="PATH", help="the report (default: in benchmarks/results)")
     parser.add_argument(
@@ -373,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     gpu = torch.cuda.get_device_name(0)
     major, minor = torch.cuda.get_device_capability(0)
-    out = Path(args.out) if args.out else ROOT / "benchmarks/results" / f"gpu-{slug(gpu)}.json"
+    out = Path(args.out) if args.out else ROOT / "benchmarks/results" / f"gpu-{slug(gpu)}.jsonl"
     print(f"{gpu}, torch {torch.__version__}", flush=True)
     steps: list[Step] = []
     with environment(f"{major}.{minor}") as variables:
@@ -387,9 +391,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break  # every other step would build again, and fail
     report = report_of({"gpu": gpu, "torch": torch.__version__}, steps)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\n{'all well' if report['ok'] else 'FAILED'}: {out}")
-    return 0 if report["ok"] else 1
+    write(out, report)
+    is_good = report.facts["ok"]
+    print(f"\n{'all well' if is_good else 'FAILED'}: {out}")
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""What a results file must say about where it was made."""
+"""Describe the machine that results were measured on."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,13 +15,11 @@ import torch
 import pyringar
 from pyringar.engine import load
 
-__all__ = ["describe_machine", "num_cores"]
 
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, memory, versions and the engine's own build, for the head of every report."""
+def describe_machine(device: str = "cpu") -> dict[str, Any]:
+    """Return processor, memory, versions and the engine's own build; with a GPU, its facts too."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
+    facts = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "cpu": _cpu_model(),
         "cores": num_cores(),
@@ -30,10 +31,17 @@ def describe_machine() -> dict[str, Any]:
         "pyringar": pyringar.__version__,
         "engine": load.engine().build_info(),
     }
+    return facts | (_describe_gpu() if device.startswith("cuda") else {})
+
+
+def machine_in_words(machine: Mapping[str, Any]) -> str:
+    """Name the GPU, the processor, its cores and torch."""
+    gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
+    return f"{gpu}{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -48,3 +56,31 @@ def _cpu_model() -> str:
     except OSError:
         pass  # not Linux: the platform module knows something
     return platform.processor() or platform.machine()
+
+
+def _describe_gpu() -> dict[str, Any]:
+    from benchmarks.nccl import nccl_version
+
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": facts.name,
+        "gpus": torch.cuda.device_count(),
+        "compute_capability": f"{facts.major}.{facts.minor}",
+        "gpu_memory_gib": round(facts.total_memory / 2**30, 1),
+        "multiprocessors": facts.multi_processor_count,
+        "l2_mib": round(facts.L2_cache_size / 2**20, 1),
+        "driver": _driver_version(),
+        "torch_cuda": torch.version.cuda,
+        "engine_cuda": load.cuda_engine().runtime_version(),
+        "nccl": nccl_version(),
+    }
+
+
+def _driver_version() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown: no nvidia-smi"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else "unknown: nvidia-smi failed"

@@ -1,4 +1,4 @@
-"""NCCL on ranks that share a GPU, by its C functions: what to compare with.
+"""Call NCCL on ranks that share a GPU, by its C functions, to compare with.
 
     python benchmarks/nccl.py --ranks 2 --sizes 65536,1048576 --rounds 7
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
+import functools
 import json
 import os
 import subprocess
@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-from benchmarks.timing_cuda import ROTATED_BYTES, Place, interleaved
+from benchmarks.timing import ROTATED_BYTES, Clock, rotating
 
 DEADLINE_S = 45.0
 
@@ -51,13 +51,13 @@ class Nccl:
             raise RuntimeError(f"{name}: {reason}. {last}".strip())
 
     def version(self) -> str:
-        """For example "2.28.9"."""
+        """Return the version, such as "2.28.9"."""
         version = ctypes.c_int()
         self.call("ncclGetVersion", ctypes.byref(version))
         return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
     def communicators(self, world_size: int) -> list[ctypes.c_void_p]:
-        """One per rank, all on the current device."""
+        """Return a communicator per rank, all on the current device."""
 
         class UniqueId(ctypes.Structure):
             _fields_ = (("internal", self.UNIQUE_ID),)
@@ -102,7 +102,7 @@ class Nccl:
 
 
 def nccl_version() -> str:
-    """That of the library which torch brings."""
+    """Return the version of the library which torch brings."""
     try:
         return Nccl().version()
     except (OSError, RuntimeError) as error:
@@ -113,12 +113,12 @@ def nccl_version() -> str:
 
 
 def time_here(world_size: int, sizes: Sequence[int], rounds: int) -> None:
-    """Time NCCL in this process and print JSON: its own, since a hang must cost no other row."""
+    """Time NCCL in this process and print JSON."""
     torch.cuda.init()
     nccl = Nccl()
     communicators = nccl.communicators(world_size)
     streams = [torch.cuda.Stream() for _ in range(world_size)]
-    place, timings = Place("cuda:0"), []
+    clock, timings = Clock("cuda:0"), []
     for size_bytes in sizes:
         numel = size_bytes // 4
         num_sets = max(1, -(-ROTATED_BYTES // (world_size * size_bytes)))
@@ -126,23 +126,23 @@ def time_here(world_size: int, sizes: Sequence[int], rounds: int) -> None:
             [torch.full((numel,), rank + 1.0, device="cuda") for rank in range(world_size)]
             for _ in range(num_sets)
         ]
-        turn = itertools.cycle(sets)
 
-        def call(turn: Any = turn) -> None:
+        def call(tensors: Sequence[Tensor]) -> None:
             here = torch.cuda.current_stream()
             for stream in streams:
                 stream.wait_stream(here)
-            nccl.all_reduce(communicators, next(turn), streams)
+            nccl.all_reduce(communicators, tensors, streams)
             for stream in streams:
                 here.wait_stream(stream)
 
-        call()
+        call(sets[0])
         torch.cuda.synchronize()
         correct = all((t == world_size * (world_size + 1) / 2).all() for t in sets[0])
         for tensors in sets:
             for tensor in tensors:
                 tensor.zero_()
-        timing = interleaved({"nccl": call}, place.device_s, rounds=rounds, budget_s=1.5)["nccl"]
+        turns = rotating([functools.partial(call, tensors) for tensors in sets])
+        timing = clock.interleaved({"nccl": turns}, rounds=rounds, budget_s=1.5)["nccl"]
         timings.append({"size_bytes": size_bytes, "correct": correct, "timing": asdict(timing)})
     print(json.dumps({"version": nccl.version(), "timings": timings}), flush=True)
 
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(
     world_size: int, sizes: Sequence[int], rounds: int
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """What a process of its own has measured, or the reason why there is nothing.
+    """Measure in a process of its own; return its answer, or the reason why there is none.
 
     Returns:
         ``{"version": ..., "timings": [{"size_bytes", "correct", "timing"}, ...]}`` or None, and
@@ -194,7 +194,7 @@ def run(
 
 
 def reason_in(output: str) -> str:
-    """The line of NCCL's output that says what is wrong, else the last one."""
+    """Return the line of NCCL's output that says what is wrong, else the last one."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if "Duplicate GPU" in line] or [
         line for line in lines if "Error" in line

@@ -1,14 +1,13 @@
-"""Runs every benchmark that this machine allows, and writes one report.
+"""Run every benchmark that this machine allows, and write one report.
 
     python benchmarks/run_all.py --out DIR             # 20 minutes or so on two cores
     python benchmarks/run_all.py --out DIR --quick     # 4 minutes; every section, rough figures
     python benchmarks/run_all.py --out DIR --only allreduce,ddp
 
-DIR then holds report.md, which is for people, its pictures, and report.json, which
-benchmarks/compare.py and benchmarks/tables.py read. Both are written anew after every section, so
-that a run which is broken off leaves the sections that were over. Run it on an otherwise idle
-machine. Exit status: 0 all well, 1 a result was wrong or a section failed, 2 wrong arguments,
-130 broken off.
+DIR then holds report.md, which is for people, its pictures, and a results file per section, which
+benchmarks/compare.py and benchmarks/tables.py read. All are written anew after every section, so
+that an aborted run leaves the sections that were over. Run it on an otherwise idle machine. Exit
+status: 0 all well, 1 a result was wrong or a section failed, 2 wrong arguments, 130 aborted.
 """
 
 from __future__ import annotations
@@ -20,184 +19,131 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-from benchmarks.machine import describe_machine
+from benchmarks import rows as files
+from benchmarks.bench import Benchmark, Run
+from benchmarks.machine import describe_machine, machine_in_words
 from benchmarks.report import page, plots
-from benchmarks.report.document import VERSION, name_of, write_atomically, write_results, wrong_rows
-from benchmarks.report.sections import EFFORTS, SECTIONS, Plan, Section, why_not
+from benchmarks.rows import Results, Row
+from benchmarks.sections import SECTIONS
 
 FIGURES = "figures"
 
 
 class Report:
-    """report.json, report.md and the pictures, written anew whenever something is over."""
+    """The results files, report.md and the pictures, written anew whenever something is over."""
 
-    def __init__(self, folder: Path, effort: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.content: dict[str, Any] = {
-            "version": VERSION,
-            "effort": effort,
-            "machine": describe_machine(),
-            "sections": {},
-            "failed": [],
-            "not_run": [],
-        }
+        self.sections: dict[str, Results] = {}
         folder.mkdir(parents=True, exist_ok=True)
+        for name in SECTIONS:  # of an earlier run into the same folder
+            for path in folder.glob(f"{name}-[cg]pu.jsonl"):
+                path.unlink()
 
-    def add(self, section: str, results: dict[str, Any]) -> None:
-        """What a section measured."""
-        self.content["sections"][section] = results
-        self.write()
-
-    def add_failure(self, section: str, error: BaseException) -> None:
-        """What a section raised."""
-        self.content["failed"].append(
-            {
-                "section": section,
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": "".join(traceback.format_exception(error)),
-            }
-        )
-        self.write()
-
-    def add_not_run(self, what: str, why: str) -> None:
-        """What could not be measured, and the reason."""
-        self.content["not_run"].append({"what": what, "why": why})
-        self.write()
+    def add(self, results: Results) -> None:
+        """Take a section; write its file first, for no measurement must hang on a picture."""
+        self.sections[results.section] = results
+        files.write(self._folder / results.filename, results)
+        figures = plots.draw(self.sections, self._folder / FIGURES)
+        text = page.render(self.sections, figures, FIGURES)
+        files.write_atomically(self._folder / "report.md", text)
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing failed and nothing was wrong."""
-        return not self.content["failed"] and not wrong_rows(self.content["sections"])
-
-    def write(self) -> None:
-        """Write all three; the JSON first, for what is measured must not hang on a picture."""
-        write_results(self._folder / "report.json", self.content)
-        figures = plots.draw(self.content["sections"], self._folder / FIGURES)
-        text = page.render(self.content, figures, FIGURES)
-        write_atomically(self._folder / "report.md", text)
+        """True where nothing failed and nothing was wrong."""
+        return not any(results.failed or results.wrong for results in self.sections.values())
 
 
-class Bar:
-    """A bar over all sections: each is as long as it is expected to take."""
-
-    def __init__(self, plans: dict[str, Plan], is_quiet: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(
-            total=sum(plan.expected_s for plan in plans.values()),
-            disable=is_quiet,
-            bar_format="{percentage:3.0f}% |{bar:24}| {elapsed} gone, {remaining} left  {desc}",
-        )
-        self._end = 0.0
-
-    def begin(self, name: str, plan: Plan) -> None:
-        """A section begins."""
-        self._unit_s = plan.expected_s / plan.num_units
-        self._end += plan.expected_s
-        self._bar.set_description_str(name)
-
-    def step(self, name: str, label: str) -> None:
-        """One of its units is over."""
-        self._bar.set_description_str(f"{name}: {label}", refresh=False)
-        self._bar.update(min(self._unit_s, self._end - self._bar.n))
-
-    def end(self) -> None:
-        """The section is over, with however many units."""
-        self._bar.update(self._end - self._bar.n)
-
-    def say(self, line: str) -> None:
-        """A line above the bar."""
-        self._bar.write(line, file=sys.stdout)
-
-    def close(self) -> None:
-        """Leave it as it is."""
-        self._bar.close()
+def not_run(benchmark: Benchmark, effort: str, why: str) -> Results:
+    """Return the results of a section that did not run."""
+    missing = [{"what": "the section", "why": why}]
+    return Results(benchmark.section, describe_machine(), effort, not_run=missing)
 
 
-def run_section(section: Section, plan: Plan, report: Report, bar: Bar) -> None:
-    """Measure one section; what it raises goes into the report."""
-    bar.begin(section.name, plan)
+def run_section(benchmark: Benchmark, effort: str, is_quiet: bool) -> Results:
+    """Measure one section; what it raises goes into its results."""
+    count = 0
+
+    def tell(rows: Sequence[Row]) -> None:
+        nonlocal count
+        count += len(rows)
+        if not is_quiet:
+            line = f"{benchmark.section}: {count} rows, {rows[-1].about}"
+            print(f"\r{line:<100.100}", end="\r", file=sys.stderr, flush=True)
+
     begin = time.monotonic()
+    run = Run(benchmark, effort, tell=tell)
     try:
-        results = plan.measure(lambda label, rows: bar.step(section.name, label))
+        run.measure()
     except Exception as error:  # whatever it was, the other sections can still be measured
-        report.add_failure(section.name, error)
-        bar.say(f"{section.name}: FAILED: {type(error).__name__}: {error}")
-        return
-    finally:
-        bar.end()
-    results["seconds"] = round(time.monotonic() - begin, 1)
-    report.add(section.name, results)
-    wrong = wrong_rows({section.name: results})
-    names = len({name_of(row) for row in results["rows"]})
-    right = f"{len(wrong)} WRONG: {'; '.join(wrong)}" if wrong else "all right"
-    bar.say(
-        f"{section.name}: {len(results['rows'])} rows of {names} candidates, {right}, "
-        f"{results['seconds']:.0f} s"
+        run.results.failed = f"{type(error).__name__}: {error}"
+        run.results.facts["traceback"] = "".join(traceback.format_exception(error))
+    run.results.facts["seconds"] = round(time.monotonic() - begin, 1)
+    return run.results
+
+
+def summarize(results: Results) -> str:
+    """Say in a line how a section went."""
+    if results.failed:
+        return f"{results.section}: FAILED: {results.failed}"
+    wrong = "; ".join(row.about for row in results.wrong)
+    names = len({row.candidate for row in results.rows})
+    return (
+        f"{results.section}: {len(results.rows)} rows of {names} candidates, "
+        f"{f'WRONG: {wrong}' if wrong else 'all right'}, {results.facts['seconds']:.0f} s"
     )
 
 
-def run(chosen: Sequence[Section], effort: str, folder: Path, is_quiet: bool = False) -> int:
-    """Measure sections one after the other; the exit status."""
-    report = Report(folder, effort)
-    plans = {}
-    for section in chosen:
-        why = why_not(section)
-        if why is None:
-            plans[section.name] = section, section.plan(effort)
-        else:
-            report.add_not_run(section.name, why)
-            print(f"{section.name}: not run: {why}", flush=True)
-    bar = Bar({name: plan for name, (_, plan) in plans.items()}, is_quiet)
-    waiting = list(plans)
+def run(chosen: Sequence[Benchmark], effort: str, folder: Path, is_quiet: bool = False) -> int:
+    """Measure sections one after the other; return the exit status."""
+    report = Report(folder)
+    waiting = list(chosen)
     try:
-        for section, plan in plans.values():
-            run_section(section, plan, report, bar)
-            waiting.remove(section.name)
+        for benchmark in chosen:
+            if benchmark.why_not:
+                print(f"{benchmark.section}: not run: {benchmark.why_not}", flush=True)
+                report.add(not_run(benchmark, effort, benchmark.why_not))
+            else:
+                report.add(run_section(benchmark, effort, is_quiet))
+                print(summarize(report.sections[benchmark.section]), flush=True)
+            waiting.remove(benchmark)
     except KeyboardInterrupt:
-        for name in waiting:
-            report.add_not_run(name, "the run was broken off")
-        print(f"broken off; what was over is in {folder}", file=sys.stderr)
+        for benchmark in waiting:
+            report.add(not_run(benchmark, effort, "the run was aborted"))
+        print(f"aborted; what was over is in {folder}", file=sys.stderr)
         return 130
-    finally:
-        bar.close()
-    report.write()
-    print(f"{folder / 'report.md'}, {folder / 'report.json'}")
+    print(folder / "report.md")
     return 0 if report.is_good else 1
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the report")
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, every section")
-    names = ",".join(section.name for section in SECTIONS)
-    parser.add_argument("--only", metavar="NAME,...", help=f"some sections of {names}")
+    parser.add_argument("--only", metavar="NAME,...", help=f"some sections of {','.join(SECTIONS)}")
     # A trial of the program, for its tests: seconds, one tiny case per section.
     parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    known = {section.name: section for section in SECTIONS}
-    wanted = args.only.split(",") if args.only else list(known)
+    wanted = args.only.split(",") if args.only else list(SECTIONS)
     for name in wanted:
-        if name not in known:
-            parser.error(f"--only: {name!r} is none of {', '.join(known)}")
-    args.sections = [section for section in SECTIONS if section.name in wanted]
-    args.effort = EFFORTS[2] if args.smoke else EFFORTS[1] if args.quick else EFFORTS[0]
+        if name not in SECTIONS:
+            parser.error(f"--only: {name!r} is none of {', '.join(SECTIONS)}")
+    args.sections = [benchmark for name, benchmark in SECTIONS.items() if name in wanted]
+    args.effort = "smoke" if args.smoke else "quick" if args.quick else "full"
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, and say how it went."""
     args = parse_arguments(argv)
-    machine = describe_machine()
     load = os.getloadavg()[0]
-    print(f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, load {load:.1f}")
+    print(f"{machine_in_words(describe_machine())}, load {load:.1f}")
     if load > 0.5 and args.effort == "full":
         print("something else is running here: figures will say so, too", file=sys.stderr)
     return run(args.sections, args.effort, Path(args.out), is_quiet=not sys.stderr.isatty())

@@ -1,35 +1,28 @@
-"""Writes README's summary, docs/report.md and its pictures from the results files: no typed figure.
+"""Write README's summary, docs/report.md and its pictures from the results files.
 
     python benchmarks/tables.py              # rewrite what is out of date
     python benchmarks/tables.py --check      # exit status 1 if that would change anything
     python benchmarks/tables.py --from DIR   # first take over the results of a report
 
-DIR is what `python benchmarks/run_all.py --out DIR` wrote. Its sections become the files of
-benchmarks/results, `allreduce-cpu.json` and so on, where what was measured with a GPU ends with
-`-gpu` instead.
+DIR is what `python benchmarks/run_all.py --out DIR` wrote. Its results files become those of
+benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
+from benchmarks import rows as files
+from benchmarks.machine import machine_in_words
 from benchmarks.report import page, plots
-from benchmarks.report.document import (
-    InputError,
-    digest,
-    load,
-    write_results,
-    wrong_rows,
-)
 from benchmarks.report.summary import headlines
-from benchmarks.report.text import describe
+from benchmarks.rows import InputError, read_sections
+from benchmarks.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -42,93 +35,70 @@ PAGE_NOTE = (
 )
 
 
-def results(kind: str = "cpu") -> dict[str, dict[str, Any]]:
-    """What benchmarks/results holds, by section: measured without a GPU, or with one."""
-    paths = {name: RESULTS / f"{name}-{kind}.json" for name in page.TITLES}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
-
-
 def filled(text: str) -> str:
-    """The same text with the summary between its markers made anew."""
-    sections = results()
-    machine = sections["allreduce"]["machine"]
+    """Return the text with the summary between its markers made anew."""
+    sections = read_sections(RESULTS)
     lines = [f"- {line}" for line in headlines(sections)]
-    summary = "\n".join([f"On {describe(machine)}:", "", *lines])
+    machine = machine_in_words(sections["allreduce"].machine)
+    summary = "\n".join([f"On {machine}:", "", *lines])
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{summary}\n{END}{rest.split(END)[1]}"
 
 
 def report_page() -> str:
-    """docs/report.md: the report that `run_all.py` would write about these results."""
-    sections = results() | results("gpu")
-    first = next(iter(sections.values()))
-    report = {"machine": first["machine"], "sections": sections, "not_run": missing(sections)}
-    text = page.render(report, plots.figures_of(sections), FIGURES.name)
-    return PAGE_NOTE + text
-
-
-def missing(sections: dict[str, Any]) -> list[dict[str, str]]:
-    """Sections without results."""
-    return [
-        {"what": name, "why": "there are no results of it in benchmarks/results"}
-        for name in page.TITLES
-        if name not in sections
-    ]
+    """Return docs/report.md."""
+    sections = read_sections(RESULTS)
+    return PAGE_NOTE + page.render(sections, plots.figures_of(sections), FIGURES.name)
 
 
 def stale() -> list[str]:
-    """What would change, by name: README, the page, and pictures drawn from other results."""
+    """Name what would change: README, the page, and pictures drawn from other results."""
     found = []
     if filled(README.read_text()) != README.read_text():
         found.append(README.name)
     if not PAGE.exists() or PAGE.read_text() != report_page():
         found.append(f"docs/{PAGE.name}")
-    sections = results() | results("gpu")
+    sections = read_sections(RESULTS)
     figures = plots.figures_of(sections)
     for figure in figures:
-        source = digest(sections, [figure.section])
-        if plots.source_in(FIGURES / f"{figure.name}.png") != source:
-            found.append(f"docs/figures/{figure.name}.png")
+        if plots.source_in(FIGURES / figure.filename) != sections[figure.section].digest:
+            found.append(f"docs/figures/{figure.filename}")
     found += [f"docs/figures/{path.name} (no results for it)" for path in extra(figures)]
     return found
 
 
 def extra(figures: Sequence[plots.Figure]) -> list[Path]:
-    """Pictures that nothing here would draw."""
-    wanted = {f"{figure.name}.png" for figure in figures}
+    """Return the pictures that nothing here would draw."""
+    wanted = {figure.filename for figure in figures}
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
 
 
 def take_over(folder: str) -> list[str]:
-    """Make a report's sections the results files; what was taken.
+    """Make a report's sections the results files; say what was taken.
 
     Raises:
-        InputError: There is no report, or one that is broken off, failed, wrong or not full.
+        InputError: There is no report, or one of a failed, wrong, aborted or not full run.
     """
-    path = Path(folder) / "report.json"
-    report = load(path)
-    if wrong_rows(report["sections"]):
-        raise InputError(f"{path}: holds wrong results: {wrong_rows(report['sections'])[0]}")
-    if report.get("failed"):
-        raise InputError(f"{path}: the section {report['failed'][0]['section']} failed")
-    if report.get("effort") != "full":
-        raise InputError(f"{path}: is a {report.get('effort')} run, expected a full one")
-    taken = []
-    for name, section in report["sections"].items():
-        if name not in page.TITLES:
-            raise InputError(f"{path}: section {name!r} is none of {', '.join(page.TITLES)}")
-        kind = "gpu" if section["machine"].get("gpu") else "cpu"
-        target = RESULTS / f"{name}-{kind}.json"
-        write_results(target, section)
-        taken.append(f"{target.name}: {len(section['rows'])} rows")
-    return taken
+    sections = read_sections(folder)
+    for name, results in sections.items():
+        if name not in SECTIONS:
+            raise InputError(f"{folder}: section {name!r} is none of {', '.join(SECTIONS)}")
+        if results.effort != "full":
+            raise InputError(f"{folder}: {name} is a {results.effort} run, expected a full one")
+        if results.failed:
+            raise InputError(f"{folder}: the section {name} failed: {results.failed}")
+        if results.wrong:
+            raise InputError(f"{folder}: {name} is wrong: {results.wrong[0].about}")
+    measured = [results for results in sections.values() if results.rows]
+    for results in measured:
+        files.write(RESULTS / results.filename, results)
+    return [f"{results.filename}: {len(results.rows)} rows" for results in measured]
 
 
 def rewrite() -> None:
     """Bring everything up to date."""
     README.write_text(filled(README.read_text()))
-    figures = plots.draw(results() | results("gpu"), FIGURES)
-    for path in extra(figures):
+    for path in extra(plots.draw(read_sections(RESULTS), FIGURES)):
         path.unlink()
     PAGE.write_text(report_page())
 
@@ -142,11 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="folder", metavar="DIR", help="take over a full report")
     args = parser.parse_args(argv)
     if args.check:
-        names = stale()
+        names = ", ".join(stale())
         if names:
-            print(
-                f"{', '.join(names)}: out of date: run python benchmarks/tables.py", file=sys.stderr
-            )
+            print(f"{names}: out of date: run python benchmarks/tables.py", file=sys.stderr)
         return int(bool(names))
     if args.folder:
         try:

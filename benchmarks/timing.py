@@ -1,8 +1,9 @@
-"""The only clock of the benchmarks: candidates take turns, so that drift hits all alike."""
+"""Time candidates against each other: they take turns, so that drift hits all of them alike."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 import time
@@ -12,16 +13,19 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["SETTLE_S", "Timing", "interleaved", "torch_threads", "turns"]
+T = TypeVar("T")
+Call = Callable[[], object]
+Measure = Callable[[Call, int], float]  # seconds per call of so many calls in a row
 
-_Candidate = TypeVar("_Candidate")
-
+LEAST_ROUNDS = 5
 SETTLE_S = 0.02
+ROTATED_BYTES = 256 * 2**20  # of all ranks together; the largest L2 has a quarter of it
+MOST_REPEATS = 100  # a thousand launches fill a device's queue, and the host would wait
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, over all rounds: the median, the quartiles and the ends."""
+    """Seconds per call over all rounds: the median, the quartiles and the ends."""
 
     median_s: float
     min_s: float
@@ -29,46 +33,32 @@ class Timing:
     q3_s: float
     max_s: float
     rounds: int
-    calls_per_round: int
 
     @classmethod
-    def of(cls, samples: Iterable[float], calls_per_round: int = 1) -> Timing:
-        """What samples of seconds per call say."""
+    def of(cls, samples: Iterable[float]) -> Timing:
+        """Summarize samples of seconds."""
         ordered = sorted(samples)
         q1_s, median_s, q3_s = (
             statistics.quantiles(ordered, n=4, method="inclusive")
             if len(ordered) > 1
             else ordered * 3
         )
-        return cls(median_s, ordered[0], q1_s, q3_s, ordered[-1], len(ordered), calls_per_round)
+        return cls(median_s, ordered[0], q1_s, q3_s, ordered[-1], len(ordered))
 
     def of_each(self, calls: int) -> Timing:
-        """The timing of one of the calls that were timed together."""
+        """Return the timing of one of the calls that were timed together."""
         seconds = (self.median_s, self.min_s, self.q1_s, self.q3_s, self.max_s)
-        return Timing(*(s / calls for s in seconds), self.rounds, self.calls_per_round * calls)
-
-    def spread(self, unit: str) -> dict[str, float]:
-        """Median, quartiles and ends as the fields of a row; ``unit`` is ``us`` or ``ms``."""
-        scale = {"us": 1e6, "ms": 1e3}[unit]
-        names = ("median", "min", "q1", "q3", "max")
-        return {f"{name}_{unit}": getattr(self, f"{name}_s") * scale for name in names}
+        return Timing(*(s / calls for s in seconds), self.rounds)
 
 
-@contextlib.contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """So many threads of torch's own while the block runs; as many as there are for None."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+# -- taking turns ----------------------------------------------------------------------------------
 
 
-def turns(candidates: Iterable[_Candidate], rounds: int) -> Iterator[list[_Candidate]]:
-    """The order of every round: drawn anew, and the same draws in every process.
+def turns(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
+    """Yield the order of every round: drawn anew, with the same draws in every process.
 
-    Whoever always came after the same one would always find the caches as that one leaves them.
+    A candidate that always followed the same other one would always find the caches as that one
+    leaves them.
     """
     draw = random.Random(0)
     order = list(candidates)
@@ -77,48 +67,155 @@ def turns(candidates: Iterable[_Candidate], rounds: int) -> Iterator[list[_Candi
         yield list(order)
 
 
-def interleaved(
-    candidates: Mapping[str, Callable[[], object]],
+def in_turns(
+    candidates: Mapping[str, Callable[[], T]],
     *,
-    rounds: int = 31,
-    round_s: float = 2e-3,
-    settle_s: float = SETTLE_S,
-    budget_s: float = 4.0,
-) -> dict[str, Timing]:
-    """Time functions against each other in one run.
-
-    Every round calls each candidate once, a call being as many repetitions as fill ``round_s``.
-    Before each, the process sleeps for ``settle_s`` and the candidate warms up: OpenMP's threads
-    spin for milliseconds after the last parallel loop, and would otherwise take a core from whoever
-    comes next.
+    rounds: int,
+    budget_s: float,
+    least_rounds: int = LEAST_ROUNDS,
+    most_s: float = float("inf"),
+    agree: Callable[[float], float] = lambda spent_s: spent_s,
+) -> dict[str, list[T]]:
+    """Call every candidate once a round, and collect what each returns.
 
     Args:
-        candidates: Name to function without arguments.
-        rounds: Most rounds that count; fewer, but at least 5, when they outlast ``budget_s``.
-        round_s: Shortest time to measure at once.
-        settle_s: Sleep before every candidate's turn.
-        budget_s: Time after which no further round begins.
+        candidates: Name to a function that takes one sample.
+        rounds: Most rounds.
+        budget_s: Seconds after which no round begins, once there were ``least_rounds``.
+        least_rounds: Rounds that run even when they outlast ``budget_s``.
+        most_s: Seconds after which no round begins at all.
+        agree: Maps the seconds spent to those that all ranks stop by.
     """
-    repeats = {name: _repeats(function, round_s) for name, function in candidates.items()}
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    samples: dict[str, list[T]] = {name: [] for name in candidates}
     start = time.perf_counter()
-    for round_number, names in enumerate(turns(candidates, rounds)):
-        if round_number >= 5 and time.perf_counter() - start > budget_s:
+    for number, names in enumerate(turns(candidates, rounds)):
+        spent_s = agree(time.perf_counter() - start)
+        if spent_s > budget_s and (number >= least_rounds or spent_s > most_s):
             break
         for name in names:
-            time.sleep(settle_s)
-            _time(candidates[name], 1 + repeats[name] // 4)
-            samples[name].append(_time(candidates[name], repeats[name]))
-    return {name: Timing.of(samples[name], repeats[name]) for name in candidates}
+            samples[name].append(candidates[name]())
+    return samples
 
 
-def _time(function: Callable[[], object], repeats: int) -> float:
+def host_s(function: Call, repeats: int) -> float:
+    """Return the seconds per call on the host's clock."""
     start = time.perf_counter()
     for _ in range(repeats):
         function()
     return (time.perf_counter() - start) / repeats
 
 
-def _repeats(function: Callable[[], object], round_s: float) -> int:
-    _time(function, 2)
-    return max(1, round(round_s / max(_time(function, 2), 1e-8)))
+def interleaved(
+    candidates: Mapping[str, Call],
+    measure: Measure = host_s,
+    *,
+    rounds: int,
+    budget_s: float,
+    round_s: float = 2e-3,
+    settle_s: float = 0.0,
+    most_repeats: int | None = None,
+) -> dict[str, Timing]:
+    """Time functions against each other; one sample is as many calls as fill ``round_s``.
+
+    Before each sample the process sleeps for ``settle_s`` and the candidate warms up: OpenMP's
+    threads spin for milliseconds after a parallel loop, and would take a core from the next one.
+
+    Args:
+        candidates: Name to function without arguments.
+        measure: The clock: the host's, or one of `Clock`.
+        rounds: Most rounds; fewer, but at least 5, when they outlast ``budget_s``.
+        budget_s: Seconds after which no further round begins.
+        round_s: Shortest time to measure at once.
+        settle_s: Sleep before every sample.
+        most_repeats: Most calls of one sample.
+    """
+
+    def sampler(function: Call) -> Callable[[], float]:
+        measure(function, 2)
+        repeats = max(1, round(round_s / max(measure(function, 2), 1e-8)))
+        repeats = min(repeats, most_repeats or repeats)
+
+        def sample() -> float:
+            time.sleep(settle_s)
+            measure(function, 1 + repeats // 4)
+            return measure(function, repeats)
+
+        return sample
+
+    samplers = {name: sampler(function) for name, function in candidates.items()}
+    samples = in_turns(samplers, rounds=rounds, budget_s=budget_s)
+    return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+
+# -- clocks of a device ----------------------------------------------------------------------------
+
+
+class Clock:
+    """The clocks of one device. On the CPU all of them are the host's."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.is_cuda = device.startswith("cuda")
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished."""
+        if self.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def device_s(self, function: Call, repeats: int) -> float:
+        """Return the seconds per call between two events on the stream."""
+        if not self.is_cuda:
+            return host_s(function, repeats)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            function()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / repeats
+
+    def done_s(self, function: Call, repeats: int) -> float:
+        """Return the seconds from a call to its end on the device: the median of these calls."""
+
+        def call() -> None:
+            function()
+            self.synchronize()
+
+        return statistics.median(host_s(call, 1) for _ in range(repeats))
+
+    def enqueue_s(self, function: Call, repeats: int) -> float:
+        """Return the seconds per call on the host, while the device goes on by itself."""
+        self.synchronize()
+        seconds = host_s(function, repeats)
+        self.synchronize()
+        return seconds
+
+    def interleaved(
+        self, candidates: Mapping[str, Call], clock: str = "device", *, rounds: int, budget_s: float
+    ) -> dict[str, Timing]:
+        """Time functions on one of these clocks: ``device``, ``done`` or ``enqueue``."""
+        return interleaved(
+            candidates,
+            getattr(self, f"{clock}_s"),
+            rounds=rounds,
+            budget_s=budget_s,
+            round_s=5e-3,
+            most_repeats=MOST_REPEATS,
+        )
+
+
+def rotating(calls: Iterable[Call]) -> Call:
+    """Return a function that makes one of these calls after the other, so that no cache helps."""
+    turn = itertools.cycle(calls)
+    return lambda: next(turn)()
+
+
+@contextlib.contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Give torch so many threads while the block runs; None leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

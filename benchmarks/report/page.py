@@ -1,92 +1,141 @@
-"""The page that people read: summary, tables, pictures, and what could not be measured."""
+"""Write the page that people read: summary, a table a section, pictures, and what was not run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from benchmarks.report.document import wrong_rows
+from benchmarks.bench import format_s
+from benchmarks.machine import machine_in_words
 from benchmarks.report.plots import Figure
-from benchmarks.report.summary import auto_table, summary_lines
-from benchmarks.report.tables import TABLES
-from benchmarks.report.text import describe
+from benchmarks.report.summary import FAR, auto_rows, summary_lines
+from benchmarks.rows import Results, Row, Sections, by_key
+from benchmarks.sections import SECTIONS
 
-__all__ = ["TITLES", "render"]
-
-TITLES = {
-    "allreduce": "Ranks that are lists of one process",
-    "processes": "One process per rank",
-    "ddp": "DistributedDataParallel",
-    "bucketing": "Gradients while backward runs",
-    "training": "Training steps",
-    "allreduce_cuda": "Several ranks on one GPU",
-    "peers_cuda": "NCCL and symmetric memory",
-    "training_cuda": "Training on one GPU",
-}
+METHOD = (
+    "Candidates take turns in one run, after warming up; times are medians, their spread is in the "
+    "results files and in the pictures. Every row was checked for the right result in the same "
+    "run. The physical limit of each case was measured in the same process; in brackets the share "
+    "of it that was reached. Bold: the fastest of ours."
+)
 
 
-def render(report: Mapping[str, Any], figures: Sequence[Figure], folder: str) -> str:
-    """The whole page. Pictures are linked as ``folder/name.png``."""
-    sections = report["sections"]
-    parts = ["# Benchmark report", *_head(report), *_faults(report)]
-    parts += ["\n".join(f"- {line}" for line in summary_lines(sections))]
-    for name in TITLES:
-        if name in sections:
-            parts += [f"## {TITLES[name]}", *_pictures(figures, name, folder)]
-            parts += [TABLES[name](sections[name])]
-    if "allreduce" in sections or "processes" in sections:
-        parts += ["## auto against the best algorithm", auto_table(sections)]
-    parts += _not_run(report)
+def render(sections: Sections, figures: Sequence[Figure], folder: str) -> str:
+    """Return the whole page. Pictures are linked as ``folder/name.png``."""
+    measured = {name: sections[name] for name in SECTIONS if name in sections}
+    parts = ["# Benchmark report", *_head(measured), *_faults(measured)]
+    parts += ["\n".join(f"- {line}" for line in summary_lines(measured))]
+    for name, results in measured.items():
+        if results.rows:
+            parts += [f"## {SECTIONS[name].title}"]
+            parts += [f"![{f.title}]({folder}/{f.filename})" for f in figures if f.section == name]
+            parts += [SECTIONS[name].about, table(results)]
+    parts += ["## auto against the best algorithm", auto_table(measured)]
+    parts += _not_run(measured)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _head(report: Mapping[str, Any]) -> list[str]:
-    machine = report["machine"]
+def _head(sections: Sections) -> Iterator[str]:
+    machine = next(iter(sections.values())).machine
     engine = machine.get("engine", {})
     about = ", ".join(f"{name} {engine[name]}" for name in ("compiler", "simd") if engine.get(name))
-    lines = [
-        f"{describe(machine)}, {machine['memory_gib']} GiB of memory, {machine['system']}, Python "
-        f"{machine['python']}, pyringar {machine['pyringar']} ({about}). "
-        f"Measured {_dates(report['sections'], machine)}.",
-        "Candidates take turns in one run, after warming up; times are medians, their spread is "
-        "in the JSON and in the pictures. Every row was checked for the right result in the same "
-        "run. The physical limit of each case was measured in the same process.",
-    ]
-    if report.get("effort") not in (None, "full"):
-        lines.append(f"A **{report['effort']}** run: few rounds, so that figures are rough.")
-    return lines
+    dates = sorted({results.machine["date"] for results in sections.values()})
+    yield (
+        f"{machine_in_words(machine)}, {machine['memory_gib']} GiB of memory, {machine['system']}, "
+        f"Python {machine['python']}, pyringar {machine['pyringar']} ({about}). Measured "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+    )
+    yield METHOD
+    for effort in {results.effort for results in sections.values()} - {"full"}:
+        yield f"A **{effort}** run: few rounds, so that figures are rough."
 
 
-def _dates(sections: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
-    dates = sorted({section["machine"]["date"] for section in sections.values()})
-    return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else machine["date"]
-
-
-def _faults(report: Mapping[str, Any]) -> list[str]:
-    """What makes the run a failure, first of all."""
-    parts = []
-    wrong = wrong_rows(report["sections"])
+def _faults(sections: Sections) -> Iterator[str]:
+    """Yield what makes the run a failure."""
+    wrong = [f"{name}: {row.about}" for name, found in sections.items() for row in found.wrong]
     if wrong:
-        parts.append("**Wrong results.** " + "; ".join(wrong) + ".")
-    for fault in report.get("failed", []):
-        parts.append(f"**The section {fault['section']} failed:** `{fault['error']}`")
-    return parts
+        yield f"**Wrong results.** {'; '.join(wrong)}."
+    for name, results in sections.items():
+        if results.failed:
+            yield f"**The section {name} failed:** `{results.failed}`"
 
 
-def _pictures(figures: Sequence[Figure], section: str, folder: str) -> list[str]:
-    return [
-        f"![{figure.title}]({folder}/{figure.name}.png)"
-        for figure in figures
-        if figure.section == section
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Put cells between bars."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def table(results: Results) -> str:
+    """Return a line per case, number of ranks and clock, with a column per candidate."""
+    cases = by_key(results.rows, lambda row: (row.case, row.world_size, row.clock))
+    names = list(dict.fromkeys(row.candidate for row in results.rows))
+    has_clock = any(row.clock for row in results.rows)
+    has_limit = any(row.limit_s for row in results.rows) and not has_limit_column(results)
+    lines = []
+    for (case, k, clock), rows in cases.items():
+        found = {row.candidate: row for row in rows}
+        best = min((r.median_s for r in rows if r.is_ours), default=None)
+        limit_s = rows[0].limit_s
+        lines.append(
+            [
+                *(case, k, *([clock] if has_clock else [])),
+                *([format_s(limit_s) if limit_s else ""] if has_limit else []),
+                *(_cell(found.get(name), best) for name in names),
+            ]
+        )
+    heads = ["case", "ranks", *(["clock"] if has_clock else []), *(["limit"] if has_limit else [])]
+    return markdown_table([*heads, *(f"`{name}`" for name in names)], lines)
+
+
+def has_limit_column(results: Results) -> bool:
+    """Say whether one of the candidates is the limit itself."""
+    candidates = by_key(results.rows, lambda row: row.candidate).values()
+    return any(all(row.limit_share == 1 for row in rows) for rows in candidates)
+
+
+def _cell(row: Row | None, best_s: float | None) -> str:
+    """Write the time, in brackets the share of the limit or what is known of its parts."""
+    if row is None:
+        return ""
+    time = format_s(row.median_s)
+    time = f"**{time}**" if row.median_s == best_s else time
+    if row.parts_s:
+        return f"{time} ({', '.join(f'{name} {format_s(s)}' for name, s in row.parts_s.items())})"
+    return f"{time} ({row.limit_share:.0%})" if row.limit_share else time
+
+
+def auto_table(sections: Sections) -> str:
+    """Return the cases in which auto is far from the best algorithm, the farthest first."""
+    rows = sorted(auto_rows(sections), key=lambda row: -row.ratio)
+    if not rows:
+        return "No results here hold `auto` beside algorithms that were asked for by name."
+    far = [row for row in rows if row.is_far]
+    others = sum(row.took_another for row in far)
+    intro = (
+        f"`auto` took more than {FAR:.2f} times the best algorithm's time in {len(far)} of "
+        f"{len(rows)} cases; in {others} of these it had taken another algorithm than that. On "
+        "ranks that are lists of one process `naive` counts as an algorithm. In the noise: the "
+        "quartiles of both overlap."
+    )
+    cells = [
+        [
+            *(row.auto.section, row.auto.case, row.auto.world_size, format_s(row.auto.median_s)),
+            f"`{row.auto.takes}`" if row.auto.takes else "",
+            *(f"`{row.best.candidate}`", format_s(row.best.median_s)),
+            f"{row.ratio:.2f}{' in the noise' if row.is_noise else ''}",
+        ]
+        for row in far
     ]
+    columns = ("section", "case", "ranks", "auto", "takes", "best", "its time", "auto / best")
+    return f"{intro}\n\n{markdown_table(columns, cells)}" if cells else intro
 
 
-def _not_run(report: Mapping[str, Any]) -> list[str]:
-    missing = list(report.get("not_run", []))
-    for name, section in report["sections"].items():
-        for item in section.get("not_run", []):
-            missing.append({"what": f"{name}: {item['what']}", "why": item["why"]})
-    if not missing:
-        return []
-    lines = [f"- {item['what']}: {item['why']}" for item in missing]
-    return ["## What was not run, and why", "\n".join(lines)]
+def _not_run(sections: Sections) -> list[str]:
+    missing = [(name, "no results") for name in SECTIONS if name not in sections]
+    for name, results in sections.items():
+        missing += [(f"{name}: {item['what']}", item["why"]) for item in results.not_run]
+    lines = [f"- {what}: {why}" for what, why in missing]
+    return ["## What was not run, and why", "\n".join(lines)] if lines else []

@@ -1,56 +1,73 @@
-"""Pictures of results. Each PNG holds a hash of the sections that it was drawn from."""
+"""Draw at most two pictures of a section. Each PNG holds a hash of what it was drawn from."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import bars
-from benchmarks.report.document import digest, name_of, times_of
-from benchmarks.report.style import STYLES, by_key, finish, legend_below, pyplot, sizes_axis
-from pyringar.train.trace import Span, Trace
-
-__all__ = ["SOURCE", "Figure", "draw", "figures_of", "source_in"]
+from benchmarks.candidates import CANDIDATES, candidate_of
+from benchmarks.machine import machine_in_words
+from benchmarks.rows import Results, Row, Sections, by_key
+from benchmarks.sections import SECTIONS
 
 SOURCE = "Source"  # the PNG's text field that names what it was drawn from
-
-Section = Mapping[str, Any]
-Rows = Sequence[Mapping[str, Any]]
+DPI = 110
+RED = "#d55e00"
+# Other calls of an algorithm that is there, and what is not compared.
+NOT_COMPARED = ("bound", "allreduce", "limit", "gloo", "gloo flattened", "naive")
+SIZES = {8: "8 B", 2**12: "4 KiB", 2**16: "64 KiB", 2**20: "1 MiB", 2**24: "16 MiB"}
+SIZES |= {2**28: "256 MiB"}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of one section: ``draw(section, path)`` writes the PNG."""
+    """A picture of one section."""
 
-    name: str
     section: str
+    kind: str
     title: str
-    draw: Callable[[Section, Path], None]
-    is_possible: Callable[[Section], bool]
+    draw: Callable[[Results, str | Path], None]
+
+    @property
+    def filename(self) -> str:
+        """The PNG's name."""
+        return f"{self.section}-{self.kind}.png"
 
 
-def figures_of(sections: Mapping[str, Section]) -> list[Figure]:
-    """Those pictures that these sections hold data for."""
-    return [f for f in FIGURES if f.section in sections and f.is_possible(sections[f.section])]
+def figures_of(sections: Sections) -> list[Figure]:
+    """Return the pictures that these sections hold data for."""
+    found = []
+    for name, results in sections.items():
+        if sizes_panels(results):
+            title = "Time of a call against size, a panel for each number of ranks"
+            found.append(Figure(name, "time", title, draw_times))
+        elif results.rows and not has_sizes(results):
+            found.append(Figure(name, "time", "Time, medians with quartiles", draw_steps))
+        if any(row.parts_s for row in results.rows):
+            parts = dict.fromkeys(part for row in results.rows for part in row.parts_s)
+            found.append(Figure(name, "parts", f"Time of {' and '.join(parts)}", draw_parts))
+        elif speedups_of(results):
+            title = f"Times as fast as {baseline_of(results)}, by size and number of ranks"
+            found.append(Figure(name, "speedup", title, draw_speedups))
+    return found
 
 
-def draw(sections: Mapping[str, Section], folder: Path) -> list[Figure]:
-    """Draw all that is possible, anew only where the data changed; what is there afterwards."""
+def draw(sections: Sections, folder: Path) -> list[Figure]:
+    """Draw all pictures, anew only where the data changed; return them."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = figures_of(sections)
     for figure in figures:
-        path, source = folder / f"{figure.name}.png", digest(sections, [figure.section])
-        if source_in(path) != source:
-            figure.draw(sections[figure.section], path)
-            _stamp(path, source)
+        path, results = folder / figure.filename, sections[figure.section]
+        if source_in(path) != results.digest:
+            figure.draw(results, path)
     return figures
 
 
 def source_in(path: Path) -> str | None:
-    """The hash of what a picture was drawn from; None if there is none."""
+    """Return the hash of what a picture was drawn from; None if there is none."""
     from PIL import Image
 
     if not path.exists():
@@ -60,239 +77,239 @@ def source_in(path: Path) -> str | None:
         return dict(getattr(image, "text", {})).get(SOURCE)
 
 
-def _stamp(path: Path, source: str) -> None:
-    """Few colours, for a small file, and the hash."""
-    from PIL import Image, PngImagePlugin
-
-    text = PngImagePlugin.PngInfo()
-    text.add_text(SOURCE, source)
-    with Image.open(path) as image:
-        small = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
-    small.save(path, pnginfo=text, optimize=True)
+# -- what is drawn ---------------------------------------------------------------------------------
 
 
-# -- time against size -----------------------------------------------------------------------------
+def has_sizes(results: Results) -> bool:
+    """Say whether cases are named by their size."""
+    return any(row.size_bytes for row in results.rows)
 
 
-def _flat(section: Section) -> Rows:
-    """Rows of one float32 tensor per rank."""
-    return [
+def sizes_panels(results: Results) -> dict[int, list[Row]]:
+    """Return rows of one fp32 tensor per rank by number of ranks, where they make a line."""
+    flat = [
         row
-        for row in section["rows"]
-        if row.get("dtype", "fp32") == "fp32" and _is_flat(row) and row.get("size_bytes")
+        for row in results.rows
+        if row.size_bytes
+        and row.dtype == "fp32"
+        and row.case[0].isdigit()
+        and not {"x", ","} & set(row.case)
+        and row.clock in (None, "device")
     ]
+    panels = by_key(sorted(flat, key=lambda r: r.size_bytes or 0), lambda row: row.world_size)
+    return {k: rows for k, rows in sorted(panels.items()) if len({r.case for r in rows}) >= 2}
 
 
-def _is_flat(row: Mapping[str, Any]) -> bool:
-    return bool(row["case"][0].isdigit() and " x " not in row["case"] and "," not in row["case"])
+def baseline_of(results: Results) -> str:
+    """Name what the section compares with."""
+    return candidate_of(next(iter(SECTIONS[results.section].baseline), "the peer")).label
 
 
-def _panels(section: Section) -> dict[int, Rows]:
-    """Flat rows by number of ranks, where there are sizes enough for a line."""
-    panels = by_key(_flat(section), lambda row: row["world_size"])
-    return {
-        k: rows
-        for k, rows in sorted(panels.items())
-        if len({row["size_bytes"] for row in rows}) >= 2
-    }
+def speedups_of(results: Results) -> dict[int, dict[str, list[Row]]]:
+    """Return the rows that have a baseline: by number of ranks, then by case, the largest last."""
+    rows = [
+        row
+        for row in results.rows
+        if row.speedup
+        and row.candidate not in NOT_COMPARED
+        and row.size_bytes
+        and row.clock in (None, "device")
+    ]
+    order = {name: number for number, name in enumerate(CANDIDATES)}
+    rows.sort(key=lambda row: order.get(candidate_of(row.candidate).name, -1))
+    rows.sort(key=lambda row: (not row.case[0].isdigit(), " x " in row.case, row.size_bytes or 0))
+    ranks = by_key(rows, lambda row: row.world_size)
+    cases = {k: by_key(ranks[k], lambda row: row.case) for k in sorted(ranks)}
+    return {k: found for k, found in cases.items() if len(found) > 3 or len(cases) == 1}
 
 
-def _limits(rows: Rows) -> dict[int, float]:
-    """Seconds of the physical limit, by size."""
-    found = {}
-    for row in rows:
-        if name_of(row) == "limit":
-            found[row["size_bytes"]] = times_of(row).median_s
-        elif row.get("limit_us"):
-            found[row["size_bytes"]] = row["limit_us"] * 1e-6
-        elif row.get("limit_share"):
-            found[row["size_bytes"]] = times_of(row).median_s * row["limit_share"]
-    return found
+# -- drawing ---------------------------------------------------------------------------------------
 
 
-def draw_times(section: Section, path: Path) -> None:
-    """Time against size, both logarithmic, a panel per number of ranks; the limit dashed."""
-    panels = _panels(section)
-    plt = pyplot()
+def draw_times(results: Results, path: str | Path) -> None:
+    """Draw time against size, both logarithmic, a panel per number of ranks; the limit dashed."""
+    panels = sizes_panels(results)
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure, grid = plt.subplots(
-        *(lines, columns),
-        figsize=(1.2 + 3.9 * columns, 0.9 + 3.3 * lines),
-        sharey=True,
-        squeeze=False,
-    )
+    size = (1.2 + 3.9 * columns, 0.9 + 3.3 * lines)
+    figure, grid = pyplot().subplots(lines, columns, figsize=size, sharey=True, squeeze=False)
     for axes, (k, rows) in zip(grid.flat, panels.items(), strict=False):
-        _draw_panel(axes, rows)
-        axes.set_title(f"{k} ranks")
-        sizes_axis(axes.xaxis, sorted({row["size_bytes"] for row in rows}))
-        axes.set_xlabel("size of one rank's tensor")
+        for name, own in by_key(rows, lambda row: row.candidate).items():
+            if name != "limit" and len(own) >= 2:
+                _draw_line(axes, own)
+        _draw_limit(axes, rows)
+        axes.set(title=f"{k} ranks", xlabel="size of one rank's tensor", xscale="log", yscale="log")
+        shown = [size for size in SIZES if rows[0].size_bytes <= size <= rows[-1].size_bytes]
+        axes.xaxis.set_ticks(shown, [SIZES[size] for size in shown], fontsize=8)
+        axes.xaxis.set_ticks([], minor=True)
     for axes in list(grid.flat)[len(panels) :]:
         axes.remove()
     for axes in grid[:, 0]:
         axes.set_ylabel("time of a call (microseconds)")
-    legend_below(figure, list(grid.flat)[: len(panels)])
-    finish(figure, path, section["machine"])
+    _finish(figure, list(grid.flat)[: len(panels)], path, results)
 
 
-def _draw_panel(axes: Any, rows: Rows) -> None:
-    for name, own in by_key(rows, name_of).items():
-        points = sorted({row["size_bytes"]: times_of(row) for row in own}.items())
-        style = STYLES.get(name)
-        if style is None or name == "limit" or len(points) < 2:
-            continue
-        sizes = [size for size, _ in points]
-        axes.plot(sizes, [t.median_s * 1e6 for _, t in points], **style.line())
-        low = [(t.median_s if t.q1_s is None else t.q1_s) * 1e6 for _, t in points]
-        high = [(t.median_s if t.q3_s is None else t.q3_s) * 1e6 for _, t in points]
-        axes.fill_between(sizes, low, high, color=style.color, alpha=0.18, linewidth=0)
-    limits = sorted(_limits(rows).items())
-    if len(limits) >= 2:
-        times = [seconds * 1e6 for _, seconds in limits]
-        axes.plot([size for size, _ in limits], times, **STYLES["limit"].line())
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-
-
-# -- scaling with k --------------------------------------------------------------------------------
-
-LEAST_LIMIT_BYTES = 2**18  # below, the limit is the time of calling torch
-SCALED = ("naive", "stack", "ring", "fused", "bound", "auto")
-
-
-def _scaled(section: Section) -> dict[int, Rows]:
-    """Flat rows by size, where there are three numbers of ranks or more; at most three sizes."""
-    sizes = by_key(_flat(section), lambda row: row["size_bytes"])
-    found = {
-        size: rows
-        for size, rows in sorted(sizes.items())
-        if len({row["world_size"] for row in rows}) >= 3
-    }
-    if len(found) <= 3:
-        return found
-    names = list(found)
-    return {size: found[size] for size in (names[0], names[len(names) // 2], names[-1])}
-
-
-def draw_scaling(section: Section, path: Path) -> None:
-    """Gigabytes of all ranks together that are reduced in a second, against the number of ranks."""
-    panels = _scaled(section)
-    plt = pyplot()
-    figure, grid = plt.subplots(
-        *(1, len(panels)), figsize=(1.2 + 3.7 * len(panels), 4.4), squeeze=False
+def _draw_line(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw a candidate's medians, and its quartiles as a band."""
+    style = candidate_of(rows[0].candidate)
+    sizes = [row.size_bytes for row in rows]
+    axes.plot(
+        *(sizes, [row.median_s * 1e6 for row in rows]),
+        label=style.label,
+        color=style.color,
+        marker=style.marker,
+        linewidth=1.6,
+        markersize=4.5,
     )
-    for axes, rows in zip(grid.flat, panels.values(), strict=True):
-        for name, own in by_key(rows, name_of).items():
-            points = sorted(
-                (row["world_size"], row["world_size"] * row["size_bytes"] / times_of(row).median_s)
-                for row in own
-            )
-            if name in SCALED and len(points) >= 2:
-                axes.plot(*_gigabytes(points), **STYLES[name].line())
-        limits = {
-            row["world_size"]: times_of(row).median_s * row["limit_share"]
-            for row in rows
-            if row.get("limit_share") and row["size_bytes"] >= LEAST_LIMIT_BYTES
-        }
-        size = rows[0]["size_bytes"]
-        points = sorted((k, k * size / seconds) for k, seconds in limits.items())
-        if points:
-            axes.plot(*_gigabytes(points), **STYLES["limit"].line())
-        ranks = sorted({row["world_size"] for row in rows})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ranks, [str(k) for k in ranks])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_title(f"{rows[0]['case'].removesuffix(' fp32')} a rank")
-        axes.set_xlabel("ranks")
-    grid[0, 0].set_ylabel("reduced per second (GB, all ranks together)")
-    legend_below(figure, list(grid.flat))
-    finish(figure, path, section["machine"])
+    low, high = [row.q1_s * 1e6 for row in rows], [row.q3_s * 1e6 for row in rows]
+    axes.fill_between(sizes, low, high, color=style.color, alpha=0.18, linewidth=0)
 
 
-def _gigabytes(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [k for k, _ in points], [rate / 1e9 for _, rate in points]
+def _draw_limit(axes: Any, rows: Sequence[Row]) -> None:
+    limits = {row.size_bytes: row.limit_s * 1e6 for row in rows if row.limit_s}
+    if len(limits) >= 2:
+        style = CANDIDATES["limit"]
+        axes.plot(list(limits), list(limits.values()), "--", color=style.color, label=style.label)
 
 
-# -- one step --------------------------------------------------------------------------------------
+def draw_speedups(results: Results, path: str | Path) -> None:
+    """Draw horizontal bars from 1 on, a panel per number of ranks: right is faster."""
+    panels = speedups_of(results)
+    thin = max(len(rows) for cases in panels.values() for rows in cases.values())
+    most = max(len(cases) for cases in panels.values())
+    size = (1.6 + 3.4 * len(panels), max(2.8, 1.4 + most * (0.16 + 0.115 * thin)))
+    figure, grid = pyplot().subplots(1, len(panels), figsize=size, sharex=True, squeeze=False)
+    for axes, (k, cases) in zip(grid.flat, panels.items(), strict=True):
+        for number, rows in enumerate(cases.values()):
+            for turn, row in enumerate(rows):
+                at = number + (turn - (len(rows) - 1) / 2) * 0.86 / thin
+                style = candidate_of(row.candidate)
+                axes.barh(
+                    *(at, (row.speedup or 1) - 1, 0.79 / thin),
+                    left=1,
+                    color=style.color,
+                    label=style.label,
+                )
+        axes.set_xscale("log")
+        axes.axvline(1, color="black", linewidth=1)
+        names = [case.removesuffix(" fp32") for case in cases]
+        axes.set_yticks(range(len(cases)), names, fontsize=8)
+        axes.set_ylim(most - 0.45, -0.55)
+        axes.grid(visible=False, axis="y")
+        axes.set(title=f"{k} ranks", xlabel=f"times as fast as {baseline_of(results)}")
+        _plain_ticks(axes)
+    _finish(figure, list(grid.flat), path, results)
 
 
-def draw_timeline(section: Section, path: Path) -> None:
-    """What a step did and when, as `pyringar train --timeline` draws it."""
-    trace = Trace()
-    trace.spans = [Span(**span) for span in section["timeline"]["spans"]]
-    trace.plot(path)
+def _plain_ticks(axes: Any) -> None:
+    """Write 0.5, 1, 2, 5, ... instead of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_xlim()
+    subs = (1.0,) if high / low > 200 else (1.0, 2.0, 5.0) if high / low > 20 else (1, 1.5, 2, 3, 5)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", labelsize=8)
 
 
-FIGURES = (
-    Figure(
-        "allreduce-time",
-        "allreduce",
-        "Time of an all_reduce against size, by algorithm, a panel for each number of ranks",
-        draw_times,
-        lambda section: bool(_panels(section)),
-    ),
-    Figure(
-        "allreduce-speedup",
-        "allreduce",
-        "Times as fast as the book's loop, by size and number of ranks",
-        bars.draw_allreduce,
-        lambda section: bool(bars.allreduce_groups(section)),
-    ),
-    Figure(
-        "allreduce-scaling",
-        "allreduce",
-        "Bytes reduced per second against the number of ranks",
-        draw_scaling,
-        lambda section: bool(_scaled(section)),
-    ),
-    Figure(
-        "processes-time",
-        "processes",
-        "Time of an all_reduce of ranks in processes against size, beside gloo and the limit",
-        draw_times,
-        lambda section: bool(_panels(section)),
-    ),
-    Figure(
-        "processes-speedup",
-        "processes",
-        "Times as fast as gloo, ranks in processes",
-        bars.draw_processes,
-        lambda section: bool(bars.processes_groups(section)),
-    ),
-    Figure(
-        "ddp",
-        "ddp",
-        "What communication adds to a step of DistributedDataParallel",
-        bars.draw_ddp,
-        lambda section: bool(section["rows"]),
-    ),
-    Figure(
-        "bucketing",
-        "bucketing",
-        "Time of reductions, hidden behind backward and exposed after it",
-        bars.draw_bucketing,
-        lambda section: bool(section["rows"]),
-    ),
-    Figure(
-        "training",
-        "training",
-        "Time of a training step, by loop and number of ranks",
-        bars.draw_training,
-        lambda section: bool(section["rows"]),
-    ),
-    Figure(
-        "timeline",
-        "training",
-        "What two ranks compute and reduce during one step",
-        draw_timeline,
-        lambda section: bool(section.get("timeline")),
-    ),
-    Figure(
-        "allreduce-cuda-speedup",
-        "allreduce_cuda",
-        "Times as fast as the book's loop, several ranks on one GPU",
-        bars.draw_allreduce,
-        lambda section: bool(bars.allreduce_groups(section)),
-    ),
-)
+def draw_steps(results: Results, path: str | Path) -> None:
+    """Draw bars of medians with quartiles, a panel per case, a group per number of ranks."""
+    models = by_key(results.rows, lambda row: row.case)
+    size = (1 + 3.8 * len(models), 3.5)
+    figure, grid = pyplot().subplots(1, len(models), figsize=size, squeeze=False)
+    for axes, (model, rows) in zip(grid.flat, models.items(), strict=True):
+        ranks = sorted({row.world_size for row in rows})
+        names = list(dict.fromkeys(row.candidate for row in rows))
+        width = 0.8 / len(names)
+        for turn, name in enumerate(names):
+            own = [row for row in rows if row.candidate == name]
+            offset = (turn - (len(names) - 1) / 2) * width
+            _draw_medians(axes, own, [ranks.index(r.world_size) + offset for r in own], width)
+        axes.set_xticks(range(len(ranks)), [str(k) for k in ranks])
+        axes.set(title=model, xlabel="ranks", ylabel="milliseconds (lines: quartiles)")
+        axes.grid(visible=False, axis="x")
+    _finish(figure, list(grid.flat), path, results)
+
+
+def _draw_medians(axes: Any, rows: Sequence[Row], places: Sequence[float], width: float) -> None:
+    style = candidate_of(rows[0].candidate)
+    _, _, variant = rows[0].candidate.partition(", ")
+    low = [(row.median_s - row.q1_s) * 1e3 for row in rows]
+    high = [(row.q3_s - row.median_s) * 1e3 for row in rows]
+    axes.bar(
+        *(places, [row.median_s * 1e3 for row in rows], width * 0.92),
+        color=style.color,
+        alpha={"0.1 MB": 0.4, "1 MB": 0.7}.get(variant, 1.0),
+        label=f"{style.label}, {variant}" if variant else style.label,
+        yerr=[low, high],
+        error_kw={"ecolor": RED, "elinewidth": 1, "capsize": 2},
+    )
+
+
+def draw_parts(results: Results, path: str | Path) -> None:
+    """Draw the parts of a time, the smaller ones within the larger, a panel per case and ranks."""
+    rows = [row for row in results.rows if row.parts_s]
+    panels = by_key(rows, lambda row: (row.case, row.world_size))
+    ranks = sorted({k for _, k in panels})
+    models = list(dict.fromkeys(case for case, _ in panels))
+    most = max(len(rows) for rows in panels.values())
+    size = (2 + 3.1 * len(models), 1.2 + len(ranks) * (0.7 + 0.26 * most))
+    figure, grid = pyplot().subplots(
+        *(len(ranks), len(models)), figsize=size, squeeze=False, sharey=True
+    )
+    colors = ("#56b4e9", RED)
+    for (model, k), found in panels.items():
+        axes = grid[ranks.index(k), models.index(model)]
+        names = [row.candidate for row in found]
+        for part, color in zip(found[0].parts_s, colors, strict=False):
+            axes.barh(names, [r.parts_s[part] * 1e3 for r in found], 0.7, color=color, label=part)
+        axes.set(title=f"{model}, {k} ranks", xlabel="milliseconds a step")
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", labelsize=8)
+    grid[0, 0].invert_yaxis()  # of all panels, which share it
+    _finish(figure, list(grid.flat), path, results)
+
+
+# -- the look --------------------------------------------------------------------------------------
+
+
+def pyplot() -> Any:
+    """Return matplotlib without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": True})
+    plt.rcParams.update({"grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True})
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    return plt
+
+
+def _finish(figure: Any, panels: Sequence[Any], path: str | Path, results: Results) -> None:
+    """Put one legend below, name the machine, and write the file with few colours and the hash."""
+    from PIL import Image, PngImagePlugin
+
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(
+        *(list(found.values()), list(found)),
+        loc="outside lower center",
+        ncols=min(4, len(found)),
+        frameon=False,
+        fontsize=8,
+    )
+    machine = results.machine
+    title = f"{machine_in_words(machine)}, {machine['date']}"
+    figure.suptitle(title, fontsize=8, color="#555555")
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=DPI)
+    pyplot().close(figure)
+    text = PngImagePlugin.PngInfo()
+    text.add_text(SOURCE, results.digest)
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    small.save(path, pnginfo=text, optimize=True)

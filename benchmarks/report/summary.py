@@ -1,162 +1,87 @@
-"""What a report says first: the few figures that matter, and how far `auto` is from the best."""
+"""Say in sentences what was measured, and how far `auto` is from the best algorithm."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.report.document import Times, is_peer, name_of, times_of
-from benchmarks.report.text import format_us, markdown_table
-
-__all__ = ["FAR", "AutoRow", "auto_rows", "auto_table", "headlines", "summary_lines"]
+from benchmarks.bench import format_s
+from benchmarks.rows import Row, Sections, by_key
 
 FAR = 1.10  # auto's time over the best algorithm's, above which a row is flagged
-# What takes the algorithm that nobody has named, and what is asked for by name.
-AUTO = {"allreduce": ("auto", "coalesced"), "processes": ("checked", "coalesced")}
-NAMED = ("fused", "direct", "ring", "sharded", "naive")
-
-Sections = Mapping[str, Mapping[str, Any]]
+LARGE_BYTES = 16 * 2**20
+# What competes with auto. Where ranks share a process, naive is one line of torch: it counts.
+NAMED = {
+    "allreduce": ("fused", "direct", "ring", "sharded", "naive"),
+    "processes": ("direct", "ring"),
+}
 
 
 @dataclass(frozen=True)
 class AutoRow:
     """One case: what auto took, and the fastest algorithm that could have been named."""
 
-    section: str
-    case: str
-    world_size: int
-    auto: Times
-    takes: str | None  # what auto took; None in results that do not say
-    best: str
-    best_times: Times
+    auto: Row
+    best: Row
 
     @property
     def ratio(self) -> float:
         """Median of auto over that of the best one."""
-        return self.auto.median_s / self.best_times.median_s
+        return self.auto.median_s / self.best.median_s
 
     @property
     def is_far(self) -> bool:
-        """Whether somebody should look at it."""
+        """True where somebody should look at it."""
         return self.ratio > FAR
 
     @property
     def is_noise(self) -> bool:
-        """Whether the quartiles of both overlap, so that the difference says little."""
-        low, high = self.auto.q1_s, self.best_times.q3_s
-        return low is not None and high is not None and low <= high
+        """True where the quartiles of both overlap, so that the difference says little."""
+        return self.auto.q1_s <= self.best.q3_s
 
     @property
     def took_another(self) -> bool:
-        """Whether auto chose wrongly; with the same algorithm a difference is the machine's."""
-        return self.takes not in (None, self.best)
-
-    @property
-    def mark(self) -> str:
-        """What stands behind the ratio."""
-        if not self.is_far:
-            return ""
-        return " **!** in the noise" if self.is_noise else " **!**"
+        """True where auto chose another one; with the same, a difference is the machine's."""
+        return self.auto.takes not in (None, self.best.candidate)
 
 
 def auto_rows(sections: Sections) -> list[AutoRow]:
-    """Every size and number of ranks at which both auto and algorithms by name were measured."""
+    """Return every case in which both auto and algorithms by name were measured."""
     found = []
-    for section, names in AUTO.items():
-        for (case, k), rows in _cases(sections, section):
-            autos = [rows[name] for name in names if name in rows]
-            named = {name: times_of(rows[name]) for name in NAMED if name in rows}
-            if section == "processes":
-                named.pop("naive", None)
-            if autos and set(named) - {"naive"}:
-                best = min(named, key=lambda name: named[name].median_s)
-                auto, takes = times_of(autos[0]), autos[0].get("takes")
-                found.append(AutoRow(section, case, k, auto, takes, best, named[best]))
+    for section, names in NAMED.items():
+        for rows in _cases(sections, section):
+            named = [rows[name] for name in names if name in rows]
+            if "auto" in rows and any(row.candidate != "naive" for row in named):
+                found.append(AutoRow(rows["auto"], min(named, key=lambda row: row.median_s)))
     return found
 
 
-def _cases(
-    sections: Sections, section: str
-) -> Iterator[tuple[tuple[str, int], dict[str, Mapping[str, Any]]]]:
-    """Rows of a section, by case and ranks, then by name."""
-    cases: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
-    for row in sections.get(section, {}).get("rows", []):
-        cases.setdefault((row["case"], row["world_size"]), {}).setdefault(name_of(row), row)
-    yield from cases.items()
-
-
-def auto_table(sections: Sections) -> str:
-    """Auto beside the best algorithm, the farthest first; in words where there is nothing."""
-    rows = sorted(auto_rows(sections), key=lambda row: -row.ratio)
-    if not rows:
-        return "No results here hold `auto` beside algorithms that were asked for by name."
-    far = [row for row in rows if row.is_far]
-    intro = (
-        f"`auto` took more than {FAR:.2f} times the best algorithm's time in {len(far)} of "
-        f"{len(rows)} cases, marked with **!**; in {_others(far)} of these it had taken another "
-        "algorithm than that. On ranks that are lists of one process `naive` "
-        "counts as an algorithm. In the noise: the quartiles of both overlap."
-    )
-    cells = [
-        [
-            *(row.section, row.case, row.world_size, format_us(row.auto.median_s * 1e6)),
-            f"`{row.takes}`" if row.takes else "",
-            *(f"`{row.best}`", format_us(row.best_times.median_s * 1e6)),
-            f"{row.ratio:.2f}{row.mark}",
-        ]
-        for row in rows
-    ]
-    columns = "benchmark", "per rank", "ranks", "auto", "takes", "best", "its time", "auto / best"
-    return f"{intro}\n\n{markdown_table(columns, cells)}"
-
-
-def _others(rows: Sequence[AutoRow]) -> int:
-    return sum(row.took_another for row in rows)
+def _cases(sections: Sections, section: str) -> Iterator[dict[str, Row]]:
+    """Yield a section's rows by candidate, case by case."""
+    rows = sections[section].rows if section in sections else []
+    for found in by_key(rows, lambda row: (row.case, row.world_size, row.clock)).values():
+        yield {row.candidate: row for row in found}
 
 
 def summary_lines(sections: Sections) -> list[str]:
-    """A sentence per section that was measured, with its figures."""
+    """Return a sentence or more for every section that was measured."""
     makers = (_lists, _auto, _processes, _ddp, _bucketing, _training, _gpu)
     return [line for make in makers for line in make(sections)]
 
 
 def headlines(sections: Sections) -> list[str]:
-    """The first sentence each about ranks in lists, in processes, and under DDP."""
+    """Return the first sentence each about ranks in lists, in processes, and under DDP."""
     makers = (_lists(sections), _processes(sections), _ddp(sections))
     return [line for lines in makers for line in itertools.islice(lines, 1)]
 
 
-def _lists(sections: Sections) -> Iterator[str]:
-    against: dict[str, list[tuple[float, str]]] = {"naive": [], "stack": []}
-    shares = []
-    for (case, k), rows in _cases(sections, "allreduce"):
-        ours = [row for row in rows.values() if not is_peer(row)]
-        own = next(
-            (rows[n] for n in ("auto", "coalesced", "fused", "allreduce") if n in rows), None
-        )
-        if own is None or not ours:
-            continue
-        if own["size_bytes"] >= 2**24:
-            shares.append(own["limit_share"])
-        for peer, ratios in against.items():
-            if peer in rows:
-                ratio = times_of(rows[peer]).median_s / times_of(own).median_s
-                ratios.append((ratio, f"{case}, {k} ranks"))
-    for peer, words in (("naive", "the book's loop"), ("stack", "`torch.stack().sum()`")):
-        if against[peer]:
-            yield f"Ranks that are lists of one process, against {words}: {_range(against[peer])}."
-    if shares:
-        yield (
-            f"From 16 MiB on a call reaches {min(shares):.0%} to {max(shares):.0%} of the rate at "
-            f"which memory is read and written once (median {statistics.median(shares):.0%})."
-        )
+# -- sentences -------------------------------------------------------------------------------------
 
 
 def _range(ratios: list[tuple[float, str]]) -> str:
-    """Median and ends of speed-ups."""
+    """Give the median and the ends of speed-ups."""
     low, high = min(ratios), max(ratios)
     middle = statistics.median(ratio for ratio, _ in ratios)
     return (
@@ -165,73 +90,96 @@ def _range(ratios: list[tuple[float, str]]) -> str:
     )
 
 
+def _against(peer: Row, own: Row) -> tuple[float, str]:
+    return peer.median_s / own.median_s, f"{own.case}, {own.world_size} ranks"
+
+
+def _lists(sections: Sections) -> Iterator[str]:
+    pairs: dict[str, list[tuple[float, str]]] = {"naive": [], "stack": []}
+    shares = []
+    for rows in _cases(sections, "allreduce"):
+        own = next((rows[n] for n in ("auto", "fused", "allreduce") if n in rows), None)
+        if own is None:
+            continue
+        if (own.size_bytes or 0) >= LARGE_BYTES and own.limit_share:
+            shares.append(own.limit_share)
+        for peer, ratios in pairs.items():
+            if peer in rows:
+                ratios.append(_against(rows[peer], own))
+    for peer, words in (("naive", "the book's loop"), ("stack", "`torch.stack().sum()`")):
+        if pairs[peer]:
+            yield f"Ranks that are lists of one process, against {words}: {_range(pairs[peer])}."
+    if shares:
+        yield (
+            f"From 16 MiB on a call reaches {min(shares):.0%} to {max(shares):.0%} of the rate at "
+            f"which memory is read and written once (median {statistics.median(shares):.0%})."
+        )
+
+
 def _auto(sections: Sections) -> Iterator[str]:
     rows = auto_rows(sections)
     if rows:
         far = [row for row in rows if row.is_far]
         clear = [row for row in far if not row.is_noise]
+        others = sum(row.took_another for row in far)
         worst = max(clear or rows, key=lambda row: row.ratio)
+        about = f"{worst.auto.section}, {worst.auto.case}, {worst.auto.world_size} ranks"
         yield (
             f"`auto` is more than {FAR - 1:.0%} behind the best algorithm in {len(far)} of "
-            f"{len(rows)} cases, in {len(clear)} of them beyond the noise, in {_others(far)} "
-            f"because it took another one; at worst {worst.ratio:.2f} times ({worst.section}, "
-            f"{worst.case}, {worst.world_size} ranks, where `{worst.best}` is best)."
+            f"{len(rows)} cases, in {len(clear)} of them beyond the noise, in {others} because it "
+            f"took another one; at worst {worst.ratio:.2f} times ({about}, where "
+            f"`{worst.best.candidate}` is best)."
         )
 
 
 def _processes(sections: Sections) -> Iterator[str]:
-    ratios = []
-    for (case, k), rows in _cases(sections, "processes"):
-        own = next((rows[name] for name in ("checked", "coalesced") if name in rows), None)
-        if own is not None and own.get("ratio_to_gloo"):
-            ratios.append((own["ratio_to_gloo"], f"{case}, {k} ranks"))
+    found = [rows["auto"] for rows in _cases(sections, "processes") if "auto" in rows]
+    ratios = [(row.speedup, f"{row.case}, {row.world_size} ranks") for row in found if row.speedup]
     if ratios:
         yield f"One process per rank, against gloo: {_range(ratios)}."
 
 
 def _ddp(sections: Sections) -> Iterator[str]:
-    for row in sections.get("ddp", {}).get("rows", []):
-        if row["candidate"] == "ringar" and row.get("ratio_to_gloo"):
+    for rows in _cases(sections, "ddp"):
+        own, gloo = (rows[name].parts_s["communication"] for name in ("ringar", "gloo"))
+        if min(own, gloo) > 0:  # else in the noise: a ratio would say nothing
+            row = rows["ringar"]
             yield (
-                f"DistributedDataParallel, {row['case']}, {row['world_size']} ranks: communication "
-                f"costs {format_us(row['communication_ms'] * 1e3)} a step, gloo's "
-                f"{row['ratio_to_gloo']:.1f} times as much."
+                f"DistributedDataParallel, {row.case}, {row.world_size} ranks: communication "
+                f"costs {format_s(own)} a step, gloo's {gloo / own:.1f} times as much."
             )
 
 
 def _bucketing(sections: Sections) -> Iterator[str]:
-    section = sections.get("bucketing")
-    if not section:
-        return
+    rows = sections["bucketing"].rows if "bucketing" in sections else []
     shares = [
-        (1 - row["exposed_ms"] / row["comm_ms"], f"{row['case']}, {row['world_size']} ranks")
-        for row in section["rows"]
-        if row["bucket_cap_mb"] is not None and row["comm_ms"] > 0
+        (1 - row.parts_s["exposed"] / row.parts_s["reductions"], f"{row.case}, {row.world_size}")
+        for row in rows
+        if row.candidate.startswith("bucketed") and row.parts_s["reductions"] > 0
     ]
     if shares:
         low, high = min(shares), max(shares)
         yield (
-            f"Buckets reduce while backward runs: {low[0]:.0%} ({low[1]}) to {high[0]:.0%} "
-            f"({high[1]}) of the reductions' time was over before backward was."
+            f"Buckets reduce while backward runs: {low[0]:.0%} ({low[1]} ranks) to {high[0]:.0%} "
+            f"({high[1]} ranks) of the reductions' time was over before backward was."
         )
+        hook_s = sections["bucketing"].facts.get("hook_s")
+        if hook_s is not None:
+            yield f"Counting a gradient in its hook costs {format_s(hook_s)}."
 
 
 def _training(sections: Sections) -> Iterator[str]:
-    ours = [
-        (row["ratio_to_book"], f"{row['case']}, {row['world_size']} ranks")
-        for row in sections.get("training", {}).get("rows", [])
-        if row["candidate"] == "ringar"
-    ]
+    ours = [_against(r["book"], r["ringar"]) for r in _cases(sections, "training") if "ringar" in r]
     if ours:
         yield f"A training step of `pyringar train`, against the book's loop: {_range(ours)}."
 
 
 def _gpu(sections: Sections) -> Iterator[str]:
-    rows = sections.get("allreduce_cuda", {}).get("rows", [])
     ours = [
-        (row["ratio_to_naive"], f"{row['case']}, {row['world_size']} ranks, {row['clock']}")
-        for row in rows
-        if row["algorithm"] in ("fused", "coalesced")
+        (row.speedup, f"{row.case}, {row.world_size} ranks, {row.clock}")
+        for rows in _cases(sections, "allreduce_cuda")
+        for row in rows.values()
+        if row.candidate in ("fused", "auto") and row.speedup
     ]
     if ours:
         yield f"Several ranks on one GPU, against the book's loop there: {_range(ours)}."
