@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import signal
@@ -44,31 +45,15 @@ def _one_torch_thread() -> None:
 @pytest.fixture
 def make_comm() -> Iterator[Callable[..., pr.Communicator]]:
     """``make_comm(k, **kwargs)``: a communicator of k CPU ranks, closed after the test."""
-    made = []
-
-    def make(world_size: int, **kwargs: object) -> pr.Communicator:
-        comm = pr.Communicator(["cpu"] * world_size, **kwargs)
-        made.append(comm)
-        return comm
-
-    yield make
-    for comm in made:
-        comm.close()
+    with contextlib.ExitStack() as made:
+        yield lambda k, **options: made.enter_context(pr.Communicator(["cpu"] * k, **options))
 
 
 @pytest.fixture(scope="session")
 def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
     """``comm_of(k)``: one communicator of k CPU ranks for all tests that leave it as it was."""
-    made: dict[int, pr.Communicator] = {}
-
-    def get(world_size: int) -> pr.Communicator:
-        if world_size not in made:
-            made[world_size] = pr.Communicator(["cpu"] * world_size)
-        return made[world_size]
-
-    yield get
-    for comm in made.values():
-        comm.close()
+    with contextlib.ExitStack() as made:
+        yield functools.cache(lambda k: made.enter_context(pr.Communicator(["cpu"] * k)))
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ memory, so that results are read there; 16-bit floats are widened and rounded bi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -206,27 +206,20 @@ class Placed:
         layout: Layout,
         *,
         is_negated: bool = False,
-        memory: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.kind, self.shape, self.layout, self.is_negated = kind, tuple(shape), layout, is_negated
         last = sum((n - 1) * s for n, s in zip(shape, layout.strides, strict=True))
         numel = 0 if 0 in shape else max(0, last) + 1
         size = layout.offset + numel + 5
-        noise = rng.integers(0, 200, size).astype(kind.word)
-        if memory is None:
-            self.base = noise
-        else:
-            self.base = memory(size * noise.itemsize).view(kind.word)[:size]
-            self.base[:] = noise
+        self.base = rng.integers(0, 200, size).astype(kind.word)
         item = self.base.itemsize
         self.view = np.lib.stride_tricks.as_strided(
             self.base[layout.offset :], self.shape, [s * item for s in layout.strides]
         )
         mine = np.zeros(size, dtype=bool)
-        np.lib.stride_tricks.as_strided(mine[layout.offset :], self.shape, layout.strides)[...] = (
-            True
-        )
-        self._noise, self._around = noise, ~mine
+        own = np.lib.stride_tricks.as_strided(mine[layout.offset :], self.shape, layout.strides)
+        own[...] = True
+        self._noise, self._around = self.base.copy(), ~mine
         signed = self.base.view(f"i{item}")
         self.tensor = (
             torch.from_numpy(signed)
@@ -265,15 +258,9 @@ class Parameter:
         self.are_negated = [bool(rng.random() < 0.04) for _ in range(k)]
         self.inputs = [values(rng, self.numel, self.kind) for _ in range(k)]
 
-    def place(self, rng: np.random.Generator, rank: int, **options: Any) -> Placed:
-        placed = Placed(
-            rng,
-            self.kind,
-            self.shape,
-            self.layouts[rank],
-            is_negated=self.are_negated[rank],
-            **options,
-        )
+    def place(self, rng: np.random.Generator, rank: int) -> Placed:
+        layout, is_negated = self.layouts[rank], self.are_negated[rank]
+        placed = Placed(rng, self.kind, self.shape, layout, is_negated=is_negated)
         placed.write(self.inputs[rank])
         return placed
 

@@ -1,4 +1,4 @@
-"""P1-P4: all_reduce, every dtype, op, algorithm, number of ranks and size, bit for bit."""
+"""Does every rank get the right bits, for every algorithm, dtype, reduction, k and size (P1-P4)?"""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def sizes_around(world_size):
     return sorted({0, 1, world_size - 1, world_size, world_size + 1, 15, 16, 17, 63, 64, 65, 257})
 
 
-def check(comm, parts, op, algorithm):
+def check(comm, parts, op="sum", algorithm="fused", **options):
     """One call against the oracle; the list must be left alone."""
     tensors = [part.clone() for part in parts]
     same = list(tensors)
-    assert comm.all_reduce(tensors, op, algorithm=algorithm) is None
+    assert comm.all_reduce(tensors, op, algorithm=algorithm, **options) is None
     assert len(tensors) == len(same)
     assert all(a is b for a, b in zip(tensors, same, strict=True)), "the list was changed"
     context = f"{algorithm} {op} {parts[0].dtype} k={len(parts)} numel={parts[0].numel()}"
     assert_all_ranks(tensors, expected(parts, op, algorithm), context)
+    return tensors
 
 
 # -- that these tests can fail ---------------------------------------------------------------------
@@ -155,25 +156,17 @@ def test_rank_order(make_comm, algorithm, order):
     """P4, for the communicator's own setting and for the call's."""
     for dtype in FLOATS:
         parts = inputs(2 * limit_bytes("fused_block") // dtype.itemsize + 3, dtype, 6)
-        wanted = reduced(parts, "sum")
         tensors = [part.clone() for part in parts]
         make_comm(6, algorithm=algorithm, order=order).all_reduce(tensors)
-        assert_all_ranks(tensors, wanted, f"{algorithm} {dtype}")
-        tensors = [part.clone() for part in parts]
-        make_comm(6).all_reduce(tensors, algorithm=algorithm, order=order)
-        assert_all_ranks(tensors, wanted, f"{algorithm} {dtype}")
+        assert_all_ranks(tensors, reduced(parts, "sum"), f"{algorithm} {dtype}")
+        check(make_comm(6), parts, algorithm=algorithm, order=order)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_same_bits_in_every_run(comm_of, algorithm):
     parts = inputs(100_003, torch.float32, 5)
-    results = []
-    for _ in range(10):
-        tensors = [part.clone() for part in parts]
-        comm_of(5).all_reduce(tensors, algorithm=algorithm)
-        assert all(same_bits(tensor, tensors[0]) for tensor in tensors)
-        results.append(tensors[0])
-    assert all(same_bits(result, results[0]) for result in results)
+    results = [check(comm_of(5), parts, algorithm=algorithm) for _ in range(10)]
+    assert all(same_bits(tensor, results[0][0]) for tensors in results for tensor in tensors)
 
 
 def test_integers_wrap_and_divide_towards_zero(comm_of):

@@ -201,15 +201,6 @@ def test_a_late_rank_is_named_and_the_communicator_refuses(algorithm, late):
     assert pr.allreduce(ranks(3)) is None
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
-def test_more_ranks_than_cores_do_not_crawl(algorithm):
-    with pr.Communicator(["cpu"] * 16) as comm:
-        start = time.monotonic()
-        for _ in range(20):
-            comm.all_reduce(ranks(16, 20_000), algorithm=algorithm)
-        assert time.monotonic() - start < 20
-
-
 # -- closing, forking, leaking ---------------------------------------------------------------------
 
 

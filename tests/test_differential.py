@@ -6,8 +6,10 @@ A failure names its seed and its number; ``PYRINGAR_TEST_SEED=...`` makes the sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+import secrets
 import sys
 import zlib
 from collections.abc import Iterator
@@ -21,8 +23,16 @@ from differential import KINDS, OPS, Parameter, Placed, check, check_ranks
 import pyringar as pr
 
 SEED = int(os.environ.get("PYRINGAR_TEST_SEED", "1"))
+LONG_RUN = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 ALGORITHMS = ("fused", "direct", "ring", "naive", "sharded", "auto")
 ENTRIES = ("allreduce", "all_reduce", "async", "bind", "coalesced", "other")
+
+
+def seed_of(is_long: bool) -> int:
+    """Another in every long run, unless one is asked for."""
+    seed = SEED if not is_long or "PYRINGAR_TEST_SEED" in os.environ else secrets.randbits(32)
+    print(f"seed {seed}")
+    return seed
 
 
 @contextlib.contextmanager
@@ -135,31 +145,16 @@ def other_collective(rng, comm, op: str, flushes: bool, context: str) -> None:
 
 @pytest.fixture(scope="module")
 def rank_order_comm_of() -> Iterator:
-    made: dict[int, pr.Communicator] = {}
-
-    def get(k: int) -> pr.Communicator:
-        if k not in made:
-            made[k] = pr.Communicator(["cpu"] * k, order="rank")
-        return made[k]
-
-    yield get
-    for comm in made.values():
-        comm.close()
+    with contextlib.ExitStack() as made:
+        yield functools.cache(
+            lambda k: made.enter_context(pr.Communicator(["cpu"] * k, order="rank"))
+        )
 
 
-def test_one_process(rank_order_comm_of):
-    print(f"seed {SEED}")
-    for number in range(1_500):
-        one_call(rank_order_comm_of, SEED, number)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.timeout(1800)
-def test_one_process_at_length(rank_order_comm_of):
-    seed = int(os.environ.get("PYRINGAR_TEST_SEED", "0")) or int.from_bytes(os.urandom(4))
-    print(f"seed {seed}")
-    for number in range(50_000):
+@pytest.mark.parametrize("count", [1_500, pytest.param(50_000, marks=LONG_RUN)])
+def test_one_process(rank_order_comm_of, count):
+    seed = seed_of(count > 1_500)
+    for number in range(count):
         one_call(rank_order_comm_of, seed, number)
 
 
@@ -237,27 +232,20 @@ def scatter_and_gather(comm, rng, own, op: str, flushes: bool, context: str) -> 
     return zlib.crc32(whole.read().tobytes())
 
 
-def run_in_processes(crew_of, k: int, seed: int, calls: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "calls"),
+    [
+        *((1, 50), (2, 300), (3, 200)),
+        *(pytest.param(k, 3_000, marks=LONG_RUN) for k in (2, 3, 4, 5)),
+    ],
+)
+def test_processes(crew_of, k, calls):
+    seed = seed_of(calls == 3_000)
     for first in range(0, calls, 50):  # a rank answers within a minute
         results = crew_of(k).run(on_rank, seed=seed, first=first, last=first + 50)
         for rank, digests in enumerate(results):
             differ = [i for i, (a, b) in enumerate(zip(digests, results[0], strict=True)) if a != b]
             assert not differ, f"seed {seed}: calls {differ} from {first}: rank {rank} differs"
-
-
-@pytest.mark.parametrize(("k", "calls"), [(1, 50), (2, 300), (3, 200)])
-def test_processes(crew_of, k, calls):
-    run_in_processes(crew_of, k, SEED, calls)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("k", [2, 3, 4, 5])
-def test_processes_at_length(crew_of, k):
-    seed = int(os.environ.get("PYRINGAR_TEST_SEED", "0")) or int.from_bytes(os.urandom(4))
-    print(f"seed {seed}")
-    run_in_processes(crew_of, k, seed, 3_000)
 
 
 # -- would it notice? ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from ranks import Crew, connect, fork_server, value_of
 import pyringar as pr
 
 TIMEOUT_S = 2.0
+LONG_RUN = [pytest.mark.thorough, pytest.mark.timeout(900)]
 SIZES = (1, 100, 5_000, 70_000)
 
 
@@ -137,11 +138,8 @@ def storm(seed: int, events: list[str]) -> None:
     before = fork_server().children()
     choice = random.Random(seed)
     for event in events:
-        crew = Crew(choice.randint(2, 5))
-        try:
+        with Crew(choice.randint(2, 5)) as crew:
             strike(crew, choice, event)
-        finally:
-            crew.close()
     assert fork_server().children() == before, "a process is left"
     assert not named_shared_memory()
 
@@ -150,7 +148,6 @@ def test_ranks_that_are_struck_at_random():
     storm(1, ["kill", "term", "interrupt", "stop", "term", "interrupt"])
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 6))
@@ -259,23 +256,14 @@ def on_rank_storms(state, seed: int, seconds: float) -> dict[str, int]:
     return {**vars(report), "threads": num_threads}
 
 
-def storm_of_threads(new_crew, seed: int, seconds: float) -> None:
-    print(f"seed {seed}")
+@pytest.mark.parametrize(
+    ("seed", "seconds"),
+    [(7, 6.0), *(pytest.param(seed, 120.0, marks=LONG_RUN) for seed in range(8, 12))],
+)
+def test_threads_alarms_forks_and_closes(new_crew, seed, seconds):
     crew = new_crew(1)
     crew[0].start(on_rank_storms, seed=seed, seconds=seconds)
     report = value_of(crew[0].outcome(seconds + 60))
     print(report)
     assert report["threads"] == 1, "threads are left"
     assert min(report[what] for what in ("calls", "alarms", "closed")) > 3
-
-
-def test_threads_alarms_forks_and_closes(new_crew):
-    storm_of_threads(new_crew, seed=7, seconds=6.0)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(8, 12))
-def test_a_long_storm_of_threads(new_crew, seed):
-    storm_of_threads(new_crew, seed, 120.0)
