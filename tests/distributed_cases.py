@@ -328,30 +328,24 @@ def coalesced(rank: int, size: int) -> None:
     tensors = [torch.full((n,), 1.0 + rank) for n in (1, 5, 70000)]
     dist.all_reduce_coalesced(tensors)
     assert all((t == total).all() for t in tensors)
-    manager = dist.distributed_c10d._coalescing_manager
     for async_ops in (False, True):
-        tensors = [torch.full((n,), 1.0 + rank) for n in (3, 4)]
-        with manager(async_ops=async_ops) as works:
-            for t in tensors:
-                dist.all_reduce(t)
-        if async_ops:
-            works.wait()
-        assert all((t == total).all() for t in tensors)
-        outs = [torch.empty(size * n) for n in (3, 4)]
-        with manager(async_ops=async_ops) as works:
-            for out, n in zip(outs, (3, 4), strict=True):
-                dist.all_gather_into_tensor(out, torch.full((n,), float(rank)))
-        if async_ops:
-            works.wait()
-        for out, n in zip(outs, (3, 4), strict=True):
-            assert out.view(size, n)[:, 0].tolist() == list(range(size))
-        outs = [torch.empty(n) for n in (3, 4)]
-        with manager(async_ops=async_ops) as works:
-            for out, n in zip(outs, (3, 4), strict=True):
-                dist.reduce_scatter_tensor(out, torch.full((size * n,), 1.0 + rank))
-        if async_ops:
-            works.wait()
-        assert all((out == total).all() for out in outs)
+        reduced = [torch.full((n,), 1.0 + rank) for n in (3, 4)]
+        gathered = [torch.empty(size * n) for n in (3, 4)]
+        scattered = [torch.empty(n) for n in (3, 4)]
+        ranks = [torch.full((n,), float(rank)) for n in (3, 4)]
+        wholes = [torch.full((size * n,), 1.0 + rank) for n in (3, 4)]
+        for call, *arguments in (
+            (dist.all_reduce, reduced),
+            (dist.all_gather_into_tensor, gathered, ranks),
+            (dist.reduce_scatter_tensor, scattered, wholes),
+        ):
+            with dist.distributed_c10d._coalescing_manager(async_ops=async_ops) as works:
+                for each in zip(*arguments, strict=True):
+                    call(*each)
+            if async_ops:
+                works.wait()
+        assert all((t == total).all() for t in [*reduced, *scattered])
+        assert all(t.view(size, -1)[:, 0].tolist() == list(range(size)) for t in gathered)
 
 
 # -- handed to gloo --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from test_distributed import IS_BACKEND_IN_PYTHON, check, verdicts
 from torch.futures import Future
 
 import pyringar as pr
-from pyringar.distributed.fallback import InnerBackends
+from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.work import Completer
 
 
@@ -130,7 +130,7 @@ def test_peer_killed():
 
 def test_a_call_that_is_noted_while_another_is_noted_is_not_lost():
     """By another thread, or by a signal handler."""
-    inner = InnerBackends(None, 0, 1, timedelta(seconds=1), lambda _: None, lambda _: None)
+    fallback = Fallback(None, 0, 1, timedelta(seconds=1), lambda _: None, lambda _: None)
 
     class Running:
         meanwhile: Any = None
@@ -141,14 +141,14 @@ def test_a_call_that_is_noted_while_another_is_noted_is_not_lost():
         def is_completed(self) -> bool:
             note, self.meanwhile = self.meanwhile, None
             if note is not None:
-                inner.add(note)
+                fallback.add(note)
             return False
 
     first, second, third = Running(), Running(), Running()
-    inner.add(first)
+    fallback.add(first)
     first.meanwhile = second
-    inner.add(third)
-    assert set(inner.under_way()) == {first, second, third}
+    fallback.add(third)
+    assert set(fallback.under_way()) == {first, second, third}
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import functools
 import os
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
+from oracle import DTYPES, FLOATS
 from ranks import Crew
 from torch import Tensor, nn
 
@@ -47,12 +49,14 @@ def floats(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
+def by_machine(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum over two machines of two ranks."""
+    a, b, c, d = tensors
+    return (a + b) + (c + d)
+
+
 # -- sums ------------------------------------------------------------------------------------------
 
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int8, torch.uint8, torch.int32, torch.int64),
-)
 SIZES = (0, 1, 2, 3, 1001, 70_000)
 
 
@@ -85,20 +89,22 @@ def test_whole_numbers_are_exact(pool, machines, op):
     assert answers[0][2] == ranks.get(machines, [[0], [1], [2], [3]])
 
 
-def rounding_as_rank(rank, world_size, store, dtype):
-    with join(rank, world_size, store, piece_bytes=5000) as comm:
-        tensor = floats(5001, rank, dtype)
-        comm.all_reduce(tensor)
+def reduced_as_rank(rank, world_size, store, make, dtype, op="sum", **options):
+    with join(rank, world_size, store, **options) as comm:
+        tensor = make(rank, dtype)
+        comm.all_reduce(tensor, op)
         return tensor
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def many_floats(rank: int, dtype: torch.dtype) -> Tensor:
+    return floats(5001, rank, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_machines_are_added_after_ranks_and_rounded_once(pool, dtype):
-    a, b, c, d = (floats(5001, rank, dtype) for rank in range(4))
-    if dtype in (torch.float16, torch.bfloat16):
-        a, b, c, d = a.float(), b.float(), c.float(), d.float()
-    expected = ((a + b) + (c + d)).to(dtype)
-    for tensor in pool.check(rounding_as_rank, dtype):
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    expected = by_machine([many_floats(rank, dtype).to(wide) for rank in range(4)]).to(dtype)
+    for tensor in pool.check(partial(reduced_as_rank, piece_bytes=5000), many_floats, dtype):
         assert torch.equal(tensor, expected)
 
 
@@ -119,20 +125,11 @@ def test_writes_into_any_mode_and_is_counted_by_torch_at_once(pool):
     for tensors, early, late in pool.check(modes_as_rank):
         assert early == late == [1, 1]
         for tensor, numel in zip(tensors, (1001, 12, 7), strict=True):
-            a, b, c, d = (floats(numel, rank) for rank in range(4))
-            shape = (3, 4) if numel == 12 else (numel,)
-            wanted = ((a + b) + (c + d)).view(shape)
-            assert torch.equal(tensor, wanted.t() if numel == 12 else wanted)
+            wanted = by_machine([floats(numel, rank) for rank in range(4)])
+            assert torch.equal(tensor, wanted.view(3, 4).t() if numel == 12 else wanted)
 
 
 NAN, INF = float("nan"), float("inf")
-
-
-def extremes_as_rank(rank, world_size, store, op, dtype):
-    with join(rank, world_size, store) as comm:
-        tensor = extremes(rank, dtype)
-        comm.all_reduce(tensor, op)
-        return tensor
 
 
 def extremes(rank: int, dtype: torch.dtype) -> Tensor:
@@ -145,11 +142,11 @@ def extremes(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_nan_of_any_machine_wins(pool, dtype, op):
     parts = [extremes(rank, dtype) for rank in range(4)]
     expected = functools.reduce(torch.maximum if op == "max" else torch.minimum, parts)
-    answers = pool.check(extremes_as_rank, op, dtype)
+    answers = pool.check(reduced_as_rank, extremes, dtype, op)
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     for tensor in answers:
         assert torch.equal(tensor.isnan(), expected.isnan())
@@ -178,11 +175,10 @@ def layouts_as_rank(rank, world_size, store):
 
 
 def test_any_layout_and_mixed_dtypes_in_the_background(pool):
-    a, b, c, d = (floats(12, rank).view(3, 4) for rank in range(4))
-    e, f, g, h = (floats(24, rank).view(2, 3, 4).permute(2, 0, 1) for rank in range(4))
+    flat, turned = (by_machine([floats(n, rank) for rank in range(4)]) for n in (12, 24))
     for tensors, canvas in pool.check(layouts_as_rank):
-        assert torch.equal(tensors[0], (a + b) + (c + d))
-        assert torch.equal(tensors[1], (e + f) + (g + h))
+        assert torch.equal(tensors[0], flat.view(3, 4))
+        assert torch.equal(tensors[1], turned.view(2, 3, 4).permute(2, 0, 1))
         assert tensors[2] == 6
         assert torch.equal(tensors[3], sum(whole(7, rank, torch.int64) for rank in range(4)))
         assert not canvas[1::2].any()
@@ -465,7 +461,7 @@ def test_the_bucketer(pool):
     answers = pool.check(bucketer_as_rank)
     for seed in range(3):
         by_rank = [gradients(seed, rank) for rank in range(4)]
-        wanted = [(a + b) + (c + d) for a, b, c, d in zip(*by_rank, strict=True)]
+        wanted = [by_machine(same) for same in zip(*by_rank, strict=True)]
         for found, buckets, stats in answers:
             assert buckets == answers[0][1]
             assert all(b.done_s >= b.launched_s for b in stats.buckets)

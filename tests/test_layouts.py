@@ -124,24 +124,17 @@ def test_scalars(comm_of, dtype):
         assert_all_ranks(tensors, wanted, algorithm)
 
 
-def test_columns_of_one_base(comm_of):
-    """Ranks interleaved in memory share no byte, so they are fine."""
+@pytest.mark.parametrize(
+    ("dtype", "shape", "dim"), [(torch.float32, (501, 4), 1), (torch.float16, (4, 501), 0)]
+)
+def test_ranks_in_one_base(comm_of, dtype, shape, dim):
+    """Columns, interleaved in memory, and rows, as the parts of a flat buffer: no shared byte."""
     for algorithm in ALGORITHMS:
-        base = random(4 * 501, torch.float32, 1).view(501, 4)
-        columns = list(base.unbind(1))
-        wanted = expected([column.clone() for column in columns], "sum", algorithm)
-        comm_of(4).all_reduce(columns, algorithm=algorithm)
-        for rank in range(4):
-            assert_bits(base[:, rank], wanted, f"{algorithm} rank {rank}")
-
-
-def test_rows_of_one_base(comm_of):
-    """Neighbours in one storage, as the parts of a flat buffer."""
-    for algorithm in ALGORITHMS:
-        base = random(4 * 501, torch.float16, 1).view(4, 501)
-        wanted = expected([row.clone() for row in base], "sum", algorithm)
-        comm_of(4).all_reduce(list(base), algorithm=algorithm)
-        assert_all_ranks(list(base), wanted, algorithm)
+        base = random(4 * 501, dtype, 1).view(shape)
+        parts = base.unbind(dim)
+        wanted = expected([part.clone() for part in parts], "sum", algorithm)
+        comm_of(4).all_reduce(list(parts), algorithm=algorithm)
+        assert_all_ranks(list(base.unbind(dim)), wanted, algorithm)
 
 
 def test_strides_of_dimensions_of_one_do_not_matter(comm_of):

@@ -22,7 +22,7 @@ from torch._C._dynamo import eval_frame
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.distributed.collectives import Collectives
-from pyringar.distributed.fallback import InnerBackends
+from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
@@ -35,7 +35,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 # Groups that were not shut down. They are held here because torch's debug wrapper holds only the
 # part of them that is C++, and would find our methods gone.
-_living: set[Any] = set()
+_open_groups: set[Any] = set()
 
 
 class _Group(Collectives):
@@ -51,17 +51,17 @@ class _Group(Collectives):
         )
         # In the part of the store that is this group's: where a restarted job finds its store as it
         # was, gloo would take the addresses of processes that are gone.
-        inner = InnerBackends(
+        fallback = Fallback(
             *(comm.store, rank, size, options.timeout, self._backend_for),
             set_timeout=self.set_timeout,
         )
-        super()._init_collectives(comm, inner, Completer(f"of group {options.group_id}"))
-        _living.add(self)
+        super()._init_collectives(comm, fallback, Completer(f"of group {options.group_id}"))
+        _open_groups.add(self)
         # Threads of gloo's and of ours that outlive the interpreter would abort the process.
         close_at_exit(
             *(self, _Group.shutdown),
             abort=_Group.abort,
-            progress=lambda group: len(group._inner.under_way()),
+            progress=lambda group: len(group._fallback.under_way()),
         )
 
     def _backend_for(self, device: str) -> str | None:
@@ -80,14 +80,14 @@ class _Group(Collectives):
         """Set it for all calls to come, the engine's and those of other backends."""
         self._timeout = timeout
         self._comm.set_timeout(timeout.total_seconds())
-        self._inner.set_timeout(timeout)
+        self._fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again."""
         if is_inherited(self):
             return
         try:
-            self._inner.finish()
+            self._fallback.finish()
             self._comm.close()
         except BaseException:  # Ctrl-C, while it waited for others
             self.abort()
@@ -99,13 +99,13 @@ class _Group(Collectives):
         if is_inherited(self):
             return
         self._comm.abort()
-        self._inner.abort()
+        self._fallback.abort()
         self._end()
 
     def _end(self) -> None:
         self._completer.close()
-        self._inner.close()
-        _living.discard(self)
+        self._fallback.close()
+        _open_groups.discard(self)
 
     def setSequenceNumberForGroup(self) -> None:  # noqa: N802
         """Do nothing: the engine counts calls itself, and compares the counts of all ranks."""
@@ -216,7 +216,7 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         return [torch.device(name) for name in ("cpu", *others)]
 
     def _get_backend(self, device: Any) -> Any:
-        return self._inner.for_device(torch.device(device).type, "_get_backend")
+        return self._fallback.for_device(torch.device(device).type, "_get_backend")
 
     def _get_backend_name(self) -> str:
         return NAME

@@ -27,7 +27,7 @@ from pyringar.distributed.convert import (
     reduction_name,
 )
 from pyringar.distributed.delegated import Delegated, by_any_name, given_or_default
-from pyringar.distributed.fallback import InnerBackends
+from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import (
     Completer,
@@ -67,9 +67,9 @@ class Collectives(Delegated):
     scatter from are copied once more than the ``_into_tensor`` and ``_tensor`` forms.
     """
 
-    def _init_collectives(self, comm: Any, inner: InnerBackends, completer: Completer) -> None:
+    def _init_collectives(self, comm: Any, fallback: Fallback, completer: Completer) -> None:
         self._comm = comm
-        self._inner = inner
+        self._fallback = fallback
         self._completer = completer
         self._batch = None
 
@@ -96,9 +96,7 @@ class Collectives(Delegated):
     def _all_reduce_others(self, given: Any, opts: Any, error: Exception) -> Any:
         tensors = [given] if isinstance(given, Tensor) else list(given)
         if _are_elsewhere(tensors):
-            return self._hand_over(
-                "all_reduce", tensors, lambda inner: inner.allreduce(tensors, opts), tensors
-            )
+            return self._hand_over("all_reduce", tensors, (tensors, opts), names=("allreduce",))
         op = reduction_name(opts.reduceOp, "all_reduce")
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
         if are_same(tensors, [s.tensor for s in stand_ins]) and op in OPS:
@@ -123,7 +121,7 @@ class Collectives(Delegated):
         if whole is not tensor:
             after.insert(0, (tensor, whole))
         options = _reduce_options(c10d.AllreduceOptions(), reduce_op)
-        gloo = self._inner.for_tensors([whole], "all_reduce")
+        gloo = self._fallback.for_tensors([whole], "all_reduce")
         call.parts.extend(
             self._watched("all_reduce", lambda: gloo.allreduce([whole], options), after)
         )
@@ -146,9 +144,7 @@ class Collectives(Delegated):
             self._comm.broadcast(tensors[0], root)
             return DoneWork(tensors)
         if _are_elsewhere(tensors):
-            return self._hand_over(
-                "broadcast", tensors, lambda inner: inner.broadcast(tensors, opts), tensors
-            )
+            return self._hand_over("broadcast", tensors, (tensors, opts))
         call = _Call([], [])
         for tensor in tensors:
             self._broadcast_one(tensor, root, call)
@@ -169,9 +165,9 @@ class Collectives(Delegated):
         Says nothing about messages, nor about work on GPUs.
         """
         if getattr(opts, "asyncOp", False):
-            parts = self._inner.under_way()
+            parts = self._fallback.under_way()
             return self._pending((*parts, self._comm.barrier(async_op=True)), [])
-        self._inner.finish()
+        self._fallback.finish()
         self._comm.barrier()
         return DoneWork([])
 
@@ -407,7 +403,7 @@ class Collectives(Delegated):
         """Return another backend's method, by one of its names, if the tensors are its; or None."""
         if not _are_elsewhere(tensors):
             return None
-        return by_any_name(self._inner.for_tensors(tensors, operation), *names)
+        return by_any_name(self._fallback.for_tensors(tensors, operation), *names)
 
     def _pending(self, parts: Sequence[Part], results: Any) -> Any:
         return self._noted(PendingWork(self._completer, parts, results))

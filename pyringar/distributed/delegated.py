@@ -20,7 +20,7 @@ from pyringar.distributed.convert import (
     count_changes,
     has_plain_memory,
 )
-from pyringar.distributed.fallback import InnerBackends
+from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.messages import Message, Waiters
 from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import Completer, Part, PendingWork, StepPart
@@ -149,7 +149,7 @@ class Delegated:
     """Hand the calls that the engine does not know to gloo, which moves any dtype as bytes."""
 
     _comm: Any
-    _inner: InnerBackends
+    _fallback: Fallback
     _completer: Completer
     _timeout: timedelta
     _batch: list[Any] | None  # the works of what is coalesced now
@@ -158,19 +158,16 @@ class Delegated:
         """Reduce to the root; gloo does, or the backend for the tensors' device."""
         copies: list[Copy] = []
         moved = [_reduced(t, copies) for t in tensors]
-        return self._hand_over(
-            "reduce", tensors, lambda inner: inner.reduce(moved, opts, *more), tensors, copies
-        )
+        return self._hand_over("reduce", tensors, (moved, opts, *more), copies)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
         """Gather at the root."""
         copies: list[Copy] = []
         rows = [[_written(t, copies) for t in row] for row in outputs]
         moved = [_read(t) for t in inputs]
-        gathered = outputs[0] if outputs else []  # as gloo's future has it
         return self._hand_over(
-            *("gather", inputs, lambda inner: inner.gather(rows, moved, opts, *more), gathered),
-            copies,
+            *("gather", inputs, (rows, moved, opts, *more), copies),
+            results=outputs[0] if outputs else [],  # as gloo's future has it
             peers=self._others(opts.rootRank),
         )
 
@@ -179,68 +176,54 @@ class Delegated:
         copies: list[Copy] = []
         rows = [[_read(t) for t in row] for row in inputs]
         moved = [_written(t, copies) for t in outputs]
-        return self._hand_over(
-            *("scatter", outputs, lambda inner: inner.scatter(moved, rows, opts, *more), outputs),
-            copies,
-            peers=self._others(opts.rootRank),
-        )
+        peers = self._others(opts.rootRank)
+        return self._hand_over("scatter", outputs, (moved, rows, opts, *more), copies, peers=peers)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
         """Give every rank what the others have for it."""
         opts = given_or_default(opts, "AllToAllOptions")
         copies: list[Copy] = []
         outs, ins = [_written(t, copies) for t in outputs], [_read(t) for t in inputs]
-        return self._hand_over(
-            *("all_to_all", outputs, lambda inner: inner.alltoall(outs, ins, opts, *more), outputs),
-            copies,
-        )
+        arguments = (outs, ins, opts, *more)
+        return self._hand_over("all_to_all", outputs, arguments, copies, names=("alltoall",))
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Any:
-        """Give every rank what the others have for it."""
+        """Give every rank what the others have for it, in one tensor."""
         opts = given_or_default(opts, "AllToAllOptions")
         copies: list[Copy] = []
-        into, source = _written(output, copies), _read(input)
-
-        def begin(inner: Any) -> Any:
-            call = by_any_name(inner, "all_to_all_single", "alltoall_base")
-            return call(into, source, out_splits, in_splits, opts)
-
-        return self._hand_over("all_to_all_single", [output], begin, [output], copies)
+        arguments = (_written(output, copies), _read(input), out_splits, in_splits, opts)
+        names = ("all_to_all_single", "alltoall_base")
+        return self._hand_over("all_to_all_single", [output], arguments, copies, names=names)
 
     all_to_all_single = alltoall_base
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         """Send to a rank."""
-        moved = [_read(t) for t in tensors]
-        return self._hand_over(
-            *("send", tensors, lambda inner: inner.send(moved, rank, tag), tensors),
-            peers=[rank],
-            waiters=self._inner.waiters,
-        )
+        arguments = ([_read(t) for t in tensors], rank, tag)
+        waiters = self._fallback.waiters
+        return self._hand_over("send", tensors, arguments, peers=[rank], waiters=waiters)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         """Receive from a rank."""
-        copies: list[Copy] = []
-        moved = [_written(t, copies) for t in tensors]
-        return self._hand_over(
-            *("recv", tensors, lambda inner: inner.recv(moved, rank, tag), tensors, copies),
-            peers=[rank],
-            waiters=self._inner.waiters,
-        )
+        return self._receive(tensors, "recv", (rank, tag), [rank])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from whichever rank sends."""
+        return self._receive(tensors, "recv_anysource", (tag,), [])
+
+    recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
+
+    def _receive(self, tensors: Any, name: str, more: tuple[Any, ...], peers: Sequence[int]) -> Any:
         copies: list[Copy] = []
         moved = [_written(t, copies) for t in tensors]
         return self._hand_over(
-            *("recv", tensors, lambda inner: inner.recv_anysource(moved, tag), tensors, copies),
-            peers=[],
-            waiters=self._inner.waiters,
+            *("recv", tensors, (moved, *more), copies),
+            names=(name,),
+            peers=peers,
+            waiters=self._fallback.waiters,
         )
-
-    recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called it; raise on rank 0 if some have not, naming them.
@@ -253,7 +236,7 @@ class Delegated:
             PeerLostError, CollectiveTimeout: Some ranks, which it names, are gone, or have not
                 called it in time.
         """
-        gloo = self._inner.for_device("cpu", "monitored_barrier")
+        gloo = self._fallback.for_device("cpu", "monitored_barrier")
         limit = getattr(timeout, "timeout", timeout)
         if limit is None or limit < timedelta(0):  # torch's sign for none
             limit = self._timeout
@@ -269,18 +252,32 @@ class Delegated:
         self,
         operation: str,
         tensors: Sequence[Tensor],
-        begin: Callable[[Any], Any],
-        results: Any,
+        arguments: tuple[Any, ...],
         copies: Sequence[Copy] = (),
         *,
+        names: tuple[str, ...] = (),
+        results: Any = None,
         peers: Sequence[int] | None = None,
         waiters: Waiters | None = None,
     ) -> Any:
-        """Return the work of a call that another backend begins; ``peers`` default to all ranks."""
-        inner = self._inner.for_tensors(tensors, operation)
+        """Return the work of a call of the backend for these tensors.
+
+        Args:
+            operation: What torch.distributed calls it.
+            tensors: One of them says on which device they are.
+            arguments: The call's.
+            copies: Follow it.
+            names: Of the backend's method, if not ``operation``; the first that it has.
+            results: What the call writes, if not ``tensors``.
+            peers: The ranks without which it cannot end, if not all.
+            waiters: See :class:`WatchedPart`.
+        """
+        backend = self._fallback.for_tensors(tensors, operation)
+        begin = partial(by_any_name(backend, *(names or (operation,))), *arguments)
         if tensors and tensors[0].device.type != "cpu":
-            return self._noted(begin(inner))
-        parts = self._watched(operation, lambda: begin(inner), copies, peers, waiters)
+            return self._noted(begin())
+        parts = self._watched(operation, begin, copies, peers, waiters)
+        results = tensors if results is None else results
         return self._noted(_DelegatedWork(self._completer, parts, results))
 
     def _watched(
@@ -302,7 +299,7 @@ class Delegated:
         if waiters is None:
             if copies:
                 parts.append(StepPart(part.work.get_future(), lambda: copy_all(copies)))
-            self._inner.add(*parts)
+            self._fallback.add(*parts)
         return parts
 
     def _noted(self, work: Any) -> Any:
@@ -349,12 +346,12 @@ def given_or_default(opts: Any, kind: str) -> Any:
     return getattr(c10d, kind)() if opts is None else opts
 
 
-def by_any_name(inner: Any, *names: str) -> Any:
+def by_any_name(backend: Any, *names: str) -> Any:
     """Return a method that has another name in older versions of torch."""
     for name in names:
-        if hasattr(inner, name):
-            return getattr(inner, name)
-    raise UnsupportedError(f"this torch's {type(inner).__name__} has no {names[-1]}")
+        if hasattr(backend, name):
+            return getattr(backend, name)
+    raise UnsupportedError(f"this torch's {type(backend).__name__} has no {names[-1]}")
 
 
 def _read(tensor: Tensor) -> Tensor:

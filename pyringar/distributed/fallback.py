@@ -16,13 +16,13 @@ from pyringar.distributed.messages import Waiters
 from pyringar.distributed.work import Part
 from pyringar.errors import RingarError, UnsupportedError
 
-__all__ = ["InnerBackends", "break_off"]
+__all__ = ["Fallback", "break_off"]
 
 # Of messages that nobody sends.
 _NOBODYS_TAG = 2**31 - 1
 
 
-class InnerBackends:
+class Fallback:
     """A group's gloo, and its NCCL where the user asked for one.
 
     Gloo connects all ranks when the group is made, so that a message never waits for a rank that is
@@ -53,7 +53,7 @@ class InnerBackends:
         self._error: Exception | None = None
         try:
             self._gloo = _make_gloo(*self._endpoint, set_timeout)
-            close_at_exit(self, InnerBackends.close)
+            close_at_exit(self, Fallback.close)
         except Exception as error:  # raised when it is needed: many programs never do
             self._error = error
 
@@ -92,9 +92,9 @@ class InnerBackends:
     def set_timeout(self, timeout: timedelta) -> None:
         """Set it for all calls to come."""
         self._endpoint = (*self._endpoint[:3], timeout)
-        for inner in (self._gloo, self._nccl):
-            if inner is not None:
-                inner.set_timeout(timeout)
+        for backend in (self._gloo, self._nccl):
+            if backend is not None:
+                backend.set_timeout(timeout)
 
     def add(self, *parts: Part) -> None:
         """Take note of a call of gloo's that runs, and of what follows it."""
