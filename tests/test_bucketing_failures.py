@@ -9,105 +9,33 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import pytest
 import torch
+from bucketing_nets import (
+    EACH,
+    Explode,
+    Net,
+    armed,
+    assert_next_step_is_right,
+    assert_reduced,
+    backward_one_by_one,
+    backward_together,
+    clear,
+    nets_of,
+    summed,
+    vectors,
+)
 from torch import Tensor, nn
 
 import pyringar as pr
 from pyringar.comm.work import Work
 
 K = 3
-EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a bucket for every parameter
-
-
-class Explode(torch.autograd.Function):
-    """Fails in backward while it is armed, on the rank that it is armed for."""
-
-    armed: object = None
-
-    @staticmethod
-    def forward(ctx, x, rank):
-        ctx.rank = rank
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Explode.armed == ctx.rank:
-            raise ValueError("planted")
-        return grad, None
-
-
-class Net(nn.Module):
-    """Backward reaches ``late`` first; then it may explode; then ``early``."""
-
-    def __init__(self, rank: int, numel: int = 40) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.rank = rank
-        self.early = nn.Parameter(torch.randn(numel, generator=generator))
-        self.late = nn.Parameter(torch.randn(numel, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (Explode.apply((self.early * x).tanh(), self.rank) * self.late).sum()
-
-
-def nets_of(numel: int = 40, world_size: int = K) -> list[Net]:
-    return [Net(rank, numel) for rank in range(world_size)]
-
-
-def inputs(seed: int, numel: int = 40, world_size: int = K) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=generator) for _ in range(world_size)]
-
-
-def summed(nets: list[Net], xs: list[Tensor]) -> list[Tensor]:
-    """The oracle: backward on copies without hooks, added in rank order."""
-    copies = [copy.deepcopy(net) for net in nets]
-    for net, x in zip(copies, xs, strict=True):
-        net(x).backward()
-    sums = []
-    for column in zip(*(net.parameters() for net in copies), strict=True):
-        total = column[0].grad.clone()
-        for param in column[1:]:
-            total += param.grad
-        sums.append(total)
-    return sums
-
-
-def assert_reduced(nets: list[Net], expected: list[Tensor]) -> None:
-    for rank, net in enumerate(nets):
-        for i, (param, want) in enumerate(zip(net.parameters(), expected, strict=True)):
-            assert torch.equal(param.grad, want), (rank, i)
-
-
-def backward_together(nets, xs):
-    torch.autograd.backward([net(x) for net, x in zip(nets, xs, strict=True)])
-
-
-def backward_one_by_one(nets, xs):
-    for net, x in zip(nets, xs, strict=True):
-        net(x).backward()
 
 
 def backward_in_reverse(nets, xs):
     backward_one_by_one(nets[::-1], xs[::-1])
-
-
-def clear(nets, *, set_to_none: bool) -> None:
-    for net in nets:
-        net.zero_grad(set_to_none=set_to_none)
-
-
-@contextmanager
-def armed(rank: object):
-    Explode.armed = rank
-    try:
-        with pytest.raises(ValueError, match="planted"):
-            yield
-    finally:
-        Explode.armed = None
 
 
 # -- a backward pass that fails --------------------------------------------------------------------
@@ -118,10 +46,10 @@ def armed(rank: object):
 @pytest.mark.parametrize("victim", [0, K - 1])
 @pytest.mark.parametrize("backward", [backward_together, backward_one_by_one, backward_in_reverse])
 def test_clear_and_run_again(backward: Callable, victim, waits, set_to_none):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EACH) as bucketer:
-        backward(nets, inputs(2))  # gradients exist, as after any step
+        backward(nets, vectors(2))  # gradients exist, as after any step
         bucketer.wait()
         for _ in range(2):
             clear(nets, set_to_none=set_to_none)
@@ -141,7 +69,7 @@ def test_clear_and_run_again(backward: Callable, victim, waits, set_to_none):
 def test_nothing_writes_to_gradients_once_backward_has_raised():
     """Large, so that a reduction which nobody waits for would still run when zero_() does."""
     numel = 1 << 22
-    nets, xs = nets_of(numel, 2), inputs(1, numel, 2)
+    nets, xs = nets_of(numel, 2), vectors(1, numel, 2)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets) as bucketer:
         for net in nets:
@@ -168,7 +96,7 @@ def test_works_are_done_before_backward_raises(monkeypatch):
 
     monkeypatch.setattr(pr.Communicator, "all_reduce_coalesced", noted)
     numel = 1 << 22
-    nets, xs = nets_of(numel, 2), inputs(1, numel, 2)
+    nets, xs = nets_of(numel, 2), vectors(1, numel, 2)
     with pr.GradientBucketer(nets, **EACH), armed(0):
         try:
             backward_together(nets, xs)
@@ -180,7 +108,7 @@ def test_works_are_done_before_backward_raises(monkeypatch):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_part_of_the_ranks_cannot_be_run_again_alone(retried, set_to_none):
     """The others' gradients may hold sums already, which would be added a second time."""
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EACH) as bucketer:
         with armed(K - 1):
@@ -194,14 +122,11 @@ def test_a_part_of_the_ranks_cannot_be_run_again_alone(retried, set_to_none):
 
         with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
             retry()
-        clear(nets, set_to_none=set_to_none)
-        backward_one_by_one(nets, xs)
-        bucketer.wait()
-        assert_reduced(nets, expected)
+        assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=set_to_none)
 
 
 def test_running_again_without_clearing_is_an_error():
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     with pr.GradientBucketer(nets, **EACH) as bucketer:
         with armed(0):
             backward_together(nets, xs)
@@ -249,9 +174,9 @@ def test_a_pass_fails_that_had_counted_nothing(victim, set_to_none):
 
 
 def test_a_failed_pass_after_accumulation():
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     local = [copy.deepcopy(net) for net in nets]
-    backward_one_by_one(local, inputs(2))
+    backward_one_by_one(local, vectors(2))
     backward_one_by_one(local, xs)
     expected = [
         sum(c[1:], c[0].clone())
@@ -261,19 +186,19 @@ def test_a_failed_pass_after_accumulation():
         for _ in range(2):
             clear(nets, set_to_none=False)
             with bucketer.no_sync():
-                backward_one_by_one(nets, inputs(2))
+                backward_one_by_one(nets, vectors(2))
             with armed(1):
                 backward_one_by_one(nets, xs)
             clear(nets, set_to_none=False)
             with bucketer.no_sync():
-                backward_one_by_one(nets, inputs(2))
+                backward_one_by_one(nets, vectors(2))
             backward_one_by_one(nets, xs)
             bucketer.wait()
             assert_reduced(nets, expected)
 
 
 def test_what_a_pass_in_another_thread_goes_on_to_do_counts_for_no_step():
-    nets, xs = nets_of(world_size=2), inputs(1, world_size=2)
+    nets, xs = nets_of(world_size=2), vectors(1, world_size=2)
     expected = summed(nets, xs)
     inside, go = threading.Event(), threading.Event()
 
@@ -299,7 +224,7 @@ def test_what_a_pass_in_another_thread_goes_on_to_do_counts_for_no_step():
 
 
 def test_two_passes_of_one_replica_at_once_are_an_error():
-    nets, xs = nets_of(world_size=1), inputs(1, world_size=1)
+    nets, xs = nets_of(world_size=1), vectors(1, world_size=1)
     inside, go = threading.Event(), threading.Event()
 
     def hold(grad: Tensor) -> None:
@@ -334,23 +259,20 @@ def test_two_passes_of_one_replica_at_once_are_an_error():
 @pytest.mark.parametrize("options", [{}, EACH])
 @pytest.mark.parametrize("rank", range(K))
 def test_clearing_before_wait_is_an_error(rank, options, overlap):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, overlap=overlap, **options) as bucketer:
         backward_one_by_one(nets, xs)
         nets[rank].zero_grad()
         with pytest.raises(pr.RingarError, match="call wait\\(\\) before zero_grad"):
             bucketer.wait()
-        clear(nets, set_to_none=True)
-        backward_one_by_one(nets, xs)
-        bucketer.wait()
-        assert_reduced(nets, expected)
+        assert_next_step_is_right(nets, xs, bucketer, expected)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("how", ["zero_grad", "replace", "clip"])
 def test_changing_what_has_left_is_an_error(how, set_to_none):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EACH) as bucketer:
         backward_one_by_one(nets, xs)
@@ -363,17 +285,14 @@ def test_changing_what_has_left_is_an_error(how, set_to_none):
         for _ in range(2):
             with pytest.raises(pr.RingarError, match="changed or cleared after they had left"):
                 bucketer.wait()
-        clear(nets, set_to_none=set_to_none)
-        backward_one_by_one(nets, xs)
-        bucketer.wait()
-        assert_reduced(nets, expected)
+        assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("of", ["one buffer", "concatenated parameters"])
 def test_gradients_that_lie_in_one_storage_may_go_one_by_one(of, overlap):
     """Torch counts changes by storage: what backward adds to one part is none of the others."""
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = []
 
     def loss(net: Net, x: Tensor) -> Tensor:
@@ -409,7 +328,7 @@ def test_gradients_that_lie_in_one_storage_may_go_one_by_one(of, overlap):
 @pytest.mark.parametrize("first", [True, False])
 def test_hooks_that_change_gradients(first):
     """Before the bucketer's they are part of the gradient; after it they would be lost."""
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = [grad * 2 for grad in summed(nets, xs)]
 
     def add_hooks() -> None:
@@ -435,7 +354,7 @@ def test_hooks_that_change_gradients(first):
 
 
 def test_an_interrupted_wait_can_be_called_again(monkeypatch):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     plain, calls = Work.wait, []
 
@@ -455,7 +374,7 @@ def test_an_interrupted_wait_can_be_called_again(monkeypatch):
 
 
 def test_an_interrupt_while_buckets_leave_is_an_error_until_cleared(monkeypatch):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     plain = pr.Communicator.all_reduce_coalesced
 
@@ -471,14 +390,11 @@ def test_an_interrupt_while_buckets_leave_is_an_error_until_cleared(monkeypatch)
         for _ in range(2):
             with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
                 bucketer.wait()
-        clear(nets, set_to_none=False)
-        backward_one_by_one(nets, xs)
-        bucketer.wait()
-        assert_reduced(nets, expected)
+        assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=False)
 
 
 def test_an_interrupt_while_a_failed_pass_is_settled_is_not_lost(monkeypatch):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     plain, calls = Work.wait, []
 
@@ -502,15 +418,12 @@ def test_an_interrupt_while_a_failed_pass_is_settled_is_not_lost(monkeypatch):
                 fail()
         Explode.armed = None  # where the interrupt came out of armed() itself
         assert len(calls) >= 2, "waited for nevertheless"
-        clear(nets, set_to_none=False)
-        backward_one_by_one(nets, xs)
-        bucketer.wait()
-        assert_reduced(nets, expected)
+        assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=False)
 
 
 @pytest.mark.parametrize("where", ["between passes", "inside backward"])
 def test_closing_in_the_middle_of_a_step_is_told_by_wait(where):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     bucketer = pr.GradientBucketer(nets, **EACH)
     if where == "inside backward":
         nets[1].late.register_hook(lambda grad: bucketer.close())
@@ -528,7 +441,7 @@ def test_closing_in_the_middle_of_a_step_is_told_by_wait(where):
 
 @pytest.mark.parametrize("what", ["wait", "close", "backward"])
 def test_a_child_forked_in_the_middle_of_a_step_is_told_and_does_not_hang(what):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EACH) as bucketer:
         backward_one_by_one(nets, xs)
@@ -551,7 +464,7 @@ def test_a_child_forked_in_the_middle_of_a_step_is_told_and_does_not_hang(what):
 
 
 def test_backward_that_makes_a_graph():
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EACH) as bucketer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a reference cycle

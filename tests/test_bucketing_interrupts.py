@@ -11,24 +11,26 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Crew
-from test_bucketing_failures import (
+from bucketing_nets import (
     EACH,
     Explode,
     Net,
     armed,
+    assert_next_step_is_right,
     assert_reduced,
     backward_one_by_one,
     clear,
-    inputs,
     nets_of,
     summed,
+    vectors,
 )
+from ranks import Crew
 from torch import nn
 
 import pyringar as pr
@@ -42,7 +44,7 @@ class Interrupt:
     """A signal's handler that raises at the n-th line of pyringar that runs in the block."""
 
     def __init__(self, n: int, error: type[BaseException] = KeyboardInterrupt) -> None:
-        self.left, self.error, self.at = n, error, ""
+        self.n, self.left, self.error, self.at = n, n, error, ""
 
     def __enter__(self) -> Interrupt:
         self.before = sys.gettrace()
@@ -66,106 +68,83 @@ class Interrupt:
         return self.count
 
 
+def at_every_line(error: type[BaseException], *, at_least: int) -> Iterator[Interrupt]:
+    """Interrupts at the first line of a block, at the second, and so on to its last."""
+    for n in range(1000):
+        interrupt = Interrupt(n, error)
+        yield interrupt
+        if not interrupt.at:
+            break
+    assert at_least < n < 1000
+
+
 # -- at every line ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_wait_may_be_called_again_wherever_it_was_interrupted(overlap, error):
-    xs = inputs(1, world_size=K)
+@pytest.mark.parametrize(
+    ("overlap", "replaces", "at_least"),
+    [(True, False, 100), (False, False, 100), (True, True, 150)],
+)
+def test_wait_may_be_called_again_wherever_it_was_interrupted(overlap, replaces, at_least, error):
+    """Nobody has counted the gradients of parameters that were replaced: wait() finds them."""
+    xs = vectors(1, world_size=K)
     expected = summed(nets_of(world_size=K), xs)
     num_errors = 0
-    for n in range(1000):
+    for interrupt in at_every_line(error, at_least=at_least):
         nets = nets_of(world_size=K)
         with pr.GradientBucketer(nets, overlap=overlap, **EACH) as bucketer:
+            for net in nets if replaces else ():
+                net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
             backward_one_by_one(nets, xs)
-            try:
-                with Interrupt(n, error) as interrupt:
-                    bucketer.wait()
-            except error:
-                pass
+            with contextlib.suppress(error), interrupt:
+                bucketer.wait()
             refused = ""
             try:
                 bucketer.wait()
                 assert_reduced(nets, expected)
             except pr.RingarError as error_:
                 refused = str(error_)
-                num_errors += 1
             if refused:
-                assert not overlap, interrupt.at
-                assert "clear the gradients of all ranks" in refused
-            clear(nets, set_to_none=n % 2 == 0)
-            backward_one_by_one(nets, xs)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-        if not interrupt.at:
-            break
-    assert 100 < n < 1000
+                num_errors += 1
+                assert replaces or not overlap, interrupt.at
+                assert "clear the gradients of all ranks" in refused, interrupt.at
+            even = interrupt.n % 2 == 0
+            assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=even)
     # Only where it came while a bucket was handed over.
-    assert num_errors < n / 2
-
-
-def test_wait_may_be_called_again_for_parameters_that_were_replaced():
-    """Nobody has counted their gradients: the interrupted call has found them."""
-    xs = inputs(1, world_size=K)
-    expected = summed(nets_of(world_size=K), xs)
-    for n in range(1000):
-        nets = nets_of(world_size=K)
-        with pr.GradientBucketer(nets, **EACH) as bucketer:
-            for net in nets:
-                net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
-            backward_one_by_one(nets, xs)
-            with Interrupt(n) as interrupt, contextlib.suppress(KeyboardInterrupt):
-                bucketer.wait()
-            refused = ""
-            try:
-                bucketer.wait()
-                assert_reduced(nets, expected)
-            except pr.RingarError as error:
-                refused = str(error)
-            assert not refused or "clear the gradients of all ranks" in refused, interrupt.at
-            clear(nets, set_to_none=n % 2 == 0)
-            backward_one_by_one(nets, xs)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-        if not interrupt.at:
-            break
-    assert 150 < n < 1000
+    assert num_errors < interrupt.n / 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_backward_that_was_interrupted_anywhere_can_be_cleared_and_run_again(error):
-    xs = inputs(1, world_size=K)
+    xs = vectors(1, world_size=K)
     expected = summed(nets_of(world_size=K), xs)
-    for n in range(1000):
+    for interrupt in at_every_line(error, at_least=50):
         nets = nets_of(world_size=K)
         with pr.GradientBucketer(nets, **EACH) as bucketer:
-            with Interrupt(n, error) as interrupt, contextlib.suppress(error):
+            with interrupt, contextlib.suppress(error):
                 backward_one_by_one(nets, xs)
             if interrupt.at:
                 with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
                     bucketer.wait()
-                clear(nets, set_to_none=n % 2 == 0)
+                clear(nets, set_to_none=interrupt.n % 2 == 0)
                 backward_one_by_one(nets, xs)
             bucketer.wait()
             assert_reduced(nets, expected)
-        if not interrupt.at:
-            break
-    assert 50 < n < 1000
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_failed_pass_that_is_interrupted_while_it_is_settled(error):
     """It came while nobody could be told: it is raised once backward() has raised its own."""
-    xs = inputs(1, world_size=K)
+    xs = vectors(1, world_size=K)
     expected = summed(nets_of(world_size=K), xs)
-    for n in range(1000):
+    for interrupt in at_every_line(error, at_least=50):
         nets = nets_of(world_size=K)
         with pr.GradientBucketer(nets, **EACH) as bucketer:
             nets[0](xs[0]).backward()
-            with Interrupt(n, error) as interrupt:
+            with interrupt:
                 Explode.armed = 1
                 with contextlib.suppress(error):  # it may come out of the inner one's end
                     with contextlib.suppress(ValueError):
@@ -174,13 +153,9 @@ def test_a_failed_pass_that_is_interrupted_while_it_is_settled(error):
                 Explode.armed = None
             with pytest.raises(pr.RingarError, match="clear the gradients of all ranks"):
                 bucketer.wait()
-            clear(nets, set_to_none=n % 2 == 0)
-            backward_one_by_one(nets, xs)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-        if not interrupt.at:
-            break
-    assert 50 < n < 1000
+            assert_next_step_is_right(
+                nets, xs, bucketer, expected, set_to_none=interrupt.n % 2 == 0
+            )
 
 
 # -- real signals ----------------------------------------------------------------------------------
@@ -234,7 +209,7 @@ def test_ctrl_c_while_torch_computes_leaves_no_pass_that_never_ends(options):
     """A signal that no Python code has seen yet when the first hook is called."""
     press = ctypes.PyDLL(None).PyErr_SetInterrupt
     press.argtypes, press.restype = [ctypes.py_object], None
-    nets, xs = nets_of(world_size=K), inputs(1, world_size=K)
+    nets, xs = nets_of(world_size=K), vectors(1, world_size=K)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **options) as bucketer:
         handle = nets[1].late.register_hook(press)
@@ -257,7 +232,7 @@ def test_ctrl_c_while_torch_computes_leaves_no_pass_that_never_ends(options):
 
 @pytest.mark.parametrize("is_caught", [True, False])
 def test_a_handler_that_calls_wait_while_it_waits(monkeypatch, is_caught):
-    nets, xs = nets_of(world_size=K), inputs(1, world_size=K)
+    nets, xs = nets_of(world_size=K), vectors(1, world_size=K)
     expected = summed(nets, xs)
     plain, refused = Work.wait, []
 
@@ -282,7 +257,7 @@ def test_a_handler_that_calls_wait_while_it_waits(monkeypatch, is_caught):
 
 
 def test_a_handler_that_closes_the_bucketer_while_it_waits(monkeypatch):
-    nets, xs = nets_of(world_size=K), inputs(1, world_size=K)
+    nets, xs = nets_of(world_size=K), vectors(1, world_size=K)
     plain = Work.wait
     with pr.GradientBucketer(nets, **EACH) as bucketer:
 
@@ -308,7 +283,7 @@ def delayed(comm: pr.Communicator) -> pr.Communicator:
 
 def test_a_handler_that_fails_while_a_failed_pass_is_settled(monkeypatch):
     """An error of ours need not be the work's: that still writes to the gradients."""
-    nets, xs, plain, seen = nets_of(world_size=K), inputs(1, world_size=K), Work.wait, []
+    nets, xs, plain, seen = nets_of(world_size=K), vectors(1, world_size=K), Work.wait, []
 
     def handled(self, *arguments):
         monkeypatch.setattr(Work, "wait", plain)
@@ -367,7 +342,7 @@ def test_a_bucket_that_leaves_while_a_pass_of_another_thread_fails():
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("how", ["no_sync", "clip", "clip and no_sync", "graph", "unused"])
 def test_what_adds_to_or_scales_what_a_failed_pass_left_does_not_clear_it(how, set_to_none):
-    nets, xs = nets_of(), inputs(1)
+    nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EACH) as bucketer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a reference cycle
@@ -395,10 +370,7 @@ def test_what_adds_to_or_scales_what_a_failed_pass_left_does_not_clear_it(how, s
         clear(nets, set_to_none=set_to_none)
         with bucketer.no_sync():
             backward_one_by_one(nets, xs)
-        clear(nets, set_to_none=set_to_none)
-        backward_one_by_one(nets, xs)
-        bucketer.wait()
-        assert_reduced(nets, expected)
+        assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=set_to_none)
         for net in nets:
             for param in net.parameters():
                 assert not param._backward_hooks, "nothing is looked at any more"
@@ -444,7 +416,7 @@ def interrupt_as_rank(rank, world_size, store, where, error, places):
         bucketer = pr.GradientBucketer([net], comm=comm, **EACH)
         try:
             for step in range(4):
-                x = inputs(step, world_size=K)[rank]
+                x = vectors(step, world_size=K)[rank]
                 for is_last_try in (False, True):
                     net.zero_grad()
                     is_victim = rank == 0 and step == n % 2 and not is_last_try
@@ -494,7 +466,7 @@ def run_step(net, bucketer, x, interrupt, where):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_rank_loses_a_step_when_one_is_interrupted(where, error, places):
     expected = [
-        summed([Net(rank) for rank in range(K)], inputs(step, world_size=K)) for step in range(4)
+        summed([Net(rank) for rank in range(K)], vectors(step, world_size=K)) for step in range(4)
     ]
     pool = Crew(K)
     try:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bucketing_nets import (
+    EACH,
+    Net,
+    armed,
+    error_of,
+    step_of,
+    summed,
+    vectors,
+)
 from ranks import Crew
-from test_bucketing_failures import EACH, Net, armed, inputs, summed
 
 import pyringar as pr
 
@@ -19,21 +27,9 @@ def pool():
     pool.close()
 
 
-def error_of(function):
-    with pytest.raises(pr.RingarError) as caught:
-        function()
-    return type(caught.value), str(caught.value)
-
-
-def step_of(net, bucketer, x):
-    net.zero_grad()
-    net(x).backward()
-    bucketer.wait()
-
-
 def change_as_rank(rank, world_size, store, how, options):
     """Rank 1 changes what has left, or is about to; both clear, and repeat the step."""
-    net, x = Net(rank), inputs(1, world_size=K)[rank]
+    net, x = Net(rank), vectors(1, world_size=K)[rank]
     with (
         pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
         pr.GradientBucketer([net], comm=comm, **options) as bucketer,
@@ -55,7 +51,7 @@ def change_as_rank(rank, world_size, store, how, options):
     ("how", "options"), [("None", EACH), ("None", {}), ("zeros", EACH), ("replace", EACH)]
 )
 def test_gradients_that_one_rank_changed_are_an_error_on_all(pool, how, options):
-    expected = summed([Net(rank) for rank in range(K)], inputs(1, world_size=K))
+    expected = summed([Net(rank) for rank in range(K)], vectors(1, world_size=K))
     for (kind, text), grads in pool.check(change_as_rank, how, options):
         assert kind is pr.RingarError
         assert "changed or cleared after they had left" in text
@@ -64,7 +60,7 @@ def test_gradients_that_one_rank_changed_are_an_error_on_all(pool, how, options)
 
 def fail_as_rank(rank, world_size, store, how):
     """Rank 1 fails when all buckets but the last have left."""
-    net, xs = Net(rank), inputs(1, world_size=K)
+    net, xs = Net(rank), vectors(1, world_size=K)
     with (
         pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
         pr.GradientBucketer([net], comm=comm, **EACH) as bucketer,
@@ -86,6 +82,6 @@ def fail_as_rank(rank, world_size, store, how):
 
 @pytest.mark.parametrize("how", ["wait", "None", "zeros"])
 def test_a_pass_that_fails_before_the_last_bucket_is_told_to_all_and_all_can_go_on(pool, how):
-    expected = summed([Net(rank) for rank in range(K)], inputs(1, world_size=K))
+    expected = summed([Net(rank) for rank in range(K)], vectors(1, world_size=K))
     for grads in pool.check(fail_as_rank, how):
         assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))

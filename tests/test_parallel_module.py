@@ -53,6 +53,17 @@ def sharded_gradients(module, X, y, sizes):  # noqa: N803
     return total, copies[0]
 
 
+def backward(module, batch):
+    X, y = batch  # noqa: N806
+    F.cross_entropy(module(X), y).backward()
+
+
+def train_step(module, optimizer, batch):
+    optimizer.zero_grad()
+    backward(module, batch)
+    optimizer.step()
+
+
 def gradients(module):
     return [param.grad for param in module.parameters()]
 
@@ -127,14 +138,14 @@ class TestGradients:
     @pytest.mark.parametrize("weights", [(3, 1), (1, 0, 2), (1, 5, 1, 1)])
     def test_any_split_gives_the_gradient_of_the_whole(self, parallel, weights):
         module = make_mlp()
-        X, y = rows_of(12)  # noqa: N806
+        batch = rows_of(12)
         net = parallel(module, len(weights), weights=weights)
         sizes = []
         for replica in net.replicas:
             replica.register_forward_hook(lambda part, args, out: sizes.append(len(args[0])))
-        F.cross_entropy(net(X), y).backward()
+        backward(net, batch)
         net.wait()
-        F.cross_entropy(module(X), y).backward()
+        backward(module, batch)
         assert relative_error(gradients(net), gradients(module)) < 1e-13
         assert sizes == [n for n in shard_sizes(12, len(weights), weights) if n]
 
@@ -153,12 +164,11 @@ class TestGradients:
 
     @pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_cap_mb": 1e-3}])
     def test_buckets_change_no_bit(self, parallel, options):
-        X, y = batch_of(9)  # noqa: N806
         found = []
         for net in (parallel(make_net(), 3), parallel(make_net(), 3, **options)):
             for _ in range(2):  # the second step has buckets in the order of the first
                 net.zero_grad()
-                F.cross_entropy(net(X), y).backward()
+                backward(net, batch_of(9))
                 net.wait()
             found.append(gradients(net))
         pr.check_replicas_equal(found)
@@ -176,12 +186,12 @@ class TestGradients:
 
     def test_a_second_backward_pass_before_the_step_is_refused(self, parallel):
         net = parallel(make_mlp(), 2)
-        X, y = rows_of(8)  # noqa: N806
-        F.cross_entropy(net(X), y).backward()
+        batch = rows_of(8)
+        backward(net, batch)
         with pytest.raises(pr.RingarError, match="no_sync"):
-            F.cross_entropy(net(X), y).backward()
+            backward(net, batch)
         net.zero_grad()
-        F.cross_entropy(net(X), y).backward()
+        backward(net, batch)
         net.wait()
         assert_all_ranks_equal(net)
 
@@ -282,11 +292,8 @@ class TestOptimizer:
         net = parallel(module, num_ranks)
         ours, theirs = net.optimizer(kind, **options), kind(module.parameters(), **options)
         for step in range(5):
-            X, y = rows_of(7 + step, seed=step)  # noqa: N806
             for one, optimizer in ((net, ours), (module, theirs)):
-                optimizer.zero_grad()
-                F.cross_entropy(one(X), y).backward()
-                optimizer.step()
+                train_step(one, optimizer, rows_of(7 + step, seed=step))
             assert_all_ranks_equal(net)
         for found, expected in zip(net.parameters(), module.parameters(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -295,11 +302,8 @@ class TestOptimizer:
         net = parallel(make_mlp(), 2)
         optimizer = net.optimizer(torch.optim.SGD, lr=0.5)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-        X, y = rows_of(4)  # noqa: N806
         for expected in (0.5, 0.05, 0.005):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X), y).backward()
-            optimizer.step()
+            train_step(net, optimizer, rows_of(4))
             rates = [one.param_groups[0]["lr"] for one in optimizer.optimizers]
             assert rates == pytest.approx([expected] * 2)
             assert_all_ranks_equal(net)
@@ -337,8 +341,7 @@ class TestOptimizer:
             lr=0.1,
         )
         before = copy.deepcopy(net.state_dict())
-        X, y = rows_of(6)  # noqa: N806
-        F.cross_entropy(net(X), y).backward()
+        backward(net, rows_of(6))
         optimizer.step()
         assert_all_ranks_equal(net)
         changed = [n for n, t in net.state_dict().items() if not torch.equal(t, before[n])]
@@ -351,8 +354,8 @@ class TestOptimizer:
         options = {"lr": 0.1, "momentum": 0.9}
         net = parallel(module, 2)
         ours = net.optimizer(torch.optim.SGD, **options)
-        X, y = rows_of(6)  # noqa: N806
-        F.cross_entropy(net(X), y).backward()
+        batch = rows_of(6)
+        backward(net, batch)
         ours.step()
         ours.param_groups[0]["lr"] = 0.025
         module.load_state_dict(net.state_dict())
@@ -364,9 +367,7 @@ class TestOptimizer:
         again.load_state_dict(plain.state_dict())
         assert again.param_groups[0]["lr"] == 0.025
         for one, optimizer in ((net, ours), (resumed, again), (module, plain)):
-            optimizer.zero_grad()
-            F.cross_entropy(one(X), y).backward()
-            optimizer.step()
+            train_step(one, optimizer, batch)
         assert_all_ranks_equal(resumed)
         for a, b, c in zip(*(m.parameters() for m in (net, resumed, module)), strict=True):
             torch.testing.assert_close(a, c, rtol=0, atol=1e-13)
@@ -375,14 +376,14 @@ class TestOptimizer:
     def test_gradients_that_were_clipped_on_rank_0_only_are_noticed(self, parallel):
         net = parallel(make_mlp(), 2)
         optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
-        X, y = rows_of(6)  # noqa: N806
-        F.cross_entropy(net(X), y).backward()
+        batch = rows_of(6)
+        backward(net, batch)
         net.wait()
         nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         with pytest.raises(pr.RingarError, match=r"on rank 0 and not on rank 1: .*net\.clip_grad"):
             optimizer.step()
         optimizer.zero_grad()
-        F.cross_entropy(net(X), y).backward()
+        backward(net, batch)
         net.clip_grad_norm_(1e-3)
         optimizer.step()
         assert_all_ranks_equal(net)
@@ -448,8 +449,7 @@ class TestAsThePlainModule:
                 assert torch.equal(tensor, module.state_dict()[name])
         if assign:
             optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
-        X, y = batch_of(8)  # noqa: N806
-        F.cross_entropy(net(X), y).backward()
+        backward(net, batch_of(8))
         optimizer.step()
         assert_all_ranks_equal(net)
         assert not torch.equal(net.module[4].weight, module[4].weight)
@@ -500,8 +500,7 @@ class TestAsThePlainModule:
         module[0].requires_grad_(False)
         net = parallel(module, 2)
         optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
-        X, y = rows_of(4)  # noqa: N806
-        F.cross_entropy(net(X), y).backward()
+        backward(net, rows_of(4))
         optimizer.step()
         assert torch.equal(net.module[0].weight, module[0].weight)
         assert not torch.equal(net.module[2].weight, module[2].weight)
@@ -532,8 +531,7 @@ class TestAsThePlainModule:
         with pr.DataParallel(make_mlp(), ["cpu"] * 2) as net:
             pass
         net.close()
-        X, y = rows_of(4)  # noqa: N806
-        F.cross_entropy(net(X), y).backward()
+        backward(net, rows_of(4))
         ours, theirs = (gradients(replica)[0] for replica in net.replicas)
         assert not torch.equal(ours, theirs)
 
@@ -548,8 +546,7 @@ class TestAsThePlainModule:
     def test_a_communicator_of_the_user_stays_open(self, make_comm):
         comm = make_comm(2, algorithm="ring")
         with pr.DataParallel(make_mlp(), ["cpu"] * 2, comm=comm) as net:
-            X, y = rows_of(4)  # noqa: N806
-            F.cross_entropy(net(X), y).backward()
+            backward(net, rows_of(4))
             net.wait()
             assert_all_ranks_equal(net)
         assert comm.stats()["ring"]["calls"] >= 1

@@ -25,7 +25,7 @@ from pyringar.errors import (
     UnsupportedError,
 )
 from pyringar.parallel.bucket_step import Sent, Step
-from pyringar.parallel.ranks import Params, gone
+from pyringar.parallel.ranks import Params, Ranks, gone
 
 __all__ = ["CHANGED", "ProcessRanks"]
 
@@ -40,7 +40,7 @@ CHANGED = (
 _OPS = ("sum", "mean", "max")
 
 
-class ProcessRanks:
+class ProcessRanks(Ranks):
     """This process's rank in a bucketer that spans processes.
 
     Args:
@@ -195,12 +195,6 @@ class ProcessRanks:
         """
         if step.sent:
             self._leave(f"broke off a step after {len(step.sent)} of {len(step.buckets)} buckets")
-
-    def flush(self) -> None:
-        """The communicator is closed, or about to be."""
-
-    def close(self) -> None:
-        """The communicator is the caller's."""
 
     def _leave(self, what: str) -> None:
         if self._failure:

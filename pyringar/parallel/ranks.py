@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ __all__ = ["LocalRanks", "Params", "Ranks", "gone"]
 Params = Sequence[Sequence[Tensor]]  # by rank of this process
 
 
-class Ranks(Protocol):
-    """How the buckets of a step are reduced.
+class Ranks:
+    """How the buckets of a step are reduced; what is not overridden is for ranks in one process.
 
     Attributes:
         in_turns: Buckets leave in the order of the plan, the last one in ``wait()``.
@@ -28,15 +28,16 @@ class Ranks(Protocol):
         unwaited: Why a step that nobody waited for cannot be forgotten; "" if it can.
     """
 
-    in_turns: bool
-    can_tell: bool
-    unwaited: str
+    in_turns: bool = False
+    can_tell: bool = False
+    unwaited: str = ""
 
     def check(self) -> None:
         """Raise :class:`RingarError` if these ranks can reduce nothing any more."""
 
     def takes_part(self, *, has_marks: bool) -> bool:
         """Return whether ``wait()`` reduces, where this process had a backward pass or not."""
+        return has_marks
 
     def pack(
         self,
@@ -60,12 +61,15 @@ class Ranks(Protocol):
         Raises:
             RingarError: A gradient is gone, or :meth:`check` raises.
         """
+        raise NotImplementedError
 
     def send(self, sent: Sent) -> Work | None:
         """Reduce a bucket in the background; None where there is nothing to reduce."""
+        raise NotImplementedError
 
     def sees_change(self, step: Step) -> bool:
         """Return whether another process changed what had left; all works are done."""
+        return False
 
     def finish_step(self, step: Step, params: Params) -> bool:
         """Put results where they belong, once all works are done. May be called again.
@@ -73,12 +77,15 @@ class Ranks(Protocol):
         Returns:
             Whether any rank had a backward pass.
         """
+        return step.has_marks()
 
     def agree_on_order(self, order: list[int]) -> list[int]:
         """Return rank 0's, on all ranks. After an interrupt, call it again."""
+        return order
 
     def lose(self, error: BaseException) -> bool:
         """Return whether an error is the end of these ranks; then refuse to go on."""
+        return False
 
     def tell(self, step: Step, send_last: Callable[[], None]) -> bool:
         """Tell all ranks that a step broke off, and return whether they know.
@@ -87,6 +94,7 @@ class Ranks(Protocol):
             step: What broke off.
             send_last: Sends its last bucket, and with it that it broke off.
         """
+        return True
 
     def leave(self, step: Step) -> None:
         """Leave the group where a step was broken off that the others would finish."""
@@ -98,7 +106,7 @@ class Ranks(Protocol):
         """Let go of what these ranks own. May be called again."""
 
 
-class LocalRanks:
+class LocalRanks(Ranks):
     """All ranks are in this process.
 
     Args:
@@ -110,10 +118,6 @@ class LocalRanks:
         ArgumentError: The communicator has another number of ranks.
     """
 
-    in_turns = False
-    can_tell = False
-    unwaited = ""
-
     def __init__(self, params: Params, comm: Communicator | None, op: Any) -> None:
         self._owned: Communicator | None = None
         if comm is None:
@@ -122,13 +126,6 @@ class LocalRanks:
         if comm.world_size != len(params):
             raise ArgumentError(f"comm has {comm.world_size} ranks for {len(params)} replicas")
         self._comm, self._op = comm, op
-
-    def check(self) -> None:
-        """Nothing is wrong with them."""
-
-    def takes_part(self, *, has_marks: bool) -> bool:
-        """Without a backward pass there is nothing to reduce."""
-        return has_marks
 
     def pack(
         self,
@@ -160,29 +157,6 @@ class LocalRanks:
         if not sent.params:
             return None
         return self._comm.all_reduce_coalesced(sent.values(), self._op, async_op=True)
-
-    def sees_change(self, step: Step) -> bool:
-        """There is no other process."""
-        return False
-
-    def finish_step(self, step: Step, params: Params) -> bool:
-        """Results are where they belong."""
-        return step.has_marks()
-
-    def agree_on_order(self, order: list[int]) -> list[int]:
-        """There is one order."""
-        return order
-
-    def lose(self, error: BaseException) -> bool:
-        """No error is their end."""
-        return False
-
-    def tell(self, step: Step, send_last: Callable[[], None]) -> bool:
-        """There is nobody to tell."""
-        return True
-
-    def leave(self, step: Step) -> None:
-        """There is nobody to leave."""
 
     def flush(self) -> None:
         """A reduction that is done says that all before it are."""

@@ -1,0 +1,227 @@
+"""What the tests of bucketers share: nets, inputs, the oracle, and backward passes that fail."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pyringar as pr
+
+EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a bucket for every parameter
+
+
+class Explode(torch.autograd.Function):
+    """Fails in backward while it is armed, on the rank that it is armed for."""
+
+    armed: object = None
+
+    @staticmethod
+    def forward(ctx, x, rank):
+        ctx.rank = rank
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Explode.armed == ctx.rank:
+            raise ValueError("planted")
+        return grad, None
+
+
+@contextmanager
+def armed(rank: object):
+    Explode.armed = rank
+    try:
+        with pytest.raises(ValueError, match="planted"):
+            yield
+    finally:
+        Explode.armed = None
+
+
+# -- nets of two parameters ------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Backward reaches ``late`` first; then it may explode; then ``early``."""
+
+    def __init__(self, rank: int, numel: int = 40) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.rank = rank
+        self.early = nn.Parameter(torch.randn(numel, generator=generator))
+        self.late = nn.Parameter(torch.randn(numel, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (Explode.apply((self.early * x).tanh(), self.rank) * self.late).sum()
+
+
+def nets_of(numel: int = 40, world_size: int = 3) -> list[Net]:
+    return [Net(rank, numel) for rank in range(world_size)]
+
+
+def vectors(seed: int, numel: int = 40, world_size: int = 3) -> list[Tensor]:
+    """An input for each :class:`Net`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(world_size)]
+
+
+# -- nets of layers: 4 rows of 6 numbers -----------------------------------------------------------
+
+
+def make_net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 5), nn.Tanh()
+    )
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Backwards(TwoLayers):
+    """Uses its layers in another order than they were registered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(torch.tanh(self.two(x)))
+
+
+class Tied(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two.weight = self.one.weight
+
+
+class Mixed(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).double())
+
+
+class Branches(nn.Module):
+    """Three layers, of which a call uses those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        return sum(getattr(self, name)(x).square().sum() for name in used)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant = make_net(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def channels_last() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(1), nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 2), nn.ReLU())
+    return net.append(nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "plain": make_net,
+    "backwards": Backwards,
+    "tied": Tied,
+    "mixed": Mixed,
+    "channels_last": channels_last,
+    "reentrant": lambda: Checkpointed(reentrant=True),
+    "checkpoint": lambda: Checkpointed(reentrant=False),
+}
+
+
+def inputs(world_size: int = 3, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 6, generator=generator) for _ in range(world_size)]
+
+
+def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+    """``net(x)`` itself if that is one number."""
+    out = net(x.to(next(net.parameters()).dtype) if x.ndim > 1 else x)
+    return out.square().sum() if out.ndim else out
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def backward_one_by_one(nets: Sequence[nn.Module], xs: Sequence[Tensor]) -> None:
+    for net, x in zip(nets, xs, strict=True):
+        loss_of(net, x).backward()
+
+
+def backward_together(nets: Sequence[nn.Module], xs: Sequence[Tensor]) -> None:
+    torch.autograd.backward([loss_of(net, x) for net, x in zip(nets, xs, strict=True)])
+
+
+def clear(nets: Sequence[nn.Module], *, set_to_none: bool = True) -> None:
+    for net in nets:
+        net.zero_grad(set_to_none=set_to_none)
+
+
+def step_of(net: nn.Module, bucketer: pr.GradientBucketer, x: Tensor) -> None:
+    """One step of one rank."""
+    net.zero_grad()
+    loss_of(net, x).backward()
+    bucketer.wait()
+
+
+def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The oracle: backward on copies without hooks, added in rank order."""
+    copies = [copy.deepcopy(net) for net in nets]
+    clear(copies)
+    backward_one_by_one(copies, xs)
+    sums = []
+    for column in zip(*(net.parameters() for net in copies), strict=True):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in column]
+        total = grads[0].clone()
+        for grad in grads[1:]:
+            total += grad
+        sums.append(total)
+    return sums
+
+
+def assert_reduced(nets: Sequence[nn.Module], expected: Sequence[Tensor]) -> None:
+    for rank, net in enumerate(nets):
+        for i, (param, want) in enumerate(zip(net.parameters(), expected, strict=True)):
+            assert param.grad is not None, (rank, i)
+            assert torch.equal(param.grad, want), (rank, i)
+
+
+def assert_next_step_is_right(
+    nets: Sequence[nn.Module],
+    xs: Sequence[Tensor],
+    bucketer: pr.GradientBucketer,
+    expected: Sequence[Tensor],
+    *,
+    set_to_none: bool = True,
+) -> None:
+    clear(nets, set_to_none=set_to_none)
+    backward_one_by_one(nets, xs)
+    bucketer.wait()
+    assert_reduced(nets, expected)
+
+
+def error_of(function: Callable[[], object]) -> tuple[type, str]:
+    with pytest.raises((ValueError, pr.RingarError)) as caught:
+        function()
+    return type(caught.value), str(caught.value)
