@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,25 @@ def save_plot(forecast: Forecast, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    has_step = forecast.workload.backward is not None
-    figure = Figure(figsize=(11 if has_step else 7, 4.6), layout="constrained")
+    measures: dict[str, Callable[[Row], float]] = {
+        "one allreduce (ms)": lambda row: row.all_reduce_s * 1e3,
+    }
+    if forecast.workload.backward is not None:
+        measures["scaling efficiency of a step (%)"] = lambda row: 100 * (row.efficiency or 0.0)
+    figure = Figure(figsize=(7 if len(measures) == 1 else 11, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2 if has_step else 1, squeeze=False)[0]
+    panels = figure.subplots(1, len(measures), squeeze=False)[0]
+    for axes, (label, value) in zip(panels, measures.items(), strict=True):
+        if len(forecast.networks) > 1:
+            _draw_lines(axes, forecast, label, value)
+        else:
+            _draw_bars(axes, forecast, label, value)
+        axes.spines[["top", "right"]].set_visible(False)
     if len(forecast.networks) > 1:
-        _draw_lines(panels[0], forecast, "one allreduce (ms)", lambda row: row.all_reduce_s * 1e3)
         panels[0].set_yscale("log")
-        if has_step:
-            _draw_lines(panels[1], forecast, "scaling efficiency (%)", _percent)
-            panels[1].set_ylim(0, 105)
-        handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8.5)
-    else:
-        _draw_bars(panels[0], forecast.rows)
-        if has_step:
-            _draw_steps(panels[1], forecast.rows)
+        figure.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False
+        )
     figure.suptitle(_title(forecast), fontsize=10)
     figure.savefig(path, dpi=140)
 
@@ -67,12 +70,8 @@ def _title(forecast: Forecast) -> str:
     return f"Predicted: {workload.name}, {format_bytes(workload.nbytes)} a rank; {where}"
 
 
-def _percent(row: Row) -> float:
-    return 100 * (row.efficiency or 0.0)
-
-
 def _draw_lines(axes: Any, forecast: Forecast, label: str, value: Callable[[Row], float]) -> None:
-    """Draw a line per algorithm, dashed where no version of the engine has it."""
+    """Draw a line per algorithm, dashed if the engine does not have it."""
     sizes = [network.world_size for network in forecast.networks]
     for name in dict.fromkeys(row.algorithm for row in forecast.rows):
         rows = [row for row in forecast.rows if row.algorithm == name]
@@ -83,37 +82,13 @@ def _draw_lines(axes: Any, forecast: Forecast, label: str, value: Callable[[Row]
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set(xlabel="ranks", ylabel=label)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
-    names = [row.algorithm for row in rows]
-    times_ms = [row.all_reduce_s * 1e3 for row in rows]
-    bars = axes.barh(names, times_ms, color=[_COLORS[name] for name in names])
+def _draw_bars(axes: Any, forecast: Forecast, label: str, value: Callable[[Row], float]) -> None:
+    names = [row.algorithm for row in forecast.rows]
+    colors = [_COLORS[name] for name in names]
+    bars = axes.barh(names, [value(row) for row in forecast.rows], color=colors)
     axes.bar_label(bars, fmt="{:,.4g}", padding=3, fontsize=8.5)
     axes.margins(x=0.12)
     axes.invert_yaxis()
-    axes.set_xlabel("one allreduce (ms)")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw computation, and the communication that is exposed after it."""
-    names = [row.algorithm for row in rows]
-    steps = [row.step for row in rows if row.step]
-    exposed_ms = [step.exposed_s * 1e3 for step in steps]
-    compute_ms = [(step.step_s - step.exposed_s) * 1e3 for step in steps]
-    labels = [f"{row.step.step_s * 1e3:.4g} ms, {_percent(row):.0f} %" for row in rows if row.step]
-    axes.barh(names, compute_ms, color="#c9d3dd", label="compute")
-    bars = axes.barh(
-        names, exposed_ms, left=compute_ms, color="#b3423a", label="exposed communication"
-    )
-    axes.bar_label(bars, labels, padding=3, fontsize=8.5)
-    axes.margins(x=0.28)
-    axes.invert_yaxis()
-    axes.set_yticks([])
-    axes.set_xlabel("one step (ms), and its scaling efficiency")
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False, fontsize=8.5
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel(label)
