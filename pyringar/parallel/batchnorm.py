@@ -90,7 +90,7 @@ class _Layer:
         return Y.to(X.dtype)
 
     def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Mean and 1 / standard deviation of all inputs together, on the device of each.
+        """Return mean and 1 / standard deviation of all inputs together, on the device of each.
 
         Differentiable: gradients cross from rank to rank here. From every rank's own mean and
         variance, combined as in Chan, Golub and LeVeque 1979.
@@ -150,7 +150,7 @@ def _fan_out(tensor: Tensor, num_copies: int) -> tuple[Tensor, ...]:
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum in the order of the list."""
+    """Add in the order of the list."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total = total + tensor
@@ -158,7 +158,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:  # noqa: N803
-    """Mean and variance (over n, not n - 1) per channel, in float32 or better, on ``home``."""
+    """Return mean and variance (over n) per channel, in float32 or better, on ``home``."""
     dims = [dim for dim in range(X.ndim) if dim != 1]
     wide = X if X.dtype == torch.float64 else X.float()
     var, mean = torch.var_mean(wide, dims, correction=0)

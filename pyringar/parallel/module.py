@@ -1,4 +1,4 @@
-"""A module on many ranks behind the face of one: stands where nn.DataParallel stood."""
+"""Drop-in replacement for nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -14,20 +14,10 @@ from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.parallel import nested
 from pyringar.parallel.batchnorm import synchronise_batchnorm
 from pyringar.parallel.bucketer import GradientBucketer, StepStats
 from pyringar.parallel.lockstep import LockStep, RankThreads
-from pyringar.parallel.nested import (
-    batches,
-    check_batches,
-    copy_to,
-    map_tensors,
-    nothing,
-    scatter,
-)
-from pyringar.parallel.nested import (
-    gather as put_together,
-)
 from pyringar.parallel.optimizer import ParamGroups, ReplicaOptimizer
 from pyringar.parallel.replicate import copy_buffers, copy_parameters, replicate
 from pyringar.parallel.shards import Device, shard_sizes
@@ -38,18 +28,13 @@ BATCHNORMS = ("local", "sync")
 
 # What a copy makes anew.
 _REBUILT = (
-    "replicas",
-    "_gradient_changes",
-    "_parameter_changes",
-    "_stats_then",
-    "_threads",
-    "_lockstep",
-    "bucketer",
+    *("replicas", "bucketer", "_threads", "_lockstep"),
+    *("_gradient_changes", "_parameter_changes", "_stats_then"),
 )
 
 
 class DataParallel(nn.Module):
-    """Trains a module on many ranks at once; stands where ``nn.DataParallel`` stood.
+    """Trains a module on many ranks at once; a drop-in replacement for ``nn.DataParallel``.
 
     Every rank keeps a full copy of the module. A call cuts its tensors along their first dimension,
     runs the copies, and puts their outputs together; backward reaches all copies, whose gradients
@@ -175,16 +160,16 @@ class DataParallel(nn.Module):
                 any step.
         """
         self._check_parameters()
-        first = check_batches(batches((args, kwargs)))
+        first = nested.check_batches(nested.batches((args, kwargs)))
         sizes = shard_sizes(len(first), len(self.devices), self._weights)
         # An empty batch still has an output, and its shape is the module's business.
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
-        shards = scatter((args, kwargs), sizes, self.devices)
+        shards = nested.scatter((args, kwargs), sizes, self.devices)
         outputs = self._run({rank: shards[rank] for rank in ranks})
         if not self._gather:
             return self._one_per_rank(outputs)
         target = first.device if self._output_device is None else self._output_device
-        return put_together([outputs[rank] for rank in ranks], target)
+        return nested.gather([outputs[rank] for rank in ranks], target)
 
     def run_shards(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Run every replica on a shard that lies on its device already.
@@ -214,7 +199,9 @@ class DataParallel(nn.Module):
     def _one_per_rank(self, outputs: Mapping[int, Any]) -> list[Any]:
         ran = next(iter(outputs.values()))
         return [
-            outputs[rank] if rank in outputs else map_tensors(partial(nothing, device), ran)
+            outputs[rank]
+            if rank in outputs
+            else nested.map_tensors(partial(nested.no_rows, device), ran)
             for rank, device in enumerate(self.devices)
         ]
 
@@ -424,7 +411,9 @@ class DataParallel(nn.Module):
         """
         result: Any = None
         for replica, device in zip(self.replicas, self.devices, strict=True):
-            own = map_tensors(partial(copy_to, device), dict(state_dict)) if assign else state_dict
+            own = state_dict
+            if assign:
+                own = nested.map_tensors(partial(nested.copy_to, device), dict(state_dict))
             result = replica.load_state_dict(own, strict=strict, assign=assign)
         self._remember_parameters()
         return result
@@ -537,7 +526,7 @@ class DataParallel(nn.Module):
 class _Changes:
     """Notices tensors that were changed in place on some ranks and not on others.
 
-    By torch's own count of in-place changes of a tensor, so it costs no look at the numbers.
+    Reads torch's own count of in-place changes of a tensor, so it costs no look at the numbers.
     """
 
     def __init__(self) -> None:
@@ -552,7 +541,7 @@ class _Changes:
         return _versions(tensors) != self._then
 
     def find_odd_rank(self, tensors: Sequence[Sequence[Tensor]]) -> int | None:
-        """The first rank whose tensors were not changed as often as rank 0's; None if all were."""
+        """Return the first rank whose tensors were not changed as often as rank 0's, or None."""
         if not self._then:
             return None
         changes = [

@@ -1,4 +1,4 @@
-"""Tensors in nested lists, tuples and dicts: cut for the ranks, and put together again."""
+"""Cut tensors in nested lists, tuples and dicts for the ranks, and put them together again."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ from torch import Tensor, nn
 
 from pyringar.errors import ArgumentError
 
-__all__ = [
-    "batches",
-    "check_batches",
-    "copy_to",
-    "gather",
-    "map_tensors",
-    "nothing",
-    "scatter",
-]
+__all__ = ["batches", "check_batches", "copy_to", "gather", "map_tensors", "no_rows", "scatter"]
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same lists, tuples and dicts with ``fn(tensor)`` for every tensor."""
+    """Return the same lists, tuples and dicts with ``fn(tensor)`` for every tensor."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -36,14 +28,14 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def batches(value: Any) -> list[Tensor]:
-    """All tensors that have a first dimension, in order."""
+    """Return all tensors that have a first dimension, in order."""
     found: list[Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) if tensor.ndim else None, value)
     return found
 
 
 def check_batches(batches: Sequence[Tensor]) -> Tensor:
-    """The first of tensors that must agree in their first dimension."""
+    """Return the first of tensors that must agree in their first dimension."""
     if not batches:
         raise ArgumentError(
             "the call has no tensor with a first dimension, expected at least one to cut into "
@@ -59,7 +51,7 @@ def check_batches(batches: Sequence[Tensor]) -> Tensor:
 
 
 def scatter(value: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
-    """One copy of a nested value per rank, with its shard of every tensor, on its device."""
+    """Return a copy of a nested value per rank, with its shard of every tensor, on its device."""
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
 
     def shard(tensor: Tensor, rank: int) -> Tensor:
@@ -71,7 +63,7 @@ def scatter(value: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -
 
 
 def gather(outputs: Sequence[Any], device: torch.device) -> Any:
-    """The ranks' outputs as one, on ``device``."""
+    """Put the ranks' outputs together on ``device``."""
     first = outputs[0]
     if isinstance(first, Tensor):
         parts = [output.to(device) for output in outputs]
@@ -91,7 +83,7 @@ def gather(outputs: Sequence[Any], device: torch.device) -> Any:
     )
 
 
-def nothing(device: torch.device, tensor: Tensor) -> Tensor:
+def no_rows(device: torch.device, tensor: Tensor) -> Tensor:
     """Return no rows of an output, for a rank without samples."""
     tensor = tensor.detach()
     return (tensor[:0] if tensor.ndim else torch.zeros_like(tensor)).to(device)

@@ -25,7 +25,7 @@ from pyringar.errors import (
     UnsupportedError,
 )
 from pyringar.parallel.bucket_step import Sent, Step
-from pyringar.parallel.ranks import Params, Ranks, gone
+from pyringar.parallel.ranks import BucketState, Params, Ranks, gone
 
 __all__ = ["CHANGED", "ProcessRanks"]
 
@@ -94,15 +94,7 @@ class ProcessRanks(Ranks):
         """All ranks take part in every step."""
         return True
 
-    def pack(
-        self,
-        wanted: Sequence[int],
-        params: Params,
-        *,
-        is_complete: bool,
-        has_marks: bool,
-        is_changed: bool,
-    ) -> Sent:
+    def pack(self, wanted: Sequence[int], params: Params, state: BucketState) -> Sent:
         """Put a bucket together; without a backward pass, of copies, so that nothing changes."""
         self.check()
         grads, used = [], []
@@ -110,15 +102,16 @@ class ProcessRanks(Ranks):
             grad = params[0][i].grad
             used.append(grad is not None)
             if grad is None:
-                if is_complete:
+                if state.is_complete:
                     raise gone(i)
                 grad = torch.zeros_like(params[0][i])
-            elif not has_marks:
+            elif not state.has_marks:
                 grad = grad.clone()
             grads.append(grad)
         kind = params[0][wanted[0]]
-        flags = torch.tensor([*used, has_marks, is_changed], dtype=kind.dtype, device=kind.device)
-        return Sent(list(wanted), [grads], has_marks, flags, is_whole=all(used))
+        entries = [*used, state.has_marks, state.is_changed]
+        flags = torch.tensor(entries, dtype=kind.dtype, device=kind.device)
+        return Sent(list(wanted), [grads], state.has_marks, flags, is_whole=all(used))
 
     def send(self, sent: Sent) -> Work | None:
         """Reduce a bucket and its flags."""

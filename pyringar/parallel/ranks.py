@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,25 @@ from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_step import Sent, Step
 
-__all__ = ["LocalRanks", "Params", "Ranks", "gone"]
+__all__ = ["BucketState", "LocalRanks", "Params", "Ranks", "gone"]
 
 Params = Sequence[Sequence[Tensor]]  # by rank of this process
+
+
+@dataclass(frozen=True)
+class BucketState:
+    """A bucket that is about to leave.
+
+    Attributes:
+        is_complete: Backward has left all its gradients.
+        has_marks: This process had a backward pass. If no rank had one nothing shall change.
+        is_changed: Gradients that had left were changed here, or the step broke off: no rank can
+            rely on them.
+    """
+
+    is_complete: bool = False
+    has_marks: bool = True
+    is_changed: bool = False
 
 
 class Ranks:
@@ -39,24 +56,13 @@ class Ranks:
         """Return whether ``wait()`` reduces, where this process had a backward pass or not."""
         return has_marks
 
-    def pack(
-        self,
-        wanted: Sequence[int],
-        params: Params,
-        *,
-        is_complete: bool,
-        has_marks: bool,
-        is_changed: bool,
-    ) -> Sent:
+    def pack(self, wanted: Sequence[int], params: Params, state: BucketState) -> Sent:
         """Put a bucket together.
 
         Args:
             wanted: Its parameters.
             params: All parameters.
-            is_complete: Backward has left all its gradients.
-            has_marks: This process had a backward pass. If no rank had one nothing shall change.
-            is_changed: Gradients that had left were changed here, or the step broke off: no rank
-                can rely on them.
+            state: What is known about it.
 
         Raises:
             RingarError: A gradient is gone, or :meth:`check` raises.
@@ -127,17 +133,9 @@ class LocalRanks(Ranks):
             raise ArgumentError(f"comm has {comm.world_size} ranks for {len(params)} replicas")
         self._comm, self._op = comm, op
 
-    def pack(
-        self,
-        wanted: Sequence[int],
-        params: Params,
-        *,
-        is_complete: bool,
-        has_marks: bool,
-        is_changed: bool,
-    ) -> Sent:
+    def pack(self, wanted: Sequence[int], params: Params, state: BucketState) -> Sent:
         """Take the gradients as they are; zeros where only other ranks have one."""
-        if not is_complete:
+        if not state.is_complete:
             wanted = [i for i in wanted if any(mine[i].grad is not None for mine in params)]
             for mine in params:
                 for i in wanted:

@@ -18,7 +18,7 @@ from pyringar.parallel.broken_step import BrokenStep, settle
 from pyringar.parallel.bucket_params import HookedParams
 from pyringar.parallel.bucket_step import Step, StepStats, measure
 from pyringar.parallel.process_buckets import CHANGED
-from pyringar.parallel.ranks import Ranks
+from pyringar.parallel.ranks import BucketState, Ranks
 
 __all__ = ["Reducer"]
 
@@ -132,7 +132,7 @@ class Reducer:
 
     def _send(self, step: Step, bucket: int) -> None:
         try:
-            self._launch(step, bucket, is_complete=True)
+            self._launch(step, bucket, BucketState(is_complete=True))
             if step is not self.native.step:  # broken off meanwhile, and settled without this
                 self.native.unsettled.append((FAILED, step, False, False))
                 self._settle()
@@ -183,38 +183,25 @@ class Reducer:
         self._check_cleared(self._broken.places())
         if not self._ranks.takes_part(has_marks=has_marks):
             return False
+        state = BucketState(has_marks=has_marks, is_changed=bool(changed))
         for bucket in range(len(step.buckets)):
             if bucket not in step.sent:
-                self._launch(step, bucket, has_marks=has_marks, is_changed=bool(changed))
+                self._launch(step, bucket, state)
         return True
 
-    def _launch(
-        self,
-        step: Step,
-        bucket: int,
-        *,
-        is_complete: bool = False,
-        has_marks: bool = True,
-        is_changed: bool = False,
-    ) -> None:
+    def _launch(self, step: Step, bucket: int, state: BucketState) -> None:
         wanted = step.buckets[bucket]
         if self._broken:
             ranks = range(len(self._params.by_rank))
             self._check_cleared([(rank, i) for rank in ranks for i in wanted])
-        sent = self._ranks.pack(
-            wanted,
-            self._params.by_rank,
-            is_complete=is_complete,
-            has_marks=has_marks,
-            is_changed=is_changed,
-        )
+        sent = self._ranks.pack(wanted, self._params.by_rank, state)
         step.launch(bucket, sent)
         try:
             sent.work = self._ranks.send(sent)
         except (ArgumentError, UnsupportedError):
             del step.sent[bucket]
             raise
-        if is_complete:
+        if state.is_complete:
             sent.note_versions()
         sent.is_leaving = False
 
@@ -306,7 +293,8 @@ class Reducer:
                 raise interrupt
 
     def _send_failure(self, step: Step) -> None:
-        self._launch(step, len(step.buckets) - 1, has_marks=False, is_changed=True)
+        state = BucketState(has_marks=False, is_changed=True)
+        self._launch(step, len(step.buckets) - 1, state)
 
     def _places_left(self, step: Step, is_spared: bool) -> dict[tuple[int, int], Tensor]:
         """Return parameters whose gradients a step has left, by rank and index."""

@@ -166,7 +166,7 @@ def evaluate_accuracy_gpus(
     *,
     devices: Sequence[Device] | None = None,
 ) -> float:
-    """Share of samples that the replicas classify correctly, using every rank.
+    """Return the share of samples that the replicas classify correctly, using every rank.
 
     Whole numbers are counted and divided once at the end, so that any number of ranks gives the
     very same answer as one. Modules are in eval mode meanwhile, and afterwards in the mode that
@@ -344,7 +344,7 @@ def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The bits of all tensors, end to end, in one flat tensor for elements of each size."""
+    """Return the bits of all tensors, end to end, in a flat tensor for elements of each size."""
     by_size: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         bits = _bits(tensor)
@@ -353,7 +353,7 @@ def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory seen as integers, which compare bit by bit."""
+    """View the memory as integers, which compare bit by bit."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     reals = _reals(tensor)
     return reals.view(integers[reals.element_size()])
