@@ -1,4 +1,7 @@
-"""Does a bucketer whose ranks are processes give the bits of one that has them all?"""
+"""Does a bucketer whose ranks are processes give the bits of one that has them all?
+
+And does every rank learn that one rank changed gradients under way, or failed?
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from bucketing_nets import (
     NETS,
     Branches,
     Explode,
+    Net,
     TwoLayers,
     armed,
     error_of,
@@ -23,6 +28,8 @@ from bucketing_nets import (
     loss_of,
     make_net,
     step_of,
+    summed,
+    vectors,
 )
 from ranks import Crew, Died
 from torch import Tensor, nn
@@ -68,6 +75,16 @@ Play = Callable[[list[nn.Module], list[int], int, pr.GradientBucketer], list[Gra
 
 def grads_of(net: nn.Module) -> Grads:
     return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+@contextmanager
+def bucketer_of(store, rank, world_size, net, options, **comm_options):
+    """One rank's bucketer, and its communicator."""
+    with (
+        pr.ProcessCommunicator(store, rank, world_size, **comm_options) as comm,
+        pr.GradientBucketer([net], comm=comm, **options) as bucketer,
+    ):
+        yield bucketer
 
 
 # -- what is played, alike by one process for all ranks and by one for each ------------------------
@@ -194,10 +211,7 @@ def play_alone(case: str, world_size: int, options: dict) -> list[list[Grads]]:
 def play_as_rank(rank, world_size, store, case, options):
     make, play = {**CASES, **OVERLAPPED}[case]
     net = make()
-    with (
-        pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
-        pr.GradientBucketer([net], comm=comm, **options) as bucketer,
-    ):
+    with bucketer_of(store, rank, world_size, net, options, order="rank") as bucketer:
         steps = [step[0] for step in play([net], [rank], world_size, bucketer)]
         return steps, bucketer.buckets
 
@@ -251,10 +265,7 @@ def plan_and_times(rank, world_size, store):
     """Rank 0 uses the layers in one order, the others in another."""
     torch.manual_seed(0)
     net = Branches()
-    with (
-        pr.ProcessCommunicator(store, rank, world_size) as comm,
-        pr.GradientBucketer([net], comm=comm, **EACH) as bucketer,
-    ):
+    with bucketer_of(store, rank, world_size, net, EACH) as bucketer:
         for _ in range(2):
             net.zero_grad()
             x = torch.randn(4, 6)
@@ -366,10 +377,7 @@ def fail_as_rank(rank, world_size, store, how):
     """Rank 1 breaks off the second step; afterwards both make new communicators and go on."""
     net = Fragile("middle")
     xs = [inputs(world_size, seed)[rank] for seed in range(3)]
-    with (
-        pr.ProcessCommunicator(store, rank, world_size, timeout=20.0, order="rank") as comm,
-        pr.GradientBucketer([net], comm=comm, **EACH) as bucketer,
-    ):
+    with bucketer_of(store, rank, world_size, net, EACH, timeout=20.0, order="rank") as bucketer:
         step_of(net, bucketer, xs[0])
         began, errors = time.monotonic(), []
         if rank == 1:
@@ -388,10 +396,7 @@ def fail_as_rank(rank, world_size, store, how):
         if how != "close":
             errors.append(error_of(lambda: step_of(net, bucketer, xs[2])))
             errors.append(error_of(bucketer.wait))
-    with (
-        pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
-        pr.GradientBucketer([net], comm=comm, **EACH) as bucketer,
-    ):
+    with bucketer_of(store, rank, world_size, net, EACH, order="rank") as bucketer:
         step_of(net, bucketer, xs[1])
         return errors, seconds, grads_of(net)
 
@@ -417,10 +422,7 @@ def test_a_step_broken_off_after_buckets_left_is_told_to_all(pools, how):
 
 def fail_early_as_rank(rank, world_size, store):
     net = Fragile("end")
-    with (
-        pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm,
-        pr.GradientBucketer([net], comm=comm, **EACH) as bucketer,
-    ):
+    with bucketer_of(store, rank, world_size, net, EACH, order="rank") as bucketer:
         for _ in range(2):
             if rank == 1:
                 with armed("here"):
@@ -437,10 +439,7 @@ def test_a_backward_that_fails_before_buckets_left_can_be_repeated(pools):
 
 def forget_as_rank(rank, world_size, store):
     net = make_net()
-    with (
-        pr.ProcessCommunicator(store, rank, world_size, timeout=5.0) as comm,
-        pr.GradientBucketer([net], comm=comm, **EACH),
-    ):
+    with bucketer_of(store, rank, world_size, net, EACH, timeout=5.0):
         loss_of(net, inputs(2, 1)[rank]).backward()
         net.zero_grad()
         return error_of(loss_of(net, inputs(2, 2)[rank]).backward)
@@ -494,3 +493,60 @@ def garbage_as_rank(rank, world_size, store):
 
 def test_hooks_go_with_the_bucketer_and_the_communicator_stays(pools):
     assert pools(2).check(garbage_as_rank) == [(True, 0)] * 2
+
+
+# -- changed gradients, and passes that fail ------------------------------------------------------
+
+
+def change_as_rank(rank, world_size, store, how, options):
+    """Rank 1 changes what has left, or is about to; both clear, and repeat the step."""
+    net, x = Net(rank), vectors(1, world_size=2)[rank]
+    with bucketer_of(store, rank, world_size, net, options, order="rank") as bucketer:
+        step_of(net, bucketer, x)
+        net.zero_grad()
+        net(x).backward()
+        if rank == 1:
+            if how == "replace":
+                net.late.grad = net.late.grad.clone()
+            else:
+                net.zero_grad(set_to_none=how == "None")
+        error = error_of(bucketer.wait)
+        step_of(net, bucketer, x)
+        return error, [param.grad for param in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("how", "options"), [("None", EACH), ("None", {}), ("zeros", EACH), ("replace", EACH)]
+)
+def test_gradients_that_one_rank_changed_are_an_error_on_all(pools, how, options):
+    expected = summed([Net(rank) for rank in range(2)], vectors(1, world_size=2))
+    for (kind, text), grads in pools(2).check(change_as_rank, how, options):
+        assert kind is pr.RingarError
+        assert "changed or cleared after they had left" in text
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def fail_late_as_rank(rank, world_size, store, how):
+    """Rank 1 fails when all buckets but the last have left."""
+    net, xs = Net(rank), vectors(1, world_size=2)
+    with bucketer_of(store, rank, world_size, net, EACH, order="rank") as bucketer:
+        step_of(net, bucketer, xs[rank])
+        net.zero_grad()
+        if rank == 1:
+            with armed(1):
+                net(xs[rank]).backward()
+            if how == "wait":
+                assert "backward pass failed" in error_of(bucketer.wait)[1]
+            net.zero_grad(set_to_none=how == "None")
+        else:
+            net(xs[rank]).backward()
+            assert "a rank broke the step off" in error_of(bucketer.wait)[1]
+        step_of(net, bucketer, xs[rank])
+        return [param.grad for param in net.parameters()]
+
+
+@pytest.mark.parametrize("how", ["wait", "None", "zeros"])
+def test_a_pass_that_fails_before_the_last_bucket_is_told_to_all_and_all_can_go_on(pools, how):
+    expected = summed([Net(rank) for rank in range(2)], vectors(1, world_size=2))
+    for grads in pools(2).check(fail_late_as_rank, how):
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
