@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from training import rebinding, repaired
 
 import pyringar
 from pyringar.errors import RingarError
@@ -72,21 +73,6 @@ def notebook_step(images, labels, device_params, lr, allreduce):
                 param.grad.zero_()
 
 
-def rebinding_allreduce(data):
-    """As first printed: the second loop assigns to entries of a list that nobody else has."""
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i] = data[0].to(data[i].device)
-
-
-def repaired_allreduce(data):
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i][:] = data[0].to(data[i].device)
-
-
 # -- what comes of it ------------------------------------------------------------------------------
 
 
@@ -104,13 +90,13 @@ def test_notebook_with_our_allreduce_leaves_replicas_bit_equal(num_ranks):
     device_params = run_notebook(num_ranks, pyringar.allreduce)
     check_replicas_equal(device_params)
     # And with the very bits of the book's repaired version, which adds in the same order.
-    repaired = run_notebook(num_ranks, repaired_allreduce)
-    check_replicas_equal([device_params[-1], repaired[0]])
+    theirs = run_notebook(num_ranks, repaired)
+    check_replicas_equal([device_params[-1], theirs[0]])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_notebook_with_its_own_allreduce_diverges(num_ranks):
-    device_params = run_notebook(num_ranks, rebinding_allreduce, num_steps=1)
+    device_params = run_notebook(num_ranks, rebinding, num_steps=1)
     with pytest.raises(RingarError, match=r"replicas have diverged: parameter \d, .* on rank 1"):
         check_replicas_equal(device_params)
 
@@ -120,7 +106,7 @@ def test_our_train_batch_does_the_notebook_step():
     theirs = [copy_params(params, "cpu") for _ in range(3)]
     ours = [copy_params(params, "cpu") for _ in range(3)]
     images, labels = synthetic_images(31, seed=1)
-    notebook_step(images, labels, theirs, 0.2, repaired_allreduce)
+    notebook_step(images, labels, theirs, 0.2, repaired)
     train_batch(images, labels, ours, ["cpu"] * 3, 0.2)
     for a, b in zip(ours[2], theirs[0], strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-6, atol=1e-8)

@@ -15,20 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from training import rebinding, repaired
 
 import pyringar as pr
 from pyringar.cli import main
 from pyringar.grading.grader import Report, check_allreduce
 
 Allreduce = Callable[[list[Tensor]], object]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache
@@ -40,37 +33,29 @@ def failed(report: Report) -> set[str]:
     return {p.name for p in report.properties if p.verdict == "fail"}
 
 
+def fill(data, total):
+    for tensor in data:
+        tensor.copy_(total)
+
+
 # -- functions that are right ----------------------------------------------------------------------
 
 
-def repaired(data):
-    """The book's function as its later editions have it."""
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i][:] = data[0].to(data[i].device)
-
-
 def stacked(data):
-    total = torch.stack(data).sum(0)
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, torch.stack(data).sum(0))
 
 
 def last_rank_first(data):
     total = data[-1].clone()
     for tensor in reversed(data[:-1]):
         total += tensor
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, total)
 
 
 def wide(data):
     """One rounding at the end."""
     is_float = data[0].is_floating_point()
-    total = torch.stack(data).to(torch.float64 if is_float else torch.int64).sum(0)
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, torch.stack(data).to(torch.float64 if is_float else torch.int64).sum(0))
 
 
 def chunked_ring(data):
@@ -84,8 +69,7 @@ def chunked_ring(data):
         total[part] = flats[(c + 1) % k][part]
         for i in range(2, k + 1):
             total[part] += flats[(c + i) % k][part]
-    for tensor in data:
-        tensor.copy_(total.view(tensor.shape))
+    fill(data, total.view(data[0].shape))
 
 
 @pytest.mark.parametrize("fn", [repaired, stacked, last_rank_first, wide, chunked_ring])
@@ -106,13 +90,6 @@ def test_ours_passes():
 # -- functions that are wrong ----------------------------------------------------------------------
 
 
-def the_books(data):
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i] = data[0].to(data[i].device)
-
-
 def averages(data):
     repaired(data)
     for tensor in data:
@@ -120,21 +97,15 @@ def averages(data):
 
 
 def skips_writing_the_last_rank(data):
-    total = torch.stack(data).sum(0)
-    for tensor in data[: max(1, len(data) - 1)]:
-        tensor.copy_(total)
+    fill(data[: max(1, len(data) - 1)], torch.stack(data).sum(0))
 
 
 def skips_adding_the_last_rank(data):
-    total = torch.stack(data[: max(1, len(data) - 1)]).sum(0)
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, torch.stack(data[: max(1, len(data) - 1)]).sum(0))
 
 
 def forgets_rank_2(data):
-    total = torch.stack([t for i, t in enumerate(data) if i != 2]).sum(0)
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, torch.stack([t for i, t in enumerate(data) if i != 2]).sum(0))
 
 
 def adds_its_own_twice(data):
@@ -189,8 +160,7 @@ def random_order(data):
     total = data[order[0]].clone()
     for i in order[1:]:
         total += data[i]
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, total)
 
 
 def each_rank_its_own_order(data):
@@ -230,15 +200,11 @@ def writes_past_the_end(data):
 
 
 def through_float(data):
-    total = torch.stack([t.to(torch.float64) for t in data]).sum(0)
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, torch.stack([t.to(torch.float64) for t in data]).sum(0))
 
 
 def float32_only(data):
-    total = torch.stack([t.float() for t in data]).sum(0)
-    for tensor in data:
-        tensor.copy_(total)
+    fill(data, torch.stack([t.float() for t in data]).sum(0))
 
 
 def fails_on_nothing(data):
@@ -250,83 +216,57 @@ def exits(data):
     sys.exit("not implemented yet")
 
 
-PLANTED: list[tuple[Allreduce, set[str], str, str]] = [
+# The function, what fails (all that fails, if it begins with "only"), and the words for the last.
+PLANTED: list[tuple[Allreduce, str, str]] = [
     (
-        the_books,
-        {"in place", "list"},
-        "in place",
+        rebinding,
+        "only list, in place",
         "rank 1's own tensor still holds its own values: the function rebinds list items "
         "(data[i] = ...) instead of writing into them (data[i][:] = ...)",
     ),
-    (averages, {"sum", "every rank", "sizes"}, "sum", "this is the mean, not the sum"),
+    (averages, "every rank, sizes, sum", "this is the mean, not the sum"),
     (
         skips_writing_the_last_rank,
-        {"every rank", "in place", "same bits"},
-        "every rank",
+        "in place, same bits, every rank",
         "rank 1, element 1: expected 3.0, got 2.0 (it still holds its own values)",
     ),
-    (skips_adding_the_last_rank, {"sum", "every rank"}, "sum", "rank 0, element 0: expected 1.0"),
-    (forgets_rank_2, {"sum", "ranks"}, "ranks", "what rank 2 had is missing"),
-    (adds_its_own_twice, {"sum", "every rank"}, "every rank", "what rank 0 had is in it twice"),
-    (wrong_for_three, {"ranks", "sizes", "same bits"}, "ranks", "k=3, numel=1009"),
-    (drops_the_last_element, {"sizes"}, "sizes", "k=2, numel=1, float32"),
-    (clones, {"sum", "every rank", "in place"}, "in place", "it still holds its own values"),
-    (returns_new_tensors, {"sum", "in place"}, "sum", "the function returned a list instead"),
-    (shortens_the_list, {"list"}, "list", "the list had 1 items before and 0 after"),
-    (reverses_the_list, {"list"}, "list", "data[0] is now the tensor of rank 1"),
-    (points_tensors_elsewhere, {"in place"}, "in place", "made to point at other memory"),
-    (random_order, {"repeatable"}, "repeatable", "than in run 1"),
-    (each_rank_its_own_order, {"same bits"}, "same bits", "has other bits than rank 0"),
-    (only_contiguous, {"strides"}, "strides", "every other element"),
-    (trusts_the_strides_of_rank_0, {"mixed strides"}, "mixed strides", "beside transposed [5, 7]"),
-    (writes_the_gaps, {"outside"}, "outside", "that is not part of its tensor was written"),
-    (writes_past_the_end, {"outside"}, "outside", "slice of a buffer"),
-    (through_float, {"dtypes"}, "dtypes", "int64"),
-    (float32_only, {"dtypes"}, "dtypes", "float64, random values"),
-    (fails_on_nothing, {"sizes"}, "sizes", "numel=0, float32, positional values: raises Run"),
-    (exits, {"sum", "dtypes"}, "sum", "raises SystemExit: not implemented yet at "),
+    (skips_adding_the_last_rank, "every rank, sum", "rank 0, element 0: expected 1.0"),
+    (forgets_rank_2, "sum, ranks", "what rank 2 had is missing"),
+    (adds_its_own_twice, "sum, every rank", "what rank 0 had is in it twice"),
+    (wrong_for_three, "sizes, same bits, ranks", "k=3, numel=1009"),
+    (drops_the_last_element, "sizes", "k=2, numel=1, float32"),
+    (clones, "sum, every rank, in place", "it still holds its own values"),
+    (returns_new_tensors, "in place, sum", "the function returned a list instead"),
+    (shortens_the_list, "only list", "the list had 1 items before and 0 after"),
+    (reverses_the_list, "list", "data[0] is now the tensor of rank 1"),
+    (points_tensors_elsewhere, "only in place", "made to point at other memory"),
+    (random_order, "only repeatable", "than in run 1"),
+    (each_rank_its_own_order, "only same bits", "has other bits than rank 0"),
+    (only_contiguous, "only mixed strides, strides", "every other element"),
+    (trusts_the_strides_of_rank_0, "only mixed strides", "beside transposed [5, 7]"),
+    (writes_the_gaps, "outside", "that is not part of its tensor was written"),
+    (writes_past_the_end, "only outside", "slice of a buffer"),
+    (through_float, "only dtypes", "int64"),
+    (float32_only, "dtypes", "float64, random values"),
+    (fails_on_nothing, "only sizes", "numel=0, float32, positional values: raises Run"),
+    (exits, "dtypes, sum", "raises SystemExit: not implemented yet at "),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fn", "at_least", "name", "words"), PLANTED, ids=[p[0].__name__ for p in PLANTED]
-)
-def test_planted_mistakes_fail(fn, at_least, name, words):
+@pytest.mark.parametrize(("fn", "what", "words"), PLANTED, ids=[p[0].__name__ for p in PLANTED])
+def test_planted_mistakes_fail(fn, what, words):
     report = graded(fn)
+    names = what.removeprefix("only ").split(", ")
     assert not report.passed
-    assert at_least <= failed(report), str(report)
-    assert words in report[name].detail
-
-
-@pytest.mark.parametrize(
-    ("fn", "only"),
-    [
-        (the_books, {"in place", "list"}),
-        (points_tensors_elsewhere, {"in place"}),
-        (shortens_the_list, {"list"}),
-        (random_order, {"repeatable"}),
-        (each_rank_its_own_order, {"same bits"}),
-        (only_contiguous, {"strides", "mixed strides"}),
-        (trusts_the_strides_of_rank_0, {"mixed strides"}),
-        (writes_past_the_end, {"outside"}),
-        (through_float, {"dtypes"}),
-        (fails_on_nothing, {"sizes"}),
-    ],
-)
-def test_a_mistake_fails_no_other_property(fn, only):
-    assert failed(graded(fn)) == only
+    assert set(names) <= failed(report), str(report)
+    assert set(names) == failed(report) or not what.startswith("only ")
+    assert words in report[names[-1]].detail
 
 
 def test_failure_carries_its_case():
     case = graded(wrong_for_three)["ranks"].case
     assert case is not None
-    assert {key: case[key] for key in ("k", "numel", "dtype", "rank", "index")} == {
-        "k": 3,
-        "numel": 1009,
-        "dtype": "float32",
-        "rank": 2,
-        "index": 0,
-    }
+    assert case == case | {"k": 3, "numel": 1009, "dtype": "float32", "rank": 2, "index": 0}
     assert (case["expected"], case["got"]) == (3.0, 4.0)
 
 
@@ -384,18 +324,22 @@ def test_ranks_follow_the_devices(world_size):
     assert set(range(1, world_size + 1)) == seen - {3} | ({3} if world_size >= 3 else set())
 
 
-def test_wrong_arguments_name_the_value():
-    with pytest.raises(pr.ArgumentError, match="fn is 3"):
-        check_allreduce(3)  # type: ignore[arg-type]
-    with pytest.raises(pr.ArgumentError, match="timeout_s is 0"):
-        check_allreduce(repaired, timeout_s=0)
-    with pytest.raises(pr.ArgumentError, match="nowhere"):
-        check_allreduce(repaired, ["nowhere"])
+@pytest.mark.parametrize(
+    ("fn", "options", "message"),
+    [
+        (3, {}, "fn is 3"),
+        (repaired, {"timeout_s": 0}, "timeout_s is 0"),
+        (repaired, {"devices": ["nowhere"]}, "nowhere"),
+    ],
+)
+def test_wrong_arguments_name_the_value(fn, options, message):
+    with pytest.raises(pr.ArgumentError, match=message):
+        check_allreduce(fn, **options)
 
 
 def test_table_is_readable():
-    text = str(graded(the_books))
-    assert text.splitlines()[0].endswith("the_books on cpu x 8 ranks")
+    text = str(graded(rebinding))
+    assert text.splitlines()[0].endswith("rebinding on cpu x 8 ranks")
     assert text.splitlines()[-1] == "FAILED: 2 of 12 required properties: in place, list"
     assert max(len(line) for line in text.splitlines()) <= 100
 

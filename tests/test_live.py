@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
+import matplotlib.pyplot as plt
 import pytest
+from training import garments
 
 from pyringar.cli import main
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.train import EpochResult, ImageData, LivePlot, train
+from pyringar.train import EpochResult, LivePlot, train
 from pyringar.train import trainer as trainer_module
 from pyringar.train.live import text_plot
-from pyringar.train.synthetic import synthetic_images
 
 PNG = b"\x89PNG\r\n"
 CURSOR_UP = "\x1b[A"
@@ -30,8 +32,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def few_images(monkeypatch):
-    data = ImageData("few garments", *synthetic_images(60, 1), *synthetic_images(20, 2))
-    monkeypatch.setattr(trainer_module, "load_data", lambda dataset, data_dir: data)
+    monkeypatch.setattr(trainer_module, "load_data", lambda *_: garments(60, 20))
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -54,6 +55,7 @@ def test_a_known_curve_as_text():
 
 
 def test_curves_have_markers_of_their_own():
+    assert text_plot({}, 3).splitlines()[0] == " 1.0 │"
     lines = text_plot({"a": [0.2, 0.3], "b": [0.9]}, 2).splitlines()
     assert lines[0] == " 0.9 │ ○"
     assert lines[-4] == " 0.2 │ ●"
@@ -80,10 +82,6 @@ def test_a_level_curve_stays_between_0_and_1(value):
     assert sum(line.count("●") for line in lines[:8]) == 2
 
 
-def test_no_curve_is_an_empty_plot():
-    assert text_plot({}, 3).splitlines()[0] == " 1.0 │"
-
-
 def test_a_terminal_is_written_over():
     terminal = Terminal()
     with LivePlot(2, where="text", file=terminal) as plot:
@@ -98,94 +96,54 @@ def test_a_terminal_is_written_over():
     assert terminal.getvalue().endswith("\r" + text_plot({"accuracy": [0.25, 0.75]}, 2) + "\n")
 
 
-def test_a_file_gets_the_finished_plot_only():
+@pytest.mark.parametrize("accuracies", [(), (0.25, 0.75), (0.1, 0.2, 0.3)], ids=len)
+def test_a_file_gets_the_finished_plot_only(accuracies):
     file = io.StringIO()
     with LivePlot(2, where="text", file=file) as plot:
-        for result in epochs(0.25, 0.75):
+        for result in epochs(*accuracies):
             plot(result)
             assert file.getvalue() == ""
-    assert file.getvalue() == str(plot) + "\n"
-    assert "● accuracy 0.750" in str(plot)
-
-
-def test_a_run_that_fails_before_its_first_epoch_draws_nothing():
-    file = io.StringIO()
-    with pytest.raises(ZeroDivisionError), LivePlot(where="text", file=file):
-        raise ZeroDivisionError
-    assert file.getvalue() == ""
-
-
-def test_the_axis_grows_with_more_epochs_than_were_said():
-    plot = LivePlot(where="text", file=io.StringIO())
-    for result in epochs(0.1, 0.2, 0.3):
-        plot(result)
-    assert "3 epoch" in str(plot)
+    assert file.getvalue() == (f"{plot}\n" if accuracies else "")
+    assert f"{max(2, len(accuracies))} epoch" in str(plot), "the axis grows with more epochs"
 
 
 # -- notebooks -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def displays(monkeypatch):
-    """What a notebook would show: the list of its outputs, each with all that stood there."""
-    shown = []
-
-    class Handle:
-        def __init__(self, image):
-            self.images = [image]
-
-        def update(self, image):
-            self.images.append(image)
-
-    def display(image, display_id):
-        assert display_id is True
-        shown.append(Handle(image))
-        return shown[-1]
-
-    import matplotlib.pyplot as plt
-
+def display(monkeypatch):
+    """Stands for ``IPython.display`` in a notebook."""
     plt.switch_backend("Agg")  # before it would ask the stand-in
     ipython = ModuleType("IPython")
     ipython.version_info = (9, 0)  # matplotlib looks
-    ipython.display = SimpleNamespace(
-        display=display, Image=lambda data, format: SimpleNamespace(data=data)
-    )
+    ipython.display = mock.Mock()
     ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    return shown
+    return ipython.display
 
 
-def test_a_notebook_shows_one_picture_that_is_updated(displays):
+def test_a_notebook_shows_one_picture_that_is_updated(display):
+    backend = plt.get_backend()
     with LivePlot(3) as plot:
         for result in epochs(0.1, 0.5, 0.6):
             plot(result)
-    assert len(displays) == 1
-    images = [image.data for image in displays[0].images]
-    assert len(images) == 3
+    display.display.assert_called_once_with(display.Image.return_value, display_id=True)
+    assert display.display.return_value.update.call_count == 2
+    images = [call.kwargs["data"] for call in display.Image.call_args_list]
     assert all(image.startswith(PNG) for image in images)
     assert len(set(images)) == 3, "every epoch changes the picture"
+    assert plt.get_fignums() == []
+    assert plt.get_backend() == backend
 
 
-def test_runs_share_a_picture_and_may_be_repeated(displays):
+def test_runs_share_a_picture_and_may_be_repeated(display):
     plot = LivePlot(2)
     for label in ("k = 1", "k = 2", "k = 1"):
         on_epoch = plot.curve(label)
         for result in epochs(0.3, 0.4):
             on_epoch(result)
-    assert len(displays) == 1
+    display.display.assert_called_once()
     assert plot.curves == {"k = 1": [0.3, 0.4], "k = 2": [0.3, 0.4]}
-
-
-def test_no_figure_is_left_and_the_backend_is_as_before(displays):
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    before = matplotlib.get_backend()
-    plot = LivePlot(1)
-    plot(*epochs(0.5))
-    plot.close()
-    assert plt.get_fignums() == []
-    assert matplotlib.get_backend() == before
 
 
 def test_without_ipython_it_is_text(monkeypatch, capsys):
@@ -197,17 +155,22 @@ def test_without_ipython_it_is_text(monkeypatch, capsys):
         LivePlot(where="notebook")
 
 
-def test_ipython_in_a_terminal_is_no_notebook(monkeypatch, displays):
+def test_ipython_in_a_terminal_is_no_notebook(monkeypatch, display):
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: SimpleNamespace())
     LivePlot(1, file=io.StringIO())(*epochs(0.5))
-    assert displays == []
+    display.display.assert_not_called()
 
 
-def test_wrong_arguments_are_named():
-    with pytest.raises(ArgumentError, match="where is 'browser', expected one of auto, notebook"):
-        LivePlot(where="browser")
-    with pytest.raises(ArgumentError, match="num_epochs is 0"):
-        LivePlot(0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"where": "browser"}, "where is 'browser', expected one of auto, notebook"),
+        ({"num_epochs": 0}, "num_epochs is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        LivePlot(**options)
 
 
 # -- with the trainer ------------------------------------------------------------------------------

@@ -10,29 +10,21 @@ import math
 
 import pytest
 import torch
+import training
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from training import garments, relative_error
 
 import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal, evaluate_accuracy_gpus
-from pyringar.train import ImageData, TrainConfig, Trainer, initialise, resnet18, train_resnet18
+from pyringar.train import TrainConfig, Trainer, initialise, load_data, resnet18, train_resnet18
 from pyringar.train.synthetic import synthetic_images
 
 SMALL = {"model": "resnet18", "width": 4, "epochs": 1, "batch_size": 12}
 
 
-def garments(num_train, num_test):
-    return ImageData("garments", *synthetic_images(num_train, 1), *synthetic_images(num_test, 2))
-
-
 def run(data, **options):
-    with Trainer(TrainConfig(**{**SMALL, **options}), data) as trainer:
-        return trainer.run()
-
-
-def relative_error(found, expected):
-    difference = sum(((a - b) ** 2).sum() for a, b in zip(found, expected, strict=True))
-    return math.sqrt(difference / sum((b**2).sum() for b in expected))
+    return training.run(data, **{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +99,17 @@ class TestModel:
             assert 0.0095 < part.weight.std() < 0.0105
         assert torch.equal(net[1].weight, torch.ones(16))
 
-    def test_wrong_arguments_are_named(self):
-        with pytest.raises(pr.ArgumentError, match="width is 0, expected a whole number"):
-            resnet18(width=0)
-        with pytest.raises(pr.ArgumentError, match="init is 'he', expected one of default, book"):
-            resnet18(init="he")
-        with pytest.raises(pr.ArgumentError, match=r"layer '0', a WithoutReset, .* no reset"):
-            initialise(nn.Sequential(WithoutReset()))
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda: resnet18(width=0), "width is 0, expected a whole number"),
+            (lambda: resnet18(init="he"), "init is 'he', expected one of default, book"),
+            (lambda: initialise(nn.Sequential(WithoutReset())), "'0', a WithoutReset, .* no reset"),
+        ],
+    )
+    def test_wrong_arguments_are_named(self, call, message):
+        with pytest.raises(pr.ArgumentError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -189,20 +185,9 @@ class TestTraining:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_resnet18_learns_real_images(real_data_dir, num_ranks, seed):
-    config = TrainConfig(
-        ranks=num_ranks,
-        batch_size=32,
-        lr=0.1,
-        epochs=4,
-        model="resnet18",
-        width=8,
-        seed=seed,
-        dataset="fashion-mnist",
-        data_dir=real_data_dir,
-    )
-    with Trainer(config) as trainer:
-        result = trainer.run()
-        check_replicas_equal(trainer.replicas)
+    recipe = {"batch_size": 32, "lr": 0.1, "epochs": 4, "model": "resnet18", "width": 8}
+    images = load_data("fashion-mnist", real_data_dir)
+    result = training.run(images, ranks=num_ranks, seed=seed, **recipe)
     print(f"real images, {num_ranks} ranks, seed {seed}: {result.curve} {result.losses[-1]}")
     assert result.curve[-1] >= 0.70
     assert result.losses[-1] <= 0.80

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import threading
 import time
+from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import nn
@@ -21,22 +24,13 @@ from pyringar.train.trace import CATEGORIES, Trace
 def trace():
     """Three steps of two ranks, in whole milliseconds."""
     made = Trace()
-    origin = made._begin_ns
+    phases = [("forward", 0, 4), ("backward", 4, 12), ("bucket", 6, 10), ("bucket", 10, 14)]
+    phases += [("wait", 12, 14), ("optimizer", 14, 15)]
     for made.step in range(3):
-        for rank in range(2):
-            for category, begin_ms, end_ms in (
-                ("forward", 0, 4),
-                ("backward", 4, 12),
-                ("bucket", 6, 10),
-                ("bucket", 10, 14),
-                ("wait", 12, 14),
-                ("optimizer", 14, 15),
-            ):
-                at = origin + made.step * 20_000_000
-                times = at + begin_ms * 1_000_000, at + end_ms * 1_000_000
-                made.add(
-                    category, category, rank, *times, nbytes=100 if category == "bucket" else 0
-                )
+        for rank, (kind, begin_ms, end_ms) in itertools.product(range(2), phases):
+            at = made._begin_ns + made.step * 20_000_000
+            times = at + begin_ms * 1_000_000, at + end_ms * 1_000_000
+            made.add(kind, kind, rank, *times, nbytes=100 if kind == "bucket" else 0)
     return made
 
 
@@ -44,12 +38,10 @@ def test_a_file_holds_everything(trace, tmp_path):
     trace.save(tmp_path / "t.json")
     again = Trace.load(tmp_path / "t.json")
     assert len(again.spans) == len(trace.spans) == 36
-    for a, b in zip(again.spans, trace.spans, strict=True):
-        assert (a.name, a.category, a.rank, a.step, a.nbytes) == (
-            *(b.name, b.category, b.rank, b.step, b.nbytes),
-        )
-        assert a.begin_s == pytest.approx(b.begin_s, abs=1e-9)
-        assert a.end_s == pytest.approx(b.end_s, abs=1e-9)
+    for ours, theirs in zip(again.spans, trace.spans, strict=True):
+        assert replace(ours, begin_s=0, end_s=0) == replace(theirs, begin_s=0, end_s=0)
+        assert ours.begin_s == pytest.approx(theirs.begin_s, abs=1e-9)
+        assert ours.end_s == pytest.approx(theirs.end_s, abs=1e-9)
 
 
 def test_the_file_is_what_perfetto_reads(trace, tmp_path):
@@ -81,13 +73,10 @@ def test_the_command_prints_and_draws(trace, tmp_path, capsys):
 
 def test_a_picture_leaves_pyplot_alone(trace, tmp_path):
     """In a notebook the pictures after it must still appear there."""
-    import matplotlib
-    import matplotlib.pyplot as plt
-
     plt.switch_backend("svg")
     try:
         trace.plot(tmp_path / "t.png")
-        assert matplotlib.get_backend() == "svg"
+        assert plt.get_backend() == "svg"
         assert plt.get_fignums() == []
     finally:
         plt.switch_backend("Agg")
@@ -131,8 +120,6 @@ def test_buckets_of_a_real_step():
 
 
 def test_the_first_bucket_of_a_resnet_leaves_before_half_of_its_backward():
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)
     nets = [resnet18(width=8, seed=0) for _ in range(2)]
     images = [torch.randn(16, 1, 28, 28) for _ in nets]
     shares = []
@@ -152,5 +139,4 @@ def test_the_first_bucket_of_a_resnet_leaves_before_half_of_its_backward():
             backward = next(s for s in trace.spans if s.category == "backward")
             first = min(s.begin_s for s in trace.spans if s.category == "bucket")
             shares.append((first - backward.begin_s) / (backward.end_s - backward.begin_s))
-    torch.set_num_threads(threads_before)
     assert min(shares) < 0.5, shares

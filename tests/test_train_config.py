@@ -39,6 +39,12 @@ from pyringar.train.pacing import StepWindow
         ({"batchnorm": "sync"}, "batchnorm is 'sync', but the model is lenet"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
         ({"amp": True, "dtype": "float64"}, "amp is on and dtype 'float64', expected float32"),
+        ({"weights": "car"}, "weights is 'car', expected one of auto"),
+        ({"weights": ""}, "weights is '', expected one of auto"),
+        (
+            {"model": "resnet18", "batchnorm": "sync", "compile": True},
+            "compile is on and batchnorm 'sync'",
+        ),
         ({"dtype": "int8"}, "dtype is 'int8', expected one of float32, float64, bfloat16, float16"),
         ({"dataset": "mnist"}, "dataset is 'mnist'"),
         ({"ranks": 2, "weights": (1, 2, 3)}, r"weights has 3 entries .* each of 2 ranks"),

@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import garments, run
 
 from pyringar import Communicator
 from pyringar.cli import main
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.parallel import shards
 from pyringar.parallel.shards import check_replicas_equal
-from pyringar.train import ImageData, TrainConfig, Trainer, graph, train
+from pyringar.train import TrainConfig, Trainer, graph, train
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step import EagerStep, sgd
-from pyringar.train.synthetic import synthetic_images
 from pyringar.train.trace import Trace
 
 Function = Callable[[], None]
@@ -118,8 +118,17 @@ class Caller:
 
 
 @pytest.fixture
-def recorder(monkeypatch) -> Recorder:
+def caller(monkeypatch) -> Caller:
     """Captures the steps of all trainers that are made from now on, on CPU ranks."""
+    made = Caller()
+    monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
+    return made
+
+
+@pytest.fixture
+def recorder(monkeypatch, caller) -> Recorder:
+    """The same with replays operator by operator."""
     made = Recorder()
     real = Communicator.all_reduce_coalesced
 
@@ -131,28 +140,13 @@ def recorder(monkeypatch) -> Recorder:
     monkeypatch.setattr(Communicator, "all_reduce_coalesced", all_reduce_coalesced)
     # Replicas are compared as on a GPU, where nobody waits.
     monkeypatch.setattr(shards, "_stops_early", lambda _: False)
-    monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
-    monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
-    return made
-
-
-@pytest.fixture
-def caller(monkeypatch) -> Caller:
-    """The same with replays that call the step again."""
-    made = Caller()
-    monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made
 
 
 @pytest.fixture(scope="module")
 def data():
-    return ImageData("garments", *synthetic_images(100, 1), *synthetic_images(40, 2))
-
-
-def run(data, **options):
-    with Trainer(TrainConfig(**options), data) as trainer:
-        return trainer.run()
+    return garments(100, 40)
 
 
 def assert_same(ours, theirs):
@@ -243,16 +237,14 @@ def test_an_epoch_that_was_broken_off_leaves_no_loss(data, recorder):
 # -- the stand-in can tell -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mistake", ["float", "loss"])
-def test_the_recorder_notices_what_the_host_knows(data, recorder, monkeypatch, mistake):
-    """A learning rate that is a number of the capture's, and a loss that is looked at."""
-
-    if mistake == "float":
-        monkeypatch.setattr(step_module, "sgd", lambda params, step_size: sgd(params, 0.1 / 32))
+def test_the_recorder_notices_a_learning_rate_of_the_captures(data, recorder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(step_module, "sgd", lambda params, step_size: sgd(params, 0.1 / 32))
         replayed = run(data, batch_size=32, epochs=1, cuda_graph=True)
-        monkeypatch.undo()
-        assert replayed.losses != run(data, batch_size=32, epochs=1).losses
-        return
+    assert replayed.losses != run(data, batch_size=32, epochs=1).losses
+
+
+def test_the_recorder_notices_a_loss_that_is_looked_at(data, recorder, monkeypatch):
     monkeypatch.setattr(step_module, "mismatch_flags", lambda params: [params[0][0].sum().item()])
     with pytest.raises(RuntimeError, match=r"the host waits for aten\._local_scalar_dense"):
         run(data, cuda_graph=True)
@@ -288,17 +280,19 @@ class TestRefusals:
         with pytest.raises(ArgumentError, match=message):
             train(2, 64, 0.1, devices=["cpu", "cpu"], cuda_graph=True)
 
-    @pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cpu",)])
-    def test_ranks_that_do_not_share_a_gpu(self, devices):
-        with pytest.raises(ArgumentError, match=rf"the ranks run on \[{devices[0]}"):
-            graph.check_ranks([torch.device(device) for device in devices], None)
-
-    def test_ranks_that_share_one_pass(self):
+    @pytest.mark.parametrize(
+        ("devices", "trace", "message"),
+        [
+            (["cuda:0", "cuda:1"], None, r"the ranks run on \[cuda:0, cuda:1\]"),
+            (["cuda:0", "cpu"], None, r"the ranks run on \[cuda:0, cpu\]"),
+            (["cpu"], None, r"the ranks run on \[cpu\]"),
+            (["cuda:0"], Trace(), "a trace is wanted, but the host sees one replay"),
+        ],
+    )
+    def test_ranks_that_do_not_share_a_gpu_and_a_trace(self, devices, trace, message):
+        with pytest.raises(ArgumentError, match=message):
+            graph.check_ranks([torch.device(device) for device in devices], trace)
         graph.check_ranks([torch.device("cuda:1")] * 3, None)
-
-    def test_a_trace(self):
-        with pytest.raises(ArgumentError, match="a trace is wanted, but the host sees one replay"):
-            graph.check_ranks([torch.device("cuda:0")], Trace())
 
     def test_on_the_command_line(self, capsys):
         assert main(["train", "lenet", "--devices", "cpu", "--cuda-graph"]) == 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
-__all__ = ["Capture", "CudaCapture", "GraphStep", "check_ranks"]
+__all__ = ["CudaCapture", "GraphStep", "check_ranks"]
 
 # The first step plans the buckets, the second is the first to follow that plan; and whatever is
 # made at first use (handles, streams, workspaces) must be there before a capture begins.
@@ -50,21 +49,8 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
         )
 
 
-class Capture(Protocol):
-    """Turn functions into graphs."""
-
-    def warm_up(self, function: Callable[[], None]) -> None:
-        """Call a function some times, where it will be captured."""
-
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Call a function once without doing its work; what is returned does it, on every call.
-
-        Each replay reads and writes the tensors that the function read and wrote.
-        """
-
-
 class CudaCapture:
-    """Captures in CUDA graphs, on a stream of its own. Replays run on the current stream.
+    """Turn functions into CUDA graphs, on a stream of its own; replays run on the current stream.
 
     Args:
         device: The GPU that all work is on.
@@ -75,7 +61,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """As :class:`Capture` has it; in order after and before the current stream's work."""
+        """Call a function some times on that stream, in order with the current stream's work."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -84,7 +70,9 @@ class CudaCapture:
         here.wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """As :class:`Capture` has it.
+        """Call a function once without doing its work; what is returned does it, on every call.
+
+        Each replay reads and writes the tensors that the function read and wrote.
 
         Raises:
             CudaError: Something in it cannot be captured.
@@ -112,7 +100,7 @@ class CudaCapture:
 
 
 class GraphStep:
-    """A :class:`Step` that replays a captured one; same bits.
+    """An :class:`EagerStep` that was captured once and is replayed for every batch; same bits.
 
     Captures when it is made: steps that warm up come first, and are undone.
 
@@ -121,7 +109,6 @@ class GraphStep:
         X: Any batch of the size to capture for, ``(n, ...)``, on the ranks' device.
         y: Its class indices, ``(n,)``.
         state: Every tensor that a step changes, but for the sums of ``eager``.
-        capture: How; in CUDA graphs if not given.
 
     Raises:
         CudaError: The step cannot be captured.
@@ -133,7 +120,6 @@ class GraphStep:
         X: Tensor,  # noqa: N803
         y: Tensor,
         state: Sequence[Tensor],
-        capture: Capture | None = None,
     ) -> None:
         self._eager = eager
         self._X, self._y = X.clone(), y.clone()
@@ -141,7 +127,7 @@ class GraphStep:
         wide = torch.promote_types(state[0].dtype, torch.float32)
         self._step_size = torch.zeros((), dtype=wide, device=X.device)
         self._flags: Sequence[Tensor] = ()
-        capture = CudaCapture(X.device) if capture is None else capture
+        capture = CudaCapture(X.device)
         changed = [*state, *eager.sums]
         before = [tensor.detach().clone() for tensor in changed]
         capture.warm_up(self._run)
@@ -157,7 +143,10 @@ class GraphStep:
         step_size: float,
         trace: Trace | None = None,
     ) -> Sequence[Tensor]:
-        """Replay the step with a batch; one of another size runs eagerly."""
+        """Replay the step with a batch; one of another size runs eagerly.
+
+        The next call writes into the tensors that this one returned.
+        """
         if X.shape != self._X.shape:
             return self._eager(X, y, step_size, trace)
         # On the replays' stream: after the last one, which is not waited for, and before the next.

@@ -1,17 +1,14 @@
-"""Limit how far the host runs ahead of the GPUs, and time epochs."""
+"""Limit how far the host runs ahead of the GPUs."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pyringar.train.devices import synchronize
-
-__all__ = ["EpochTimer", "StepWindow"]
+__all__ = ["StepWindow"]
 
 RetireStep = Callable[[int, Sequence[Tensor]], None]
 
@@ -76,25 +73,3 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-class EpochTimer:
-    """Seconds on the wall, with every GPU idle at both ends.
-
-    Args:
-        devices: The ranks' devices.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = tuple(devices)
-        self._started = 0.0
-
-    def start(self) -> None:
-        """Start, or start again."""
-        synchronize(self._devices)
-        self._started = time.perf_counter()
-
-    def stop(self) -> float:
-        """Seconds since the start."""
-        synchronize(self._devices)
-        return time.perf_counter() - self._started

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
-__all__ = ["EagerStep", "Step", "reduce_gradients", "sgd", "sum_loss", "train_batch"]
+__all__ = ["EagerStep", "reduce_gradients", "sgd", "sum_loss", "train_batch"]
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -163,35 +162,8 @@ def sgd(params: Sequence[Tensor], step_size: float | Tensor) -> None:
         torch._foreach_sub_([param for param, _ in pairs], steps)
 
 
-class Step(Protocol):
-    """One training step of all ranks, called with one batch after the other."""
-
-    def __call__(
-        self,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
-        step_size: float,
-        trace: Trace | None = None,
-    ) -> Sequence[Tensor]:
-        """Train on a batch.
-
-        Args:
-            X: Samples, ``(n, ...)``.
-            y: Class indices, ``(n,)``.
-            step_size: Learning rate over ``n``.
-            trace: Where to note the phases.
-
-        Returns:
-            Whether each rank but the first differs from it now; see :func:`mismatch_flags`. The
-            next call may write into these tensors.
-        """
-
-    def take_loss(self) -> float:
-        """The loss of all samples since the last call of this, summed. Waits for the devices."""
-
-
 class EagerStep:
-    """A :class:`Step` that queues its work anew for every batch.
+    """One training step of all ranks, called with one batch after the other.
 
     Args:
         replicas: ``replicas[rank][i]``: the parameters of every rank that is here.
@@ -227,7 +199,17 @@ class EagerStep:
         step_size: float | Tensor,
         trace: Trace | None = None,
     ) -> list[Tensor]:
-        """Train on a batch; ``step_size`` may be a tensor, see :func:`sgd`."""
+        """Train on a batch.
+
+        Args:
+            X: Samples, ``(n, ...)``.
+            y: Class indices, ``(n,)``.
+            step_size: Learning rate over ``n``, see :func:`sgd`.
+            trace: Where to note the phases.
+
+        Returns:
+            Whether each rank but the first differs from it now; see :func:`mismatch_flags`.
+        """
         losses = _train_shards(
             self._split(X, y), self._replicas, self._scores, self._reduce, step_size, trace
         )
@@ -236,7 +218,7 @@ class EagerStep:
         return mismatch_flags(self._replicas)
 
     def take_loss(self) -> float:
-        """Return the summed loss and start from 0."""
+        """Return the loss of all samples since the last call, summed. Waits for the devices."""
         loss = sum(total.item() for total in self.sums)
         for total in self.sums:
             total.zero_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,13 +19,13 @@ from pyringar.parallel.shards import check_replicas_equal, count_correct
 from pyringar.train.balance import measure_weights
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
-from pyringar.train.devices import describe_devices
+from pyringar.train.devices import describe_devices, synchronize
 from pyringar.train.graph import GraphStep, check_ranks
 from pyringar.train.group import OneProcess, TrainGroup
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import autocast, build_model, plain_model
-from pyringar.train.pacing import EpochTimer, StepWindow
-from pyringar.train.step import EagerStep, Step
+from pyringar.train.pacing import StepWindow
+from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
 __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
@@ -290,9 +291,9 @@ class Trainer:
         """Mean loss and seconds of one pass over the training images."""
         config, data = self.config, self._data
         window = StepWindow(self.devices, config.max_inflight, self._check_step)
-        timer = EpochTimer(self.devices)
         self._run_step.take_loss()  # of an epoch that was broken off
-        timer.start()
+        synchronize(self.devices)
+        begin_s = time.perf_counter()
         for images, labels in batches(
             data.train_images, data.train_labels, config.global_batch_size, self._shuffle
         ):
@@ -309,11 +310,12 @@ class Trainer:
             if on_step is not None:
                 on_step()
         window.drain()
-        seconds = timer.stop()
+        synchronize(self.devices)
+        seconds = time.perf_counter() - begin_s
         loss: float = self.group.total(self._run_step.take_loss()) / len(data.train_labels)
         return loss, seconds
 
-    def _make_step(self) -> Step:
+    def _make_step(self) -> EagerStep | GraphStep:
         split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
         eager = EagerStep(self.replicas, self.model.scores, self.model.bucketer.wait, split)
         if not self.config.cuda_graph:
