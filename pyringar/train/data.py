@@ -248,12 +248,8 @@ def _why_unreachable(url: str, timeout_s: float) -> str | None:
             request = urllib.request.Request(url, method="HEAD")
             with urllib.request.urlopen(request, timeout=timeout_s):
                 answer.put(None)
-        except urllib.error.HTTPError as error:
-            answer.put(str(error))
-        except urllib.error.URLError as error:
-            answer.put(str(error.reason))
         except (OSError, ValueError, HTTPException) as error:
-            answer.put(str(error))
+            answer.put(str(error.reason if type(error) is urllib.error.URLError else error))
 
     try:
         start_thread("reachable", ask)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.patient_store import PatientStore
 from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import checked_store
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
+from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 from pyringar.parallel.shards import Device, Shards, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
@@ -184,24 +185,20 @@ class Processes(TrainGroup):
         return data
 
     def _wait_for_load(self, other: int) -> None:
-        key, rank = f"data/{other}", self.comm.rank
-        deadline = time.monotonic() + _LOAD_TIMEOUT_S
+        rank, deadline = self.comm.rank, time.monotonic() + _LOAD_TIMEOUT_S
+        store = PatientStore(self.comm.store, "pyringar train", rank, deadline)
         try:
-            while not self.comm.store.check([key]):
+            while (failure := store.look_up([f"data/{other}"])[0]) is None:
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(
                         f"rank {rank} waited {_LOAD_TIMEOUT_S:g} s for rank {other} to load images"
                     )
                 time.sleep(_POLL_S)
-            failure = self.comm.store.get(key).decode(errors="replace")
-        except RingarError:
-            raise
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"the store does not answer rank {rank}, so its process is gone: {error}"
-            ) from error
+        finally:
+            store.close()
         if failure:
-            raise RingarError(f"rank {other} could not load the images: {failure}")
+            reason = failure.decode(errors="replace")
+            raise RingarError(f"rank {other} could not load the images: {reason}")
 
     def split(
         self,

@@ -34,22 +34,19 @@ def train_batch(
 ) -> list[Tensor]:
     """Do one step of SGD on a batch that is split over the ranks, with LeNet.
 
-    Losses are summed in every shard and the gradients divided by the size of the whole batch, so
-    any split, also one with empty shards, gives the gradient of the undivided batch up to
-    rounding. All gradients are reduced in one call. Replicas that held the same bits hold the same
-    bits afterwards.
+    Losses are summed in every shard and the gradients divided by the size of the whole batch: any
+    split, also one with empty shards, gives the gradient of the undivided batch up to rounding.
+    Gradients are reduced in one call. Replicas that held the same bits do so afterwards.
 
     Args:
         X: Samples, ``(n, 1, 28, 28)``, ``n`` at least 1.
         y: Class indices, ``(n,)``.
-        device_params: ``device_params[rank][i]``: replicas from
-            :func:`pyringar.parallel.shards.get_params`. Updated in place; afterwards their ``grad``
-            is the sum over all ranks.
+        device_params: ``device_params[rank][i]``: replicas from :func:`pyringar.get_params`,
+            updated in place; afterwards their ``grad`` is the sum over all ranks.
         devices: One device per rank.
         lr: Learning rate.
-        comm: What reduces. If not given, a communicator in rank order that is closed again: give
-            one where steps are many.
-        weights: Shares of the ranks; see :func:`pyringar.parallel.shards.split_batch`.
+        comm: What reduces; if not given, one in rank order that is closed again.
+        weights: Shares of the ranks; see :func:`pyringar.split_batch`.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
@@ -57,10 +54,9 @@ def train_batch(
     Raises:
         ArgumentError: Numbers of ranks that differ, an empty batch, or what `split_batch` refuses.
     """
-    if len(device_params) != len(devices):
-        raise ArgumentError(
-            f"device_params has {len(device_params)} replicas for {len(devices)} devices"
-        )
+    k = len(device_params)
+    if k != len(devices):
+        raise ArgumentError(f"device_params has {k} replicas for {len(devices)} devices")
     shards = split_batch(X, y, devices, weights)
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
