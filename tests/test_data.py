@@ -159,6 +159,7 @@ def test_the_advice_fits_the_torch_that_is_installed(monkeypatch, version, comma
 def test_an_unknown_data_set_is_named():
     with pytest.raises(ArgumentError, match="dataset is 'cifar'"):
         load_data("cifar")
+    assert default_data_dir().is_absolute()
     assert "pyringar" in default_data_dir().parts
 
 

@@ -148,12 +148,14 @@ def test_help_imports_neither_torchvision_nor_matplotlib():
 
 
 @pytest.mark.usefixtures("few_images")
-def test_a_trace_and_its_timeline(tmp_path, capsys):
-    trace, timeline = tmp_path / "t.json", tmp_path / "t.png"
-    options = ["--epochs", "1", "--trace", str(trace), "--timeline", str(timeline)]
-    assert main(["train", "lenet", *options]) == 0
+def test_files_are_written_and_named(tmp_path, capsys):
+    plot, trace, timeline = (tmp_path / name for name in ("p.png", "t.json", "t.png"))
+    options = ["--plot", str(plot), "--trace", str(trace), "--timeline", str(timeline)]
+    assert main(["train", "lenet", "--epochs", "1", *options]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert timeline.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4:-1] == [f"plot       {plot}", f"trace      {trace}", f"timeline   {timeline}"]
     assert main(["trace", str(trace)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "hidden"]
