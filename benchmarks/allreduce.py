@@ -26,6 +26,7 @@ from benchmarks.bench import (
     Case,
     Effort,
     Run,
+    each_case,
     flat_case,
     is_sum,
     merged,
@@ -77,12 +78,6 @@ def run_case(run: Run, case: Case) -> None:
     taken, _ = choose("host", "any", case.size_bytes)
     takes = dict.fromkeys(UNNAMED, taken)
     run.add(run.rows(case, timings, correct, limit_s=limit_s, takes=takes))
-
-
-def measure(run: Run) -> None:
-    """Run the cases one after the other."""
-    for case in run.cases:
-        run_case(run, case)
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -137,7 +132,7 @@ BENCHMARK = Benchmark(
         "smoke": Effort(5, 0.0, settle_s=0.0),
     },
     cases=cases_of,
-    measure=measure,
+    measure=each_case(run_case),
     grid=grid,
     threads=num_cores(),  # peers and the limit get all cores, as ours do
 )

@@ -134,6 +134,16 @@ class Benchmark:
         return "no CUDA device" if lacks else None
 
 
+def each_case(run_case: Callable[[Run, Case], None]) -> Callable[[Run], None]:
+    """Return what runs the cases one after the other."""
+
+    def measure(run: Run) -> None:
+        for case in run.cases:
+            run_case(run, case)
+
+    return measure
+
+
 class Run:
     """A benchmark at work: takes rows case by case, tells of them and writes them at once."""
 

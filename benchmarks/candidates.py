@@ -237,7 +237,7 @@ _ALL = (
         *("backend", 'backend "ringar"', _PINK, "v"),
         calls={
             "processes": lambda worker, tensors: (
-                lambda: [dist.all_reduce(t, group=worker.backend) for t in tensors]
+                lambda: [dist.all_reduce(t, group=worker.group) for t in tensors]
             )
         },
         extra=("processes",),

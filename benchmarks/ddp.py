@@ -12,19 +12,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-import pyringar.distributed  # noqa: F401  (registers the backend)
 from benchmarks.bench import Benchmark, Case, Effort, Run, run_as_script
 from benchmarks.candidates import CANDIDATES, names_in
-from benchmarks.ranks import rank_processes
-from benchmarks.timing import Timing, host_s, in_turns
+from benchmarks.ranks import Answer, Worker, run_cases
+from benchmarks.timing import host_s, in_turns
 from pyringar.train.model_resnet18 import resnet18
 
 
@@ -54,70 +51,53 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
 
 
-def work(
-    rank: int, world_size: int, folder: str, out: Any, cases: list[Case], effort: Effort
-) -> None:
-    """Run all models: the process of a rank."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    ours = dist.new_group(backend="ringar")
-    for case in cases:
-        answer = run_case(rank, case, effort, ours)
-        if rank == 0:
-            out.put(answer)
-    dist.destroy_process_group()
+class StepWorker(Worker):
+    """One rank: makes a module for each candidate and times their steps."""
 
+    def run_case(self, case: Case, effort: Effort) -> Answer:
+        """Check all candidates, then time their steps in turns."""
+        make, shape = MODELS[case.name]
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.rank))
+        models: dict[str, nn.Module] = {}
+        for name in case.candidates:
+            torch.manual_seed(0)
+            models[name] = CANDIDATES[name].calls["ddp"](make(), self.group)
+        for _ in range(3):  # DDP makes its buckets anew after the first
+            for model in models.values():
+                step(model, x)
+        want = gradients(models["gloo"])
+        correct = {
+            name: name == "bare" or torch.allclose(gradients(model), want, rtol=1e-3, atol=1e-5)
+            for name, model in models.items()
+        }
 
-def run_case(
-    rank: int, case: Case, effort: Effort, ours: Any
-) -> tuple[dict[str, Timing], dict[str, bool]]:
-    """Check all candidates, then time their steps in turns; the slowest rank's timings."""
-    make, shape = MODELS[case.name]
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
-    models: dict[str, nn.Module] = {}
-    for name in case.candidates:
-        torch.manual_seed(0)
-        models[name] = CANDIDATES[name].calls["ddp"](make(), ours)
-    for _ in range(3):  # DDP makes its buckets anew after the first
-        for model in models.values():
-            step(model, x)
-    want = gradients(models["gloo"])
-    correct = {
-        name: name == "bare" or torch.allclose(gradients(model), want, rtol=1e-3, atol=1e-5)
-        for name, model in models.items()
-    }
+        def sampler(model: nn.Module) -> Callable[[], float]:
+            def sample() -> float:
+                step(model, x)
+                self.comm.barrier()
+                return host_s(lambda: step(model, x), 1)
 
-    def sampler(model: nn.Module) -> Callable[[], float]:
-        def sample() -> float:
-            step(model, x)
-            dist.barrier(group=ours)
-            return host_s(lambda: step(model, x), 1)
+            return sample
 
-        return sample
-
-    samplers = {name: sampler(model) for name, model in models.items()}
-    samples = in_turns(samplers, rounds=effort.rounds, budget_s=effort.budget_s)
-    timings = {}
-    for name, seconds in samples.items():
-        tensor = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ours)
-        timings[name] = Timing.of(tensor.tolist())
-    return timings, correct
+        samples = in_turns(
+            {name: sampler(model) for name, model in models.items()},
+            rounds=effort.rounds,
+            budget_s=effort.budget_s,
+            agree=self.agree,
+        )
+        return self.slowest(samples), correct
 
 
 def measure(run: Run) -> None:
     """Run the models one after the other."""
-    with rank_processes(work, 2, run.cases, run.effort) as next_answer:
-        for case in run.cases:
-            timings, correct = next_answer(case.name, 600.0)
-            bare_s = timings["bare"].median_s
-            parts_s = {
-                name: {"communication": timing.median_s - bare_s}
-                for name, timing in timings.items()
-                if name != "bare"
-            }
-            run.add(run.rows(case, timings, correct, limit_s=bare_s, parts_s=parts_s))
+    for case, timings, correct in run_cases(StepWorker, run.cases, run.effort):
+        bare_s = timings["bare"].median_s
+        parts_s = {
+            name: {"communication": timing.median_s - bare_s}
+            for name, timing in timings.items()
+            if name != "bare"
+        }
+        run.add(run.rows(case, timings, correct, limit_s=bare_s, parts_s=parts_s))
 
 
 def cases_of(effort: str) -> list[Case]:
@@ -126,19 +106,13 @@ def cases_of(effort: str) -> list[Case]:
     return [Case(name, 2, names_in("ddp")) for name in names]
 
 
-ALWAYS_S = 1e9  # all rounds: ranks do not agree here on when to stop
-
 BENCHMARK = Benchmark(
     section="ddp",
     title="DistributedDataParallel",
     about="A step without the optimiser, time of the slowest rank. `communication` is the step "
     "less the same step without DDP, which is the limit.",
     baseline=("gloo",),
-    efforts={
-        "full": Effort(31, ALWAYS_S),
-        "quick": Effort(7, ALWAYS_S),
-        "smoke": Effort(2, ALWAYS_S),
-    },
+    efforts={"full": Effort(31, 300.0), "quick": Effort(7, 60.0), "smoke": Effort(2, 60.0)},
     cases=cases_of,
     measure=measure,
 )

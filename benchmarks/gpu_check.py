@@ -25,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOTAL_S = 540.0
 TAIL_CHARS = 20_000
 PRINTED_CHARS = 5000
+SCRIPTS = {"training": "training_cuda", "benchmarks": "allreduce_cuda"}
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 # Run under the sanitizers: every engine, vector and element paths, lists, a strided tensor. Every
@@ -176,10 +178,7 @@ def tests(checker: Checker, args: argparse.Namespace) -> Step:
     if importlib.util.find_spec("pytest") is None:
         return Step("tests", False, note="pytest is not installed")
     # addopts is for the whole suite and wants plugins that may not be here.
-    files = (
-        *("tests/cuda", "tests/test_cuda_processes.py"),
-        "tests/test_train_graph.py",
-    )
+    files = ("tests/cuda", "tests/test_cuda_processes.py", "tests/test_train_graph.py")
     command = [sys.executable, "-m", "pytest", *files, "-v", "-m", "cuda"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", "--maxfail=30", "--durations=10"]
     command += ["--tb=short", "-o", "faulthandler_timeout=60"]
@@ -212,7 +211,7 @@ def names_not_passed(output: str) -> list[str]:
     return failed + [last.strip()] * bool(re.match(r"tests/\S+::.*(?<!%\])$", last))
 
 
-def sanitizer(checker: Checker, tool: str, most_s: float) -> Step:
+def sanitizer(checker: Checker, args: argparse.Namespace, tool: str, most_s: float) -> Step:
     """Run all engines shortly under a tool of compute-sanitizer."""
     program = find_sanitizer()
     if program is None:
@@ -224,16 +223,6 @@ def sanitizer(checker: Checker, tool: str, most_s: float) -> Step:
     found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", run.output)
     step.note = "; ".join(filter(None, (step.note, *found[-1:])))
     return step
-
-
-def memcheck(checker: Checker, args: argparse.Namespace) -> Step:
-    """Look for accesses outside of allocations."""
-    return sanitizer(checker, "memcheck", 60.0)
-
-
-def racecheck(checker: Checker, args: argparse.Namespace) -> Step:
-    """Look for races in shared memory."""
-    return sanitizer(checker, "racecheck", 60.0)
 
 
 def find_sanitizer() -> str | None:
@@ -260,25 +249,14 @@ def measure(checker: Checker, args: argparse.Namespace, name: str, most_s: float
     return step
 
 
-def training(checker: Checker, args: argparse.Namespace) -> Step:
-    """Measure epochs, eager and as a CUDA graph."""
-    return measure(checker, args, "training", 110.0)
-
-
-def benchmarks(checker: Checker, args: argparse.Namespace) -> Step:
-    """Measure the collectives."""
-    return measure(checker, args, "benchmarks", 150.0)
-
-
-SCRIPTS = {"training": "training_cuda", "benchmarks": "allreduce_cuda"}
-STEPS = {
+STEPS: dict[str, Callable[[Checker, argparse.Namespace], Step]] = {
     "build": build,
     "machine": machine,
     "tests": tests,
-    "training": training,
-    "benchmarks": benchmarks,
-    "memcheck": memcheck,
-    "racecheck": racecheck,
+    "training": partial(measure, name="training", most_s=110.0),
+    "benchmarks": partial(measure, name="benchmarks", most_s=150.0),
+    "memcheck": partial(sanitizer, tool="memcheck", most_s=60.0),
+    "racecheck": partial(sanitizer, tool="racecheck", most_s=60.0),
 }
 
 

@@ -12,25 +12,21 @@ and symmetric memory are told that they may, or refuse. Not yet run on a GPU.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-import pyringar as pr
 from benchmarks.bench import Benchmark, Case, Effort, Run, format_size, in_order, run_as_script
 from benchmarks.candidates import CANDIDATES, names_in, torch_collective
-from benchmarks.ranks import rank_processes
+from benchmarks.ranks import Answer, Worker, run_cases
 from benchmarks.rows import by_key
-from benchmarks.timing import Clock, Timing, in_turns
+from benchmarks.timing import Clock, in_turns
 
 SETTINGS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -43,24 +39,16 @@ DEADLINE_S = 90.0
 # -- in the ranks' processes -----------------------------------------------------------------------
 
 
-class Worker:
+class PeerWorker(Worker):
     """One rank with one peer."""
 
     def __init__(self, rank: int, world_size: int, folder: str, is_cuda: bool) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.device = f"cuda:{rank % torch.cuda.device_count()}" if is_cuda else "cpu"
-        self.clock = Clock(self.device)
+        device = f"cuda:{rank % torch.cuda.device_count()}" if is_cuda else "cpu"
         if is_cuda:
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            store=dist.FileStore(f"{folder}/peer", world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=DEADLINE_S),
-        )
-        store = dist.FileStore(f"{folder}/ours", world_size)
-        self.comm = pr.ProcessCommunicator(store, rank, world_size, device=self.device)
+            torch.cuda.set_device(device)
+        self.clock = Clock(device)
+        backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+        super().__init__(rank, world_size, folder, device, backend)
 
     def is_right(self, tensor: Tensor, call: Callable[[], object], is_ours: bool) -> float:
         """Return 1 if one call sums what ranks hold; ours in rank order, bit for bit."""
@@ -74,13 +62,7 @@ class Worker:
         tensor.zero_()
         return float(torch.equal(got, want) if is_ours else torch.allclose(got, want, atol=1e-4))
 
-    def over_ranks(self, values: Sequence[float], reduce: dist.ReduceOp.RedOpType) -> list[float]:
-        """Return each value's maximum or minimum over ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, reduce)
-        return tensor.tolist()
-
-    def run_case(self, case: Case, effort: Effort) -> tuple[dict[str, Timing], dict[str, bool]]:
+    def run_case(self, case: Case, effort: Effort) -> Answer:
         """Check and time the peer, ours and the limit in turns."""
         peer, beside, limit = case.candidates
         make = CANDIDATES[peer].calls.get("peers_cuda", torch_collective)
@@ -93,46 +75,24 @@ class Worker:
         }
         right = [self.is_right(tensor, call, False)]
         right += [self.is_right(own, lambda: self.comm.all_reduce(own, order="rank"), True), 1.0]
-        right = self.over_ranks(right, dist.ReduceOp.MIN)
+        right = self.over_ranks(right, "min")
         repeats = max(1, min(50, 2**24 // case.size_bytes))
 
         def sampler(function: Callable[[], object]) -> Callable[[], float]:
             def sample() -> float:
                 self.clock.device_s(function, 1 + repeats // 4)
                 self.clock.synchronize()
-                dist.barrier() if self.device == "cpu" else self.comm.barrier()
+                self.comm.barrier()
                 return self.clock.device_s(function, repeats)
 
             return sample
 
         samplers = {name: sampler(function) for name, function in calls.items()}
-        samples = in_turns(samplers, rounds=effort.rounds, budget_s=effort.budget_s)
-        timings = {n: Timing.of(self.over_ranks(s, dist.ReduceOp.MAX)) for n, s in samples.items()}
-        return timings, {name: bool(r) for name, r in zip(calls, right, strict=True)}
-
-
-def work(
-    rank: int,
-    world_size: int,
-    folder: str,
-    out: Any,
-    cases: list[Case],
-    effort: Effort,
-    is_cuda: bool,
-) -> None:
-    """Run all sizes of one peer: the process of a rank. It tells the parent what goes wrong."""
-    try:
-        torch.set_num_threads(1)
-        worker = Worker(rank, world_size, folder, is_cuda)
-        for case in cases:
-            answer = worker.run_case(case, effort)
-            if rank == 0:
-                out.put(answer)
-        worker.comm.close()
-        dist.destroy_process_group()
-    except Exception as error:
-        out.put(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
-        raise SystemExit(0) from None  # told; NCCL's own threads are not waited for
+        samples = in_turns(
+            samplers, rounds=effort.rounds, budget_s=effort.budget_s, agree=self.agree
+        )
+        correct = {name: bool(r) for name, r in zip(calls, right, strict=True)}
+        return self.slowest(samples), correct
 
 
 # -- in the parent ---------------------------------------------------------------------------------
@@ -150,33 +110,19 @@ def environment(settings: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-class PeerError(Exception):
-    """The failure that a rank's process told."""
-
-
-def run_peer(run: Run, cases: list[Case]) -> None:
-    """Add the rows of one peer on one number of ranks."""
-    arguments = (cases, run.effort, run.device != "cpu")
-    with (
-        environment(SETTINGS),
-        rank_processes(work, cases[0].world_size, *arguments) as next_answer,
-    ):
-        for case in cases:
-            answer = next_answer(case.name, DEADLINE_S)
-            if isinstance(answer, str):
-                raise PeerError(answer)
-            timings, correct = answer
-            peer, _, limit = (timings[name].median_s for name in case.candidates)
-            run.add(run.rows(case, timings, correct, limit_s=limit, baseline_s=peer))
-
-
 def measure(run: Run) -> None:
     """Run each peer; one that fails is listed with its reason."""
     groups = by_key(run.cases, lambda case: (case.candidates[0], case.world_size))
     for (peer, world_size), cases in groups.items():
+        is_cuda = run.device != "cpu"
+        found = run_cases(PeerWorker, cases, run.effort, is_cuda, deadline_s=DEADLINE_S)
         try:
-            run_peer(run, cases)
-        except (PeerError, RuntimeError) as error:
+            with environment(SETTINGS):
+                for case, timings, correct in found:
+                    peer_s, _, limit_s = (timings[name].median_s for name in case.candidates)
+                    rows = run.rows(case, timings, correct, limit_s=limit_s, baseline_s=peer_s)
+                    run.add(rows)
+        except RuntimeError as error:
             run.skip(f"{peer}, {world_size} ranks", str(error))
 
 
@@ -194,18 +140,12 @@ def cases_of(effort: str) -> list[Case]:
     ]
 
 
-ALWAYS_S = 1e9  # all rounds: ranks do not agree here on when to stop
-
 BENCHMARK = Benchmark(
     section="peers_cuda",
     title="NCCL and symmetric memory",
     about="One process per rank, tensors on GPUs, times of the slowest rank. Each peer took turns "
     "with ours in processes of their own. In the limit every rank writes its own tensor in place.",
-    efforts={
-        "full": Effort(31, ALWAYS_S),
-        "quick": Effort(9, ALWAYS_S),
-        "smoke": Effort(5, ALWAYS_S),
-    },
+    efforts={"full": Effort(31, 60.0), "quick": Effort(9, 60.0), "smoke": Effort(5, 60.0)},
     cases=cases_of,
     measure=measure,
     device="cuda",

@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
 import pyringar as pr
-import pyringar.distributed  # registers the backend
 from benchmarks.bench import (
     Benchmark,
     Case,
@@ -40,9 +38,9 @@ from benchmarks.bench import (
     run_as_script,
 )
 from benchmarks.candidates import CANDIDATES, names_in
-from benchmarks.ranks import rank_processes
+from benchmarks.ranks import Answer, Worker, run_cases
 from benchmarks.rows import by_key
-from benchmarks.timing import Timing, host_s, in_turns
+from benchmarks.timing import host_s, in_turns
 from pyringar.comm.auto import choose
 
 KIB, MIB = 2**10, 2**20
@@ -54,18 +52,8 @@ UNNAMED = ("bound", "auto")
 # -- in the ranks' processes -----------------------------------------------------------------------
 
 
-class Worker:
+class CallWorker(Worker):
     """One rank: makes tensors, runs candidates, keeps time."""
-
-    def __init__(self, rank: int, world_size: int, folder: str) -> None:
-        torch.set_num_threads(1)
-        self.rank, self.world_size = rank, world_size
-        store = dist.FileStore(f"{folder}/gloo", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        self.backend = dist.new_group(backend="ringar")
-        self.comm = pr.ProcessCommunicator(
-            dist.FileStore(f"{folder}/ours", world_size), rank, world_size
-        )
 
     def tensors(self, case: Case, candidate: str) -> list[Tensor]:
         """Return zeros, in memory that is registered where the candidate wants that."""
@@ -96,12 +84,6 @@ class Worker:
         self.function(candidate, tensors)()
         return candidate == "limit" or is_sum(candidate, tensors, inputs)
 
-    def over_ranks(self, values: Sequence[float], reduce: str = "max") -> list[float]:
-        """Return each value's maximum or minimum over ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        self.comm.all_reduce(tensor, reduce)
-        return tensor.tolist()
-
     def time_calls(self, function: Callable[[], object], calls: int, idle_s: float = 0.0) -> float:
         """Return the seconds per call on this rank, from a common start."""
         time.sleep(idle_s)
@@ -123,8 +105,8 @@ class Worker:
 
         return sample
 
-    def run_case(self, case: Case, effort: Effort) -> tuple[dict[str, Timing], dict[str, bool]]:
-        """Check every candidate, then time all of them in turns; slowest ranks' timings."""
+    def run_case(self, case: Case, effort: Effort) -> Answer:
+        """Check every candidate, then time all of them in turns."""
         correct = [float(self.is_correct(case, name)) for name in case.candidates]
         correct = self.over_ranks(correct, "min")
         shared = self.tensors(case, "auto")  # pages of their own would be luck of their own
@@ -140,23 +122,11 @@ class Worker:
             rounds=effort.rounds,
             budget_s=effort.budget_s,
             most_s=MOST_S,
-            agree=lambda spent_s: self.over_ranks([spent_s])[0],
+            agree=self.agree,
         )
-        timings = {name: Timing.of(self.over_ranks(s)) for name, s in samples.items()}
-        return timings, {n: bool(c) for n, c in zip(case.candidates, correct, strict=True)}
-
-
-def work(
-    rank: int, world_size: int, folder: str, out: Any, cases: list[Case], effort: Effort
-) -> None:
-    """Run all cases of one world size: the process of a rank."""
-    worker = Worker(rank, world_size, folder)
-    for case in cases:
-        answer = worker.run_case(case, effort)
-        if rank == 0:
-            out.put(answer)
-    worker.comm.close()
-    dist.destroy_process_group()
+        return self.slowest(samples), {
+            name: bool(c) for name, c in zip(case.candidates, correct, strict=True)
+        }
 
 
 # -- in the parent ---------------------------------------------------------------------------------
@@ -188,22 +158,16 @@ def awake_processors(wanted: bool) -> Iterator[None]:
 
 
 def measure(run: Run) -> None:
-    """Run the cases in groups that the same processes can run one after the other."""
+    """Run the cases in groups that the same processes can run."""
     groups = by_key(run.cases, lambda c: (c.world_size, c.settings.get("awake", False)))
-    for (world_size, awake), cases in groups.items():
-        with (
-            awake_processors(awake),
-            rank_processes(work, world_size, cases, run.effort) as next_answer,
-        ):
-            for case in cases:
-                what = f"{case.name}, {case.world_size} ranks"
-                timings, correct = next_answer(what, 600.0)
-                limit = timings.get("limit")
+    for (_, awake), cases in groups.items():
+        with awake_processors(awake):
+            for case, timings, correct in run_cases(CallWorker, cases, run.effort):
                 taken, _ = choose("processes", "any", case.size_bytes)
                 run.add(
                     run.rows(
                         *(case, timings, correct),
-                        limit_s=limit.median_s if limit else None,
+                        limit_s=timings["limit"].median_s if "limit" in timings else None,
                         takes=dict.fromkeys(UNNAMED, taken),
                     )
                 )

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
 import pyringar as pr
-from benchmarks.bench import Benchmark, Case, Effort, Run, run_as_script
+from benchmarks.bench import Benchmark, Case, Effort, Run, each_case, run_as_script
 from benchmarks.candidates import naive
 from benchmarks.timing import Timing, in_turns
 from pyringar.train import ImageData, TrainConfig, Trainer, lenet, lenet_params
@@ -233,12 +233,6 @@ def check(loops: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
-def measure(run: Run) -> None:
-    """Run the cases one after the other."""
-    for case in run.cases:
-        run_case(run, case)
-
-
 def cases_of(effort: str) -> list[Case]:
     """Return what is measured with this effort."""
     if effort == "smoke":
@@ -255,7 +249,7 @@ BENCHMARK = Benchmark(
     baseline=("book",),
     efforts={"full": Effort(25, 20.0), "quick": Effort(5, 1.0), "smoke": Effort(5, 0.0)},
     cases=cases_of,
-    measure=measure,
+    measure=each_case(run_case),
     device="any",
 )
 
