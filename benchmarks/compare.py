@@ -89,9 +89,9 @@ def rows_by_key(sections: Sections) -> dict[tuple[object, ...], Row]:
     for results in sections.values():
         for row in results.rows:
             number = 0
-            while (*row.key, number) in found:
+            while (key := (*row.key, number)) in found:
                 number += 1
-            found[(*row.key, number)] = row
+            found[key] = row
     return found
 
 
