@@ -53,7 +53,7 @@ struct BoundBucketer {
   bool is_first_step = true;
   bool is_waiting = false;
   // False from the end of a step until the owner has returned from the wait for it, or a new pass
-  // begins: whoever was interrupted in between may ask for the same step again.
+  // begins: a caller that was interrupted in between may ask for the same step again.
   bool is_reported = true;
   // Steps that were broken off, until the owner has seen to them: tuples of the reason, the step,
   // whether a pass was spared, and whether the other processes know.

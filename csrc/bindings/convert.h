@@ -89,7 +89,7 @@ inline void set_python_error(std::exception_ptr pointer) {
   }
 }
 
-// pybind11 asks one translator after the other; what is not ours goes on to the next.
+// pybind11 asks one translator after the other; other exceptions go on to the next.
 inline void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);

@@ -1,5 +1,5 @@
-// cuda_module: the CUDA engine as Python sees it: CudaGroup, CudaWork, devices and peers; what is
-// for ranks in processes comes from cuda_process.
+// cuda_module: the CUDA engine as Python sees it: Group, Work, devices and peers; cuda_process adds
+// ranks in processes.
 //
 // Floor     bindings
 // Contract  the calls of CudaGroup are those of the CPU engine's Group, so that the communicator

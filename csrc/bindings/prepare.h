@@ -18,7 +18,7 @@ namespace py = pybind11;
 
 using PreparedCollective = Prepared<Collective>;
 
-// Who takes part: device of every rank, or null for ranks in the host's memory.
+// The ranks of a call: device of each, or null for ranks in the host's memory.
 // world_size 0: as many ranks as there are tensors.
 struct Ranks {
   int world_size;

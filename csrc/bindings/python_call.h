@@ -1,4 +1,4 @@
-// python_call: without the GIL for a while, and signals looked at while one waits.
+// python_call: releases the GIL, and handles signals during waits.
 //
 // Floor     bindings
 // Contract  While a PythonCall lives the GIL is released. look_at_signals() takes it back for a
@@ -71,7 +71,7 @@ class PythonCall {
 };
 
 // Throws what a signal's handler raised, such as KeyboardInterrupt; and kState in a process that a
-// handler has forked, since what is waited for is the parent's.
+// handler has forked, since the call is the parent's.
 inline void look_at_signals() {
   PythonCall* const call = PythonCall::innermost_;
   if (call == nullptr || call->signals_ == PythonCall::Signals::kWait) return;
@@ -88,8 +88,8 @@ inline void look_at_signals() {
   }
 }
 
-// Before one waits for a work: in a signal handler, while the call that it interrupted has the
-// turn, works of that group never get it.
+// Refuses to wait for a work of a group whose call the running signal handler has interrupted: that
+// call has the turn until the handler returns.
 inline void check_can_end(const Work& work) {
   if (!work.is_completed() && PythonCall::is_interrupted(work.turn())) {
     work.turn()->check_not_mine();

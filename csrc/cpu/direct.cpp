@@ -29,9 +29,8 @@ bool pass(int rank, Barrier& barrier, std::uint32_t epoch, const char* when, Wat
   for (int peer = 0; peer < world_size; ++peer) {
     Flag& arrived = barrier.arrived[static_cast<std::size_t>(peer)];
     const bool came = watch.wait(rank, arrived, epoch, epoch, [&] {
-      const double seconds = std::chrono::duration<double>(watch.timeout()).count();
-      return join("direct ", describe_call(), " over ", world_size, " ranks: rank ", rank,
-                  " waited ", seconds, " s for rank ", peer, " at the ", when, " barrier");
+      return watch.late(join("direct ", describe_call()), rank, peer,
+                        join("at the ", when, " barrier"));
     });
     if (!came) return false;
   }

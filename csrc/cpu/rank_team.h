@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/error.h"
 #include "core/ring_program.h"
 #include "os/stillness.h"
 #include "os/thread.h"
@@ -26,9 +27,9 @@
 
 namespace pyringar {
 
-// What ranks of one collective share besides data: a deadline, and the failure that explains the
-// others. A rank that does not come makes its next wait, and that one's next, all of them before
-// long; then none moves, and who waits for the earliest turn waits for the culprit.
+// The deadline of one collective, and the failure that explains the others. A rank that does not
+// come makes its next wait, and so on round the ring; then no rank moves, and the one that waits
+// for the earliest turn waits for the culprit.
 class Watch {
  public:
   Watch(int world_size, std::chrono::nanoseconds timeout)
@@ -42,9 +43,9 @@ class Watch {
     count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
 
-  // Has `rank` wait for a counter of another. turn: which message or barrier this rank is at, a
-  // counter that all ranks share. No rank moves, or somebody has given up: describe() is kept if no
-  // turn is earlier.
+  // Waits, as `rank`, for a counter of another. turn: which message or barrier this rank is at, a
+  // counter that all ranks share. False on timeout; of all ranks' describe() the one with the
+  // lowest turn is kept.
   template <typename Describe>
   bool wait(int rank, Flag& flag, std::uint32_t wanted, std::uint32_t turn, Describe&& describe) {
     if (try_for_flag(flag, wanted) || nap(rank, flag, wanted)) {
@@ -53,6 +54,12 @@ class Watch {
     }
     report(turn, describe());
     return false;
+  }
+
+  // "... over 4 ranks: rank 0 waited 30 s for rank 3 to send"; call: which one, what: to do what.
+  std::string late(const std::string& call, int rank, int peer, const std::string& what) const {
+    return join(call, " over ", moves_.size(), " ranks: rank ", rank, " waited ",
+                std::chrono::duration<double>(timeout_).count(), " s for rank ", peer, " ", what);
   }
 
   // Once all ranks have returned.

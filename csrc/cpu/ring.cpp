@@ -102,13 +102,12 @@ class ThreadRing {
   }
   std::string late(int peer, int step, const char* what, const Flag& counter,
                    std::uint32_t wanted) const {
-    const double seconds = std::chrono::duration<double>(watch_.timeout()).count();
-    const char* what_for = tensor_.phases == RingPhases::kAllGather ? "copy" : op_name(fold_.op);
-    return join("ring ", what_for, " of ", tensor_.numel, " ", dtype_name(tensor_.dtype),
-                " elements over ", world_size_, " ranks: rank ", rank_, " waited ", seconds,
-                " s for rank ", peer, " ", what, " at step ", step, " of ",
-                ring_num_steps(world_size_), " (message ", counter.value.load(), " of ", wanted,
-                ")");
+    const char* reduction = tensor_.phases == RingPhases::kAllGather ? "copy" : op_name(fold_.op);
+    return watch_.late(join("ring ", reduction, " of ", tensor_.numel, " ",
+                            dtype_name(tensor_.dtype), " elements"),
+                       rank_, peer,
+                       join(what, " at step ", step, " of ", ring_num_steps(world_size_),
+                            " (message ", counter.value.load(), " of ", wanted, ")"));
   }
 
   const int rank_;

@@ -21,7 +21,7 @@ class SharedMemory {
  public:
   // purpose: for messages.
   static SharedMemory create(std::size_t bytes, const char* purpose);
-  // What process `pid` holds as descriptor `fd`; refuses what is no sealed memory of `bytes`.
+  // Maps what process `pid` holds as descriptor `fd`: it must be a sealed memfd of `bytes`.
   static SharedMemory open(std::int32_t pid, int fd, std::size_t bytes, const char* purpose);
 
   SharedMemory(SharedMemory&& other) noexcept

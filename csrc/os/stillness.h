@@ -4,9 +4,9 @@
 // Units     nanoseconds.
 // Contract  A deadline is for a rank that makes no progress, not for a long call: a rank stands
 //           still while its mark, a number that changes with everything it gets done, stays the
-//           same. Time counts only while the one who waits looks: what passes while it is stopped
-//           itself, or does something else, is not held against the others. And it counts anew
-//           whenever the one who waits has moved, since others may have waited for that.
+//           same. Time counts only while the waiting rank looks: what passes while it is stopped
+//           itself, or does something else, is not held against the others. It counts anew
+//           whenever the waiting rank has moved, since others may have waited for that.
 //           A rank that stands still is found within the timeout and two naps.
 // Threads   one thread at a time; any may set the timeout.
 // Tests     tests/cpp/stillness_test.cpp, tests/test_deadlines.py

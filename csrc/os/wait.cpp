@@ -86,14 +86,12 @@ namespace {
 
 constexpr int kPauses = 16;
 constexpr int kYields = 500;
-// A yield beside a thread that computes or spins gives away a whole time slice. One that took this
-// long says so; the thread then sleeps at once for a while, since waking up takes the core back.
 constexpr auto kLongYield = std::chrono::microseconds(200);
-constexpr int kWaitsWithoutYields = 64;
+constexpr int kWaitsAfterLongYield = 64;
 thread_local int waits_without_yields = 0;
 
-// One who sleeps on a flag, for as long as this lives. In a forked child it is the parent's, and so
-// is a flag that processes share.
+// Counts this thread as asleep on a flag. A forked child leaves the count alone: it is the
+// parent's, and so may be the flag.
 class Sleeper {
  public:
   explicit Sleeper(Flag& flag) : flag_(flag) {
@@ -111,14 +109,17 @@ class Sleeper {
   const std::uint32_t fork_generation_ = fork_generation();
 };
 
-bool yield_until(const Flag& flag, std::uint32_t wanted) {
+}  // namespace
+
+bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
+                    int& waits_without_yields) {
   Deadline before = Clock::now();
-  for (int i = 0; i < kYields; ++i) {
+  for (int i = 0; i < num_yields; ++i) {
     std::this_thread::yield();
     if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
     const Deadline after = Clock::now();
     if (after - before > kLongYield) {
-      waits_without_yields = kWaitsWithoutYields;
+      waits_without_yields = kWaitsAfterLongYield;
       return false;
     }
     before = after;
@@ -126,14 +127,14 @@ bool yield_until(const Flag& flag, std::uint32_t wanted) {
   return false;
 }
 
-}  // namespace
-
 bool try_for_flag(const Flag& flag, std::uint32_t wanted) {
   for (int i = 0; i < kPauses; ++i) {
     if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
     cpu_pause();
   }
-  if (waits_without_yields == 0) return yield_until(flag, wanted);
+  if (waits_without_yields == 0) {
+    return yield_for_flag(flag, wanted, kYields, waits_without_yields);
+  }
   --waits_without_yields;
   return false;
 }

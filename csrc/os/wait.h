@@ -60,6 +60,12 @@ inline constexpr Deadline kNoDeadline = Deadline::max();
 // spins blindly: ranks may outnumber cores. Whether flag >= wanted by then.
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
+// Yields the core so often at most. Beside a thread that computes, a yield gives away a whole time
+// slice: the first that does ends this, and sets how many waits from now on had better sleep at
+// once, since waking up takes the core back.
+bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
+                    int& waits_without_yields);
+
 // The same, then sleeps until it is.
 void wait_for_flag(Flag& flag, std::uint32_t wanted);
 

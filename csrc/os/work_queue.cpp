@@ -1,4 +1,4 @@
-// work_queue: a deque, a thread, and who is told when.
+// work_queue: a deque, a thread, and when waiters are notified.
 //
 // Floor     os
 // Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
@@ -97,11 +97,10 @@ void WorkQueue::work_off() {
     lock.lock();
     is_busy_ = false;
     num_waiting_.fetch_sub(1, std::memory_order_release);
-    // Under the lock: who sees the work done may close the queue, which waits for this thread.
+    // Under the lock: a thread that sees the work done may close the queue, which joins this one.
     next.work->complete(std::move(error));
     changed_.notify_all();
-    // What a step raised in Python goes with its work, and wants the GIL, which whoever submits
-    // has.
+    // Frees what a step raised in Python, which takes the GIL: threads that submit hold that.
     lock.unlock();
     next.work.reset();
     lock.lock();

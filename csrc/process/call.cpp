@@ -1,4 +1,4 @@
-// call: memory and arithmetic of a process for the staged programs, and who runs what.
+// call: the engines that give the staged programs a process's memory and arithmetic.
 //
 // Floor     process
 // Tests     tests/test_processes.py, tests/cpp/process_test.cpp
@@ -224,7 +224,7 @@ class ShareEngine : public StagedEngine {
   const std::size_t part_bytes_;  // of one rank's share in a piece
 };
 
-// Nothing but an announcement: barriers, empty calls, and what precedes a ring.
+// Moves no data: for barriers, empty calls, and before a ring.
 class EmptyEngine : public StagedEngine {
  public:
   using StagedEngine::StagedEngine;

@@ -1,4 +1,4 @@
-// group: joining, locks, registered memory, and what is refused.
+// group: joining, locks, registered memory, refusals.
 //
 // Floor     process
 // Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp

@@ -139,8 +139,8 @@ class ProcessGroup {
   std::mutex stats_mutex_;  // never held while one waits
   ProcessStats stats_;
 
-  // Apart, and never held while one waits: who looks tensors up holds Python's lock, which the call
-  // that runs may want.
+  // Never held across a wait: find_registered() is called with the GIL, which the call that runs
+  // may want.
   std::mutex regions_mutex_;
   std::vector<Region> regions_;
 

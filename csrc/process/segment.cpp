@@ -1,4 +1,4 @@
-// segment: offsets, and the checks of what is found there.
+// segment: offsets, and the checks of a segment that another process laid out.
 //
 // Floor     process
 // Tests     tests/test_processes.py, tests/cpp/process_test.cpp

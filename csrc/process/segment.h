@@ -1,10 +1,10 @@
-// segment: what the processes of one group share: where everything lies, and who is who.
+// segment: the layout of the memory that the processes of one group share.
 //
 // Floor     process
 // Units     bytes.
 // Contract  One writer per word: rank r writes line r and its own slots; only `failure` is written
-//           by whoever comes first. What stands in the segment is checked before it is used: sizes
-//           are computed from the header that attach() compared with what the rendezvous said.
+//           by the first rank that fails. Nothing in the segment is trusted unchecked: sizes are
+//           computed from the header that attach() compared with what the rendezvous said.
 //
 //             header    magic, version, world_size, sizes, token, failure
 //             lines     one per rank: counters, the calls it makes, its process
@@ -87,7 +87,7 @@ struct alignas(64) RankLine {
   std::array<char, 64> host{};
 };
 
-// The first failure, for all to see: those who wait for somebody who has given up need not wait.
+// The first failure of any rank: the others then stop waiting for it.
 struct SharedFailure {
   enum State : std::uint32_t { kNone, kWriting, kThere };
   std::atomic<std::uint32_t> state{kNone};

@@ -21,10 +21,6 @@ using namespace std::chrono_literals;
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 20;
-// A yield beside a thread that computes gives away a whole time slice. One that took this long says
-// so; the thread then sleeps at once for a while, since waking up takes the core back.
-constexpr auto kYieldTooLong = 200us;
-constexpr int kWaitsAfterLongYield = 64;
 
 template <std::size_t kSize>
 std::string text_of(const std::array<char, kSize>& chars) {
@@ -95,22 +91,6 @@ void PeerWatch::keep_apart() {
   }
 }
 
-bool PeerWatch::yield_until(const Flag& flag, std::uint32_t wanted) {
-  Deadline before = Clock::now();
-  const int num_yields = has_core_per_rank_ ? kYieldsWithCore : kYieldsCrowded;
-  for (int i = 0; i < num_yields; ++i) {
-    std::this_thread::yield();
-    if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
-    const Deadline after = Clock::now();
-    if (after - before > kYieldTooLong) {
-      waits_without_yields_ = kWaitsAfterLongYield;
-      return false;
-    }
-    before = after;
-  }
-  return false;
-}
-
 bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
   keep_apart();
   // Another rank's backward may take long to come here; what it does then does not.
@@ -118,7 +98,8 @@ bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const ch
     peers_have_come_ = true;
   } else if (waits_without_yields_ > 0) {
     --waits_without_yields_;
-  } else if (yield_until(flag, wanted)) {
+  } else if (yield_for_flag(flag, wanted, has_core_per_rank_ ? kYieldsWithCore : kYieldsCrowded,
+                            waits_without_yields_)) {
     return true;
   }
   awaited_what_.store(what, std::memory_order_relaxed);
@@ -148,7 +129,7 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
       throw;
     }
   }
-  // First: whoever failed may be gone by now, and was not the cause.
+  // First: a rank that reported a failure may be gone by now, without being the cause.
   if (adopt_shared_failure()) return true;
   return is_lost(flag, wanted, peer, what) || is_late(peer, what);
 }
@@ -217,8 +198,8 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// Everybody waits for the one who is late, or for somebody who does; that one has done least. Ranks
-// that have done as little do not wait for each other: of those, the one that has stood still for
+// The culprit of a wait: the rank that has done least, for which all others wait at last. Of ranks
+// that have done equally little, which do not wait for each other, the one that has stood still for
 // longest.
 int PeerWatch::most_behind(int suspect) const {
   const auto is_behind = [&](int a, int b) {

@@ -1,4 +1,4 @@
-// watch: how a rank waits for other processes, and whom it blames.
+// watch: waits of a rank for other processes, with deadlines, and which rank a timeout names.
 //
 // Floor     process
 // Units     nanoseconds.
@@ -84,7 +84,6 @@ class PeerWatch {
 
  private:
   bool wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what);
-  bool yield_until(const Flag& flag, std::uint32_t wanted);
   void keep_apart();
   void count_cores();
   bool give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what);

@@ -2,6 +2,9 @@
 
 #include "check.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -78,6 +81,19 @@ void on_all_ranks(int world_size, const std::function<void(int rank)>& program) 
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) threads.emplace_back(program, rank);
   for (std::thread& thread : threads) thread.join();
+}
+
+void in_child(const std::function<void()>& program) {
+  const pid_t child = fork();
+  CHECK(child >= 0, "fork failed");
+  if (child == 0) {
+    alarm(60);
+    program();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child, "waitpid failed");
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status ", status);
 }
 
 std::string message_of(ErrorKind kind, const std::function<void()>& action) {

@@ -57,6 +57,12 @@ class Random {
   }
   bool one_in(int n) { return below(static_cast<std::size_t>(n)) == 0; }
   Random fork() { return Random(bits()); }
+  // One for each rank.
+  std::vector<Random> forks(int count) {
+    std::vector<Random> made;
+    for (int i = 0; i < count; ++i) made.push_back(fork());
+    return made;
+  }
 
  private:
   std::uint64_t state_;
@@ -92,6 +98,9 @@ class Guarded {
 
 // Calls program(rank) on a thread per rank, all at once.
 void on_all_ranks(int world_size, const std::function<void(int rank)>& program);
+
+// Runs the program in a forked child, which must end well and in time.
+void in_child(const std::function<void()>& program);
 
 // Calls action, which must throw an Error of this kind; returns its message.
 std::string message_of(ErrorKind kind, const std::function<void()>& action);

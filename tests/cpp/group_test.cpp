@@ -4,7 +4,6 @@
 #include "cpu/group.h"
 
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cfenv>
@@ -45,9 +44,7 @@ Algorithm random_algorithm(Random& random) {
 class Call {
  public:
   Call(Random& random, int world_size, std::size_t most_elems = 20'000)
-      : algorithm_(random_algorithm(random)),
-        op_(random_op(random)),
-        divisor_(op_ == ReduceOp::kMean ? world_size : 1) {
+      : algorithm_(random_algorithm(random)), fold_(Fold::of(random_op(random), world_size)) {
     for (int i = random.between(1, 4); i > 0; --i) {
       tensors_.emplace_back(random, world_size, random_dtype(random),
                             random_numel(random, most_elems));
@@ -58,18 +55,16 @@ class Call {
   Collective collective() const {
     Collective made;
     made.algorithm = algorithm_;
-    made.fold = {op_, divisor_};
+    made.fold = fold_;
     for (const RankTensors& t : tensors_) {
       made.bytes += t.bytes();
-      const int k = t.world_size();
-      made.tensors.push_back({t.inputs(), t.pointers(), k, k, t.numel(), t.dtype()});
+      made.tensors.push_back(t.buffers());
     }
     return made;
   }
   void check_done() const {
     for (const RankTensors& t : tensors_) {
-      t.check_all_reduced(op_, divisor_, algorithm_ == Algorithm::kRing,
-                          algorithm_name(algorithm_));
+      t.check_all_reduced(fold_, algorithm_ == Algorithm::kRing, algorithm_name(algorithm_));
     }
   }
   void check_untouched() const {
@@ -78,8 +73,7 @@ class Call {
 
  private:
   Algorithm algorithm_;
-  ReduceOp op_;
-  int divisor_;
+  Fold fold_;
   std::deque<RankTensors> tensors_;
 };
 
@@ -437,32 +431,24 @@ void float_mode_round(Random& random) {
 // In a process that has memory for some threads' stacks, but not for all ranks': an error or, if
 // the stacks fit after all, the sum; and the sum once there is room.
 void no_threads_round(Random& random) {
-  const pid_t child = fork();
-  CHECK(child >= 0, "fork failed");
-  if (child > 0) {
-    int status = 0;
-    CHECK(waitpid(child, &status, 0) == child, "waitpid failed");
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status ", status);
-    return;
-  }
-  alarm(60);
-  const Call call(random, 8, 300);
-  const Call again(random, 8, 300);
-  Group group(8, kLong);
-  const rlimit before = limit_memory_bytes(std::size_t{20} << 20);
-  bool done = false;
-  try {
-    random.one_in(2) ? group.run(call.collective()) : submit_and_wait(group, call);
-    done = true;
-  } catch (const std::exception&) {
-    // Which one depends on what did not fit: a thread, or memory.
-  }
-  setrlimit(RLIMIT_AS, &before);
-  done ? call.check_done() : call.check_untouched();
-  group.run(again.collective());
-  again.check_done();
-  group.close();
-  _exit(0);
+  in_child([&] {
+    const Call call(random, 8, 300);
+    const Call again(random, 8, 300);
+    Group group(8, kLong);
+    const rlimit before = limit_memory_bytes(std::size_t{20} << 20);
+    bool done = false;
+    try {
+      random.one_in(2) ? group.run(call.collective()) : submit_and_wait(group, call);
+      done = true;
+    } catch (const std::exception&) {
+      // Which one depends on what did not fit: a thread, or memory.
+    }
+    setrlimit(RLIMIT_AS, &before);
+    done ? call.check_done() : call.check_untouched();
+    group.run(again.collective());
+    again.check_done();
+    group.close();
+  });
 }
 
 void fork_round(Random& random) {
@@ -470,19 +456,14 @@ void fork_round(Random& random) {
   run_some(random, group, 2);
   CHECK(!group.forked(), "nobody forked");
   const Call call(random, 3);
-  const pid_t child = fork();
-  CHECK(child >= 0, "fork failed");
-  if (child == 0) {
+  in_child([&] {
     CHECK(group.forked(), "the child does not know that it is one");
     const auto refused = "made before fork()";
     check_throws(ErrorKind::kState, refused, [&] { group.run(call.collective()); });
     check_throws(ErrorKind::kState, refused, [&] { group.submit(call.collective()); });
     group.close();  // nothing: its threads are the parent's
-    _exit(0);
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child, "waitpid failed");
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status ", status);
+    _exit(0);       // before the group's destructor
+  });
   run_some(random, group, 2);
 }
 

@@ -350,16 +350,15 @@ void RankTensors::check_unchanged() const {
   }
 }
 
-void RankTensors::check_all_reduced(ReduceOp op, int divisor, bool in_ring_order,
-                                    const char* what) const {
+void RankTensors::check_all_reduced(Fold fold, bool in_ring_order, const char* what) const {
   std::vector<const void*> sources;
   for (const auto& tensor : before_) sources.push_back(tensor.data());
   const std::vector<std::byte> expected =
-      expected_reduction(dtype_, op, divisor, sources, numel_, in_ring_order);
+      expected_reduction(dtype_, fold.op, fold.divisor, sources, numel_, in_ring_order);
   for (int rank = 0; rank < world_size(); ++rank) {
     const Guarded& tensor = tensors_[static_cast<std::size_t>(rank)];
     check_same(dtype_, tensor.data(), expected.data(), numel_,
-               join(what, " ", op_name(op), " over ", world_size(), " ranks, rank ", rank));
+               join(what, " ", op_name(fold.op), " over ", world_size(), " ranks, rank ", rank));
     tensor.check_canaries();
     // P2: the same bits on all ranks, NaN included.
     CHECK(bytes() == 0 || std::memcmp(tensor.data(), tensors_[0].data(), bytes()) == 0, what,

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "core/dtype.h"
+#include "core/collective.h"
 #include "core/schedule.h"
 
 namespace pyringar::stress {
@@ -58,6 +58,10 @@ class RankTensors {
   void* const* pointers() const { return pointers_.data(); }
   const void* const* inputs() const { return const_pointers_.data(); }
   int world_size() const { return static_cast<int>(pointers_.size()); }
+  // Reduced in place.
+  Buffers buffers() const {
+    return {inputs(), pointers(), world_size(), world_size(), numel_, dtype_};
+  }
   std::size_t numel() const { return numel_; }
   DType dtype() const { return dtype_; }
   std::size_t bytes() const { return numel_ * item_bytes(dtype_); }
@@ -67,7 +71,7 @@ class RankTensors {
   void remember();
   void check_unchanged() const;
   // Every rank holds the reduction of what all held before: in rank order, or in the ring's.
-  void check_all_reduced(ReduceOp op, int divisor, bool in_ring_order, const char* what) const;
+  void check_all_reduced(Fold fold, bool in_ring_order, const char* what) const;
 
  private:
   DType dtype_;

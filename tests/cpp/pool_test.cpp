@@ -17,9 +17,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// What run_fused() cuts tensors into.
-constexpr std::size_t kBlockBytes = 64 * 1024;
-
 // Two threads hand a plain counter to each other; the flags' counters wrap on the way.
 void play_ping_pong(Random& random) {
   constexpr std::uint32_t kTurns = 60;
@@ -139,14 +136,14 @@ Job random_job(Random& random, int world_size) {
   const DType dtype = random_dtype(random);
   for (int i = 0; i < count; ++i) {
     const DType each = large ? dtype : random_dtype(random);
-    const std::size_t block_elems = kBlockBytes / item_bytes(each);
+    const std::size_t block_elems = kMaxBlockBytes / item_bytes(each);
     const std::size_t numel = large && i == 0
                                   ? 4 * block_elems + random.below(9)
                                   : random_numel(random, large ? 2 * block_elems : 3000);
     job.tensors.emplace_back(random, world_size, each, numel);
   }
   for (const RankTensors& t : job.tensors) {
-    job.buffers.push_back({t.inputs(), t.pointers(), world_size, world_size, t.numel(), t.dtype()});
+    job.buffers.push_back(t.buffers());
   }
   return job;
 }
@@ -177,22 +174,19 @@ void pool_round(Random& random) {
 void fused_round(Random& random) {
   ThreadPool pool(random.between(0, 3));
   const int world_size = random.one_in(4) ? random.between(1, 20) : random.between(1, 4);
-  const ReduceOp op = random_op(random);
-  const int divisor = op == ReduceOp::kMean ? world_size : 1;
+  const Fold fold = Fold::of(random_op(random), world_size);
   Job job = random_job(random, world_size);
-  run_fused(job.buffers, {op, divisor}, pool);
-  for (const RankTensors& t : job.tensors) t.check_all_reduced(op, divisor, false, "fused");
+  run_fused(job.buffers, fold, pool);
+  for (const RankTensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
 
   // A range alone: what lies around it stays.
   RankTensors tensors(random, world_size, random_dtype(random), random_numel(random, 2000));
   const int chunk = random.between(0, world_size - 1);
   const Range range = chunk_range(tensors.numel(), world_size, chunk);
   std::vector<std::byte> expected(tensors.bytes());
-  reduce_elements(tensors.dtype(), op, divisor, tensors.inputs(), rank_order(world_size), range,
-                  expected.data());
-  fuse_range({tensors.inputs(), tensors.pointers(), world_size, world_size, tensors.numel(),
-              tensors.dtype()},
-             {op, divisor}, range);
+  reduce_elements(tensors.dtype(), fold.op, fold.divisor, tensors.inputs(), rank_order(world_size),
+                  range, expected.data());
+  fuse_range(tensors.buffers(), fold, range);
   const std::size_t item = item_bytes(tensors.dtype());
   for (int rank = 0; rank < world_size; ++rank) {
     const auto* before = static_cast<const std::byte*>(tensors.before(rank));

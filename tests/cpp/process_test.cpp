@@ -80,7 +80,7 @@ class Call {
   Call(Random& random, int world_size, std::size_t most_elems = 60'000)
       : world_size_(world_size),
         kind_(static_cast<CallKind>(random.below(random.one_in(2) ? 1 : kNumCallKinds))),
-        op_(random_op(random)),
+        fold_(Fold::of(random_op(random), world_size)),
         root_(random.between(0, world_size - 1)),
         wants_ring_(random.one_in(3)) {
     const int count = kind_ != CallKind::kAllReduce ? 1
@@ -102,7 +102,7 @@ class Call {
   ProcessCall of_rank(int rank) const {
     ProcessCall call;
     call.kind = kind_;
-    call.fold = Fold::of(op_, world_size());
+    call.fold = fold_;
     call.root = kind_ == CallKind::kBroadcast ? root_ : 0;
     call.wants_ring = wants_ring_;
     if (kind_ == CallKind::kBarrier) return call;
@@ -122,8 +122,8 @@ class Call {
     for (std::size_t rank = 0; rank < k; ++rank) {
       if (kind_ == CallKind::kReduceScatter) {
         const std::vector<const void*> sources(in.inputs(), in.inputs() + k);
-        const int divisor = op_ == ReduceOp::kMean ? world_size() : 1;
-        const auto all = expected_reduction(in.dtype(), op_, divisor, sources, in.numel(), false);
+        const auto all =
+            expected_reduction(in.dtype(), fold_.op, fold_.divisor, sources, in.numel(), false);
         check_same(in.dtype(), out.inputs()[rank], all.data() + rank * out.bytes(), out.numel(),
                    "reduce_scatter");
       } else {
@@ -146,8 +146,7 @@ class Call {
   int world_size() const { return world_size_; }
   void check_all_reduced() const {
     for (const RankTensors& t : inputs_) {
-      t.check_all_reduced(op_, op_ == ReduceOp::kMean ? t.world_size() : 1, wants_ring_,
-                          "among processes");
+      t.check_all_reduced(fold_, wants_ring_, "among processes");
     }
   }
   void check_broadcast() const {
@@ -161,7 +160,7 @@ class Call {
 
   int world_size_;
   CallKind kind_;
-  ReduceOp op_;
+  Fold fold_;
   int root_;
   bool wants_ring_;
   std::deque<RankTensors> inputs_;
@@ -195,12 +194,6 @@ void run_all(Random random, ProcessGroup& group, const std::deque<Call>& calls) 
   for (const auto& work : works) CHECK(work->wait(kLong), "not done after minutes");
 }
 
-std::vector<Random> forks(Random& random, int count) {
-  std::vector<Random> made;
-  for (int i = 0; i < count; ++i) made.push_back(random.fork());
-  return made;
-}
-
 }  // namespace
 
 // Random calls of random ranks, each compared with the oracle.
@@ -208,7 +201,7 @@ void processes_round(Random& random) {
   const SharedSegment shared = random_segment(random, 5);
   const int k = shared.world_size();
   const std::deque<Call> calls = random_calls(random, k, random.between(1, 8));
-  const std::vector<Random> randoms = forks(random, k);
+  const std::vector<Random> randoms = random.forks(k);
   const bool checks = random.one_in(3);
   std::atomic<int> num_gone{0};
   on_all_ranks(k, [&](int rank) {
@@ -245,7 +238,7 @@ void process_counters_round(Random& random) {
     line.link.taken.value = start;
   }
   const std::deque<Call> calls = random_calls(random, k, 6);
-  const std::vector<Random> randoms = forks(random, k);
+  const std::vector<Random> randoms = random.forks(k);
   on_all_ranks(k, [&](int rank) {
     const Segment segment = shared.attach(rank);
     PeerWatch watch(segment, rank, kLong);

@@ -20,8 +20,7 @@ using std::chrono::milliseconds;
 struct RingCall {
   RingCall(Random& random, int world_size)
       : phases(static_cast<RingPhases>(random.below(3))),
-        op(phases == RingPhases::kAllGather ? ReduceOp::kSum : random_op(random)),
-        divisor(op == ReduceOp::kMean ? world_size : 1),
+        fold(phases == RingPhases::kAllGather ? Fold{} : Fold::of(random_op(random), world_size)),
         dtype(random_dtype(random)),
         numel(random_numel(random, 60'000)) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -52,7 +51,7 @@ struct RingCall {
     }
     std::vector<const void*> sources;
     for (const auto& input : before) sources.push_back(input.data());
-    return expected_reduction(dtype, op, divisor, sources, numel, true);
+    return expected_reduction(dtype, fold.op, fold.divisor, sources, numel, true);
   }
 
   void check() const {
@@ -63,7 +62,7 @@ struct RingCall {
       const Range range = is_chunk ? chunk_range(numel, k, rank) : Range{0, numel};
       check_same(dtype, output_pointers[static_cast<std::size_t>(rank)],
                  whole.data() + range.begin * item_bytes(dtype), range.size(),
-                 join("ring phases ", static_cast<int>(phases), " ", op_name(op), " over ", k,
+                 join("ring phases ", static_cast<int>(phases), " ", op_name(fold.op), " over ", k,
                       " ranks, rank ", rank));
     }
     for (const Guarded& input : inputs) input.check_canaries();
@@ -75,8 +74,7 @@ struct RingCall {
   }
 
   RingPhases phases;
-  ReduceOp op;
-  int divisor;
+  Fold fold;
   DType dtype;
   std::size_t numel;
   std::deque<Guarded> inputs;
@@ -148,8 +146,7 @@ void ring_round(Random& random) {
   start_at(ring, random_base(random));
   std::deque<RingCall> calls;
   for (int i = random.between(1, 5); i > 0; --i) calls.emplace_back(random, world_size);
-  std::deque<Random> randoms;
-  for (int rank = 0; rank < world_size; ++rank) randoms.push_back(random.fork());
+  std::vector<Random> randoms = random.forks(world_size);
   Watch watch(world_size, kLong);
   // All calls without a meeting in between: fast ranks are a call or two ahead.
   on_all_ranks(world_size, [&](int rank) {
@@ -157,7 +154,7 @@ void ring_round(Random& random) {
     for (const RingCall& call : calls) {
       dawdle(randoms[static_cast<std::size_t>(rank)]);
       const Buffers buffers = call.buffers();
-      CHECK(ring_rank(rank, buffers, {call.op, call.divisor}, ring, base, watch), watch.failure());
+      CHECK(ring_rank(rank, buffers, call.fold, ring, base, watch), watch.failure());
       base += ring_num_messages(ring_program(rank, buffers, ring, base));
     }
   });
@@ -169,26 +166,23 @@ void direct_round(Random& random) {
   Barrier barrier(world_size);
   barrier.passed = random_base(random);
   for (Flag& arrived : barrier.arrived) arrived.value = barrier.passed;
-  const ReduceOp op = random_op(random);
-  const int divisor = op == ReduceOp::kMean ? world_size : 1;
+  const Fold fold = Fold::of(random_op(random), world_size);
   std::deque<RankTensors> tensors;
   for (int i = random.between(1, 6); i > 0; --i) {
     tensors.emplace_back(random, world_size, random_dtype(random), random_numel(random, 20'000));
   }
-  std::deque<Random> randoms;
-  for (int rank = 0; rank < world_size; ++rank) randoms.push_back(random.fork());
+  std::vector<Random> randoms = random.forks(world_size);
   Watch watch(world_size, kLong);
   on_all_ranks(world_size, [&](int rank) {
     std::uint32_t base = barrier.passed;
     for (const RankTensors& t : tensors) {
       dawdle(randoms[static_cast<std::size_t>(rank)]);
-      const Buffers buffers = {t.inputs(), t.pointers(), world_size,
-                               world_size, t.numel(),    t.dtype()};
-      CHECK(direct_rank(rank, {&buffers, 1}, {op, divisor}, barrier, base, watch), watch.failure());
+      const Buffers buffers = t.buffers();
+      CHECK(direct_rank(rank, {&buffers, 1}, fold, barrier, base, watch), watch.failure());
       base += kDirectBarriers;
     }
   });
-  for (const RankTensors& t : tensors) t.check_all_reduced(op, divisor, false, "direct");
+  for (const RankTensors& t : tensors) t.check_all_reduced(fold, false, "direct");
 }
 
 void withheld_round(Random& random) {
@@ -197,8 +191,7 @@ void withheld_round(Random& random) {
   // From a few bytes to many pieces: it is noticed in the first step or when slots run out.
   const RankTensors tensors(random, world_size, DType::kFloat32,
                             random.one_in(2) ? 100 : 1'000'000);
-  const Buffers buffers = {tensors.inputs(), tensors.pointers(), world_size,
-                           world_size,       tensors.numel(),    tensors.dtype()};
+  const Buffers buffers = tensors.buffers();
   check_one_of_three([&] {
     RingLinks ring(world_size);
     start_at(ring, random_base(random));

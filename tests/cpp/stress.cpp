@@ -42,7 +42,6 @@ constexpr Part kParts[] = {
     {"turn", &turn_round, Often::kMany},
     {"fused", &fused_round, Often::kMany},
     {"program", &program_round, Often::kMany},
-    {"planted-bugs", &planted_bugs_round, Often::kOnce},
     {"ring", &ring_round, Often::kMany},
     {"direct", &direct_round, Often::kMany},
     {"withheld", &withheld_round, Often::kFew},
