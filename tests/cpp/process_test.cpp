@@ -376,20 +376,27 @@ void process_failures_round(Random& random) {
                [&] { make_group(shared, 0, kLong); });
 }
 
-// The line of tensors, against the plainest account of where each byte lies.
-void flat_view_round(Random& random) {
-  const int count = random.one_in(4) ? 0 : random.between(1, 12);
+namespace {
+
+// The plainest account of where each byte of a flat view lies.
+struct PlainView {
   std::vector<TensorSpan> tensors;
   std::deque<std::vector<std::byte>> memory;
-  // By position in the line: which byte of which tensor, null in the gaps; and the run's dtype.
+  // By position: which byte of which tensor, null in the gaps; and the run's dtype.
   std::vector<std::byte*> bytes;
   std::vector<DType> dtypes;
-  for (int i = 0; i < count; ++i) {
-    const DType dtype = random.one_in(2) && i > 0 ? tensors.back().dtype : random_dtype(random);
-    const std::size_t numel = random.one_in(4) ? 0 : random.below(200);
+
+  explicit PlainView(Random& random) {
+    for (int i = random.one_in(4) ? 0 : random.between(1, 12); i > 0; --i) {
+      const bool is_alike = random.one_in(2) && !tensors.empty();
+      add(is_alike ? tensors.back().dtype : random_dtype(random),
+          random.one_in(4) ? 0 : random.below(200));
+    }
+  }
+  void add(DType dtype, std::size_t numel) {
     memory.emplace_back(numel * item_bytes(dtype) + 1);
     tensors.push_back({memory.back().data(), numel, dtype});
-    if (numel == 0) continue;
+    if (numel == 0) return;
     while (!bytes.empty() && dtypes.back() != dtype && bytes.size() % 64 != 0) {
       bytes.push_back(nullptr);
       dtypes.push_back(dtypes.back());
@@ -399,7 +406,14 @@ void flat_view_round(Random& random) {
       dtypes.push_back(dtype);
     }
   }
-  const FlatView line(tensors);
+};
+
+}  // namespace
+
+void flat_view_round(Random& random) {
+  const PlainView plain(random);
+  const std::vector<std::byte*>& bytes = plain.bytes;
+  const FlatView line(plain.tensors);
   CHECK(line.bytes() == bytes.size(), line.bytes(), " bytes instead of ", bytes.size());
 
   const std::size_t piece = 64 * (1 + random.below(8));
@@ -415,7 +429,7 @@ void flat_view_round(Random& random) {
       const std::size_t n = numel * item_bytes(dtype);
       CHECK(numel > 0 && begin + at + n <= end, "outside of its piece");
       for (std::size_t b = 0; b < n; ++b) {
-        CHECK(dtypes[begin + at + b] == dtype, "of another dtype");
+        CHECK(plain.dtypes[begin + at + b] == dtype, "of another dtype");
         in_runs[begin + at + b] += 1;
       }
     });

@@ -23,6 +23,8 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <string_view>
 
@@ -93,9 +95,10 @@ struct Arguments {
 Arguments parse(const std::vector<std::string_view>& words) {
   static const std::map<std::string_view, Reduction> kReductions = {
       {"none", Reduction::kNone}, {"payload", Reduction::kPayload}, {"all", Reduction::kAll}};
-  static const std::map<std::string_view, Bug> kBugNames = [] {
+  static const std::map<std::string_view, Bug> kBugs = [] {
     std::map<std::string_view, Bug> names;
-    for (const BugName& bug : kBugs) names[bug.name] = bug.bug;
+    for (std::size_t i = 0; i < std::size(kBugNames); ++i)
+      names[kBugNames[i]] = static_cast<Bug>(i);
     return names;
   }();
   Arguments arguments;
@@ -103,28 +106,23 @@ Arguments parse(const std::vector<std::string_view>& words) {
   if (words.size() % 2 != 0) bad("no value for", words.back());
   for (std::size_t i = 0; i + 1 < words.size(); i += 2) {
     const std::string_view name = words[i], value = words[i + 1];
-    const auto as_counter = [&] { return static_cast<std::uint32_t>(number(value)); };
-    if (name == "--ranks") {
-      setup.num_ranks = static_cast<int>(number(value));
-    } else if (name == "--calls") {
-      setup.calls = parse_calls(value);
-    } else if (name == "--slots") {
-      setup.slots = as_counter();
-    } else if (name == "--ring-slots") {
-      setup.ring_slots = as_counter();
-    } else if (name == "--base") {
-      setup.base = as_counter();
-    } else if (name == "--reduced-behind") {
-      setup.reduced_behind = as_counter();
-    } else if (name == "--bug") {
-      setup.bug = named(kBugNames, value);
-    } else if (name == "--reduction") {
-      arguments.reduction = named(kReductions, value);
-    } else if (name == "--most-states") {
-      arguments.most_states = static_cast<std::size_t>(number(value));
-    } else {
-      bad("no such option", name);
-    }
+    const auto set_counter = [&](std::uint32_t& counter) {
+      counter = static_cast<std::uint32_t>(number(value));
+    };
+    const std::map<std::string_view, std::function<void()>> options = {
+        {"--ranks", [&] { setup.num_ranks = static_cast<int>(number(value)); }},
+        {"--calls", [&] { setup.calls = parse_calls(value); }},
+        {"--slots", [&] { set_counter(setup.slots); }},
+        {"--ring-slots", [&] { set_counter(setup.ring_slots); }},
+        {"--base", [&] { set_counter(setup.base); }},
+        {"--reduced-behind", [&] { set_counter(setup.reduced_behind); }},
+        {"--bug", [&] { setup.bug = named(kBugs, value); }},
+        {"--reduction", [&] { arguments.reduction = named(kReductions, value); }},
+        {"--most-states", [&] { arguments.most_states = static_cast<std::size_t>(number(value)); }},
+    };
+    const auto option = options.find(name);
+    if (option == options.end()) bad("no such option", name);
+    option->second();
   }
   if (setup.num_ranks < 2 || setup.slots < 1 || setup.calls.empty()) {
     fail(ErrorKind::kArgument, "two ranks, a slot and a call, at least");

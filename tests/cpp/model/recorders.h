@@ -28,12 +28,12 @@
 
 namespace pyringar::model {
 
+// The first three of both programs, then of the staged ones, the last six of the ring.
 enum class Bug {
   kNone,
   kWaitsWithoutAcquire,
   kComparesWithoutWrap,
   kBaseStays,
-  // staged
   kAnnouncesWithoutRelease,
   kReducedWithoutRelease,
   kAnnouncesFirst,
@@ -44,41 +44,33 @@ enum class Bug {
   kAddsOneTwice,
   kReducedLeftBehind,
   kOneCallRecord,
-  // ring
   kPublishesWithoutRelease,
   kFreesWithoutRelease,
   kPublishesFirst,
   kFreesBeforeReading,
   kSlotNotAwaited,
-  kMessageNotAwaited,
+  kMessageNotAwaited
 };
-
-struct BugName {
-  Bug bug;
-  const char* name;
-};
-inline constexpr std::array<BugName, 20> kBugs = {{
-    {Bug::kNone, "none"},
-    {Bug::kWaitsWithoutAcquire, "waits-without-acquire"},
-    {Bug::kComparesWithoutWrap, "compares-without-wrap"},
-    {Bug::kBaseStays, "base-stays"},
-    {Bug::kAnnouncesWithoutRelease, "announces-without-release"},
-    {Bug::kReducedWithoutRelease, "reduced-without-release"},
-    {Bug::kAnnouncesFirst, "announces-first"},
-    {Bug::kAnnouncedNotAwaited, "announced-not-awaited"},
-    {Bug::kReducedNotAwaited, "reduced-not-awaited"},
-    {Bug::kOneRankNotAwaited, "one-rank-not-awaited"},
-    {Bug::kTwoAhead, "two-ahead"},
-    {Bug::kAddsOneTwice, "adds-one-twice"},
-    {Bug::kReducedLeftBehind, "reduced-left-behind"},
-    {Bug::kOneCallRecord, "one-call-record"},
-    {Bug::kPublishesWithoutRelease, "publishes-without-release"},
-    {Bug::kFreesWithoutRelease, "frees-without-release"},
-    {Bug::kPublishesFirst, "publishes-first"},
-    {Bug::kFreesBeforeReading, "frees-before-reading"},
-    {Bug::kSlotNotAwaited, "slot-not-awaited"},
-    {Bug::kMessageNotAwaited, "message-not-awaited"},
-}};
+inline constexpr const char* kBugNames[] = {"none",
+                                            "waits-without-acquire",
+                                            "compares-without-wrap",
+                                            "base-stays",
+                                            "announces-without-release",
+                                            "reduced-without-release",
+                                            "announces-first",
+                                            "announced-not-awaited",
+                                            "reduced-not-awaited",
+                                            "one-rank-not-awaited",
+                                            "two-ahead",
+                                            "adds-one-twice",
+                                            "reduced-left-behind",
+                                            "one-call-record",
+                                            "publishes-without-release",
+                                            "frees-without-release",
+                                            "publishes-first",
+                                            "frees-before-reading",
+                                            "slot-not-awaited",
+                                            "message-not-awaited"};
 
 // A ring belongs to the call that was announced before it; so does a digest, which is an exchange
 // of one piece that compares what another exchange or direct call left behind.
@@ -100,96 +92,6 @@ struct Setup {
   std::uint32_t reduced_behind = 0;  // how far `reduced` is behind base: messages exchanged since
   std::vector<Call> calls{};
   Bug bug = Bug::kNone;
-};
-
-// What run_staged_direct and run_staged_exchange ask of an engine.
-class StagedRecorder {
- public:
-  // The `sequence`th call of its rank, whose messages follow `base`.
-  StagedRecorder(const Setup& setup, const Call& call, int rank, std::uint32_t sequence,
-                 std::uint32_t base, Recording& recording)
-      : setup_(setup),
-        call_(call),
-        rank_(rank),
-        sequence_(sequence),
-        base_(base),
-        recording_(recording) {}
-
-  // What run_process_call() does before it runs a program.
-  void write_record();
-
-  void copy_in(std::size_t piece, std::uint32_t n);
-  void announce(std::uint32_t n);
-  bool wait_announced(std::uint32_t n);
-  bool agree(std::uint32_t n);
-  void reduce(std::size_t piece, std::uint32_t n);
-  void publish_reduced(std::uint32_t n);
-  bool wait_reduced(std::uint32_t n);
-  void copy_out(std::size_t piece, std::uint32_t n);
-  void combine(std::size_t piece, std::uint32_t n);
-
- private:
-  std::uint32_t message(std::uint32_t n) const { return n - setup_.base; }
-  std::size_t part(int owner, std::uint32_t n, int slice, int half);
-  std::size_t filled(int owner, int slice, int half);
-  std::size_t result(int owner, int slice, int half);
-  std::size_t record(int owner);
-  std::size_t announced(int owner);
-  std::size_t reduced(int owner);
-  void write_message(std::uint32_t n);
-  void reduce_registered(std::uint32_t n);
-  void take_out_registered(std::uint32_t n);
-  void await(std::size_t counter, std::uint32_t n);
-  std::vector<int> everybody() const;
-
-  const Setup& setup_;
-  const Call& call_;
-  const int rank_;
-  const std::uint32_t sequence_;
-  const std::uint32_t base_;
-  Recording& recording_;
-};
-
-// What run_ring asks of an engine.
-class RingRecorder {
- public:
-  RingRecorder(const Setup& setup, const RingProgram& program, Recording& recording);
-
-  bool wait_message(std::uint32_t n, int action);
-  bool wait_slot(std::uint32_t n, int action);
-  void publish(std::uint32_t n);
-  void free_message(std::uint32_t n);
-  void send_own(Range range, std::uint32_t n_out);
-  void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out);
-  void reduce_finish(Range range, std::uint32_t n_in);
-  void reduce_finish_forward(Range range, std::uint32_t n_in, std::uint32_t n_out);
-  void gather_own(Range range, std::uint32_t n_out);
-  void copy_forward(Range range, std::uint32_t n_in, std::uint32_t n_out);
-  void copy_last(Range range, std::uint32_t n_in);
-
-  // After the call: every element that this rank should have was kept, once.
-  void check_kept();
-
- private:
-  using Halves = std::array<Sum, 2>;
-
-  std::uint32_t message(std::uint32_t n) const { return n - setup_.base; }
-  std::uint32_t num_slots() const;
-  std::size_t part(int link, std::uint32_t n, int half);
-  std::size_t flag(int link);
-  std::size_t taken(int link);
-  Halves own() const;
-  Halves receive(Range range, std::uint32_t n, bool add_own);
-  void send(Range range, std::uint32_t n, const Halves& halves);
-  void keep(Range range, const Halves& halves);
-
-  const Setup& setup_;
-  const RingProgram& program_;
-  const int rank_;
-  const int in_;   // the link from the rank before
-  const int out_;  // the link to the next
-  Recording& recording_;
-  std::vector<int> kept_;  // by element: how often
 };
 
 // All calls on all ranks, finished.

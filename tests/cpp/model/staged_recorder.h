@@ -1,0 +1,184 @@
+// staged_recorder: what the staged programs do to memory that ranks share; see recorders.h.
+#pragma once
+
+#include "core/error.h"
+#include "recorders.h"
+
+namespace pyringar::model {
+
+inline constexpr int kHalves = 2;
+
+// What run_staged_direct and run_staged_exchange ask of an engine.
+class StagedRecorder {
+ public:
+  // The `sequence`th call of its rank, whose messages follow `base`.
+  StagedRecorder(const Setup& setup, const Call& call, int rank, std::uint32_t sequence,
+                 std::uint32_t base, Recording& recording)
+      : setup_(setup),
+        call_(call),
+        rank_(rank),
+        sequence_(sequence),
+        base_(base),
+        recording_(recording) {}
+
+  // What run_process_call() does before it runs a program.
+  void write_record() { recording_.write(rank_, record(rank_), sequence_, Stage::kCall, {}); }
+
+  void copy_in(std::size_t piece, std::uint32_t n) {
+    if (setup_.bug == Bug::kAnnouncesFirst) {
+      recording_.publish(rank_, announced(rank_), n, true);
+    }
+    if (setup_.bug != Bug::kTwoAhead) return write_message(n);
+    // The template is one ahead; so is this, once more.
+    if (piece == 0) {
+      write_message(n);
+      recording_.publish(rank_, announced(rank_), n, true);
+    }
+    if (piece + 1 < call_.pieces) {
+      write_message(n + 1);
+      recording_.publish(rank_, announced(rank_), n + 1, true);
+    }
+  }
+  void announce(std::uint32_t n) {
+    if (setup_.bug == Bug::kAnnouncesFirst || setup_.bug == Bug::kTwoAhead) return;
+    recording_.publish(rank_, announced(rank_), n, setup_.bug != Bug::kAnnouncesWithoutRelease);
+  }
+  bool wait_announced(std::uint32_t n) {
+    if (setup_.bug == Bug::kAnnouncedNotAwaited) return true;
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) await(announced(owner), n);
+    return true;
+  }
+  bool agree(std::uint32_t) {
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+      recording_.read(rank_, record(owner), sequence_, Stage::kCall);
+    }
+    return !call_.refused;
+  }
+  void reduce(std::size_t, std::uint32_t n) {
+    if (call_.kind == CallKind::kRegistered) return reduce_registered(n);
+    for (int half = 0; half < kHalves; ++half) {
+      Sum sum;
+      for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+        const bool twice = setup_.bug == Bug::kAddsOneTwice && owner == 1;
+        sum.reads.push_back(recording_.read(rank_, part(twice ? 0 : owner, n, rank_, half),
+                                            message(n), Stage::kPart));
+      }
+      recording_.write(rank_, part(rank_, n, rank_, half), message(n), Stage::kSum, sum);
+    }
+  }
+  void publish_reduced(std::uint32_t n) {
+    if (setup_.bug == Bug::kReducedLeftBehind && n == base_) return;
+    recording_.publish(rank_, reduced(rank_), n, setup_.bug != Bug::kReducedWithoutRelease);
+  }
+  bool wait_reduced(std::uint32_t n) {
+    if (setup_.bug == Bug::kReducedNotAwaited) return true;
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+      const bool forgotten = owner == (rank_ + 1) % setup_.num_ranks;
+      if (setup_.bug == Bug::kOneRankNotAwaited && forgotten) continue;
+      await(reduced(owner), n);
+    }
+    return true;
+  }
+  void copy_out(std::size_t piece, std::uint32_t n) {
+    if (call_.refused) recording_.complain(join("rank ", rank_, ": takes out what it refused"));
+    if (call_.kind == CallKind::kRegistered) return take_out_registered(n);
+    for (int slice = 0; slice < setup_.num_ranks; ++slice) {
+      for (int half = 0; half < kHalves; ++half) {
+        const std::size_t read =
+            recording_.read(rank_, part(slice, n, slice, half), message(n), Stage::kSum);
+        recording_.keep(rank_, join("slice ", slice, " of piece ", piece), {{}, {read}},
+                        everybody());
+      }
+    }
+  }
+  void combine(std::size_t piece, std::uint32_t n) {
+    if (call_.refused) recording_.complain(join("rank ", rank_, ": takes out what it refused"));
+    if (call_.kind == CallKind::kDigest) return;
+    for (int slice = 0; slice < setup_.num_ranks; ++slice) {
+      for (int half = 0; half < kHalves; ++half) {
+        Sum sum;
+        for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+          sum.reads.push_back(
+              recording_.read(rank_, part(owner, n, slice, half), message(n), Stage::kPart));
+        }
+        recording_.keep(rank_, join("slice ", slice, " of piece ", piece), sum, everybody());
+      }
+    }
+  }
+
+ private:
+  std::uint32_t message(std::uint32_t n) const { return n - setup_.base; }
+  std::size_t part(int owner, std::uint32_t n, int slice, int half) {
+    return recording_.word(join("slot ", n % setup_.slots, " of rank ", owner),
+                           join("slice ", slice, ", half ", half), owner);
+  }
+  std::size_t filled(int owner, int slice, int half) {
+    return recording_.word(join("tensor of rank ", owner),
+                           join("slice ", slice, ", half ", half, ", filled in"), owner);
+  }
+  std::size_t result(int owner, int slice, int half) {
+    return recording_.word(join("tensor of rank ", owner),
+                           join("slice ", slice, ", half ", half, ", result"), slice);
+  }
+  std::size_t record(int owner) {
+    const std::uint32_t parity = setup_.bug == Bug::kOneCallRecord ? 0 : sequence_ % 2;
+    const char* name = call_.kind == CallKind::kDigest ? "digests" : "calls";
+    return recording_.word(join(name, "[", parity, "] of rank ", owner), "", owner);
+  }
+  std::size_t announced(int owner) {
+    return recording_.counter(join("announced of rank ", owner), owner, setup_.base);
+  }
+  std::size_t reduced(int owner) {
+    return recording_.counter(join("reduced of rank ", owner), owner,
+                              setup_.base - setup_.reduced_behind);
+  }
+  void write_message(std::uint32_t n) {
+    if (call_.kind == CallKind::kDigest) return write_record();
+    for (int slice = 0; slice < setup_.num_ranks; ++slice) {
+      for (int half = 0; half < kHalves; ++half) {
+        const std::size_t word = call_.kind == CallKind::kRegistered ? filled(rank_, slice, half)
+                                                                     : part(rank_, n, slice, half);
+        recording_.write(rank_, word, message(n), Stage::kPart, {{rank_}, {}});
+      }
+    }
+  }
+  void reduce_registered(std::uint32_t n) {
+    for (int half = 0; half < kHalves; ++half) {
+      Sum sum;
+      for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+        sum.reads.push_back(
+            recording_.read(rank_, filled(owner, rank_, half), message(n), Stage::kPart));
+      }
+      for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+        recording_.write(rank_, result(owner, rank_, half), message(n), Stage::kSum, sum);
+      }
+    }
+  }
+  void take_out_registered(std::uint32_t n) {
+    for (int slice = 0; slice < setup_.num_ranks; ++slice) {
+      for (int half = 0; half < kHalves; ++half) {
+        const std::size_t read =
+            recording_.read(rank_, result(rank_, slice, half), message(n), Stage::kSum);
+        recording_.keep(rank_, join("slice ", slice), {{}, {read}}, everybody());
+      }
+    }
+  }
+  void await(std::size_t counter, std::uint32_t n) {
+    recording_.wait(rank_, counter, n, setup_.bug != Bug::kWaitsWithoutAcquire,
+                    setup_.bug != Bug::kComparesWithoutWrap);
+  }
+  std::vector<int> everybody() const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < setup_.num_ranks; ++rank) ranks.push_back(rank);
+    return ranks;
+  }
+
+  const Setup& setup_;
+  const Call& call_;
+  const int rank_;
+  const std::uint32_t sequence_;
+  const std::uint32_t base_;
+  Recording& recording_;
+};
+
+}  // namespace pyringar::model
