@@ -28,7 +28,7 @@
 
 namespace pyringar::model {
 
-// The first three of both programs, then of the staged ones, the last six of the ring.
+// None; three of both programs; those of the staged programs; the last six of the ring.
 enum class Bug {
   kNone,
   kWaitsWithoutAcquire,
