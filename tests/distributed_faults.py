@@ -79,10 +79,3 @@ def data_parallel_peer(rank: int, size: int, what: str) -> Any:
         if error[0] != "none":
             return error
     return "no error"
-
-
-def leaves_without_destroying(rank: int, size: int) -> Any:
-    dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    if rank:
-        time.sleep(0.5)
-    return "left"

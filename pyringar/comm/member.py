@@ -1,4 +1,4 @@
-"""What a rank tells the others about itself, and how what stands in a store is read."""
+"""Describe a rank to the others, and read what others wrote into a store."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def where_nodes_are(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -
 
 
 def parse_object(text: bytes, longest_bytes: int) -> dict[str, Any]:
-    """Return a JSON object that a rank wrote; ``ValueError`` where it is none, or too long."""
+    """Return a JSON object that a rank wrote; raise ValueError for anything else."""
     if len(text) > longest_bytes:
         raise ValueError("too long")
     try:

@@ -91,7 +91,7 @@ class PatientStore:
     Args:
         store: A torch.distributed store.
         group: What it is asked for, in messages.
-        rank: Who asks, likewise.
+        rank: Who asks, in messages.
         deadline: Of all answers, on the monotonic clock.
 
     Every method raises :class:`CollectiveTimeout` at the deadline, :class:`PeerLostError` where the

@@ -229,7 +229,7 @@ class Delegated:
         """Return when all ranks have called it; raise on rank 0 if some have not, naming them.
 
         Args:
-            timeout: Instead of the group's; torch's own ProcessGroup gives ``BarrierOptions``.
+            timeout: Overrides the group's; torch's own ProcessGroup gives ``BarrierOptions``.
             wait_all_ranks: Name all that are missing, and not only the first.
 
         Raises:

@@ -471,7 +471,7 @@ class HierarchicalCommunicator(OwnRank):
         return packed
 
     def _reduce_flat(self, flat: Tensor, op: str, what: str, agreed: Wait) -> None:
-        """While one piece crosses the wire, the next is reduced inside."""
+        """Reduce in pieces: while one crosses the wire, the next is reduced inside."""
         crossing: tuple[Tensor, Tensor, Wait] | None = None
         for begin, end in self._pieces(flat.numel(), flat.dtype):
             piece = flat[begin:end]
