@@ -1,4 +1,4 @@
-"""Builds and runs tests/cpp/cuda, the CUDA kernels' own source on CPU threads, without a GPU.
+"""Are the CUDA kernels, and the host code that launches them, right on CPU threads without a GPU?
 
 Sanitizers, both compilers, and kernels with a mistake planted, which must be noticed. One build per
 test; all but the first are slow, most mistakes thorough.
@@ -256,7 +256,8 @@ PARTS = ("group", "devices", "staging", "ring_links", "folds", "runtime", "kerne
 HOST_SOURCES = [
     *(CSRC / f"cuda/{part}.cpp" for part in PARTS),
     *sorted((CSRC / "cuda").glob("kernels_*.cu")),
-    *(EMULATED / "cuda_emulator.cpp", STRESS / "check.cpp"),
+    *(EMULATED / "cuda_emulator.cpp", EMULATED / "tensors.cpp"),
+    *(STRESS / "check.cpp", STRESS / "oracle.cpp"),
     *sorted(HOST.glob("*.cpp")),
 ]
 HOST_MISTAKES = {

@@ -1,4 +1,4 @@
-"""One rank per process with tensors on GPUs, which the ranks share here.
+"""One rank per process, with tensors on GPUs: are bits, streams, refusals and faults right?
 
 What needs no GPU stands first: arguments. The rest carries the marker `cuda`; functions named
 ``on_rank_...`` run in the ranks (see ranks.py). `tests/test_cuda_processes_emulated.py` runs all
@@ -104,17 +104,11 @@ def test_the_device_is_told(crew_of):
 
 # -- on a GPU --------------------------------------------------------------------------------------
 
-on_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(num_gpus() == 0, reason="no CUDA device here"),
-    pytest.mark.timeout(120),
-]
-
 
 def gpu(test):
-    for mark in reversed(on_gpu):
-        test = mark(test)
-    return test
+    """Mark a test that needs a GPU."""
+    test = pytest.mark.timeout(120)(pytest.mark.cuda(test))
+    return pytest.mark.skipif(num_gpus() == 0, reason="no CUDA device here")(test)
 
 
 @pytest.fixture(scope="module")
@@ -355,15 +349,20 @@ def on_rank_is_unchanged(state) -> bool:
     return bool((state.mine == state.rank).all())
 
 
+def assert_all_fail(crew, ranks, error, *words, within_s=60.0):
+    """These ranks' calls end in this error, with these words, in time."""
+    for outcome in crew.outcomes(ranks):
+        assert outcome.error == error, outcome
+        assert all(word in outcome.text for word in words), outcome.text
+        assert outcome.seconds < within_s
+
+
 @gpu
 def test_calls_that_differ(new_gpu_crew):
     crew = new_gpu_crew(2)
     for rank in range(2):
         crew[rank].start(on_rank_reduce, numel=1000 + rank)
-    for outcome in crew.outcomes():
-        assert outcome.error == "ArgumentError", outcome
-        assert "1000 float32" in outcome.text, outcome.text
-        assert "1001 float32" in outcome.text, outcome.text
+    assert_all_fail(crew, [0, 1], "ArgumentError", "1000 float32", "1001 float32")
     assert crew.run(on_rank_is_unchanged) == [True, True]
 
 
@@ -371,10 +370,8 @@ def test_calls_that_differ(new_gpu_crew):
 def test_a_rank_that_stays_away(new_gpu_crew):
     crew = new_gpu_crew(3, timeout=2.0)
     crew.start(on_rank_reduce, [0, 2])
-    for outcome in crew.outcomes([0, 2]):
-        assert outcome.error == "CollectiveTimeout", outcome
-        assert f"rank 1 (process {crew[1].pid}" in outcome.text
-        assert outcome.seconds < 6
+    culprit = f"rank 1 (process {crew[1].pid}"
+    assert_all_fail(crew, [0, 2], "CollectiveTimeout", culprit, within_s=6)
     assert crew.run(on_rank_is_unchanged, [0, 2]) == [True, True]
 
 
@@ -386,10 +383,8 @@ def test_a_rank_that_is_killed(new_gpu_crew, is_large):
     assert crew.run(on_rank_reduce, numel=numel) == [True] * 3
     crew[1].kill()
     crew.start(on_rank_reduce, [0, 2], numel=numel)
-    for outcome in crew.outcomes([0, 2]):
-        assert outcome.error == "PeerLostError", outcome
-        assert f"rank 1 (process {crew[1].pid}" in outcome.text
-        assert outcome.seconds < 5
+    culprit = f"rank 1 (process {crew[1].pid}"
+    assert_all_fail(crew, [0, 2], "PeerLostError", culprit, within_s=5)
     # The processes are as good as new ones.
     crew.join([0, 2], device="cuda:0")
     assert crew.run(on_rank_reduce, [0, 2]) == [True, True]
@@ -447,6 +442,10 @@ def test_close_gives_the_memory_back(new_gpu_crew):
         assert free[-1] >= free[1] - 2 * 4 * limit_bytes("process_slot"), free
 
 
+def on_rank_set_allocator(state) -> None:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def on_rank_expandable(state) -> str:
     mine = torch.ones(3_000_000, device="cuda")
     state.comm.all_reduce(mine)
@@ -462,7 +461,3 @@ def test_expandable_segments(new_crew):
     crew.run(on_rank_set_allocator)
     crew.join(device="cuda:0")
     assert crew.run(on_rank_expandable) == ["expandable_segments:True"] * 2
-
-
-def on_rank_set_allocator(state) -> None:
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,4 +1,4 @@
-"""Builds and runs tests/cpp/cuda_processes: ranks in processes with GPUs that are host memory.
+"""Are ranks in processes with GPUs right, all below Python, on devices that are host memory?
 
 Everything below Python, bit for bit against the oracle: the kernels' own source, slots and events
 on streams that run as late and as far out of order as CUDA allows. Then with mistakes planted, each

@@ -39,7 +39,6 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  int world_size() const { return devices_.world_size(); }
   const std::vector<int>& devices() const { return devices_.indices(); }  // each once
   bool has_host_ranks() const { return devices_.has_host_ranks(); }
   bool has_peers() const { return devices_.has_peers(); }

@@ -5,8 +5,6 @@
 
 #include "cuda/runtime.h"
 
-#include <utility>
-
 #include "core/error.h"
 
 namespace pyringar::cuda {
@@ -29,16 +27,30 @@ OnDevice::~OnDevice() {
   if (cudaGetDevice(&now) == cudaSuccess && now != before_) cudaSetDevice(before_);
 }
 
-void Release::operator()(void* memory) const {
-  if (device < 0) {
-    cudaFreeHost(memory);
-    return;
-  }
+namespace {
+
+// Without exceptions, for what releases.
+template <typename Action>
+void do_on_device(int device, Action&& action) {
   int before = device;
   cudaGetDevice(&before);
   cudaSetDevice(device);
-  cudaFree(memory);
+  action();
   cudaSetDevice(before);
+}
+
+}  // namespace
+
+void Release::operator()(void* memory) const {
+  if (device < 0) {
+    cudaFreeHost(memory);
+  } else {
+    do_on_device(device, [&] { cudaFree(memory); });
+  }
+}
+
+void Unmap::operator()(void* memory) const {
+  do_on_device(device, [&] { cudaIpcCloseMemHandle(memory); });
 }
 
 Memory device_memory(int device, std::size_t bytes) {
@@ -58,14 +70,6 @@ Memory host_memory(std::size_t bytes) {
   Memory memory(raw, Release{});
   __builtin_memset(raw, 0, bytes);
   return memory;
-}
-
-void Unmap::operator()(void* memory) const {
-  int before = device;
-  cudaGetDevice(&before);
-  cudaSetDevice(device);
-  cudaIpcCloseMemHandle(memory);
-  cudaSetDevice(before);
 }
 
 cudaIpcMemHandle_t ipc_handle(const Memory& memory) {
@@ -88,40 +92,37 @@ Event::Event(int device, Visible visible) : device_(device) {
   const OnDevice guard(device);
   const unsigned flags =
       cudaEventDisableTiming | (visible == Visible::kToProcesses ? cudaEventInterprocess : 0u);
-  check(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate", device);
+  cudaEvent_t made = nullptr;
+  check(cudaEventCreateWithFlags(&made, flags), "cudaEventCreate", device);
+  event_.reset(made);
 }
 
 Event::Event(int device, const cudaIpcEventHandle_t& handle) : device_(device) {
   const OnDevice guard(device);
-  check(cudaIpcOpenEventHandle(&event_, handle), "cudaIpcOpenEventHandle", device);
+  cudaEvent_t opened = nullptr;
+  check(cudaIpcOpenEventHandle(&opened, handle), "cudaIpcOpenEventHandle", device);
+  event_.reset(opened);
 }
 
 cudaIpcEventHandle_t Event::ipc_handle() const {
   const OnDevice guard(device_);
   cudaIpcEventHandle_t handle{};
-  check(cudaIpcGetEventHandle(&handle, event_), "cudaIpcGetEventHandle", device_);
+  check(cudaIpcGetEventHandle(&handle, event_.get()), "cudaIpcGetEventHandle", device_);
   return handle;
 }
 
-Event::~Event() {
-  if (event_ != nullptr) cudaEventDestroy(event_);
-}
-
-Event::Event(Event&& other) noexcept
-    : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
-
 void Event::record(cudaStream_t stream) const {
   const OnDevice guard(device_);
-  check(cudaEventRecord(event_, stream), "cudaEventRecord", device_);
+  check(cudaEventRecord(event_.get(), stream), "cudaEventRecord", device_);
 }
 
 void Event::make_wait(cudaStream_t stream, int device) const {
   const OnDevice guard(device);  // the null stream is the current device's
-  check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent", device);
+  check(cudaStreamWaitEvent(stream, event_.get(), 0), "cudaStreamWaitEvent", device);
 }
 
 bool Event::is_done() const {
-  const cudaError_t status = cudaEventQuery(event_);
+  const cudaError_t status = cudaEventQuery(event_.get());
   if (status == cudaErrorNotReady || status == cudaErrorCapturedEvent) {
     cudaGetLastError();
     return status == cudaErrorCapturedEvent;
@@ -130,26 +131,17 @@ bool Event::is_done() const {
   return true;
 }
 
-void Event::synchronize() const {
-  check(cudaEventSynchronize(event_), "cudaEventSynchronize", device_);
-}
-
-Stream::Stream(int device) : device_(device) {
+Stream::Stream(int device) {
   const OnDevice guard(device);
   int lowest = 0;
   int highest = 0;
   check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange",
         device);
-  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest),
+  cudaStream_t made = nullptr;
+  check(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, highest),
         "cudaStreamCreateWithPriority", device);
+  stream_.reset(made);
 }
-
-Stream::~Stream() {
-  if (stream_ != nullptr) cudaStreamDestroy(stream_);
-}
-
-Stream::Stream(Stream&& other) noexcept
-    : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
 
 int num_devices() {
   int count = 0;

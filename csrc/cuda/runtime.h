@@ -55,36 +55,34 @@ MappedMemory map_memory(int device, const cudaIpcMemHandle_t& handle);
 
 enum class Visible { kHere, kToProcesses };
 
+// Of a stream or an event.
+struct Destroy {
+  void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+};
+
 class Event {
  public:
   explicit Event(int device, Visible visible = Visible::kHere);
   // What another process made, for processes.
   Event(int device, const cudaIpcEventHandle_t& handle);
-  ~Event();
-  Event(Event&& other) noexcept;
-  Event& operator=(Event&&) = delete;
   void record(cudaStream_t stream) const;                 // a stream of the same device
   void make_wait(cudaStream_t stream, int device) const;  // a stream of any device
   bool is_done() const;  // one that was recorded in a capture counts as done
-  void synchronize() const;
   cudaIpcEventHandle_t ipc_handle() const;
 
  private:
   int device_;
-  cudaEvent_t event_ = nullptr;
+  std::unique_ptr<CUevent_st, Destroy> event_;
 };
 
 class Stream {
  public:
   explicit Stream(int device);  // of the highest priority, not ordered with the default stream
-  ~Stream();
-  Stream(Stream&& other) noexcept;
-  Stream& operator=(Stream&&) = delete;
-  cudaStream_t get() const { return stream_; }
+  cudaStream_t get() const { return stream_.get(); }
 
  private:
-  int device_;
-  cudaStream_t stream_ = nullptr;
+  std::unique_ptr<CUstream_st, Destroy> stream_;
 };
 
 int num_devices();  // 0 without a driver

@@ -1,4 +1,4 @@
-"""The CUDA engine: which nvcc and which GPUs it is built with and for, and that it is built apart.
+"""Which nvcc and which GPUs is the CUDA engine built with and for, apart from the CPU engine?
 
 None of these tests needs a GPU; those that compile need nvcc, and take a tiny engine.
 """

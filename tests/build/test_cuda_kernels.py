@@ -1,5 +1,4 @@
-"""The CUDA engine itself, without a GPU: it builds for every architecture, spills nothing, loads
-16 bytes at a time, and can be imported where there is no driver."""
+"""Does the CUDA engine build for all architectures, spill nothing and load 16 bytes at a time?"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import gpu
 import pytest
-from gpu import ON_CPU
 
 import pyringar as pr
 
@@ -13,7 +13,7 @@ import pyringar as pr
 @pytest.fixture(scope="session")
 def device():
     """Where the ranks are."""
-    return "cpu" if ON_CPU else "cuda:0"
+    return "cpu" if gpu.ON_CPU else "cuda:0"
 
 
 @pytest.fixture

@@ -17,12 +17,13 @@ from oracle import assert_all_ranks, expected, random
 ON_CPU = os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1"
 NUM_GPUS = torch.cuda.device_count()
 
-needs_gpu = [
+# Marks of tests: on every file; of those that CPU ranks cannot stand in for; of several devices.
+needed = [
     pytest.mark.cuda,
     pytest.mark.skipif(not ON_CPU and NUM_GPUS == 0, reason="no CUDA device here"),
 ]
-gpu_only = pytest.mark.skipif(ON_CPU, reason="about the device, not the arithmetic")
-two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices, here: {NUM_GPUS}")
+only = pytest.mark.skipif(ON_CPU, reason="about the device, not the arithmetic")
+two = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices, here: {NUM_GPUS}")
 
 # Ways to lie in memory, as offsets in elements of one rank after the other.
 ALIGNED = (0,)

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import random as pyrandom
 
+import gpu
 import pytest
 import torch
-from gpu import (
-    ALIGNED,
-    ALIGNMENTS,
-    ALIKE,
-    APART,
-    Ranks,
-    assert_lists,
-    assert_ranks,
-    check,
-    drawn,
-    gpu_only,
-    lists_of,
-    needs_gpu,
-    ones,
-    placed,
-)
 from oracle import (
     DTYPES,
     FLOATS,
@@ -38,7 +23,7 @@ from oracle import (
 import pyringar as pr
 from pyringar.train import lenet_params, resnet18
 
-pytestmark = needs_gpu
+pytestmark = gpu.needed
 
 
 def tile_elems(dtype):
@@ -59,8 +44,9 @@ def edge_sizes(dtype, world_size):
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_sizes_and_alignments(ranks_of, algorithm, dtype, world_size):
     for numel in edge_sizes(dtype, world_size):
-        for shifts in ALIGNMENTS:
-            check(ranks_of(world_size), drawn(numel, dtype, world_size), "sum", algorithm, shifts)
+        parts = gpu.drawn(numel, dtype, world_size)
+        for shifts in gpu.ALIGNMENTS:
+            gpu.check(ranks_of(world_size), parts, "sum", algorithm, shifts)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -68,10 +54,10 @@ def test_sizes_and_alignments(ranks_of, algorithm, dtype, world_size):
 def test_ops(ranks_of, dtype, op):
     for world_size in (1, 2, 3, 5, 8):
         for numel in (257, tile_elems(dtype) + 3):
-            parts = drawn(numel, dtype, world_size)
+            parts = gpu.drawn(numel, dtype, world_size)
             for algorithm in (*NATIVE, "naive", "sharded"):
-                for shifts in (ALIKE, APART):
-                    check(ranks_of(world_size), parts, op, algorithm, shifts)
+                for shifts in (gpu.ALIKE, gpu.APART):
+                    gpu.check(ranks_of(world_size), parts, op, algorithm, shifts)
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
@@ -80,7 +66,7 @@ def test_positions(ranks_of, algorithm):
     for dtype in DTYPES:
         for world_size in (2, 5):
             parts = [positional(30_011, dtype, rank) for rank in range(world_size)]
-            check(ranks_of(world_size), parts, "sum", algorithm, APART)
+            gpu.check(ranks_of(world_size), parts, "sum", algorithm, gpu.APART)
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 16])
@@ -89,35 +75,35 @@ def test_positions(ranks_of, algorithm):
 def test_a_million_elements(ranks_of, algorithm, dtype, world_size):
     """The grid's loop and the ring's slots go round several times."""
     parts = inputs(2**20 + 3, dtype, world_size)
-    check(ranks_of(world_size), parts, "mean", algorithm, ALIGNED)
-    check(ranks_of(world_size), parts, "sum", algorithm, APART)
+    gpu.check(ranks_of(world_size), parts, "mean", algorithm, gpu.ALIGNED)
+    gpu.check(ranks_of(world_size), parts, "sum", algorithm, gpu.APART)
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_more_tiles_than_blocks(ranks_of, algorithm):
     """More than 4096 tiles, and pieces by the dozen for every channel of the ring."""
     parts = [part.repeat(9) for part in inputs(2_000_003, torch.float32, 2)]
-    check(ranks_of(2), parts, "sum", algorithm)
+    gpu.check(ranks_of(2), parts, "sum", algorithm)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cpu_and_gpu_agree_in_rank_order(comm_of, ranks_of, dtype):
     """P4 between engines: infinities, subnormals, signed zeros and all; NaN is as good as NaN."""
     for world_size in (2, 3, 8):
-        parts = drawn(20_011, dtype, world_size)
+        parts = gpu.drawn(20_011, dtype, world_size)
         for op in OPS:
-            on_cpu = placed(comm_of(world_size), parts)
+            on_cpu = gpu.placed(comm_of(world_size), parts)
             comm_of(world_size).all_reduce(on_cpu, op, order="rank")
             for algorithm in ("fused", "direct"):
-                on_gpu = placed(ranks_of(world_size), parts)
+                on_gpu = gpu.placed(ranks_of(world_size), parts)
                 ranks_of(world_size).all_reduce(on_gpu, op, algorithm=algorithm, order="rank")
-                assert_ranks(on_gpu, on_cpu[0], f"{algorithm} {op} {dtype} k={world_size}")
+                gpu.assert_ranks(on_gpu, on_cpu[0], f"{algorithm} {op} {dtype} k={world_size}")
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_same_bits_in_every_run(ranks_of, algorithm):
     parts = inputs(300_007, torch.float32, 5)
-    runs = [placed(ranks_of(5), parts) for _ in range(10)]
+    runs = [gpu.placed(ranks_of(5), parts) for _ in range(10)]
     for tensors in runs:
         ranks_of(5).all_reduce(tensors, algorithm=algorithm)
     assert all(same_bits(tensor, runs[0][0]) for tensors in runs for tensor in tensors)
@@ -128,12 +114,12 @@ def test_many_ranks(make_ranks):
     for world_size in (17, 33, 64, 100):
         parts = inputs(1031, torch.bfloat16, world_size)
         comm = make_ranks(world_size)
-        check(comm, parts, "mean", "fused", APART)
+        gpu.check(comm, parts, "mean", "fused", gpu.APART)
         if world_size <= 33:
-            check(comm, parts, "sum", "ring", APART)
+            gpu.check(comm, parts, "sum", "ring", gpu.APART)
 
 
-@gpu_only
+@gpu.only
 @pytest.mark.parametrize(
     ("world_size", "algorithm", "words"),
     [(2861, "fused", r"2861 ranks .*2860"), (65, "ring", "65 ranks")],
@@ -141,7 +127,7 @@ def test_many_ranks(make_ranks):
 def test_more_ranks_than_a_launch_takes(make_ranks, world_size, algorithm, words):
     comm = make_ranks(world_size)
     with pytest.raises(pr.UnsupportedError, match=words):
-        comm.all_reduce(ones(comm, 1), algorithm=algorithm)
+        comm.all_reduce(gpu.ones(comm, 1), algorithm=algorithm)
 
 
 # -- layouts and lists -----------------------------------------------------------------------------
@@ -161,8 +147,8 @@ def test_layouts(ranks_of, algorithm, layout):
     """Elements between those of a view stay what they are."""
     view_of = LAYOUTS[layout]
     for dtype in (torch.float32, torch.float16, torch.int64):
-        parts = drawn(840, dtype, 3)
-        bases = placed(ranks_of(3), parts)
+        parts = gpu.drawn(840, dtype, 3)
+        bases = gpu.placed(ranks_of(3), parts)
         ranks_of(3).all_reduce([view_of(base) for base in bases], algorithm=algorithm)
         is_dense = layout in ("channels_last", "transposed")
         flats = [part if is_dense else view_of(part).reshape(-1) for part in parts]
@@ -179,20 +165,20 @@ def test_layouts(ranks_of, algorithm, layout):
 def test_all_gradients_of_a_network_at_once(ranks_of, algorithm, world_size):
     for params in (lenet_params(), resnet18().to("meta").parameters()):
         shapes = [p.shape if p.numel() < 300_000 else (999, 101) for p in params]
-        parts = lists_of(shapes, (torch.float32,), world_size)
-        lists = placed(ranks_of(world_size), parts)
+        parts = gpu.lists_of(shapes, (torch.float32,), world_size)
+        lists = gpu.placed(ranks_of(world_size), parts)
         ranks_of(world_size).all_reduce_coalesced(lists, "mean", algorithm=algorithm)
-        assert_lists(lists, parts, "mean", algorithm)
+        gpu.assert_lists(lists, parts, "mean", algorithm)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_lists_of_all_dtypes(ranks_of, algorithm, op):
     shapes = [(n,) for n in (0, 1, 5, 257, 4099, 33, 0, 1000, 7, 8193, 2)] * 3
-    parts = lists_of(shapes, DTYPES, 3)
-    lists = placed(ranks_of(3), parts)
+    parts = gpu.lists_of(shapes, DTYPES, 3)
+    lists = gpu.placed(ranks_of(3), parts)
     ranks_of(3).all_reduce_coalesced(lists, op, algorithm=algorithm)
-    assert_lists(lists, parts, op, algorithm)
+    gpu.assert_lists(lists, parts, op, algorithm)
 
 
 @pytest.mark.parametrize(("num_tensors", "world_size"), [(24, 4), (25, 2), (1000, 4), (250, 16)])
@@ -200,20 +186,22 @@ def test_more_tensors_than_a_launch_takes(ranks_of, num_tensors, world_size):
     """Around the small table's 24 tensors, past the large one's 390, past its 2860 pointers."""
     shapes = [(1 + 7 * i % 90,) for i in range(num_tensors)]
     dtypes = (torch.float32, torch.float32, torch.bfloat16) if num_tensors > 500 else FLOATS[1:2]
-    parts = lists_of(shapes, dtypes, world_size)
-    lists = placed(ranks_of(world_size), parts)
+    parts = gpu.lists_of(shapes, dtypes, world_size)
+    lists = gpu.placed(ranks_of(world_size), parts)
     ranks_of(world_size).all_reduce_coalesced(lists, algorithm="fused")
-    assert_lists(lists, parts, "sum", "fused")
+    gpu.assert_lists(lists, parts, "sum", "fused")
 
 
 def test_lists_of_odd_views(ranks_of):
     """Misaligned, strided and dense tensors in one call; empty lists are fine."""
-    parts = drawn(840, torch.float32, 4)
-    bases = placed(ranks_of(4), parts)
+    parts = gpu.drawn(840, torch.float32, 4)
+    bases = gpu.placed(ranks_of(4), parts)
     where = (slice(1, 400), slice(401, 600, 3), slice(601, None))
     ranks_of(4).all_reduce_coalesced([[base[at] for at in where] for base in bases])
     for at in where:
-        assert_ranks([base[at] for base in bases], reduced([part[at] for part in parts], "sum"), at)
+        gpu.assert_ranks(
+            [base[at] for base in bases], reduced([part[at] for part in parts], "sum"), at
+        )
     assert all(same_bits(b[:1].cpu(), p[:1]) for b, p in zip(bases, parts, strict=True))
     ranks_of(4).all_reduce_coalesced([[] for _ in range(4)])
 
@@ -229,8 +217,8 @@ class Call:
         self.op = generator.choice(OPS)
         dtype = generator.choice(DTYPES)
         numel = int(2 ** generator.uniform(0, 13.5)) - 1
-        self.parts = drawn(numel, dtype, comm.world_size)
-        self.ranks = Ranks(self.parts, comm.devices[0], generator.choice(ALIGNMENTS))
+        self.parts = gpu.drawn(numel, dtype, comm.world_size)
+        self.ranks = gpu.Ranks(self.parts, comm.devices[0], generator.choice(gpu.ALIGNMENTS))
         self.what = f"{self.algorithm} {self.op} {dtype} n={numel}"
 
     def judge(self, context):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import gpu
 import pytest
 import torch
-from gpu import APART, Ranks, assert_ranks, drawn, gpu_only, needs_gpu, ones, placed, zeros
 from oracle import DTYPES, NATIVE, assert_bits, expected, inputs, reduced, same_bits
 
 import pyringar as pr
 
-pytestmark = needs_gpu
+pytestmark = gpu.needed
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -19,14 +19,14 @@ def test_scatter_and_gather(make_ranks, algorithm, dtype):
         comm = make_ranks(world_size, algorithm=algorithm)
         for numel in (0, 1, 7, 1027):
             context = f"{algorithm} {dtype} k={world_size} n={numel}"
-            parts = drawn(world_size * numel, dtype, world_size)
-            ins, outs = placed(comm, parts), zeros(comm, numel, dtype=dtype)
+            parts = gpu.drawn(world_size * numel, dtype, world_size)
+            ins, outs = gpu.placed(comm, parts), gpu.zeros(comm, numel, dtype=dtype)
             comm.reduce_scatter(outs, ins, "mean")
             wanted = expected(parts, "mean", algorithm)
             assert_bits(torch.cat(outs).cpu(), wanted, context)
             for mine, part in zip(ins, parts, strict=True):
                 assert same_bits(mine.cpu(), part), f"{context}: input changed"
-            gathered = zeros(comm, world_size * world_size * numel, dtype=dtype)
+            gathered = gpu.zeros(comm, world_size * world_size * numel, dtype=dtype)
             comm.all_gather(gathered, ins)
             assert all(same_bits(out.cpu(), torch.cat(parts)) for out in gathered), context
 
@@ -36,35 +36,35 @@ def test_broadcast(ranks_of, device, dtype):
     for world_size in (1, 2, 5):
         for root in range(world_size):
             for numel in (0, 1, 17, 9001):
-                parts = drawn(numel, dtype, world_size)
-                ranks = Ranks(parts, device, APART)
+                parts = gpu.drawn(numel, dtype, world_size)
+                ranks = gpu.Ranks(parts, device, gpu.APART)
                 ranks_of(world_size).broadcast(ranks.tensors, root)
                 ranks.check(parts[root], f"{dtype} root {root}")
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_bind(ranks_of, algorithm):
-    parts = drawn(5003, torch.float32, 4)
-    tensors = placed(ranks_of(4), parts)
+    parts = gpu.drawn(5003, torch.float32, 4)
+    tensors = gpu.placed(ranks_of(4), parts)
     bound = ranks_of(4).bind(tensors, "mean", algorithm=algorithm)
     for _ in range(3):
         versions = [tensor._version for tensor in tensors]
         bound()
         assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
         parts = [expected(parts, "mean", algorithm)] * 4
-    assert_ranks(tensors, parts[0], algorithm)
+    gpu.assert_ranks(tensors, parts[0], algorithm)
 
 
 def test_allreduce_is_the_books(ranks_of):
     for world_size in (1, 2, 5, 8):
         for numel in (0, 1, 1009):
             parts = inputs(numel, torch.float32, world_size)
-            data = placed(ranks_of(world_size), parts)
+            data = gpu.placed(ranks_of(world_size), parts)
             same, pointers = list(data), [tensor.data_ptr() for tensor in data]
             assert pr.allreduce(data) is None
             assert all(a is b for a, b in zip(data, same, strict=True))
             assert [tensor.data_ptr() for tensor in data] == pointers
-            assert_ranks(data, reduced(parts, "sum"))
+            gpu.assert_ranks(data, reduced(parts, "sum"))
 
 
 def test_the_grader_passes_it(device):
@@ -73,7 +73,7 @@ def test_the_grader_passes_it(device):
 
 
 def test_autograd_notices(ranks_of, device):
-    tensors = ones(ranks_of(2), 5)
+    tensors = gpu.ones(ranks_of(2), 5)
     before = [tensor._version for tensor in tensors]
     ranks_of(2).all_reduce(tensors)
     assert all(t._version > v for t, v in zip(tensors, before, strict=True))
@@ -89,7 +89,7 @@ def test_plan_topology_and_stats(make_ranks, device):
     assert comm.topology.is_one_memory
     assert comm.plan(2**20).algorithm == "fused"
     assert comm.is_capturable is (device != "cpu")
-    tensors = ones(comm, 256)
+    tensors = gpu.ones(comm, 256)
     for algorithm in (None, "fused", "ring", "naive"):
         comm.all_reduce(tensors, algorithm=algorithm)
     stats = comm.stats()
@@ -104,7 +104,7 @@ def test_plan_topology_and_stats(make_ranks, device):
 # -- refusals --------------------------------------------------------------------------------------
 
 
-@gpu_only
+@gpu.only
 def test_tensors_on_the_wrong_device(ranks_of, comm_of, device):
     mixed = [torch.ones(3, device=device), torch.ones(3)]
     with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] is on cpu, expected cuda:0"):
@@ -114,14 +114,14 @@ def test_tensors_on_the_wrong_device(ranks_of, comm_of, device):
     assert mixed[0].tolist() == mixed[1].tolist() == [1, 1, 1]
 
 
-@gpu_only
+@gpu.only
 def test_a_device_that_is_not_there():
     with pytest.raises(pr.ArgumentError, match=r"cuda:99.*not on this machine.*cuda:0"):
         pr.Communicator(["cuda:0", "cuda:99"])
 
 
 def test_tensors_that_require_grad(ranks_of):
-    tensors = [tensor.requires_grad_() for tensor in ones(ranks_of(2), 3)]
+    tensors = [tensor.requires_grad_() for tensor in gpu.ones(ranks_of(2), 3)]
     with pytest.raises(pr.ArgumentError, match=r"tensors\[0\] requires grad"):
         ranks_of(2).all_reduce(tensors)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_tensors_that_share_memory(ranks_of, device):
 
 
 def test_ranks_that_disagree(ranks_of):
-    one, other = ones(ranks_of(2), 4)
+    one, other = gpu.ones(ranks_of(2), 4)
     for second, what in [(other[:3], "shape"), (other.double(), "dtype"), (None, "NoneType")]:
         with pytest.raises(pr.ArgumentError, match=what):
             ranks_of(2).all_reduce([one, second])
@@ -149,7 +149,7 @@ def test_ranks_that_disagree(ranks_of):
 
 def test_a_closed_communicator_refuses(make_ranks):
     comm = make_ranks(2)
-    tensors = ones(comm, 3)
+    tensors = gpu.ones(comm, 3)
     bound = comm.bind(tensors)
     comm.all_reduce(tensors, algorithm="ring")
     comm.close()
@@ -163,20 +163,20 @@ def test_a_closed_communicator_refuses(make_ranks):
 # -- other libraries' arrays -----------------------------------------------------------------------
 
 
-@gpu_only
+@gpu.only
 def test_cupy_arrays(ranks_of):
     """Reduced where they lie."""
     cupy = pytest.importorskip("cupy")
     for name in ("float64", "float32", "float16", "int8", "uint8", "int32", "int64"):
-        parts = drawn(1009, getattr(torch, name), 3)
+        parts = gpu.drawn(1009, getattr(torch, name), 3)
         for algorithm in NATIVE:
             arrays = [cupy.asarray(part.numpy()) for part in parts]
             ranks_of(3).all_reduce(arrays, algorithm=algorithm)
             got = [torch.from_numpy(cupy.asnumpy(array)) for array in arrays]
-            assert_ranks(got, expected(parts, "sum", algorithm), f"{algorithm} {name}")
+            gpu.assert_ranks(got, expected(parts, "sum", algorithm), f"{algorithm} {name}")
 
 
-@gpu_only
+@gpu.only
 def test_cupy_arrays_beside_tensors_and_in_lists(ranks_of, device):
     cupy = pytest.importorskip("cupy")
     pair = [cupy.arange(6, dtype=cupy.float32), torch.ones(6, device=device)]
@@ -198,9 +198,9 @@ class Interface:
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__
 
 
-@gpu_only
+@gpu.only
 def test_the_cuda_array_interface(ranks_of):
-    parts = drawn(100, torch.float32, 2)
-    tensors = placed(ranks_of(2), parts)
+    parts = gpu.drawn(100, torch.float32, 2)
+    tensors = gpu.placed(ranks_of(2), parts)
     ranks_of(2).all_reduce([Interface(tensor) for tensor in tensors])
-    assert_ranks(tensors, reduced(parts, "sum"))
+    gpu.assert_ranks(tensors, reduced(parts, "sum"))

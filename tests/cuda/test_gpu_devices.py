@@ -7,28 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu
 import pytest
 import torch
-from gpu import (
-    SLEEP_CYCLES,
-    assert_lists,
-    assert_ranks,
-    copy_all,
-    drawn,
-    gpu_only,
-    lists_of,
-    needs_gpu,
-    ones,
-    placed,
-    two_gpus,
-    zeros,
-)
 from oracle import DTYPES, OPS, assert_bits, expected, reduced
 
 import pyringar as pr
 from pyringar.engine import load
 
-pytestmark = needs_gpu
+pytestmark = gpu.needed
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,7 +27,7 @@ def over(devices, **options):
 
 def on(*devices):
     """A test's parameter, skipped where there are not as many devices."""
-    return pytest.param(devices, marks=two_gpus if 1 in devices else gpu_only, id=str(devices))
+    return pytest.param(devices, marks=gpu.two if 1 in devices else gpu.only, id=str(devices))
 
 
 # Of the mixed ones, the second beside a device that is not the current one.
@@ -57,11 +44,11 @@ def test_all_reduce(algorithm, dtype, devices):
     with over(devices, algorithm=algorithm) as comm:
         for numel in (0, 1, 3, 257, 30_011):
             for op in OPS:
-                parts = drawn(numel, dtype, len(devices))
-                tensors = placed(comm, parts)
+                parts = gpu.drawn(numel, dtype, len(devices))
+                tensors = gpu.placed(comm, parts)
                 comm.all_reduce(tensors, op)
                 ran = comm.plan(numel * dtype.itemsize).algorithm
-                assert_ranks(tensors, expected(parts, op, ran), f"{ran} {op} {dtype} n={numel}")
+                gpu.assert_ranks(tensors, expected(parts, op, ran), f"{ran} {op} {dtype} n={numel}")
 
 
 @pytest.mark.parametrize(
@@ -73,41 +60,41 @@ def test_all_reduce(algorithm, dtype, devices):
 )
 def test_lists_and_the_other_collectives(devices, algorithm):
     shapes = [(3, 5), (700,), (0,), (64, 3), *((1 + 7 * i % 90,) for i in range(500))]
-    flat = drawn(300, torch.float32, 3)
+    flat = gpu.drawn(300, torch.float32, 3)
     shares = [part[:100] for part in flat]
     with over(devices, algorithm=algorithm) as comm:
         for op in ("sum", "mean"):
-            parts = lists_of(shapes, (torch.float32, torch.float32, torch.float16), 3)
-            lists = placed(comm, parts)
+            parts = gpu.lists_of(shapes, (torch.float32, torch.float32, torch.float16), 3)
+            lists = gpu.placed(comm, parts)
             comm.all_reduce_coalesced(lists, op)
-            assert_lists(lists, parts, op, algorithm)
-        outs = zeros(comm, 100)
-        comm.reduce_scatter(outs, placed(comm, flat))
+            gpu.assert_lists(lists, parts, op, algorithm)
+        outs = gpu.zeros(comm, 100)
+        comm.reduce_scatter(outs, gpu.placed(comm, flat))
         assert_bits(torch.cat([out.cpu() for out in outs]), expected(flat, "sum", algorithm))
-        whole = zeros(comm, 300)
-        comm.all_gather(whole, placed(comm, shares))
-        assert_ranks(whole, torch.cat(shares))
-        tensors = placed(comm, flat)
+        whole = gpu.zeros(comm, 300)
+        comm.all_gather(whole, gpu.placed(comm, shares))
+        gpu.assert_ranks(whole, torch.cat(shares))
+        tensors = gpu.placed(comm, flat)
         comm.broadcast(tensors, root=1)
-        assert_ranks(tensors, flat[1])
+        gpu.assert_ranks(tensors, flat[1])
 
 
 @pytest.mark.parametrize("devices", [MIXED])
 def test_mixed_memories_and_layouts_and_streams(devices):
-    parts = drawn(2000, torch.float32, 3)
+    parts = gpu.drawn(2000, torch.float32, 3)
     with over(devices) as comm, torch.cuda.stream(torch.cuda.Stream()):
-        bases, sources = zeros(comm, 2000), placed(comm, parts)
-        torch.cuda._sleep(SLEEP_CYCLES)
-        copy_all(bases, sources)
+        bases, sources = gpu.zeros(comm, 2000), gpu.placed(comm, parts)
+        torch.cuda._sleep(gpu.SLEEP_CYCLES)
+        gpu.copy_all(bases, sources)
         comm.all_reduce([base[::2] for base in bases], async_op=True).wait()
         got = [base[::2].cpu() for base in bases]
-    assert_ranks(got, reduced([part[::2] for part in parts], "sum"))
+    gpu.assert_ranks(got, reduced([part[::2] for part in parts], "sum"))
 
 
 @pytest.mark.parametrize("devices", [MIXED])
 def test_what_mixed_memories_refuse(devices):
     with over(devices) as comm:
-        tensors = ones(comm, 4)
+        tensors = gpu.ones(comm, 4)
         with pytest.raises(pr.ArgumentError, match="fused"):
             comm.all_reduce(tensors, algorithm="fused")
         with pytest.raises(pr.UnsupportedError, match="host's memory"):
@@ -117,34 +104,34 @@ def test_what_mixed_memories_refuse(devices):
         assert tensors[0].tolist() == [3, 3, 3, 3]
 
 
-@two_gpus
+@gpu.two
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_streams_of_several_devices(algorithm, is_async, current):
     """The default streams of all devices wait, whichever device is the current one."""
-    parts = drawn(30_011, torch.float32, 2)
+    parts = gpu.drawn(30_011, torch.float32, 2)
     with over((0, 1)) as comm, torch.cuda.device(current):
-        tensors, sources = zeros(comm, 30_011), placed(comm, parts)
+        tensors, sources = gpu.zeros(comm, 30_011), gpu.placed(comm, parts)
         comm.all_reduce(tensors, algorithm=algorithm)
         for late in (0, 1):
             for i in range(2):
                 torch.cuda.synchronize(i)
             with torch.cuda.device(late):
-                torch.cuda._sleep(SLEEP_CYCLES)
-            copy_all(tensors, sources)
+                torch.cuda._sleep(gpu.SLEEP_CYCLES)
+            gpu.copy_all(tensors, sources)
             work = comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)
             if is_async:
                 work.wait()
             results = [tensor.clone() for tensor in tensors]
-            assert_ranks(results, expected(parts, "sum", algorithm), f"late: {late}")
+            gpu.assert_ranks(results, expected(parts, "sum", algorithm), f"late: {late}")
 
 
-@two_gpus
+@gpu.two
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_a_withheld_device_is_a_timeout(algorithm):
     with over((0, 1), timeout=0.5) as comm:
-        tensors = ones(comm, 1000)
+        tensors = gpu.ones(comm, 1000)
         comm.all_reduce(tensors, algorithm=algorithm)
         comm._group.withhold_rank(1)
         comm.all_reduce(tensors, algorithm=algorithm)
@@ -154,7 +141,7 @@ def test_a_withheld_device_is_a_timeout(algorithm):
             comm.all_reduce(tensors, algorithm=algorithm)
 
 
-@two_gpus
+@gpu.two
 def test_peers_are_probed():
     with over((0, 1)) as comm:
         links = load.cuda_engine().peer_links([0, 1])
@@ -175,7 +162,7 @@ print("right")
 """
 
 
-@two_gpus
+@gpu.two
 def test_expandable_segments():
     """Memory that no peer can see goes through buffers of our own."""
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import gpu
 import pytest
 import torch
-from gpu import (
-    assert_lists,
-    assert_ranks,
-    copy_all,
-    drawn,
-    gpu_only,
-    lists_of,
-    needs_gpu,
-    ones,
-    placed,
-    zeros,
-)
 from oracle import NATIVE, expected, reduced, same_bits
 
 import pyringar as pr
 
-pytestmark = [*needs_gpu, gpu_only]
+pytestmark = [*gpu.needed, gpu.only]
 
 
 def captured(function):
@@ -44,8 +33,8 @@ def captured(function):
 def test_graph(make_ranks, algorithm, dtype, is_async):
     """Ten replays with other inputs; calls outside the graph between them change nothing."""
     comm = make_ranks(4)
-    tensors = zeros(comm, 20_011, dtype=dtype)
-    others = placed(comm, drawn(999, torch.int32, 4))
+    tensors = gpu.zeros(comm, 20_011, dtype=dtype)
+    others = gpu.placed(comm, gpu.drawn(999, torch.int32, 4))
 
     def call():
         work = comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)
@@ -54,20 +43,20 @@ def test_graph(make_ranks, algorithm, dtype, is_async):
 
     graph = captured(call)
     for replay in range(10):
-        parts = [part.roll(replay) for part in drawn(20_011, dtype, 4)]
-        copy_all(tensors, parts)
+        parts = [part.roll(replay) for part in gpu.drawn(20_011, dtype, 4)]
+        gpu.copy_all(tensors, parts)
         graph.replay()
         if replay % 3 == 0:
             comm.all_reduce(others, algorithm=algorithm, async_op=is_async)
-        assert_ranks(tensors, expected(parts, "sum", algorithm), f"{algorithm} replay {replay}")
+        gpu.assert_ranks(tensors, expected(parts, "sum", algorithm), f"{algorithm} replay {replay}")
 
 
 def test_graph_of_many_calls(make_ranks):
     """Lists, strided tensors and the other collectives, one after the other in one graph."""
     comm = make_ranks(2)
     shapes = [(3, 5), (1000,), (64, 3)]
-    lists = placed(comm, lists_of(shapes, (torch.float32,), 2))
-    bases, gathered = zeros(comm, 100), zeros(comm, 200)
+    lists = gpu.placed(comm, gpu.lists_of(shapes, (torch.float32,), 2))
+    bases, gathered = gpu.zeros(comm, 100), gpu.zeros(comm, 200)
 
     def calls():
         comm.all_reduce_coalesced(lists, "mean")
@@ -77,22 +66,22 @@ def test_graph_of_many_calls(make_ranks):
 
     graph = captured(calls)
     for replay in range(3):
-        inputs = lists_of(shapes, (torch.float32,), 2, seed=replay)
-        parts = [part.roll(replay) for part in drawn(100, torch.float32, 2)]
+        inputs = gpu.lists_of(shapes, (torch.float32,), 2, seed=replay)
+        parts = [part.roll(replay) for part in gpu.drawn(100, torch.float32, 2)]
         for mine, theirs in zip([*lists, bases], [*inputs, parts], strict=True):
-            copy_all(mine, theirs)
+            gpu.copy_all(mine, theirs)
         graph.replay()
-        assert_lists(lists, inputs, "mean", "fused")
+        gpu.assert_lists(lists, inputs, "mean", "fused")
         wanted = [part.clone() for part in parts]
         for part in wanted:
             part[::2] = reduced([each[::2] for each in parts], "sum")
         wanted[0][50:60] = wanted[1][50:60]
-        assert_ranks(gathered, torch.cat(wanted), f"replay {replay}")
+        gpu.assert_ranks(gathered, torch.cat(wanted), f"replay {replay}")
 
 
 def test_a_first_ring_inside_a_capture_is_refused(make_ranks):
     comm = make_ranks(2)
-    tensors = ones(comm, 100)
+    tensors = gpu.ones(comm, 100)
     with (  # noqa: PT012
         pytest.raises(pr.RingarError, match=r"all_reduce: the first call .*before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),

@@ -9,50 +9,37 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import gpu
 import pytest
 import torch
-from gpu import (
-    APART,
-    ON_CPU,
-    SLEEP_CYCLES,
-    assert_ranks,
-    check,
-    copy_all,
-    drawn,
-    gpu_only,
-    needs_gpu,
-    ones,
-    placed,
-    zeros,
-)
 from oracle import DTYPES, NATIVE, expected, inputs, reduced, same_bits
 
 import pyringar as pr
 
-pytestmark = needs_gpu
+pytestmark = gpu.needed
 
 
-@gpu_only
+@gpu.only
 @pytest.mark.parametrize("stream", ["default", "side"])
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
     """The producer is late and the consumer early; only the stream's order makes it right."""
     comm = make_ranks(3)
-    parts = drawn(30_011, torch.float32, 3)
-    sources = placed(comm, parts)
+    parts = gpu.drawn(30_011, torch.float32, 3)
+    sources = gpu.placed(comm, parts)
     here = torch.cuda.default_stream() if stream == "default" else torch.cuda.Stream()
     with torch.cuda.stream(here):
-        tensors, results = zeros(comm, 30_011), zeros(comm, 30_011)
+        tensors, results = gpu.zeros(comm, 30_011), gpu.zeros(comm, 30_011)
         comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)  # the first one allocates
         torch.cuda.synchronize()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        copy_all(tensors, sources)
+        torch.cuda._sleep(gpu.SLEEP_CYCLES)
+        gpu.copy_all(tensors, sources)
         work = comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)
         if is_async:
             assert not work.is_completed()
             assert work.wait() is True
-        copy_all(results, tensors)
+        gpu.copy_all(results, tensors)
         for tensor in tensors:
             tensor.fill_(-1)
         assert not here.query(), "the host has waited"
@@ -60,36 +47,36 @@ def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
     if is_async:
         assert work.is_completed()
         assert work.exception() is None
-    assert_ranks(results, expected(parts, "sum", algorithm), f"{algorithm} {stream}")
+    gpu.assert_ranks(results, expected(parts, "sum", algorithm), f"{algorithm} {stream}")
 
 
-@gpu_only
+@gpu.only
 def test_strided_tensors_in_the_background(make_ranks):
     """Their copies there and back are torch's; all have to be in order, too."""
     comm = make_ranks(2)
-    parts = drawn(4000, torch.float32, 2)
-    bases, sources = zeros(comm, 4000), placed(comm, parts)
-    torch.cuda._sleep(SLEEP_CYCLES)
-    copy_all(bases, sources)
+    parts = gpu.drawn(4000, torch.float32, 2)
+    bases, sources = gpu.zeros(comm, 4000), gpu.placed(comm, parts)
+    torch.cuda._sleep(gpu.SLEEP_CYCLES)
+    gpu.copy_all(bases, sources)
     comm.all_reduce([base[::2] for base in bases], async_op=True).wait()
     results = [base[::2].clone() for base in bases]
-    assert_ranks(results, reduced([part[::2] for part in parts], "sum"))
+    gpu.assert_ranks(results, reduced([part[::2] for part in parts], "sum"))
     assert all(same_bits(b[1::2].cpu(), p[1::2]) for b, p in zip(bases, parts, strict=True))
 
 
-@gpu_only
+@gpu.only
 def test_dropped_work_keeps_its_tensors(make_ranks):
     comm = make_ranks(2)
     numel = 2**20
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    torch.cuda._sleep(gpu.SLEEP_CYCLES)
     tensors = [torch.ones(numel, device=device) for device in comm.devices]
     taken = {tensor.data_ptr() for tensor in tensors}
     watched = [weakref.ref(tensor) for tensor in tensors]
     comm.all_reduce(tensors, async_op=True)
     del tensors
     gc.collect()
-    others = [*zeros(comm, numel), *zeros(comm, numel)]
+    others = [*gpu.zeros(comm, numel), *gpu.zeros(comm, numel)]
     assert taken.isdisjoint(other.data_ptr() for other in others), "its memory was given away"
     torch.cuda.synchronize()
     assert all((other == 0).all() for other in others)
@@ -98,10 +85,10 @@ def test_dropped_work_keeps_its_tensors(make_ranks):
     assert all(reference() is None for reference in watched), "held after it was done"
 
 
-@gpu_only
+@gpu.only
 def test_work_completes_without_being_waited_for(make_ranks):
     comm = make_ranks(2)
-    tensors = ones(comm, 1000)
+    tensors = gpu.ones(comm, 1000)
     work = comm.all_reduce(tensors, async_op=True)
     deadline = time.monotonic() + 10
     while not work.is_completed():
@@ -118,24 +105,25 @@ def test_threads(make_ranks, is_shared):
     def work(number):
         generator = pyrandom.Random(number)
         comm = shared if is_shared else make_ranks(3)
-        stream = contextlib.nullcontext() if ON_CPU else torch.cuda.stream(torch.cuda.Stream())
+        stream = contextlib.nullcontext() if gpu.ON_CPU else torch.cuda.stream(torch.cuda.Stream())
         with stream:
             for _ in range(60):
                 algorithm, dtype = generator.choice(NATIVE), generator.choice(DTYPES)
-                check(comm, drawn(generator.randrange(9000), dtype, 3), "sum", algorithm, APART)
+                parts = gpu.drawn(generator.randrange(9000), dtype, 3)
+                gpu.check(comm, parts, "sum", algorithm, gpu.APART)
 
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work, number) for number in range(4)]:
             done.result()
 
 
-@gpu_only
+@gpu.only
 def test_rings_of_many_communicators_side_by_side(make_ranks):
     """On streams of their own, enqueued before any has run: none may wait for another for ever."""
     comms = [make_ranks(4, timeout=10.0) for _ in range(6)]
     parts = inputs(200_003, torch.float32, 4)
     streams = [torch.cuda.Stream() for _ in comms]
-    tensors = [placed(comm, parts) for comm in comms]
+    tensors = [gpu.placed(comm, parts) for comm in comms]
     torch.cuda.synchronize()
     for _ in range(2):
         for comm, stream, mine in zip(comms, streams, tensors, strict=True):
@@ -143,17 +131,17 @@ def test_rings_of_many_communicators_side_by_side(make_ranks):
                 comm.all_reduce(mine, "max", algorithm="ring")
     torch.cuda.synchronize()
     for mine in tensors:
-        assert_ranks(mine, expected(parts, "max", "ring"))
+        gpu.assert_ranks(mine, expected(parts, "max", "ring"))
 
 
 # -- a rank that does not come ---------------------------------------------------------------------
 
 
-@gpu_only
+@gpu.only
 @pytest.mark.parametrize("withheld", [0, 2])
 def test_a_withheld_rank_is_a_timeout(make_ranks, withheld):
     comm = make_ranks(4, timeout=0.5, algorithm="ring")
-    tensors = ones(comm, 10_000)
+    tensors = gpu.ones(comm, 10_000)
     comm.all_reduce(tensors)
     torch.cuda.synchronize()
     comm._group.withhold_rank(withheld)
@@ -168,13 +156,13 @@ def test_a_withheld_rank_is_a_timeout(make_ranks, withheld):
         comm.all_reduce(tensors, algorithm="fused")
     comm.close()
     for algorithm in NATIVE:
-        check(make_ranks(4), drawn(9001, torch.float32, 4), "sum", algorithm)
+        gpu.check(make_ranks(4), gpu.drawn(9001, torch.float32, 4), "sum", algorithm)
 
 
-@gpu_only
+@gpu.only
 def test_a_late_rank_in_the_background(make_ranks):
     comm = make_ranks(3, timeout=0.5, algorithm="ring")
-    tensors = ones(comm, 100)
+    tensors = gpu.ones(comm, 100)
     comm.all_reduce(tensors)
     comm._group.withhold_rank(1)
     work = comm.all_reduce(tensors, async_op=True)
@@ -185,13 +173,13 @@ def test_a_late_rank_in_the_background(make_ranks):
         work.wait()
 
 
-@gpu_only
+@gpu.only
 def test_nothing_is_left_behind(device):
     """P6: communicators give their device memory back."""
 
     def one():
         with pr.Communicator([device] * 4) as comm:
-            comm.all_reduce(ones(comm, 1000), algorithm="ring", async_op=True).wait()
+            comm.all_reduce(gpu.ones(comm, 1000), algorithm="ring", async_op=True).wait()
         torch.cuda.synchronize()
 
     one()

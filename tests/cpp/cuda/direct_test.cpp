@@ -22,7 +22,7 @@ using emulator::Launch;
 
 constexpr int kMaxBlocks = 3;
 
-// Flags of all devices, wired as in cuda/group.cpp; barriers are counted from `base`.
+// Flags of all devices, wired as in cuda/devices.cpp; barriers are counted from `base`.
 class DirectDevices {
  public:
   DirectDevices(int num_devices, std::uint32_t base, std::uint64_t timeout_ns)
@@ -76,7 +76,7 @@ class DirectDevices {
   std::vector<Failure> failures_;
 };
 
-// Slices begin at multiples of this, as in cuda/group.cpp.
+// Slices begin at multiples of this, as in cuda/tables.h.
 constexpr std::size_t kSliceElems = 64;
 
 SmallTable slice_table(void* const* pointers, int k, DType dtype, std::size_t numel, int divisor,

@@ -109,7 +109,7 @@ void RingCall::check() const {
   for (const Tensors& output : outputs) output.check_canaries();
 }
 
-// Ranks on devices, links wired as in cuda/group.cpp.
+// Ranks on devices, links wired as in cuda/ring_links.cpp.
 class RingDevices {
  public:
   RingDevices(Random& random, int world_size, int num_channels, std::uint32_t base,

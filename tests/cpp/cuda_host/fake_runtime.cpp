@@ -11,13 +11,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
-#include <tuple>
+#include <optional>
 #include <utility>
 
 #include "cuda/args.h"
-#include "cuda/kernels.h"
 #include "cuda/table.h"
+#include "launched.h"
 
 namespace pyringar::stress {
 
@@ -29,42 +28,11 @@ Random* delays = nullptr;
 
 using cuda::KernelKind;
 
-struct Known {
-  KernelKind kind;
-  bool is_found = false;
-};
-
-Known kind_of(const void* kernel) {
-  for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-    for (int op = 0; op < kNumReduceOps; ++op) {
-      for (int kind = 0; kind < cuda::kNumKernelKinds; ++kind) {
-        const auto k = static_cast<KernelKind>(kind);
-        if (cuda::kernel_function(static_cast<DType>(dtype), static_cast<ReduceOp>(op), k) ==
-            kernel) {
-          return {k, true};
-        }
-      }
-    }
-  }
-  return {};
-}
-
-// The call that a launch asks for, its arguments copied now, as a launch does.
-template <typename... Arguments>
-std::function<void()> bound(const void* kernel, void** from) {
-  using Kernel = void (*)(Arguments...);
-  const auto function = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
-  const auto copied = [&]<std::size_t... i>(std::index_sequence<i...>) {
-    return std::make_shared<std::tuple<Arguments...>>(*static_cast<Arguments*>(from[i])...);
-  }(std::index_sequence_for<Arguments...>{});
-  return [function, copied] { std::apply(function, *copied); };
-}
-
 cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** arguments) {
-  const Known known = kind_of(kernel);
-  if (!known.is_found) return cudaErrorInvalidDeviceFunction;
+  const std::optional<KernelKind> kind = kind_of(kernel);
+  if (!kind) return cudaErrorInvalidDeviceFunction;
   emulator::Launch entry{blocks.x, threads.x, {}};
-  switch (known.kind) {
+  switch (*kind) {
     case KernelKind::kFusedSmall:
       entry.kernel = bound<cuda::SmallTable>(kernel, arguments);
       break;
@@ -154,7 +122,6 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return run_queues(), cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   return *status = cudaStreamCaptureStatusNone, cudaSuccess;

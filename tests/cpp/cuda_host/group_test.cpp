@@ -1,15 +1,15 @@
-// group_test: csrc/cuda/group.cpp on devices of CPU threads: who is where, slices, tables, staging,
-// links, failures, with the kernels' own source.
+// group_test: cuda/group and its parts on devices of CPU threads: who is where, slices, tables,
+// staging, links, failures, with the kernels' own source.
 //
 //   group_test SEED ROUNDS
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include "cuda/group.h"
 #include "cuda/peers.h"
+#include "emulated.h"
 #include "fake_runtime.h"
 
 namespace pyringar::cuda {
@@ -23,113 +23,80 @@ namespace pyringar::stress {
 
 namespace {
 
-constexpr float kGuard = -7777.0f;
-
-struct Tensor {
-  std::vector<float> memory;
-  std::size_t offset;  // of the first element; a guard lies before and after
-
-  Tensor(Random& random, std::size_t numel, std::size_t shift) : memory(numel + shift + 2, kGuard) {
-    offset = shift + 1;
-    for (std::size_t i = 0; i < numel; ++i) {
-      memory[offset + i] = static_cast<float>(random.between(-1000, 1000)) / 7.0f;
-    }
-  }
-  float* data() { return memory.data() + offset; }
+// One tensor over all ranks, reduced in place.
+struct Part {
+  DType dtype;
+  std::size_t numel;
+  Tensors tensors;
 };
 
 struct Case {
-  std::vector<int> place;
-  std::vector<std::size_t> sizes;
-  std::vector<std::vector<Tensor>> tensors;  // [part][rank]
+  std::vector<Part> parts;
   Collective collective;
 };
 
-Case make_case(Random& random, std::vector<int> place, Algorithm algorithm) {
-  Case made{std::move(place), {}, {}, {}};
-  const auto k = static_cast<int>(made.place.size());
+Case make_case(Random& random, std::size_t num_ranks, Algorithm algorithm) {
+  Case made;
+  const auto k = static_cast<int>(num_ranks);
   const std::size_t edges[] = {0, 1, 2, 63, 64, 65, 200, 1000, 5000};
-  const std::size_t parts = random.one_in(8) ? 450 : 1 + random.below(40);
+  const std::size_t num_parts = random.one_in(8) ? 450 : 1 + random.below(40);
   made.collective.operation = "all_reduce";
   made.collective.algorithm = algorithm;
-  made.collective.fold.divisor = random.one_in(2) ? 1 : k;
-  for (std::size_t p = 0; p < parts; ++p) {
-    const std::size_t numel = parts > 100 ? random.below(20) : edges[random.below(9)];
-    const std::size_t shift = random.below(4);
-    std::vector<Tensor> ranks;
-    for (int r = 0; r < k; ++r) ranks.emplace_back(random, numel, random.one_in(3) ? 2 : shift);
-    made.sizes.push_back(numel);
-    made.tensors.push_back(std::move(ranks));
-  }
-  made.collective.pointers.reserve(parts * made.place.size());
-  for (std::size_t p = 0; p < parts; ++p) {
+  made.collective.fold = Fold::of(random_op(random), k);
+  made.collective.pointers.reserve(num_parts * num_ranks);
+  for (std::size_t p = 0; p < num_parts; ++p) {
+    const std::size_t numel = num_parts > 100 ? random.below(20) : edges[random.below(9)];
+    const DType dtype = random_dtype(random);
+    made.parts.push_back(
+        {dtype, numel, Tensors(random, dtype, num_ranks, numel, random_addresses(random))});
     void* const* table = made.collective.pointers.data() + made.collective.pointers.size();
-    made.collective.tensors.push_back({table, table, k, k, made.sizes[p], DType::kFloat32});
-    for (int r = 0; r < k; ++r) {
-      made.collective.pointers.push_back(made.tensors[p][static_cast<std::size_t>(r)].data());
-      made.collective.ranks.push_back(r);
+    made.collective.tensors.push_back({table, table, k, k, numel, dtype});
+    for (int rank = 0; rank < k; ++rank) {
+      made.collective.pointers.push_back(made.parts.back().tensors[static_cast<std::size_t>(rank)]);
+      made.collective.ranks.push_back(rank);
     }
   }
   return made;
 }
 
-std::vector<float> expected_of(Case& made, std::size_t part) {
-  const auto k = static_cast<int>(made.place.size());
-  const std::size_t numel = made.sizes[part];
-  std::vector<float> sums(numel);
-  for (int chunk = 0; chunk < k; ++chunk) {
-    const Range range = chunk_range(numel, k, chunk);
-    const int first = made.collective.algorithm == Algorithm::kRing ? chunk + 1 : 0;
-    for (std::size_t i = range.begin; i < range.end; ++i) {
-      float sum = made.tensors[part][static_cast<std::size_t>(first % k)].data()[i];
-      for (int r = 1; r < k; ++r) {
-        sum += made.tensors[part][static_cast<std::size_t>((first + r) % k)].data()[i];
-      }
-      sums[i] = made.collective.fold.divisor == 1 ? sum : sum / static_cast<float>(k);
-    }
+void check_part(const Part& part, const Collective& collective) {
+  const std::vector<std::byte> expected = expected_reduction(
+      part.dtype, collective.fold.op, collective.fold.divisor, part.tensors.before(), part.numel,
+      collective.algorithm == Algorithm::kRing);
+  for (std::size_t rank = 0; rank < part.tensors.count(); ++rank) {
+    check_same(part.dtype, part.tensors[rank], expected.data(), part.numel,
+               join(algorithm_name(collective.algorithm), " ", op_name(collective.fold.op),
+                    ", rank ", rank, " of ", part.tensors.count()));
   }
-  return sums;
+  part.tensors.check_canaries();
 }
 
-void check_case(Random& random, cuda::Group& group, Algorithm algorithm, std::vector<int> place) {
-  Case made = make_case(random, std::move(place), algorithm);
-  std::vector<std::vector<float>> expected;
-  for (std::size_t p = 0; p < made.sizes.size(); ++p) expected.push_back(expected_of(made, p));
+void check_case(Random& random, cuda::Group& group, Algorithm algorithm, std::size_t num_ranks) {
+  const Case made = make_case(random, num_ranks, algorithm);
   const std::vector<cudaStream_t> streams(group.devices().size());
   group.run(made.collective, streams);
   run_queues();
   group.check_usable();
-  for (std::size_t p = 0; p < made.sizes.size(); ++p) {
-    for (std::size_t r = 0; r < made.place.size(); ++r) {
-      Tensor& tensor = made.tensors[p][r];
-      for (std::size_t i = 0; i < made.sizes[p]; ++i) {
-        CHECK(std::memcmp(&tensor.data()[i], &expected[p][i], sizeof(float)) == 0, "part ", p,
-              " of ", made.sizes.size(), ", rank ", r, ", element ", i, " of ", made.sizes[p], ": ",
-              tensor.data()[i], ", expected ", expected[p][i], "; ", algorithm_name(algorithm));
-      }
-      CHECK(tensor.data()[-1] == kGuard && tensor.memory.back() == kGuard, "part ", p, ", rank ", r,
-            ": written outside");
-    }
-  }
+  for (const Part& part : made.parts) check_part(part, made.collective);
 }
 
 void check_round(Random& random) {
-  const std::vector<std::vector<int>> places = {
+  const std::vector<std::vector<int>> all_devices = {
       {0, 0},       {0, 0, 0, 0, 0}, {0, 1},        {0, 0, 1, 1}, {2, 0, 1},
       {0, 1, 0, 1}, {-1, 0, 0},      {0, -1, 1, 0}, {1, -1},      {3}};
-  const std::vector<int> place = places[random.below(places.size())];
+  const std::vector<int> devices = all_devices[random.below(all_devices.size())];
   peers = {!random.one_in(3), !random.one_in(3)};
-  cuda::Group group(place, kLong);
+  cuda::Group group(devices, kLong);
   for (int call = 0; call < 3; ++call) {
-    const bool can_ring = !group.has_host_ranks() && place.size() > 1;
+    const bool can_ring = !group.has_host_ranks() && devices.size() > 1;
     const bool one_memory = group.devices().size() == 1 && !group.has_host_ranks();
     Algorithm algorithm = one_memory && random.one_in(2) ? Algorithm::kFused : Algorithm::kDirect;
     if (can_ring && random.one_in(2)) algorithm = Algorithm::kRing;
-    check_case(random, group, algorithm, place);
+    check_case(random, group, algorithm, devices.size());
   }
   group.close();
   try {
-    check_case(random, group, Algorithm::kDirect, place);
+    check_case(random, group, Algorithm::kDirect, devices.size());
     CHECK(false, "a closed group took a call");
   } catch (const Error& error) {
     CHECK(error.kind() == ErrorKind::kState, error.what());
@@ -139,11 +106,11 @@ void check_round(Random& random) {
 void check_withheld(Random& random) {
   peers = {};
   const bool ring = random.one_in(2);
-  const std::vector<int> place = ring ? std::vector<int>{0, 1, 0, 1} : std::vector<int>{0, 1};
-  cuda::Group group(place, std::chrono::milliseconds(100));
+  const std::vector<int> devices = ring ? std::vector<int>{0, 1, 0, 1} : std::vector<int>{0, 1};
+  cuda::Group group(devices, std::chrono::milliseconds(100));
   group.withhold_rank(1);
-  Case made = make_case(random, place, ring ? Algorithm::kRing : Algorithm::kDirect);
-  if (made.sizes[0] == 0) return;
+  Case made = make_case(random, devices.size(), ring ? Algorithm::kRing : Algorithm::kDirect);
+  if (made.parts[0].numel == 0) return;
   made.collective.tensors.resize(1);
   group.run(made.collective, std::vector<cudaStream_t>(2));
   run_queues();

@@ -11,15 +11,15 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "check.h"
-#include "cuda/kernels.h"
 #include "cuda/table.h"
 #include "cuda_emulator.h"
+#include "launched.h"
 
 namespace pyringar::stress {
 
@@ -145,26 +145,6 @@ cudaError_t enqueue(cudaStream_t stream, Entry entry) {
 }
 
 using cuda::KernelKind;
-
-// The call that a launch asks for, its arguments copied now, as a launch does.
-template <typename Table>
-std::function<void()> bound(const void* kernel, void** arguments) {
-  const auto function = reinterpret_cast<void (*)(Table)>(const_cast<void*>(kernel));
-  auto table = std::make_shared<Table>(*static_cast<Table*>(arguments[0]));
-  return [function, table] { function(*table); };
-}
-
-bool is_kernel_of(const void* kernel, KernelKind kind) {
-  for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-    for (int op = 0; op < kNumReduceOps; ++op) {
-      if (cuda::kernel_function(static_cast<DType>(dtype), static_cast<ReduceOp>(op), kind) ==
-          kernel) {
-        return true;
-      }
-    }
-  }
-  return false;
-}
 
 std::byte* map(int fd, std::size_t bytes) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -334,14 +314,12 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 }
 cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void** arguments,
                              std::size_t, cudaStream_t stream) {
-  std::function<void()> call;
-  if (is_kernel_of(kernel, KernelKind::kFusedSmall)) {
-    call = bound<cuda::SmallTable>(kernel, arguments);
-  } else if (is_kernel_of(kernel, KernelKind::kFusedLarge)) {
-    call = bound<cuda::LargeTable>(kernel, arguments);
-  } else {
+  const std::optional<KernelKind> kind = kind_of(kernel);
+  if (kind != KernelKind::kFusedSmall && kind != KernelKind::kFusedLarge) {
     return cudaErrorInvalidDeviceFunction;
   }
+  const auto call = kind == KernelKind::kFusedSmall ? bound<cuda::SmallTable>(kernel, arguments)
+                                                    : bound<cuda::LargeTable>(kernel, arguments);
   return enqueue(stream, {[=] { emulator::run_in_turn({blocks.x, threads.x, call}); }, nullptr});
 }
 
@@ -424,13 +402,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   for (int i = 0; i < 20; ++i) step(d);
   const EventState& state = *reinterpret_cast<EventHandle*>(event)->state;
   return state.done == state.recorded ? cudaSuccess : cudaErrorNotReady;
-}
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  Devices& d = devices();
-  const std::lock_guard<std::mutex> lock(d.mutex);
-  const EventState& state = *reinterpret_cast<EventHandle*>(event)->state;
-  run_until(d, [&] { return state.done == state.recorded; });
-  return cudaSuccess;
 }
 
 }  // extern "C"
