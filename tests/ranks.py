@@ -540,6 +540,7 @@ def _fork(module: str, channel: int, control: socket.socket) -> int:
 def _serve(control: socket.socket) -> None:
     _die_with_parent()
     import torch
+    import torch._dynamo  # seconds, which optimizers and DistributedDataParallel take at first use
 
     torch.set_num_threads(1)
     from pyringar.engine import load
