@@ -76,6 +76,18 @@ def new_crew() -> Iterator[Callable[[int], Crew]]:
         yield lambda world_size: made.enter_context(Crew(world_size))
 
 
+@pytest.fixture
+def joined_crew(new_crew: Callable[[int], Crew]) -> Callable[..., Crew]:
+    """``joined_crew(k, **options)``: a new crew with a communicator."""
+
+    def make(world_size: int, **options: object) -> Crew:
+        crew = new_crew(world_size)
+        crew.join(**options)
+        return crew
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def real_data_dir():
     """Real images, where the developer has some and torchvision can be imported to read them."""

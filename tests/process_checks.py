@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import zlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -38,11 +39,11 @@ ALGORITHMS = ("direct", "ring")
 # On this many cores or fewer; more ranks than cores must work, too.
 WORLD_SIZES = (1, 2, 3, 4)
 
-# Survivors hear of a death within this, and of a deadline not later than this after it.
-DEATH_S = 1.0
-LATE_S = 0.5
-# What other programs on this machine may take of either, at worst; seldom.
+# What other programs on this machine may take of what follows, at worst; seldom.
 BUSY_S = 1.0
+# Survivors hear of a death within this, and of a deadline not later than this after it.
+PROMPT_S = 1.0 + BUSY_S
+LATE_S = 0.5 + BUSY_S
 LARGE = 200_000  # elements: two waits per piece, several pieces
 SMALL = 100  # one wait
 
@@ -185,11 +186,22 @@ def refuse(state, words: str, error: str = "RingarError") -> None:
 
 
 def assert_lost(
-    outcome: Outcome, dead: int, crew: Crew, died_at: float, within_s: float = DEATH_S + BUSY_S
+    outcome: Outcome, dead: int, crew: Crew, died_at: float, within_s: float = PROMPT_S
 ) -> None:
     assert outcome.error == "PeerLostError", outcome
     assert crew.name(dead) in outcome.text, outcome.text
     assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"
+
+
+def assert_all_lost(
+    crew: Crew,
+    survivors: Sequence[int],
+    dead: int,
+    died_at: float,
+    within_s: float = PROMPT_S,
+) -> None:
+    for outcome in crew.outcomes(survivors):
+        assert_lost(outcome, dead, crew, died_at, within_s)
 
 
 def assert_survivors_go_on(crew: Crew, survivors: list[int], error: str = "PeerLostError") -> None:

@@ -140,9 +140,8 @@ def make_it_long(
     ("world_size", "how"),
     [(2, "exchange"), (2, "strided"), (3, "direct"), (3, "ring"), (3, "registered")],
 )
-def test_a_long_call_in_which_all_move_is_not_late(new_crew, world_size, how):
-    crew = new_crew(world_size)
-    crew.join(timeout=TIMEOUT_S)
+def test_a_long_call_in_which_all_move_is_not_late(joined_crew, world_size, how):
+    crew = joined_crew(world_size, timeout=TIMEOUT_S)
     make_it_long(crew, prepare, reduce, how=how)
 
 
@@ -151,10 +150,9 @@ def test_a_long_call_in_one_process_is_not_late(new_crew, algorithm):
     make_it_long(new_crew(1), prepare_in_process, reduce_in_process, algorithm=algorithm)
 
 
-def test_a_group_that_was_stopped_as_a_whole_goes_on(new_crew):
+def test_a_group_that_was_stopped_as_a_whole_goes_on(joined_crew):
     """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
-    crew = new_crew(3)
-    crew.join(timeout=TIMEOUT_S)
+    crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=SMALL, how="")
     crew[2].start(nap, seconds=0.5)
     crew.start(reduce, [0, 1], how="")
@@ -180,10 +178,9 @@ def assert_named(outcomes: list[Outcome], late: int, crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("how", ["direct", "ring", "registered"])
-def test_who_stands_still_in_a_long_call_is_named(new_crew, how):
+def test_who_stands_still_in_a_long_call_is_named(joined_crew, how):
     """In the middle of it, while the others still work, and wait for each other."""
-    crew = new_crew(3)
-    crew.join(timeout=TIMEOUT_S)
+    crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=LARGE, how=how)
     crew[1].call(pause_in_reduce, seconds=TIMEOUT_S / 2)  # on a fast machine it would be through
     crew.start(reduce, how=how)
@@ -196,10 +193,9 @@ def test_who_stands_still_in_a_long_call_is_named(new_crew, how):
     assert max(outcome.at for outcome in outcomes) - stopped_at < TIMEOUT_S + 2 * BUSY_S
 
 
-def test_who_stands_still_is_named_while_another_rank_moves_on(new_crew):
+def test_who_stands_still_is_named_while_another_rank_moves_on(joined_crew):
     """Rank 0 waits for rank 1, which is busy for several timeouts, but not late; rank 2 is."""
-    crew = new_crew(3)
-    crew.join(timeout=TIMEOUT_S)
+    crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=LARGE, how="registered")
     crew[2].call(pause_in_reduce, seconds=LONG_S)
     with stopped_again_and_again(crew[1]):
@@ -216,9 +212,8 @@ def pause_in_reduce(state, seconds: float) -> None:
     state.comm._group.delay("reduce", seconds)
 
 
-def test_a_rank_that_never_called_was_never_heard_of(new_crew):
-    crew = new_crew(2)
-    crew.join(timeout=TIMEOUT_S)
+def test_a_rank_that_never_called_was_never_heard_of(joined_crew):
+    crew = joined_crew(2, timeout=TIMEOUT_S)
     crew.run(prepare, [0], numel=SMALL, how="")
     crew[0].start(reduce, how="")
     outcome = crew[0].outcome()
@@ -248,10 +243,9 @@ def wait_for_the_last(state, pauses_s: list[float], timeout: float | None = None
     return [told, works[-1].is_completed(), works[-1].exception() is None]
 
 
-def test_a_wait_has_no_deadline_of_its_own(new_crew):
+def test_a_wait_has_no_deadline_of_its_own(joined_crew):
     """Each call is in time, all of them together take longer than the timeout."""
-    crew = new_crew(2)
-    crew.join(timeout=2 * TIMEOUT_S)
+    crew = joined_crew(2, timeout=2 * TIMEOUT_S)
     crew[0].start(wait_for_the_last, pauses_s=[0.0] * 4)
     crew[1].start(wait_for_the_last, pauses_s=[0.8 * TIMEOUT_S] * 4)
     for outcome in crew.outcomes():
@@ -259,9 +253,8 @@ def test_a_wait_has_no_deadline_of_its_own(new_crew):
     assert outcome.seconds > 3 * TIMEOUT_S
 
 
-def test_the_engine_says_who_was_late_and_not_the_wait(new_crew):
-    crew = new_crew(2)
-    crew.join(timeout=TIMEOUT_S)
+def test_the_engine_says_who_was_late_and_not_the_wait(joined_crew):
+    crew = joined_crew(2, timeout=TIMEOUT_S)
     crew[0].start(wait_for_the_last, pauses_s=[0.0, 0.0])
     outcome = crew[0].outcome()
     assert outcome.error == "CollectiveTimeout", outcome  # as the first call, which failed
@@ -270,9 +263,8 @@ def test_the_engine_says_who_was_late_and_not_the_wait(new_crew):
 
 
 @pytest.mark.parametrize(("calls", "state"), [(1, "begun"), (3, "queued")])
-def test_a_wait_that_ends_early_says_what_it_waits_for(new_crew, calls, state):
-    crew = new_crew(2)
-    crew.join(timeout=LONG_S)
+def test_a_wait_that_ends_early_says_what_it_waits_for(joined_crew, calls, state):
+    crew = joined_crew(2, timeout=LONG_S)
     crew[0].start(wait_for_the_last, pauses_s=[0.0] * calls, timeout=0.3)
     time.sleep(1.5)
     crew[1].start(wait_for_the_last, pauses_s=[0.0] * calls)

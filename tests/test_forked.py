@@ -183,9 +183,8 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
     return outcomes_in_children({**group_calls, **others})
 
 
-def test_every_method_of_a_rank(new_crew):
-    crew = new_crew(2)
-    crew.join(timeout=60)
+def test_every_method_of_a_rank(joined_crew):
+    crew = joined_crew(2, timeout=60)
     crew.start(on_rank_forks_in_every_method)
     outcome = crew[0].outcome()
     assert not outcome.error, outcome.trace
@@ -306,10 +305,9 @@ def on_rank_forks_in_a_handler(state, wait: str) -> str:
 
 
 @pytest.mark.parametrize("wait", ["call", "turn", "thread", "close"])
-def test_a_handler_forks_while_a_rank_waits(new_crew, wait):
+def test_a_handler_forks_while_a_rank_waits(joined_crew, wait):
     """The child returns into the wait, which is not its own: it says so, and changes nothing."""
-    crew = new_crew(2)
-    crew.join(timeout=60)
+    crew = joined_crew(2, timeout=60)
     said = crew.run(on_rank_forks_in_a_handler, wait=wait)[0]
     assert "a signal handler has called fork() while" in said
 

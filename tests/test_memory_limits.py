@@ -172,10 +172,9 @@ def runs_out(state) -> list[str]:
     return found
 
 
-def test_who_runs_out_in_the_midst_of_a_call_is_named(new_crew):
+def test_who_runs_out_in_the_midst_of_a_call_is_named(joined_crew):
     """Its next call must not be taken for this one."""
-    crew = new_crew(2)
-    crew.join()
+    crew = joined_crew(2)
     first, second = crew.run(runs_out)
     assert first[0].startswith("MemoryError"), first
     assert second[0].startswith("RingarError rank 0 (process "), second

@@ -341,8 +341,7 @@ def on_rank_crowd(state, calls: int) -> float:
     return time.monotonic() - start
 
 
-def test_more_ranks_than_cores_do_not_crawl(new_crew):
+def test_more_ranks_than_cores_do_not_crawl(joined_crew):
     """Blind spinning on few cores takes a time slice per wait: minutes for this many calls."""
-    crew = new_crew(10)
-    crew.join()
+    crew = joined_crew(10)
     assert max(crew.run(on_rank_crowd, calls=10)) < 20

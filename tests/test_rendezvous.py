@@ -271,7 +271,7 @@ def test_one_that_was_interrupted_comes_again(new_crew, rank):
 
 # -- ranks that die --------------------------------------------------------------------------------
 
-assert_lost = functools.partial(process_checks.assert_lost, within_s=PROMPT_S)
+assert_all_lost = functools.partial(process_checks.assert_all_lost, within_s=PROMPT_S)
 
 
 def test_rank_0_dies_when_it_has_called(new_crew):
@@ -281,8 +281,7 @@ def test_rank_0_dies_when_it_has_called(new_crew):
     crew.start_group([1, 2], world_size=3, name=name, timeout=60.0)
     time.sleep(0.4)
     died_at = crew[0].kill()
-    for outcome in crew.outcomes([1, 2]):
-        assert_lost(outcome, 0, crew, died_at)
+    assert_all_lost(crew, [1, 2], 0, died_at)
     crew.join([1, 2], name=name)
     crew.run(reduce, [1, 2])
 
@@ -293,8 +292,7 @@ def test_one_that_answered_dies_while_another_is_missing(new_crew):
     crew.start_group(world_size=4, timeout=60.0)
     time.sleep(0.7)
     died_at = crew[2].kill()
-    for outcome in crew.outcomes([0, 1]):
-        assert_lost(outcome, 2, crew, died_at)
+    assert_all_lost(crew, [0, 1], 2, died_at)
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
@@ -306,8 +304,7 @@ def test_one_dies_when_all_have_come(new_crew, dead):
     value_of(crew[2].outcome())
     time.sleep(0.4)
     died_at = crew[dead].kill()
-    for outcome in crew.outcomes([rank for rank in (0, 1) if rank != dead]):
-        assert_lost(outcome, dead, crew, died_at)
+    assert_all_lost(crew, [rank for rank in (0, 1) if rank != dead], dead, died_at)
 
 
 def test_one_is_stopped_when_all_have_come(new_crew):
@@ -496,11 +493,10 @@ def become_another_program(state) -> None:
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
 
 
-def test_a_process_that_became_another_program_is_gone(new_crew):
-    crew = new_crew(2)
-    crew.join(timeout=60.0)
+def test_a_process_that_became_another_program_is_gone(joined_crew):
+    crew = joined_crew(2, timeout=60.0)
     crew.run(reduce)
     started_at = time.monotonic()
     crew[1].start(become_another_program)
     crew[0].start(reduce)
-    assert_lost(crew[0].outcome(), 1, crew, started_at)
+    assert_all_lost(crew, [0], 1, started_at)

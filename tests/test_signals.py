@@ -18,13 +18,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from process_checks import BUSY_S, DEATH_S, SMALL, leave_nothing, reduce
+from process_checks import PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
 from ranks import LONG_S, Crew, Function, connect, new_name, value_of
 
 import pyringar as pr
-
-PROMPT_S = DEATH_S + BUSY_S  # a nap, and what other programs of this machine take
 
 
 class Alarm(BaseException):
@@ -235,9 +233,8 @@ def call_late(state) -> None:
     state.comm.barrier()
 
 
-def test_close_waits_for_the_call_of_another_thread(new_crew):
-    crew = new_crew(2)
-    crew.join(timeout=20)
+def test_close_waits_for_the_call_of_another_thread(joined_crew):
+    crew = joined_crew(2, timeout=20)
     crew[0].start(close_while_another_thread_waits)
     crew[1].call(call_late)
     value_of(crew[0].outcome())
@@ -347,9 +344,8 @@ def on_rank_destroys(state, name: str) -> list[object]:
     return [*handled, time.monotonic() - start]
 
 
-def test_a_handler_destroys_the_process_group_that_waits(new_crew):
-    crew = new_crew(2)
-    crew.join()
+def test_a_handler_destroys_the_process_group_that_waits(joined_crew):
+    crew = joined_crew(2)
     crew.start(on_rank_destroys, name=new_name())
     seconds = value_of(crew[0].outcome())
     assert len(seconds) == 2

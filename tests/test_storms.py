@@ -17,8 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from process_checks import (
-    BUSY_S,
-    DEATH_S,
+    PROMPT_S,
     leave_nothing,
     named_shared_memory,
     reduce,
@@ -115,7 +114,7 @@ def strike(crew: Crew, choice: random.Random, event: str) -> None:
         crew[struck].kill()
     else:
         crew[struck].send(number)
-    late_s = DEATH_S + BUSY_S + (TIMEOUT_S if event == "stop" else 0.0)
+    late_s = PROMPT_S + (TIMEOUT_S if event == "stop" else 0.0)
     for outcome in crew.outcomes(others):
         assert outcome.error in errors, (event, struck, outcome)
         assert crew.name(struck) in outcome.text, (event, struck, outcome.text)
