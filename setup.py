@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def prebuild_wanted() -> bool:
-    """Read PYRINGAR_PREBUILD: unset, "" or 0 is no, 1 is yes."""
+    """Return whether PYRINGAR_PREBUILD is 1, not unset, "" or 0."""
     value = os.environ.get("PYRINGAR_PREBUILD", "")
     if value not in ("", "0", "1"):
         raise SystemExit(f"PYRINGAR_PREBUILD={value!r}: expected 0 or 1")
@@ -59,7 +59,7 @@ class MaybeBinaryDistribution(Distribution):
     """A distribution whose wheel is tagged for this platform exactly when it holds the engine."""
 
     def has_ext_modules(self) -> bool:
-        """Say whether the wheel holds machine code."""
+        """Return whether the wheel holds machine code."""
         return prebuild_wanted()
 
 

@@ -292,7 +292,6 @@ def test_one_rank_and_nothing_to_reduce_take_no_time(name):
 
 # -- the event loop --------------------------------------------------------------------------------
 
-
 HOPS = {
     "messages queue: other ranks' links are free, rank 0's is not": (
         Network(5, link(1, 2)),

@@ -165,24 +165,30 @@ def _folder(plan: Plan) -> str:
     return f"{_digest(plan.content, 16)}-{_digest(plan.toolchain, 8)}"
 
 
+@contextmanager
+def _explained(path: Path, doing: str) -> Iterator[None]:
+    """Turn what the file system refuses into a BuildError that says what to do."""
+    try:
+        yield
+    except NotPrivateError as error:
+        raise BuildError(f"{error}: code is not loaded from {path}. {_MOVE_CACHE}") from error
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{doing}: {error}. {_MOVE_CACHE}") from error
+
+
 def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
     """Return the engine in ``folder``, None if there is no whole one."""
     path = folder / f"{kind.module}{toolchain.extension_suffix()}"
-    try:
-        if origin != "wheel":
-            for checked in (folder.parent, folder, path):
-                private_path(checked)
-        record = read_json(folder / "build.json", _MAX_RECORD_BYTES)
-        if not path.is_file():
+    with _explained(folder, f"cannot read the engine in {folder}, delete that folder"):
+        try:
+            if origin != "wheel":
+                for checked in (folder.parent, folder, path):
+                    private_path(checked)
+            record = read_json(folder / "build.json", _MAX_RECORD_BYTES)
+            if not path.is_file():
+                return None
+        except FileNotFoundError:
             return None
-    except FileNotFoundError:
-        return None
-    except NotPrivateError as error:
-        raise _not_loaded(folder, error) from error
-    except (OSError, ValueError) as error:
-        raise BuildError(
-            f"the engine in {folder} cannot be read ({error}): delete that folder. {_MOVE_CACHE}"
-        ) from error
     if not (isinstance(record, dict) and isinstance(record.get("content"), dict)):
         raise BuildError(f"{folder / 'build.json'} is no record of a build: delete that folder")
     return Engine(path, origin, record)
@@ -197,18 +203,10 @@ def open_engine(engine: Engine) -> int:
     Raises:
         BuildError: Another user can replace it, or it cannot be opened.
     """
-    try:
+    with _explained(engine.path, f"cannot open the engine {engine.path}"):
         if engine.origin == "wheel":
             return os.open(engine.path, os.O_RDONLY | os.O_CLOEXEC)
         return open_private(engine.path)
-    except NotPrivateError as error:
-        raise _not_loaded(engine.path, error) from error
-    except OSError as error:
-        raise BuildError(f"the engine {engine.path} cannot be opened: {error}") from error
-
-
-def _not_loaded(path: Path, error: NotPrivateError) -> BuildError:
-    return BuildError(f"{error}: code is not loaded from {path}. {_MOVE_CACHE}")
 
 
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
@@ -250,10 +248,8 @@ def find_engine(recipe: Recipe | None = None) -> Engine | None:
     except CompilerNotFoundError:
         # Built elsewhere (a container image, a node without compilers), and still right.
         name = f"{_digest(content, 16)}-*"
-    try:
+    with _explained(caches[0], f"cannot look for {recipe.kind.title}"):
         folders = [folder for cache in caches for folder in sorted(cache.glob(name))]
-    except OSError as error:
-        raise BuildError(f"cannot look for {recipe.kind.title}: {error}. {_MOVE_CACHE}") from error
     found = (_engine_in(folder, "cache", recipe.kind) for folder in folders)
     return next((engine for engine in found if engine is not None), None)
 
@@ -286,16 +282,13 @@ def build_engine(
     recipe = recipe or Recipe()
     plan = plan_build(recipe, recipe.content())
     folder = _make_folder(recipe.kind, _folder(plan))
-    try:
-        with _locked(folder):
-            engine = None if force else _engine_in(folder, "cache", recipe.kind)
-            if engine is None:
-                _sweep(folder)
-                _sign(folder)
-                compile_into(folder, plan, verbose=verbose)
-                engine = _engine_in(folder, "built", recipe.kind)
-    except OSError as error:
-        raise _cannot_build(recipe.kind, folder, error) from error
+    with _explained(folder, f"cannot build {recipe.kind.title} in {folder}"), _locked(folder):
+        engine = None if force else _engine_in(folder, "cache", recipe.kind)
+        if engine is None:
+            _sweep(folder)
+            _sign(folder)
+            compile_into(folder, plan, verbose=verbose)
+            engine = _engine_in(folder, "built", recipe.kind)
     if engine is None:
         raise BuildError(f"{recipe.kind.title} was built into {folder}, and is there no more")
     return engine
@@ -306,27 +299,22 @@ def _make_folder(kind: EngineKind, name: str) -> Path:
     caches, reason = _cache_dirs()
     for cache in caches:
         folder = cache / name
-        try:
-            private_path(cache)
-            make_private_dir(folder)
-            private_path(folder)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        except NotPrivateError as error:
-            raise _not_loaded(folder, error) from error
-        except OSError as error:
-            if cache == caches[-1]:
-                raise _cannot_build(kind, folder, error) from error
-            reason = str(error)
-            continue
+        with _explained(folder, f"cannot build {kind.title} in {folder}"):
+            try:
+                private_path(cache)
+                make_private_dir(folder)
+                private_path(folder)
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            except OSError as error:
+                if cache == caches[-1]:
+                    raise
+                reason = str(error)
+                continue
         if reason:
             _warn_of_temporary(cache, reason)
         return folder
     raise AssertionError("there is no cache at all")
-
-
-def _cannot_build(kind: EngineKind, folder: Path, error: OSError) -> BuildError:
-    return BuildError(f"cannot build {kind.title} in {folder}: {error}. {_MOVE_CACHE}")
 
 
 @contextmanager
