@@ -282,11 +282,16 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
             record |= cuda.record(output)
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         for finished in ("build.json", name):
-            with open(work / finished, "rb") as file:
-                os.fchmod(file.fileno(), 0o755)  # the owner alone writes it
-                os.fsync(file.fileno())
-            os.replace(work / finished, folder / finished)
+            _publish(work / finished, folder)
     log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / name)
+
+
+def _publish(finished: Path, folder: Path) -> None:
+    """Move a file into ``folder``: whoever finds it there finds all of it."""
+    with open(finished, "rb") as file:
+        os.fchmod(file.fileno(), 0o755)  # the owner alone writes it
+        os.fsync(file.fileno())
+    os.replace(finished, folder / finished.name)
 
 
 def _copy_sources(plan: Plan, root: Path) -> None:
