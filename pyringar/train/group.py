@@ -18,9 +18,8 @@ from torch import Tensor
 
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.patient_store import PatientStore
 from pyringar.comm.process_communicator import ALGORITHMS
-from pyringar.comm.stores import checked_store
+from pyringar.comm.stores import PatientStore, checked_store
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 from pyringar.parallel.shards import Device, Shards, shard_sizes, split_batch
