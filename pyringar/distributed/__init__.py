@@ -21,7 +21,7 @@ from pyringar.errors import UnsupportedError
 if not torch.distributed.is_available():
     raise UnsupportedError("this torch was built without torch.distributed")
 
-from pyringar.distributed.backend import register
+from pyringar.distributed.backend import make_communicator, register
 from pyringar.distributed.ddp import HookState, ddp_hook
 from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
 
@@ -30,6 +30,7 @@ __all__ = [
     "HookState",
     "communicator_for",
     "ddp_hook",
+    "make_communicator",
     "register",
 ]
 

@@ -26,7 +26,7 @@ from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "make_communicator", "register"]
 
 NAME = "ringar"
 
@@ -38,6 +38,27 @@ _ProcessGroup: Any = dist.ProcessGroup
 _open_groups: set[Any] = set()
 
 
+def make_communicator(
+    store: Any, rank: int, size: int, timeout: float, name: str
+) -> ProcessCommunicator:
+    """Make this rank's communicator of a group, as the backend does; all ranks call it.
+
+    Tensors correspond by the index of their elements, as torch.distributed has it.
+
+    Args:
+        store: A torch.distributed store that all ranks share.
+        rank: This process's rank.
+        size: Number of ranks.
+        timeout: Seconds that a call waits for a rank which makes no progress, and this one for all.
+        name: Tells groups on one store apart.
+
+    Raises:
+        ArgumentError, PeerLostError, CollectiveTimeout, RingarError: See
+            :class:`~pyringar.comm.process_communicator.ProcessCommunicator`.
+    """
+    return ProcessCommunicator(store, rank, size, name=name, timeout=timeout, compares_shapes=False)
+
+
 class _Group(Collectives):
     """Make, name and end a group: shared by both forms of the backend."""
 
@@ -46,9 +67,7 @@ class _Group(Collectives):
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
         seconds = options.timeout.total_seconds()
-        comm = ProcessCommunicator(
-            *(store, rank, size), name=options.group_id, timeout=seconds, compares_shapes=False
-        )
+        comm = make_communicator(store, rank, size, seconds, options.group_id)
         # In the part of the store that is this group's: where a restarted job finds its store as it
         # was, gloo would take the addresses of processes that are gone.
         fallback = Fallback(
