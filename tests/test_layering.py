@@ -334,7 +334,6 @@ def header_comment(file: str) -> str:
 def test_header_comment_says_what_where_and_tested_by_what(file):
     text = header_comment(file)
     assert text.startswith(f"// {Path(file).stem}: ")
-    assert f"\n// Floor     {file.split('/')[0]}" in text
     assert "\n// Tests     " in text
 
 

@@ -1,6 +1,5 @@
 // convert: names to enums, and our exceptions to Python's, for every module of the bindings.
 //
-// Floor     bindings
 // Contract  an unknown name is an ArgumentError with the choices; every ErrorKind becomes the class
 //           of the same name in pyringar.errors.
 // Threads   with the GIL held.

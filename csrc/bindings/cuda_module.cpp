@@ -1,7 +1,6 @@
 // cuda_module: the CUDA engine as Python sees it: Group, Work, devices and peers; cuda_process adds
 // ranks in processes.
 //
-// Floor     bindings
 // Contract  the calls of CudaGroup are those of the CPU engine's Group, so that the communicator
 //           treats both alike. Importing it needs no GPU and no driver. The GIL is released while
 //           kernels are launched.
@@ -152,7 +151,7 @@ void bind_group(py::module_& m) {
              return Engine::GroupPtr(new StreamedGroup(std::move(devices), timeout_s),
                                      GroupDeleter<Engine>{});
            }),
-           py::arg("place"), py::arg("timeout_s"))
+           py::arg("devices"), py::arg("timeout_s"))
       .def("check_usable", &StreamedGroup::check_usable)
       .def("has_peers", [](StreamedGroup& self) { return self.group().has_peers(); })
       .def("stats",

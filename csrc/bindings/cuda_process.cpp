@@ -1,6 +1,5 @@
 // cuda_process: the class ProcessGroup of ranks whose tensors are on GPUs.
 //
-// Floor     bindings
 // Contract  its calls are those of the CPU engine's ProcessGroup, so that the communicator treats
 //           both alike; what a GPU does not do (rings, registered tensors) is not there.
 // Tests     tests/test_cuda_processes.py

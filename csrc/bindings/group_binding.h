@@ -1,7 +1,6 @@
 // group_binding: what the four groups (CPU and CUDA, ranks as threads and as processes) show Python
 // alike: calls, bound calls, works, statistics, and how a group ends.
 //
-// Floor     bindings
 // Contract  An engine's file brings a struct Engine with
 //             Group, GroupPtr    the class that Python sees, held by a shared_ptr
 //             host(group)        answers forked(), has_this_thread(), check_usable()

@@ -1,7 +1,6 @@
 // module: the engine as Python sees it: Group, Work, and the schedule, names and sizes, for
 //         predictions and tests.
 //
-// Floor     bindings
 // Contract  pyringar.engine.load loads it; pyringar.comm.communicator is its only user, but for the
 //           schedule. Errors arrive as the classes of pyringar.errors. The GIL is released while
 //           data moves, except for calls so short that handing it over would take longer.

@@ -1,6 +1,5 @@
 // prepare: reads the lists, checks them, and lays out the pointer tables of a Collective.
 //
-// Floor     bindings
 // Tests     tests/test_arguments.py
 
 #include "bindings/prepare.h"

@@ -1,6 +1,5 @@
 // prepare: from Python lists of tensors to a Collective, every check on the way.
 //
-// Floor     bindings
 // Units     lists[rank][i]; every list holds one entry per rank, in rank order.
 // Contract  either a Collective that can run as it is, or an Error and nothing changed.
 // Threads   with the GIL held.

@@ -1,6 +1,5 @@
 // process: one rank of a group of processes as Python sees it, and shared memory.
 //
-// Floor     bindings
 // Contract  pyringar.comm.process_communicator is its only user. Every argument is checked before
 //           anything is announced to the other ranks.
 // Tests     tests/test_processes.py

@@ -1,6 +1,5 @@
 // process_prepare: reads the tensors, checks them, and finds their memory or copies it.
 //
-// Floor     bindings
 // Tests     tests/test_processes.py, tests/test_cuda_processes.py
 
 #include "bindings/process_prepare.h"

@@ -1,7 +1,6 @@
 // process_prepare: from the tensors of one rank among processes to a ProcessCall, every check on
 // the way; on the host and on GPUs alike.
 //
-// Floor     bindings
 // Contract  Either a ProcessCall that can run as it is, or an Error: nothing was changed, and no
 //           other rank was told. What the ranks must have alike (sizes) goes into one digest of the
 //           call; strides of elements that do not lie in the order of their index into another.

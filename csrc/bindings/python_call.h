@@ -1,6 +1,5 @@
 // python_call: releases the GIL, and handles signals during waits.
 //
-// Floor     bindings
 // Contract  While a PythonCall lives the GIL is released. look_at_signals() takes it back for a
 //           moment, for the innermost PythonCall of the thread; in threads of the engine's it does
 //           nothing. Handlers that it runs may call anything here again. Python

@@ -1,6 +1,5 @@
 // tensor: DLPack's exchange table for the data, torch's attributes for what DLPack does not say.
 //
-// Floor     bindings
 // Tests     tests/test_arguments.py, tests/test_layouts.py
 
 #include "bindings/tensor.h"

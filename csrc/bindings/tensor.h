@@ -1,6 +1,5 @@
 // tensor: what a collective must know of a Python tensor, read without torch's headers and checked.
 //
-// Floor     bindings
 // Units     shape and strides in elements, as torch gives them; borrowed from the tensor.
 // Contract  A TensorView is valid while its Python object lives and is not resized. Every refusal
 //           is an Error that names the operation, the argument with its index, and the value.

@@ -1,6 +1,5 @@
 // strided_view: a tensor whose elements need not lie side by side.
 //
-// Floor     core
 // Units     shape and strides in elements; data borrowed.
 // Tests     tests/test_layouts.py
 #pragma once

@@ -1,6 +1,5 @@
 // copy: bytes between a rank's own memory and slots that other cores read and write.
 //
-// Floor     cpu
 // Contract  like memcpy; from and to do not overlap. Two functions since two instructions win:
 //           storing to lines that another core has read takes them back one by one, at 35 GB/s
 //           where `rep movsb`, which announces whole lines, does 90; reading lines that another

@@ -1,6 +1,5 @@
 // direct: barrier, one pass over the rank's own slice, barrier.
 //
-// Floor     cpu
 // Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
 
 #include "cpu/direct.h"

@@ -1,6 +1,5 @@
 // direct: every rank reduces its own slice from all peers, in rank order, and writes it to all.
 //
-// Floor     cpu
 // Units     elements; pointers borrowed for the call.
 // Contract  rank order. Between the two barriers nobody else touches a slice but its owner:
 //             all inputs ready | barrier | read peers, write peers | barrier | results visible

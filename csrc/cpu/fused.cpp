@@ -1,6 +1,5 @@
 // fused: cuts all tensors of a call, laid end to end, into blocks that threads take one by one.
 //
-// Floor     cpu
 // Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
 
 #include "cpu/fused.h"

@@ -1,6 +1,5 @@
 // fused: ranks that share a memory, reduced in one pass: read k, add in registers, write k.
 //
-// Floor     cpu
 // Units     elements; pointers borrowed for the call.
 // Contract  rank order, whatever the number of threads: each element is folded by one thread in
 //           the order of its sources. Traffic is the minimum, (sources + destinations) * n.

@@ -1,6 +1,5 @@
 // group: locks, queues and dispatch.
 //
-// Floor     cpu
 // Tests     tests/test_communicator.py, tests/cpp/stress.cpp
 
 #include "cpu/group.h"

@@ -1,7 +1,6 @@
 // group: the CPU ranks of one communicator: their threads, links and counters, and how a collective
 // runs on them, now or later.
 //
-// Floor     cpu
 // Units     bytes, nanoseconds. A Collective borrows the tensors' memory; whoever submits one keeps
 //           it alive until its Work is done.
 // Contract  collectives of one group run one at a time, in the order in which they were asked for.

@@ -1,6 +1,5 @@
 // kernels: which file holds the loops of which dtype.
 //
-// Floor     cpu
 // Tests     tests/test_all_reduce.py
 
 #include "cpu/kernels.h"

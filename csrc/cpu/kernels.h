@@ -1,6 +1,5 @@
 // kernels: the loops over elements, one set per dtype and reduction, chosen once per call.
 //
-// Floor     cpu
 // Units     n in elements; every pointer to n of them: elements as in memory, or partials
 //           (partial_bytes(dtype) each). Nothing is owned or kept.
 // Contract  Left fold in the order of the sources: ((x0 + x1) + x2) + ..., then, for mean, one

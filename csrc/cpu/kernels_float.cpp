@@ -1,6 +1,5 @@
 // kernels_float: the loops of cpu/kernels.h for fp32 and fp64.
 //
-// Floor     cpu
 // Tests     tests/test_all_reduce.py
 
 #include "cpu/kernels_impl.h"

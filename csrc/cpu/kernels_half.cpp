@@ -1,6 +1,5 @@
 // kernels_half: the loops of cpu/kernels.h for fp16 and bf16.
 //
-// Floor     cpu
 // Tests     tests/test_all_reduce.py
 
 #include "cpu/kernels_impl.h"

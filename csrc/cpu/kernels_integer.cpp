@@ -1,6 +1,5 @@
 // kernels_integer: the loops of cpu/kernels.h for integers.
 //
-// Floor     cpu
 // Tests     tests/test_all_reduce.py
 
 #include "cpu/kernels_impl.h"

@@ -1,6 +1,5 @@
 // rank_team: persistent threads, woken together, counted as they return.
 //
-// Floor     cpu
 // Tests     tests/cpp/stress.cpp
 
 #include "cpu/rank_team.h"

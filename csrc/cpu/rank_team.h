@@ -1,6 +1,5 @@
 // rank_team: one native thread per rank, for the algorithms in which ranks wait for each other.
 //
-// Floor     cpu
 // Contract  run(program) calls program(rank) for every rank at the same time, rank 0 on the
 //           caller's thread, and returns when all have returned. Programs wait only through Watch,
 //           whose waits end when no rank has moved for the timeout, so run() ends. The first to

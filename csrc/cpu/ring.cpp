@@ -1,6 +1,5 @@
 // ring: memory and arithmetic of a thread for the ring program.
 //
-// Floor     cpu
 // Tests     tests/test_ring.py, tests/cpp/stress.cpp
 
 #include "cpu/ring.h"

@@ -1,6 +1,5 @@
 // ring: the ring program on one native thread per rank, through slots in shared memory.
 //
-// Floor     cpu
 // Units     elements; pointers borrowed for the call. kLinkBytes of slots per link.
 // Contract  chunk c is added in the order of ranks c+1, ..., c+k (mod k); see core/schedule.h.
 //           Every rank moves 2 (k-1)/k of the buffer to its next in an all-reduce, half of that

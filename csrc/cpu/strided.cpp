@@ -1,6 +1,5 @@
 // strided: an odometer over all dimensions but the last, a plain loop over that.
 //
-// Floor     cpu
 // Tests     tests/test_layouts.py
 
 #include "cpu/strided.h"

@@ -1,6 +1,5 @@
 // strided: tensors whose elements do not lie side by side, packed and unpacked, and compared.
 //
-// Floor     cpu
 // Units     shape and strides in elements; data borrowed.
 // Contract  pack() and unpack() visit elements in the order of their index, so that tensors of
 //           equal shape pack to equal positions; packed elements have their own sign. Gaps between

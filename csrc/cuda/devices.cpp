@@ -1,6 +1,5 @@
 // devices: see the header.
 //
-// Floor     cuda
 // Tests     tests/cpp/cuda_host/group_test.cpp
 
 #include "cuda/devices.h"

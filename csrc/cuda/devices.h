@@ -1,7 +1,6 @@
 // devices: which device each rank is on, what launches on several devices share, and the failures
 // that kernels report.
 //
-// Floor     cuda: host.
 // Contract  a barrier's flags lie on the devices if all reach each other, else in the host's
 // memory.
 //           A failure stays until the group ends.

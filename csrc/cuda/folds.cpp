@@ -1,6 +1,5 @@
 // folds: see the header.
 //
-// Floor     cuda
 // Tests     tests/cpp/cuda_processes
 
 #include "cuda/folds.h"

@@ -1,6 +1,5 @@
 // folds: launches of the fused kernels, over whole tensors or pieces of memory: sums and copies.
 //
-// Floor     cuda: host.
 // Units     elements for folds, bytes for copies. Pointers are of memory that the device reaches.
 // Contract  destinations = source 0 op source 1 op ..., in this order, rounded once; a destination
 //           may be one of its sources. Everything that was added runs in as few launches as it

@@ -1,6 +1,5 @@
 // group: see the header.
 //
-// Floor     cuda
 // Tests     tests/cpp/cuda_host/group_test.cpp, tests/cuda
 
 #include "cuda/group.h"

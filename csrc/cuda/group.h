@@ -1,6 +1,5 @@
 // group: the ranks of one communicator on GPUs: one call after the other, on the devices' streams.
 //
-// Floor     cuda: host.
 // Units     bytes, nanoseconds. A Collective borrows the tensors' memory; on return the work is
 //           enqueued, not done, and tensors must live until it is.
 // Contract  Work starts after what is on each device's stream, and the streams go on after it; the

@@ -1,6 +1,5 @@
 // kernels: from dtype to the file that holds its kernels.
 //
-// Floor     cuda
 // Tests     see cuda/kernels.h
 
 #include "cuda/kernels.h"

@@ -1,6 +1,5 @@
 // kernels: which kernel runs a dtype and a reduction, for hosts that launch it.
 //
-// Floor     cuda: host.
 // Contract  the arguments of each kind, in order: fused (table), direct (table, BarrierPorts,
 //           Patience), ring (RingArgs); the tables are those of cuda/table.h.
 // Threads   pure functions, any.

@@ -1,6 +1,5 @@
 // kernels_float: the kernels for fp64 and fp32.
 //
-// Floor     cuda
 // Tests     see cuda/kernels.h
 
 #include "cuda/kernels_impl.cuh"

@@ -1,6 +1,5 @@
 // kernels_half: the kernels for fp16 and bf16.
 //
-// Floor     cuda
 // Tests     see cuda/kernels.h
 
 #include "cuda/kernels_impl.cuh"

@@ -1,6 +1,5 @@
 // kernels_integer: the kernels for integers.
 //
-// Floor     cuda
 // Tests     see cuda/kernels.h
 
 #include "cuda/kernels_impl.cuh"

@@ -1,6 +1,5 @@
 // peers: see the header.
 //
-// Floor     cuda
 // Tests     see the header
 
 #include "cuda/peers.h"

@@ -1,6 +1,5 @@
 // peers: which devices can read and write each other's memory, tried out with real data.
 //
-// Floor     cuda: host.
 // Contract  enable_peers() switches access on, once per process and pair, and never off; a pair
 //           counts only after a kernel of each has written a pattern into the other's memory, read
 //           it back, and the other has found it there: some machines say yes and deliver zeros.

@@ -1,6 +1,5 @@
 // ring_links: see the header.
 //
-// Floor     cuda
 // Tests     tests/cpp/cuda_host/group_test.cpp
 
 #include "cuda/ring_links.h"

@@ -1,7 +1,6 @@
 // ring_links: the memory through which ranks on GPUs send messages around the ring, and the ring's
 // launches.
 //
-// Floor     cuda: host.
 // Contract  one launch per device and tensor, all blocks on the devices at once. A link's slots and
 //           flags lie on a device if the one at its other end reaches them there, else in the
 //           host's memory. Message counts go on from launch to launch.

@@ -1,6 +1,5 @@
 // runtime: see the header.
 //
-// Floor     cuda
 // Tests     tests/cuda
 
 #include "cuda/runtime.h"

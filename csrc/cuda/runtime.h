@@ -1,6 +1,5 @@
 // runtime: the CUDA runtime with owners and exceptions: devices, streams, events, memory.
 //
-// Floor     cuda: host.
 // Contract  every failed call is an Error of kind kCuda that names the call, the device and CUDA's
 //           reason. Owners release on the device they were made on and never throw.
 // Threads   any; the current device of the calling thread is left as it was.

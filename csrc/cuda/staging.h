@@ -1,6 +1,5 @@
 // staging: a call's tensors in buffers that all devices reach, where they do not reach the tensors.
 //
-// Floor     cuda: host.
 // Contract  buffers lie in the host's memory if a rank does or if devices do not reach each other,
 //           else on the rank's device. They grow and are used again by later calls.
 // Tests     tests/cpp/cuda_host/group_test.cpp

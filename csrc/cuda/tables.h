@@ -1,6 +1,5 @@
 // tables: a call's tensors as the tables of cuda/table.h, a launch's worth at a time.
 //
-// Floor     cuda: host.
 // Contract  as few launches as tables allow, a dtype at a time. All tensors have as many sources,
 //           and as many destinations. Over several devices each gets its slice of every tensor, the
 //           same tensors in each table, so that all devices pass the same barriers.

@@ -1,6 +1,5 @@
 // engine: tensors in pieces, pieces in slots, slots into kernels.
 //
-// Floor     cuda_process
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 
 #include "cuda_process/engine.h"

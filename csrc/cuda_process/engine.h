@@ -1,7 +1,6 @@
 // engine: one collective of one rank among processes with GPUs: what it enqueues, and when the host
 // waits.
 //
-// Floor     cuda_process: host.
 // Units     elements for spans, bytes for pieces and slots.
 // Contract  Rank order, whatever the size and however it is cut; fp16 and bf16 are rounded once.
 //           Everything is enqueued on the given stream, in order with what is there before and

@@ -1,6 +1,5 @@
 // group: meeting, one call, and who frees what when.
 //
-// Floor     cuda_process
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 
 #include "cuda_process/group.h"

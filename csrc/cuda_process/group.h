@@ -1,7 +1,6 @@
 // group: one rank of a group of processes, its tensors on a GPU: cuda_process/engine moves the
 // data, process/group meets the other ranks.
 //
-// Floor     cuda_process
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
 // Contract  that of process/group: same calls in the same order, what differs is raised before
 //           tensors are written, failures are everybody's. A call that returns has been enqueued,

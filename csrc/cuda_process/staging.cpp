@@ -1,6 +1,5 @@
 // staging: see the header.
 //
-// Floor     cuda_process
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 
 #include "cuda_process/staging.h"

@@ -1,7 +1,6 @@
 // staging: the slots and events that one rank shows to ranks in other processes, and theirs
 // as they are seen here.
 //
-// Floor     cuda_process: host.
 // Units     bytes; message n lies in slot n % kStagingSlots, see core/staged_program.h.
 // Contract  Every rank owns kStagingSlots slots (memory of its own, never torch's, whose allocator
 //           may hand out what cannot be exported) and, for every slot, two events that other

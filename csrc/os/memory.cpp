@@ -1,6 +1,5 @@
 // memory: /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo.
 //
-// Floor     os
 // Tests     tests/test_memory_limits.py
 
 #include "os/memory.h"

@@ -1,6 +1,5 @@
 // process: /proc/PID/stat, affinity masks.
 //
-// Floor     os
 // Tests     tests/test_processes.py, tests/test_process_faults.py
 
 #include "os/process.h"

@@ -1,6 +1,5 @@
 // shared_memory: memfd_create, seals, /proc/PID/fd.
 //
-// Floor     os
 // Tests     tests/test_processes.py
 
 #include "os/shared_memory.h"

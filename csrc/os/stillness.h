@@ -1,6 +1,5 @@
 // stillness: for how long other ranks have stood still, as seen by one that waits for them.
 //
-// Floor     os
 // Units     nanoseconds.
 // Contract  A deadline is for a rank that makes no progress, not for a long call: a rank stands
 //           still while its mark, a number that changes with everything it gets done, stays the

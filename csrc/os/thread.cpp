@@ -1,6 +1,5 @@
 // thread: affinity masks.
 //
-// Floor     os
 // Tests     tests/cpp/stress.cpp
 
 #include "os/thread.h"

@@ -1,6 +1,5 @@
 // thread_pool: open a job, let helpers in, close the door, wait for those inside.
 //
-// Floor     os
 // Tests     tests/cpp/stress.cpp
 
 #include "os/thread_pool.h"

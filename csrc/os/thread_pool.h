@@ -1,7 +1,6 @@
 // thread_pool: helpers that join the caller's loop when they can; the caller never waits for one
 // that has not joined.
 //
-// Floor     os
 // Contract  run(work) calls work() on the caller's thread and on every helper that joins before
 //           the caller has finished its own call; it returns when all of these have returned.
 //           work() shares out its own items (an atomic counter). Everything written before run()

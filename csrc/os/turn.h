@@ -1,6 +1,5 @@
 // turn: the lock under which the calls of a group run one at a time, and how one waits for it.
 //
-// Floor     os
 // Contract  take() returns when this thread has the turn. While it waits it calls on_nap some
 //           twenty times a second; what that throws ends the wait. Where this thread has the turn
 //           already it throws kState: on_nap of a call has run a signal handler, which called

@@ -1,6 +1,5 @@
 // wait: futex or condition variables, and the policy spin - yield - sleep.
 //
-// Floor     os
 // Tests     tests/cpp/stress.cpp
 
 #include "os/wait.h"

@@ -1,6 +1,5 @@
 // work_queue: a deque, a thread, and when waiters are notified.
 //
-// Floor     os
 // Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
 
 #include "os/work_queue.h"

@@ -1,6 +1,5 @@
 // work_queue: one thread that runs what it is given, in the order in which it was given.
 //
-// Floor     os
 // Contract  A job's Work is complete once it has returned or thrown. close() runs what was
 //           submitted before, then joins the thread. The thread starts with the first job.
 //           Waits call on_nap as os/turn does.

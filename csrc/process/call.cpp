@@ -1,6 +1,5 @@
 // call: the engines that give the staged programs a process's memory and arithmetic.
 //
-// Floor     process
 // Tests     tests/test_processes.py, tests/cpp/process_test.cpp
 
 #include "process/call.h"

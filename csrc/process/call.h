@@ -1,6 +1,5 @@
 // call: one collective of one rank among processes, and the engines that run it.
 //
-// Floor     process
 // Units     elements for spans, bytes for pieces.
 // Contract  staged (direct, exchange): rank order, whatever the size and however it is cut. Nothing
 //           of the caller's is written before all ranks agree on what they call. ring: its own

@@ -1,6 +1,5 @@
 // flat_view: where each tensor begins.
 //
-// Floor     process
 // Tests     tests/cpp/process_test.cpp
 
 #include "process/flat_view.h"

@@ -1,7 +1,6 @@
 // flat_view: one rank's tensors viewed as a single buffer (no copy), cut into pieces that fit a
 // slot.
 //
-// Floor     process
 // Units     bytes for the line and for pieces, elements for runs.
 // Contract  Tensors of one dtype follow each other without gaps and make one run, so that a
 //           thousand small ones are reduced as one; another dtype begins a run on a new cache line.

@@ -1,6 +1,5 @@
 // group: joining, locks, registered memory, refusals.
 //
-// Floor     process
 // Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp
 
 #include "process/group.h"

@@ -1,7 +1,6 @@
 // group: one rank of a group of processes: its segment, its calls one after the other, now
 // or in the background.
 //
-// Floor     process
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
 // Contract  All ranks make the same calls in the same order; what differs is found before data
 //           moves, and raised on all ranks. After a failure the group refuses everything with that

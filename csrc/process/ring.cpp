@@ -1,6 +1,5 @@
 // ring: memory and arithmetic of a process for the ring program.
 //
-// Floor     process
 // Tests     tests/test_processes.py, tests/cpp/process_test.cpp
 
 #include "process/ring.h"

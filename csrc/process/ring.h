@@ -1,6 +1,5 @@
 // ring: the ring program between processes, which see each other's slots only.
 //
-// Floor     process
 // Units     elements; memory borrowed for the call.
 // Contract  as cpu/ring.h, in place: chunk c is added in the order of ranks c+1, ..., c+k (mod k).
 //           Results are the bits of the ring on threads. All ranks have agreed on the call.

@@ -1,6 +1,5 @@
 // segment: offsets, and the checks of a segment that another process laid out.
 //
-// Floor     process
 // Tests     tests/test_processes.py, tests/cpp/process_test.cpp
 
 #include "process/segment.h"

@@ -1,6 +1,5 @@
 // segment: the layout of the memory that the processes of one group share.
 //
-// Floor     process
 // Units     bytes.
 // Contract  One writer per word: rank r writes line r and its own slots; only `failure` is written
 //           by the first rank that fails. Nothing in the segment is trusted unchecked: sizes are

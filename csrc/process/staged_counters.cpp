@@ -1,6 +1,5 @@
 // staged_counters: see the header.
 //
-// Floor     process
 // Tests     tests/test_processes.py
 
 #include "process/staged_counters.h"

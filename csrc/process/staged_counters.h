@@ -1,7 +1,6 @@
 // staged_counters: what every staged engine of a process does alike: counters, and the comparison
 // of calls.
 //
-// Floor     process
 // Contract  the counters and waits of core/staged_program.h, on the rank's line of the segment.
 //           What an engine's memory needs beyond them (a GPU's events) is the engine's.
 // Threads   a group runs one call at a time.

@@ -1,6 +1,5 @@
 // watch: pauses, yields, naps; liveness; the failure that all ranks share.
 //
-// Floor     process
 // Tests     tests/test_process_faults.py, tests/cpp/process_test.cpp
 
 #include "process/watch.h"

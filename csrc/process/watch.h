@@ -1,6 +1,5 @@
 // watch: waits of a rank for other processes, with deadlines, and which rank a timeout names.
 //
-// Floor     process
 // Units     nanoseconds.
 // Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
 //           ends when the rank that is furthest behind has stood still for the timeout (see
