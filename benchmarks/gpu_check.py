@@ -281,11 +281,16 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def measured_by(facts: Mapping[str, Mapping[str, Any]]) -> list[Results]:
+    """Return what the benchmarks' steps have measured."""
+    found = [facts[name]["results"] for name in SCRIPTS if name in facts]
+    return [results for results in found if results]
+
+
 def report_of(gpu: Mapping[str, Any], steps: Sequence[Step]) -> Results:
     """Return one report: the benchmarks' rows, as in every results file, and all that was found."""
     facts = {step.name: step.facts for step in steps}
-    found = [facts[name]["results"] for name in SCRIPTS if name in facts]
-    measured = [results for results in found if results]
+    measured = measured_by(facts)
     return Results(
         section="gpu_check",
         machine={"cpu": "unknown", "date": "unknown", **gpu, **facts.get("machine", {})},

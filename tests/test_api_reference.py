@@ -11,6 +11,7 @@ import functools
 import html
 import importlib.util
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from pyringar import UnsupportedError
 
@@ -36,6 +38,7 @@ NOT_MADE_BY_CALLERS = {"Work"}
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
 # Where a docstring says once that the rest of it stands.
 SEE = re.compile(r"\bSee\s+:(?:meth|class|func):`([\w.]+)`")
+SEE_TORCH = re.compile(r"\bSee\s+``(torch\.[\w.]+)``")  # its arguments are torch's
 
 
 class Documented(NamedTuple):
@@ -153,6 +156,10 @@ def gaps_of(item: Documented) -> list[str]:
     own = sections_of(inspect.getdoc(item.obj) or "").get(section, [])
     listed = listed_by(item, section)
     gaps = []
+    of_torch = SEE_TORCH.findall(inspect.getdoc(item.obj) or "")
+    for name in of_torch:
+        operator.attrgetter(name.removeprefix("torch."))(torch)  # it is there
+        wanted = own
     if own != [name for name in wanted if name in own] or set(wanted) - set(listed):
         gaps.append(f"arguments {wanted}, listed {listed}")
     if missing := raised_by(item) - set(listed_by(item, "Raises")):

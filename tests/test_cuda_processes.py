@@ -18,7 +18,6 @@ from ranks import crews, new_name
 
 import pyringar as pr
 from pyringar import errors
-from pyringar.comm import process_communicator
 from pyringar.engine import load
 
 WORLD_SIZES = (2, 3)
@@ -66,7 +65,7 @@ def test_no_ring_on_gpus(fake_gpu):
 def on_rank_wrong_kind(state: SimpleNamespace, name: str) -> list[str]:
     """Rank 1 says it is on a GPU; nobody gets as far as CUDA."""
     torch.cuda.device_count = lambda: 1
-    process_communicator.load = SimpleNamespace(engine=load.engine, cuda_engine=load.engine)
+    load.cuda_engine = load.engine
     device = "cuda:0" if state.rank == 1 else None
     try:
         pr.ProcessCommunicator(

@@ -80,32 +80,41 @@ def one_call(comm_of, seed: int, number: int) -> None:
     order = "rank" if algorithm == "auto" else "any"
     reduced_by = "fused" if algorithm == "auto" or entry == "allreduce" else algorithm
     first = container(arrays_of(rng, [row[0] for row in placed]))
-    options = {"algorithm": algorithm, "order": order}
     with float_mode(flushes):
-        if entry == "allreduce":
-            pr.allreduce(first, op)
-        elif entry == "coalesced":
-            comm.all_reduce_coalesced([[p.tensor for p in row] for row in placed], op, **options)
-        elif entry == "bind":
-            bound = comm.bind(first, op, **options)
-            bound()
-            for rank, row in enumerate(placed):  # once more, from the start
-                row[0].write(parameters[0].inputs[rank])
-            bound()
-        else:
-            work = comm.all_reduce(first, op, async_op=entry == "async", **options)
-            if work is not None:
-                work.wait()
-    for i, parameter in enumerate(parameters):
+        make_call(comm, entry, first, placed, parameters, op, algorithm=algorithm, order=order)
+    for parameter, mine in zip(parameters, zip(*placed, strict=True), strict=True):
         where = f"{context}: {parameter}"
         wanted = parameter.expected(op, "fused" if k == 1 else reduced_by)
-        results = [row[i].read() for row in placed]
-        if algorithm in ("naive", "sharded") and any(parameter.are_negated):
-            # Written by torch, whose negation makes another NaN of one.
-            results = [diff.one_nan(found, parameter.kind) for found in results]
-        check_ranks(results, wanted, parameter.kind, where)
-        for row in placed:
-            row[i].check_around(where)
+        check_parameter(parameter, mine, wanted, algorithm in ("naive", "sharded"), where)
+
+
+def check_parameter(parameter, mine, wanted, is_torchs: bool, where: str) -> None:
+    """Compare what all ranks hold of a parameter, and what lies around it."""
+    results = [placed.read() for placed in mine]
+    if is_torchs and any(parameter.are_negated):
+        # Written by torch, whose negation makes another NaN of one.
+        results = [diff.one_nan(found, parameter.kind) for found in results]
+    check_ranks(results, wanted, parameter.kind, where)
+    for placed in mine:
+        placed.check_around(where)
+
+
+def make_call(comm, entry: str, first, placed, parameters, op: str, **options: str) -> None:
+    """Call one way of reducing: of the first parameter's arrays, or of all that are placed."""
+    if entry == "allreduce":
+        pr.allreduce(first, op)
+    elif entry == "coalesced":
+        comm.all_reduce_coalesced([[p.tensor for p in row] for row in placed], op, **options)
+    elif entry == "bind":
+        bound = comm.bind(first, op, **options)
+        bound()
+        for rank, row in enumerate(placed):  # once more, from the start
+            row[0].write(parameters[0].inputs[rank])
+        bound()
+    else:
+        work = comm.all_reduce(first, op, async_op=entry == "async", **options)
+        if work is not None:
+            work.wait()
 
 
 def other_collective(rng, comm, op: str, flushes: bool, context: str) -> None:
@@ -185,18 +194,8 @@ def rank_call(comm: pr.ProcessCommunicator, seed: int, number: int) -> int:
     with float_mode(flushes):
         if entry == "broadcast":
             comm.broadcast(placed[0].tensor, root)
-        elif entry == "bind":
-            bound = comm.bind(placed[0].tensor, op, algorithm=algorithm)
-            bound()
-            placed[0].write(parameters[0].inputs[rank])
-            bound()
-        elif entry == "list":
-            comm.all_reduce([p.tensor for p in placed], op, algorithm=algorithm)
         else:
-            is_async = entry == "async"
-            work = comm.all_reduce(placed[0].tensor, op, algorithm=algorithm, async_op=is_async)
-            if work is not None:
-                work.wait()
+            reduce_as_rank(comm, entry, placed, parameters[0], op, algorithm)
     # One tensor that lies otherwise on another rank, and all of the call are taken by index.
     orders = {tuple(p.in_other_order(r) for p in parameters) for r in range(k)}
     digest = 0
@@ -210,6 +209,22 @@ def rank_call(comm: pr.ProcessCommunicator, seed: int, number: int) -> int:
         mine.check_around(where)
         digest = zlib.crc32(mine.read().tobytes(), digest)
     return digest
+
+
+def reduce_as_rank(comm, entry: str, placed, first, op: str, algorithm: str) -> None:
+    """Call one way of reducing what this rank has placed."""
+    if entry == "bind":
+        bound = comm.bind(placed[0].tensor, op, algorithm=algorithm)
+        bound()
+        placed[0].write(first.inputs[comm.rank])
+        bound()
+    elif entry == "list":
+        comm.all_reduce([p.tensor for p in placed], op, algorithm=algorithm)
+    else:
+        is_async = entry == "async"
+        work = comm.all_reduce(placed[0].tensor, op, algorithm=algorithm, async_op=is_async)
+        if work is not None:
+            work.wait()
 
 
 def scatter_and_gather(comm, rng, own, op: str, flushes: bool, context: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,24 +104,30 @@ def strided(x: Tensor) -> Tensor:
 DISGUISES = {"strided": strided, "negated": lambda x: torch._neg_view(-x)}
 
 
+def same(*pairs: tuple[Tensor, Tensor]) -> None:
+    for got, expected in pairs:
+        assert got.tolist() == expected.tolist()
+
+
+def reduce_disguised(rank: int, hide: Callable[[Tensor], Tensor], parts: list[Tensor]) -> None:
+    """Disguised on one rank, and on both."""
+    for op, total in (("SUM", parts[0] + parts[1]), ("MAX", torch.maximum(*parts))):
+        for x in (hide(parts[rank]) if rank else parts[0].clone(), hide(parts[rank])):
+            dist.reduce(x, 0, getattr(dist.ReduceOp, op))
+            if rank == 0:
+                same((x, total))
+
+
 def disguised(rank: int, size: int, how: str, dtype: torch.dtype) -> None:
     """What gloo does, two ranks: it would go by memory, past the tensor's end or without a sign."""
     hide = DISGUISES[how]
     parts = [torch.arange(4).to(dtype) + 10 * r for r in range(2)]
 
-    def same(*pairs: tuple[Tensor, Tensor]) -> None:
-        for got, expected in pairs:
-            assert got.tolist() == expected.tolist()
-
     def new() -> Tensor:
         return hide(torch.full((4,), 7).to(dtype))
 
-    if dtype is torch.float32:  # on one rank, and on both
-        for op, total in (("SUM", parts[0] + parts[1]), ("MAX", torch.maximum(*parts))):
-            for x in (hide(parts[rank]) if rank else parts[0].clone(), hide(parts[rank])):
-                dist.reduce(x, 0, getattr(dist.ReduceOp, op))
-                if rank == 0:
-                    same((x, total))
+    if dtype is torch.float32:
+        reduce_disguised(rank, hide, parts)
     for mine in (hide(parts[rank]), parts[rank]):
         rows = [new(), new()]
         dist.gather(mine, rows if rank == 0 else None, 0)

@@ -75,17 +75,8 @@ def assert_told(outcomes: dict[str, str], harmless: set[str]) -> None:
 # -- one process drives all ranks ------------------------------------------------------------------
 
 
-def test_every_method_of_a_group_of_threads():
-    comm = pr.Communicator(["cpu"] * 2, timeout=60)
-    group = comm._group
-    two = [torch.ones(4), torch.ones(4)]
-    four = [torch.ones(8), torch.ones(8)]
-    bound = comm.bind(two)
-    done = comm.all_reduce(two, async_op=True)
-    done.wait()
-    group.delay_rank(1, 2.0)
-    work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
-    group_calls = {
+def calls_of_threads(group, two, four) -> dict:
+    return {
         "all_reduce": lambda: group.all_reduce(two, "sum", "fused", None),
         "all_reduce_coalesced": lambda: group.all_reduce_coalesced(
             [[t] for t in two], "sum", "fused", None
@@ -100,6 +91,19 @@ def test_every_method_of_a_group_of_threads():
         "stats": group.stats,
         "delay_rank": lambda: group.delay_rank(0, 0.0),
     }
+
+
+def test_every_method_of_a_group_of_threads():
+    comm = pr.Communicator(["cpu"] * 2, timeout=60)
+    group = comm._group
+    two = [torch.ones(4), torch.ones(4)]
+    four = [torch.ones(8), torch.ones(8)]
+    bound = comm.bind(two)
+    done = comm.all_reduce(two, async_op=True)
+    done.wait()
+    group.delay_rank(1, 2.0)
+    work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
+    group_calls = calls_of_threads(group, two, four)
     assert set(group_calls) == methods_of(group)
     others = {
         "work.wait": work.wait,
@@ -130,21 +134,8 @@ def test_every_method_of_a_group_of_threads():
 # -- one rank per process --------------------------------------------------------------------------
 
 
-def on_rank_forks_in_every_method(state) -> dict[str, str]:
-    comm, group = state.comm, state.comm._group
-    shared = pr.shared_empty(100)
-    comm.register(shared)
-    one, two = torch.ones(4), torch.ones(4 * state.world_size)
-    bound = comm.bind(one)
-    bound()
-    done = comm.all_reduce(one, async_op=True)
-    done.wait()
-    if state.rank != 0:
-        time.sleep(0.5)
-        return {}
-    work = comm.all_reduce(torch.ones(LARGE), async_op=True)
-    time.sleep(0.1)  # its thread waits
-    group_calls = {
+def calls_of_a_rank(group, shared, one, two) -> dict:
+    return {
         "absent_ranks": group.absent_ranks,
         "seal": group.seal,
         "all_reduce": lambda: group.all_reduce(shared, "sum", "direct", None),
@@ -166,6 +157,23 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
         "set_timeout": lambda: group.set_timeout(7.0),
         "submit_step": lambda: group.submit_step(print),
     }
+
+
+def on_rank_forks_in_every_method(state) -> dict[str, str]:
+    comm, group = state.comm, state.comm._group
+    shared = pr.shared_empty(100)
+    comm.register(shared)
+    one, two = torch.ones(4), torch.ones(4 * state.world_size)
+    bound = comm.bind(one)
+    bound()
+    done = comm.all_reduce(one, async_op=True)
+    done.wait()
+    if state.rank != 0:
+        time.sleep(0.5)
+        return {}
+    work = comm.all_reduce(torch.ones(LARGE), async_op=True)
+    time.sleep(0.1)  # its thread waits
+    group_calls = calls_of_a_rank(group, shared, one, two)
     assert set(group_calls) == methods_of(group), methods_of(group) - set(group_calls)
     del group_calls["add_region"]  # wants memory of the others', which register() cannot ask for
     others = {

@@ -60,6 +60,13 @@ def refusals(comm) -> list:
         (lambda: comm.all_gather(torch.ones(4 * k - 1), good), f"output has {4 * k - 1} float32"),
         (lambda: comm.all_gather(torch.ones(4 * k)[: 4 * k], torch.ones(4).int()), "int32"),
         (lambda: comm.all_gather(grad, good), "output"),
+    ]
+
+
+def refused_groups(comm) -> list:
+    """The same for ``new_group`` and ``plan``."""
+    k = comm.world_size
+    return [
         (lambda: comm.new_group([]), r"ranks is \[\], expected different ranks"),
         (lambda: comm.new_group([0, 0]), r"ranks is \[0, 0\], expected different ranks"),
         (lambda: comm.new_group([k]), rf"ranks is \[{k}\], expected ranks from 0 to {k - 1}"),
@@ -73,7 +80,7 @@ def refusals(comm) -> list:
 
 @on_ranks(2)
 def test_wrong_arguments_are_refused_by_name(state):
-    for call, words in refusals(state.comm):
+    for call, words in refusals(state.comm) + refused_groups(state.comm):
         with pytest.raises((pr.ArgumentError, pr.UnsupportedError), match=words):
             call()
     # Nobody was told: the next call is the next call.

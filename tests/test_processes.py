@@ -267,6 +267,23 @@ def test_gaps_on_some_ranks_only(state):
 # -- at random, and more ranks than cores ----------------------------------------------------------
 
 
+def call_of(comm, kind: str, parts, *, op: str, algorithm: str, root: int, async_op: bool):
+    """Make a call with these parts of all ranks: this rank's result, its work, what it must be."""
+    k, rank = comm.world_size, comm.rank
+    mine, dtype, numel = parts[rank].clone(), parts[0].dtype, parts[0].numel()
+    if kind == "one":
+        work = comm.all_reduce(mine, op, algorithm=algorithm, async_op=async_op)
+        return mine, work, expected(parts, op, algorithm)
+    if kind == "scatter":
+        output = torch.empty(numel // k, dtype=dtype)
+        work = comm.reduce_scatter(output, mine, op, async_op=async_op)
+        return output, work, reduced(parts, op).chunk(k)[rank] if numel else output
+    if kind == "gather":
+        output = torch.empty(numel * k, dtype=dtype)
+        return output, comm.all_gather(output, mine, async_op=async_op), torch.cat(parts)
+    return mine, comm.broadcast(mine, root, async_op=async_op), parts[root]
+
+
 def check_at_random(state, seed: int, calls: int) -> list[int]:
     """All ranks draw the same calls; every result is compared."""
     choice = python_random.Random(seed)
@@ -283,33 +300,22 @@ def check_at_random(state, seed: int, calls: int) -> list[int]:
         root, seed_of_turn = choice.randrange(k), choice.randrange(10**6)
         if choice.random() < 0.2 and choice.randrange(k) == rank:
             time.sleep(0.002)
-        parts = inputs(numel, dtype, k, seed=seed_of_turn)
-        mine, work = parts[rank].clone(), None
-        if kind == "one":
-            work = comm.all_reduce(mine, op, algorithm=algorithm, async_op=asynchronous)
-            wanted = expected(parts, op, algorithm)
-        elif kind == "list":
+        if kind == "list":
             found.append(check_list(state, random_lists(choice, k, 9, 2000), op, algorithm))
             continue
-        elif kind == "scatter":
-            parts = inputs(numel * k, dtype, k, seed=seed_of_turn)
-            mine = torch.empty(numel, dtype=dtype)
-            work = comm.reduce_scatter(mine, parts[rank].clone(), op, async_op=asynchronous)
-            wanted = reduced(parts, op)[rank * numel : (rank + 1) * numel]
-        elif kind == "gather":
-            mine = torch.empty(numel * k, dtype=dtype)
-            work = comm.all_gather(mine, parts[rank].clone(), async_op=asynchronous)
-            wanted = torch.cat(parts)
-        elif kind == "broadcast":
-            work = comm.broadcast(mine, root, async_op=asynchronous)
-            wanted = parts[root]
-        else:
+        if kind == "shared":
             parts = inputs(20_000, torch.float32, k, seed=seed_of_turn)
             first = choice.randrange(19_000)
             shared.copy_(parts[rank])
             mine = shared[first : first + 1000]
             work = comm.all_reduce(mine, op, async_op=asynchronous)
             wanted = reduced([p[first : first + 1000] for p in parts], op)
+        else:
+            count = numel * k if kind == "scatter" else numel
+            parts = inputs(count, dtype, k, seed=seed_of_turn)
+            mine, work, wanted = call_of(
+                comm, kind, parts, op=op, algorithm=algorithm, root=root, async_op=asynchronous
+            )
         if work is not None:
             work.wait()
         assert_bits(mine, wanted, f"seed {seed} turn {turn}: {kind} {op} {dtype} {numel}")

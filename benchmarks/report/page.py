@@ -72,22 +72,18 @@ def table(results: Results) -> str:
     """Return a line per case, number of ranks and clock, with a column per candidate."""
     cases = by_key(results.rows, lambda row: (row.case, row.world_size, row.clock))
     names = list(dict.fromkeys(row.candidate for row in results.rows))
-    has_clock = any(row.clock for row in results.rows)
-    has_limit = any(row.limit_s for row in results.rows) and not has_limit_column(results)
+    needs_limit = not has_limit_column(results)
     lines = []
     for (case, k, clock), rows in cases.items():
         found = {row.candidate: row for row in rows}
         best = min((r.median_s for r in rows if r.is_ours), default=None)
-        limit_s = rows[0].limit_s
-        lines.append(
-            [
-                *(case, k, *([clock] if has_clock else [])),
-                *([format_s(limit_s) if limit_s else ""] if has_limit else []),
-                *(_cell(found.get(name), best) for name in names),
-            ]
-        )
-    heads = ["case", "ranks", *(["clock"] if has_clock else []), *(["limit"] if has_limit else [])]
-    return markdown_table([*heads, *(f"`{name}`" for name in names)], lines)
+        limit_s = rows[0].limit_s if needs_limit else None
+        limit = format_s(limit_s) if limit_s else ""
+        heads = {"case": case, "ranks": k, "clock": clock, "limit": limit}
+        cells = {f"`{name}`": _cell(found.get(name), best) for name in names}
+        lines.append(heads | cells)
+    columns = [name for name in lines[0] if any(line[name] for line in lines)]
+    return markdown_table(columns, [[line[name] for name in columns] for line in lines])
 
 
 def has_limit_column(results: Results) -> bool:

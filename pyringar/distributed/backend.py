@@ -54,7 +54,7 @@ def make_communicator(
 
     Raises:
         ArgumentError, PeerLostError, CollectiveTimeout, RingarError: See
-            :class:`~pyringar.comm.process_communicator.ProcessCommunicator`.
+            :class:`ProcessCommunicator`.
     """
     return ProcessCommunicator(store, rank, size, name=name, timeout=timeout, compares_shapes=False)
 

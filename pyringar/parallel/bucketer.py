@@ -36,7 +36,7 @@ class GradientBucketer:
         bucket_cap_mb: A bucket closes once it holds this many megabytes (10**6 bytes) of one rank's
             gradients. Parameters are never split.
         first_bucket_mb: The same for the first bucket: a small one leaves early.
-        op: As in :meth:`Communicator.all_reduce`.
+        op: How ranks are reduced: see :meth:`Communicator.all_reduce`.
         overlap: False: reduce everything in :meth:`wait`. The bits are the same.
 
     Raises:

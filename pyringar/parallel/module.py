@@ -57,11 +57,10 @@ class DataParallel(nn.Module):
             the whole batch, as the undivided module would.
         output_device: Where outputs are put together; if not given, where the input came from.
         gather: False: a call returns the list of the ranks' outputs, each on its device.
-        bucket_cap_mb: As in :class:`GradientBucketer`.
-        first_bucket_mb: As in :class:`GradientBucketer`.
         op: ``"sum"`` for one loss over all samples; ``"mean"`` for the mean of per-rank losses.
-        overlap: As in :class:`GradientBucketer`.
         comm: What reduces; if not given, a communicator in rank order of its own.
+
+    See :class:`GradientBucketer` for ``bucket_cap_mb``, ``first_bucket_mb`` and ``overlap``.
 
     Raises:
         ArgumentError: Lazy parameters that have no values yet, a device that is not there, weights
@@ -146,7 +145,7 @@ class DataParallel(nn.Module):
         Args:
             *args: Tensors, also in lists, tuples and dicts, are cut along their first dimension,
                 in which all must agree; those of no dimension, and everything else, go to all.
-            **kwargs: Likewise.
+            **kwargs: The same by name.
 
         Returns:
             The module's output, or the list of them with ``gather=False``. Tensors are put
@@ -247,12 +246,8 @@ class DataParallel(nn.Module):
     ) -> Tensor:
         """Wait, and scale the gradients of all ranks alike, to a norm of at most ``max_norm``.
 
-        The norm is that of the reduced gradient, counted once, not of all ranks' together.
-
-        Args:
-            max_norm: The largest norm allowed.
-            norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
-            error_if_nonfinite: Likewise.
+        The norm is that of the reduced gradient, counted once, not of all ranks' together. See
+        ``torch.nn.utils.clip_grad_norm_`` for the arguments.
 
         Returns:
             The norm before scaling, on rank 0's device.
@@ -268,8 +263,7 @@ class DataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients on all ranks, also those that a failed backward pass left.
 
-        Args:
-            set_to_none: As in ``nn.Module.zero_grad``.
+        See ``torch.nn.Module.zero_grad``.
         """
         with suppress(RingarError):  # what failed is cleared now, and stays failed if it must
             self.wait()
@@ -339,12 +333,7 @@ class DataParallel(nn.Module):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Rank 0's, with the plain module's names.
-
-        Args:
-            *args: As in ``nn.Module.named_parameters``.
-            **kwargs: Likewise.
-        """
+        """Yield rank 0's, by the plain module's names. See ``torch.nn.Module.named_parameters``."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_modules(
@@ -353,15 +342,10 @@ class DataParallel(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This module, then the modules of all ranks, so that what is set in a loop is set on all.
+        """Yield this module, then those of all ranks, so that what is set in a loop is set on all.
 
         Rank 0's have the plain module's names, rank 1's begin with ``replicas.1``, and so on.
-        ``modules()`` gives the same without names.
-
-        Args:
-            memo: As in ``nn.Module.named_modules``.
-            prefix: Likewise.
-            remove_duplicate: Likewise.
+        ``modules()`` gives the same without names. See ``torch.nn.Module.named_modules``.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -374,40 +358,24 @@ class DataParallel(nn.Module):
             yield from replica.named_modules(memo, ".".join(begin), remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The replicas: rank 0's as ``module``, the others as ``replicas.1`` and so on."""
+        """Yield the replicas: rank 0's as ``module``, the others as ``replicas.1`` and so on."""
         for rank, replica in enumerate(self.replicas):
             yield (f"replicas.{rank}" if rank else "module"), replica
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's, with the plain module's names.
-
-        Args:
-            *args: As in ``nn.Module.named_buffers``.
-            **kwargs: Likewise.
-        """
+        """Yield rank 0's, by the plain module's names. See ``torch.nn.Module.named_buffers``."""
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Rank 0's, exactly as the plain module's.
-
-        Args:
-            *args: As in ``nn.Module.state_dict``.
-            **kwargs: Likewise.
-        """
+        """Return rank 0's, exactly as the plain module's. See ``torch.nn.Module.state_dict``."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load into all ranks what the plain module's ``state_dict`` gave.
+        """Load into all ranks what the plain module's ``state_dict`` gave, on any device.
 
-        Args:
-            state_dict: Tensors on any device.
-            strict: As in ``nn.Module.load_state_dict``.
-            assign: Likewise; every rank then takes a copy of its own on its own device.
-
-        Returns:
-            The keys that were missing or unexpected, as ``nn.Module.load_state_dict`` has them.
+        See ``torch.nn.Module.load_state_dict``; with ``assign`` every rank takes a copy of its own.
         """
         result: Any = None
         for replica, device in zip(self.replicas, self.devices, strict=True):

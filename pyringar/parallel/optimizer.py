@@ -113,8 +113,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients on all ranks, also those that a failed backward pass left.
 
-        Args:
-            set_to_none: As in ``torch.optim.Optimizer.zero_grad``.
+        See ``torch.optim.Optimizer.zero_grad``.
         """
         with suppress(RingarError):  # what failed is cleared now, and stays failed if it must
             self._wait()

@@ -43,7 +43,7 @@ class Span:
         rank: Whose row it is in.
         step: Number of the training step.
         begin_s: Seconds since the trace began.
-        end_s: Likewise.
+        end_s: When it ended.
         nbytes: Of a bucket: one rank's gradients.
     """
 
@@ -98,8 +98,8 @@ class Trace:
             name: What is shown.
             category: One of :data:`CATEGORIES`.
             rank: In whose row.
-            begin_ns: As ``time.perf_counter_ns`` counts.
-            end_ns: Likewise.
+            begin_ns: When it began, as ``time.perf_counter_ns`` counts.
+            end_ns: When it ended.
             nbytes: What was moved, if anything was.
 
         Raises:
@@ -228,26 +228,31 @@ class Trace:
             raise UnsupportedError(f"a picture needs matplotlib ({error})") from error
         spans = [span for span in self.spans if span.step == chosen]
         ranks = sorted({span.rank for span in spans})
-        start = min(span.begin_s for span in spans)
         figure = Figure(figsize=(11, 1.6 + 0.9 * len(ranks)), layout="constrained")
         axes = figure.add_subplot()
-        for kind, color in _COLORS.items():
-            for row, rank in enumerate(ranks):
-                drawn = [s for s in spans if (s.category, s.rank) == (kind, rank)]
-                axes.broken_barh(
-                    [((s.begin_s - start) * 1e3, s.seconds * 1e3) for s in drawn],
-                    (2 * row + (kind == "bucket") - 0.375, 0.75),
-                    color=color,  # of edges, too, or what is short would not be seen
-                    linewidth=0.8,
-                    label=kind if drawn and row == 0 else None,
-                )
-        labels = [f"rank {rank} {what}" for rank in ranks for what in ("computes", "buckets")]
-        axes.set_yticks(range(2 * len(ranks)), labels, fontsize=8)
-        axes.invert_yaxis()
-        axes.set_xlabel("milliseconds")
+        _draw(axes, spans, ranks)
         axes.set_title(f"step {chosen}", fontsize=10)
         figure.legend(loc="outside lower center", ncols=len(_COLORS), frameon=False, fontsize=8)
         figure.savefig(path, dpi=130)
+
+
+def _draw(axes: Any, spans: Sequence[Span], ranks: Sequence[int]) -> None:
+    """Draw a step: two rows for each rank, what it computes and its buckets."""
+    start = min(span.begin_s for span in spans)
+    for kind, color in _COLORS.items():
+        for row, rank in enumerate(ranks):
+            drawn = [s for s in spans if (s.category, s.rank) == (kind, rank)]
+            axes.broken_barh(
+                [((s.begin_s - start) * 1e3, s.seconds * 1e3) for s in drawn],
+                (2 * row + (kind == "bucket") - 0.375, 0.75),
+                color=color,  # of edges, too, or what is short would not be seen
+                linewidth=0.8,
+                label=kind if drawn and row == 0 else None,
+            )
+    labels = [f"rank {rank} {what}" for rank in ranks for what in ("computes", "buckets")]
+    axes.set_yticks(range(2 * len(ranks)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
 
 
 def _span_of(event: Any) -> Span:

@@ -123,7 +123,7 @@ def train(
             or on the CPU where there are none.
         batch_size: Samples a step, over all ranks together.
         lr: Learning rate.
-        on_epoch: As in :meth:`Trainer.run`.
+        on_epoch: Called after each epoch: see :meth:`Trainer.run`.
         **options: Any other field of :class:`TrainConfig`, by name.
 
     Returns:
@@ -147,19 +147,8 @@ def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) ->
 
     Every run starts from the numbers of its seed, running statistics included. With
     ``batchnorm="local"`` every rank normalises with its own samples, so that what is learned
-    depends on the number of ranks; with ``"sync"`` it does so by rounding only.
-
-    Args:
-        num_gpus: As in :func:`train`.
-        batch_size: Likewise.
-        lr: Likewise.
-        **options: Likewise; ``on_epoch``, ``width``, ``batchnorm`` and ``amp`` among them.
-
-    Returns:
-        As :func:`train`.
-
-    Raises:
-        ArgumentError, RingarError: As :func:`train`.
+    depends on the number of ranks; with ``"sync"`` it does so by rounding only. See :func:`train`;
+    ``width``, ``batchnorm`` and ``amp`` are among the options.
     """
     return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
 
