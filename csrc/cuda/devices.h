@@ -15,12 +15,12 @@
 #include <string>
 #include <vector>
 
+#include "core/collective.h"
 #include "cuda/args.h"
 #include "cuda/runtime.h"
 
 namespace pyringar::cuda {
 
-inline constexpr int kHost = -1;  // in place of a device's index
 // Blocks that wait for other devices must all be on the device at once.
 inline constexpr int kMaxWaitingBlocks = 512;
 inline constexpr std::size_t kFlagBytes = kFlagStride * sizeof(std::uint32_t);

@@ -59,7 +59,7 @@ Group::~Group() { close(); }
 
 void Group::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (broken_.empty()) broken_ = "this communicator is closed";
+  is_closed_ = true;
   devices_.synchronize();  // kernels under way use what is released now
   ring_.reset();
   staging_.release();
@@ -82,22 +82,19 @@ void Group::check_usable() {
 }
 
 void Group::check_usable_locked() {
-  if (!broken_.empty()) fail(broken_kind_, broken_);
+  if (!failure_.empty()) fail_after(ErrorKind::kTimeout, failure_);
+  if (is_closed_) fail_closed();
   const Failure* failure = devices_.earliest_failure();
   if (failure == nullptr) return;
-  const std::string reason = devices_.describe(*failure, operation_);
-  broken_ = join("this communicator failed before and cannot be used again: ", reason);
-  broken_kind_ = ErrorKind::kTimeout;
-  fail(broken_kind_, reason);
+  failure_ = devices_.describe(*failure, operation_);
+  fail(ErrorKind::kTimeout, failure_);
 }
 
 void Group::run(const Collective& collective, Streams streams) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check_usable_locked();
   operation_ = collective.operation;
-  const auto at = static_cast<std::size_t>(collective.algorithm);
-  ++stats_.calls[at];
-  stats_.bytes[at] += collective.bytes;
+  stats_.add(collective.algorithm, collective.bytes, {});
   if (collective.tensors.empty()) return;
   const bool waits = devices_.size() > 1 || collective.algorithm == Algorithm::kRing;
   const bool capturing = is_capturing(streams[0], devices()[0]);

@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "core/collective.h"
-#include "core/error.h"
 #include "cuda/devices.h"
 #include "cuda/ring_links.h"
 #include "cuda/staging.h"
@@ -61,8 +60,8 @@ class Group {
   Devices devices_;
   Staging staging_;
   std::unique_ptr<RingLinks> ring_;
-  ErrorKind broken_kind_ = ErrorKind::kState;
-  std::string broken_;
+  bool is_closed_ = false;
+  std::string failure_;
   const char* operation_ = "collective";  // the last one
   GroupStats stats_;
 };

@@ -173,7 +173,7 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
   const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
   begin_call(call, algorithm, self, false);
   const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
-  if (staging_ == nullptr) fail(ErrorKind::kState, "this communicator is closed");
+  if (staging_ == nullptr) fail_closed();
   if (!cuda::run_staged(call, is_direct, self, *staging_, stream)) {
     if (!self.lies_otherwise) return false;
     fail(ErrorKind::kUnsupported, call_name(call.kind),
@@ -183,10 +183,7 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
   const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
   if (options_.checks_digests && is_alike && !digests_agree(call, self, stream)) return false;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
-  const auto at = static_cast<std::size_t>(algorithm);
-  stats_.calls[at] += 1;
-  stats_.bytes[at] += call.bytes();
-  stats_.busy_ns[at] += static_cast<std::uint64_t>((Clock::now() - start) / 1ns);
+  stats_.add(algorithm, call.bytes(), Clock::now() - start);
   return true;
 }
 
