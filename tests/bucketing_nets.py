@@ -135,7 +135,9 @@ class Checkpointed(nn.Module):
 
 def channels_last() -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(1), nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 2), nn.ReLU())
+    net = nn.Sequential(
+        nn.Flatten(1), nn.Unflatten(1, (3, 1, 2)), nn.Conv2d(3, 8, (1, 2)), nn.ReLU()
+    )
     return net.append(nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)
 
 

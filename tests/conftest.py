@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, the shipped table, communicators that are closed."""
+"""Shared by all tests: one torch thread, communicators that are closed."""
 
 from __future__ import annotations
 

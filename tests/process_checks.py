@@ -33,8 +33,6 @@ import pyringar as pr
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
-EXCHANGE_BYTES = limit_bytes("process_exchange")  # up to here every rank reduces everything
-SLOT_BYTES = limit_bytes("process_slot")
 ALGORITHMS = ("direct", "ring")
 # On this many cores or fewer; more ranks than cores must work, too.
 WORLD_SIZES = (1, 2, 3, 4)
@@ -46,6 +44,17 @@ PROMPT_S = 1.0 + BUSY_S
 LATE_S = 0.5 + BUSY_S
 LARGE = 200_000  # elements: two waits per piece, several pieces
 SMALL = 100  # one wait
+
+
+@functools.cache
+def exchange_bytes() -> int:
+    """Up to here every rank reduces everything."""
+    return limit_bytes("process_exchange")
+
+
+@functools.cache
+def slot_bytes() -> int:
+    return limit_bytes("process_slot")
 
 
 # -- checked against the oracle --------------------------------------------------------------------

@@ -168,7 +168,9 @@ class Rank:
     def result(self, within_s: float) -> Any:
         """The value, or `Failed` or `Died`."""
         if not self._channel.poll(within_s):
-            return Failed(f"no answer in time: {_stack_of(self.pid)}")
+            failed = Failed(f"no answer in time: {_stack_of(self.pid)}")
+            self.send(signal.SIGKILL)  # or whoever asks next gets this answer
+            return failed
         try:
             outcome = self.outcome()
         except AssertionError:
@@ -317,11 +319,16 @@ class Crew:
         self.values(list(chosen))
         return name
 
-    def results(self, function: Function, *args: Any, timeout_s: float = LONG_S) -> list[Any]:
-        """What ``function(rank, world_size, store, *args)`` returned, or `Failed` or `Died`."""
+    def results(
+        self, function: Function, *args: Any, timeout_s: float = LONG_S, ends: bool = False
+    ) -> list[Any]:
+        """What ``function(rank, world_size, store, *args)`` returned, or `Failed` or `Died`.
+
+        With ``ends`` each rank ends as soon as it has answered: the others see it gone.
+        """
         path = f"{self._folder.name}/{new_name()}"
         for rank, process in enumerate(self.ranks):
-            process.start(_with_store, function, rank, self.world_size, path, args)
+            process.start(_with_store, function, rank, self.world_size, path, args, ends)
         deadline = time.monotonic() + timeout_s
         return [rank.result(deadline - time.monotonic()) for rank in self.ranks]
 
@@ -386,7 +393,7 @@ def run_group(
     options = (backend, timeout_s, limit_s, env or {})
     deadline = time.monotonic() + limit_s
     with Crew(size) as crew:
-        results = crew.results(_in_group, options, function, args, timeout_s=limit_s)
+        results = crew.results(_in_group, options, function, args, timeout_s=limit_s, ends=True)
         for i, rank in enumerate(crew.ranks):
             if not isinstance(results[i], (Failed, Died)):
                 code = rank.leave(deadline - time.monotonic())
@@ -439,10 +446,17 @@ def another(state: SimpleNamespace, **options: Any) -> Any:
 
 
 def _with_store(
-    _: SimpleNamespace, function: Function, rank: int, world_size: int, path: str, args: Sequence
+    state: SimpleNamespace,
+    function: Function,
+    rank: int,
+    world_size: int,
+    path: str,
+    args: Sequence,
+    ends: bool,
 ) -> Any:
     from torch.distributed import FileStore
 
+    state.ends = ends
     return function(rank, world_size, FileStore(path, -1), *args)
 
 
@@ -503,8 +517,8 @@ def _work(channel: Connection) -> None:
     _die_with_parent()
     # Where the tests run in the background of a script, SIGINT came to them as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    state = SimpleNamespace()
-    while True:
+    state = SimpleNamespace(ends=False)
+    while not state.ends:
         try:
             task = channel.recv_bytes()
         except EOFError:
@@ -528,11 +542,15 @@ def _fork(module: str, channel: int, control: socket.socket) -> int:
     pid = os.fork()
     if pid == 0:
         control.close()
+        code = 1
         try:
             _work(Connection(channel))
             threading._shutdown()  # type: ignore[attr-defined]
+            code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(code)
     os.close(channel)
     return pid
 

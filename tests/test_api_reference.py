@@ -158,8 +158,8 @@ def gaps_of(item: Documented) -> list[str]:
     gaps = []
     of_torch = SEE_TORCH.findall(inspect.getdoc(item.obj) or "")
     for name in of_torch:
-        operator.attrgetter(name.removeprefix("torch."))(torch)  # it is there
-        wanted = own
+        theirs = operator.attrgetter(name.removeprefix("torch."))(torch)
+        listed += [*inspect.signature(theirs).parameters, "*args", "**kwargs"]
     if own != [name for name in wanted if name in own] or set(wanted) - set(listed):
         gaps.append(f"arguments {wanted}, listed {listed}")
     if missing := raised_by(item) - set(listed_by(item, "Raises")):

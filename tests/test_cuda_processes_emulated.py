@@ -54,7 +54,7 @@ MISTAKES = {
     "event-before-copy": (
         ENGINE,
         {
-            "    staging_.record_announced(n, stream_);\n    Proc": "    Proc",
+            "    staging_.record_announced(n, stream_);\n    Staged": "    Staged",
             "    if (world_size_ == 1) return;\n": "    staging_.record_announced(n, stream_);\n"
             "    if (world_size_ == 1) return;\n",
         },

@@ -122,13 +122,21 @@ def display(monkeypatch):
     return ipython.display
 
 
+def test_an_error_comes_out_and_draws_nothing():
+    file = io.StringIO()
+    with pytest.raises(ZeroDivisionError), LivePlot(where="text", file=file):
+        raise ZeroDivisionError
+    assert file.getvalue() == ""
+
+
 def test_a_notebook_shows_one_picture_that_is_updated(display):
     backend = plt.get_backend()
     with LivePlot(3) as plot:
         for result in epochs(0.1, 0.5, 0.6):
             plot(result)
     display.display.assert_called_once_with(display.Image.return_value, display_id=True)
-    assert display.display.return_value.update.call_count == 2
+    image = display.Image.return_value
+    assert display.display.return_value.update.call_args_list == [mock.call(image)] * 2
     images = [call.kwargs["data"] for call in display.Image.call_args_list]
     assert all(image.startswith(PNG) for image in images)
     assert len(set(images)) == 3, "every epoch changes the picture"

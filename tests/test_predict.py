@@ -500,6 +500,7 @@ def test_the_table_of_this_machine():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: link(0), "bandwidth_gbps is 0, expected a positive number"),
         (lambda: link(float("nan")), "bandwidth_gbps is nan"),
         (lambda: Network(0, link()), "world_size is 0, expected a whole number, 1 or more"),
         (lambda: Network(6, link(), 2), "node_link is None"),

@@ -21,7 +21,7 @@ from oracle import (
     ring_reduced,
     same_bits,
 )
-from process_checks import ALGORITHMS, EXCHANGE_BYTES, SLOT_BYTES, WORLD_SIZES, crc
+from process_checks import ALGORITHMS, WORLD_SIZES, crc, exchange_bytes, slot_bytes
 from ranks import another, on_ranks
 
 import pyringar as pr
@@ -32,8 +32,8 @@ import pyringar as pr
 @on_ranks(*WORLD_SIZES)
 def test_reduce_scatter_all_gather_broadcast(state):
     k, rank, comm = state.world_size, state.rank, state.comm
-    part = SLOT_BYTES // k // 4  # of a float32 slot
-    numels = [0, 1, 33, part - 1, part + 1, SLOT_BYTES // 4 + 3]
+    part = slot_bytes() // k // 4  # of a float32 slot
+    numels = [0, 1, 33, part - 1, part + 1, slot_bytes() // 4 + 3]
     found = []
     for numel in numels:
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -318,8 +318,6 @@ def on_rank_plans(state, nbytes: int, algorithm: str) -> tuple:
         (1, MIB, "auto", ("exchange", 0, 0, "rank")),
         (2, 4, "auto", ("exchange", 1, 10 * 4, "rank")),
         (2, MIB, "auto", ("exchange", 8, 10 * MIB, "rank")),
-        (3, EXCHANGE_BYTES, "auto", ("exchange", 1, 18 * EXCHANGE_BYTES, "rank")),
-        (3, EXCHANGE_BYTES + 4, "auto", ("direct", 4, 13 * (EXCHANGE_BYTES + 4), "rank")),
         (3, 2 * MIB, "direct", ("direct", 16, 26 * MIB, "rank")),
         (3, 12, "ring", ("ring", 5, 14 * 12, "ring")),
     ],
@@ -330,6 +328,13 @@ def test_a_plan_says_what_runs(crew_of, world_size, nbytes, algorithm, plan):
 
 
 MIB = 2**20
+
+
+@on_ranks(3)
+def test_a_plan_on_both_sides_of_the_exchange(state):
+    most = exchange_bytes()
+    assert on_rank_plans(state, most, "auto") == ("exchange", 1, 18 * most, "rank")
+    assert on_rank_plans(state, most + 4, "auto") == ("direct", 4, 13 * (most + 4), "rank")
 
 
 @on_ranks(2)

@@ -130,6 +130,7 @@ def reduce_and_leave(state, **arguments) -> None:
 def test_those_who_leave_after_a_death_are_not_blamed(joined_crew):
     """The first to hear of it leaves at once; others wait for that one, and hear of the dead."""
     crew = joined_crew(4)
+    crew.run(prepare, numel=LARGE)
     died_at = kill_in_call(crew, 1, "reduce", reduce_and_leave, numel=LARGE, algorithm="ring")
     assert_all_lost(crew, [0, 2, 3], 1, died_at)
 

@@ -24,13 +24,13 @@ from oracle import (
 )
 from process_checks import (
     ALGORITHMS,
-    EXCHANGE_BYTES,
-    SLOT_BYTES,
     WORLD_SIZES,
     check,
     check_list,
     crc,
+    exchange_bytes,
     random_lists,
+    slot_bytes,
 )
 from ranks import on_ranks
 
@@ -60,8 +60,8 @@ def test_dtypes_ops_sizes(state, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_around_the_borders(state, dtype):
     """From one wait to two, from one piece to more, from even pieces to full slots, over slots."""
-    borders = [EXCHANGE_BYTES, 2 * EXCHANGE_BYTES, 4 * EXCHANGE_BYTES, SLOT_BYTES]
-    borders += [4 * SLOT_BYTES, 5 * SLOT_BYTES] if dtype == torch.float32 else []
+    borders = [exchange_bytes() * n for n in (1, 2, 4)] + [slot_bytes()]
+    borders += [4 * slot_bytes(), 5 * slot_bytes()] if dtype == torch.float32 else []
     sizes = [b // dtype.itemsize + d for b in borders for d in (-1, 0, 1)]
     return check_all(state, dtype, sizes[:: 2 if state.world_size in (1, 3) else 1], ["sum"])
 
@@ -76,7 +76,7 @@ def test_a_million(state, dtype):
 @on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_borders_and_millions(state, dtype):
-    borders = [n * EXCHANGE_BYTES for n in (1, 2, 4, 8, 32, 40)]
+    borders = [n * exchange_bytes() for n in (1, 2, 4, 8, 32, 40)]
     sizes = [b // dtype.itemsize + d for b in borders for d in (-1, 0, 1)] + [3_000_017]
     return check_all(state, dtype, sizes)
 

@@ -36,6 +36,7 @@ def with_table(text: str) -> str:
 
 def test_the_table_says_what_the_files_say():
     text = README.read_text()
+    assert not [line for line in text.splitlines() if line.startswith(("<<<<", "====", ">>>>"))]
     assert text == with_table(text), "run: python tests/test_readme.py"
 
 

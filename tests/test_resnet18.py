@@ -187,7 +187,9 @@ class TestTraining:
 def test_resnet18_learns_real_images(real_data_dir, num_ranks, seed):
     recipe = {"batch_size": 32, "lr": 0.1, "epochs": 4, "model": "resnet18", "width": 8}
     images = load_data("fashion-mnist", real_data_dir)
-    result = training.run(images, ranks=num_ranks, seed=seed, **recipe)
+    with Trainer(TrainConfig(ranks=num_ranks, seed=seed, **recipe), images) as trainer:
+        result = trainer.run()
+        check_replicas_equal(trainer.replicas)
     print(f"real images, {num_ranks} ranks, seed {seed}: {result.curve} {result.losses[-1]}")
     assert result.curve[-1] >= 0.70
     assert result.losses[-1] <= 0.80

@@ -209,7 +209,8 @@ def test_no_warnings(compiler: str, tmp_path: Path) -> None:
     require(compiler)
     strict = [compiler, *BASE_FLAGS, "-O2", "-Wall", "-Wextra", "-Werror"]
     commands: list[Sequence[str | Path]] = [
-        [*strict, NATIVE, "-c", source, "-o", tmp_path / f"{source.stem}.o"] for source in SOURCES
+        [*strict, NATIVE, "-c", source, "-o", tmp_path / f"{source.parent.name}_{source.stem}.o"]
+        for source in SOURCES
     ]
     # Vectors wider than the registers; and each header must stand alone.
     commands += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -51,10 +52,12 @@ def test_auto_is_measured_and_shown(capsys, monkeypatch):
 
 
 def test_auto_trains_to_the_same_parameters(monkeypatch):
-    monkeypatch.setattr(trainer_module, "measure_weights", lambda *_: (3.0, 1.0))
+    measure = mock.Mock(return_value=(3.0, 1.0))
+    monkeypatch.setattr(trainer_module, "measure_weights", measure)
     options = {"ranks": 2, "epochs": 1, "dtype": "float64", "seed": 3}
     plain = run(garments(600, 30), **options)
     uneven = run(garments(600, 30), weights="auto", **options)
+    measure.assert_called_once()
     for a, b in zip(plain.params, uneven.params, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 

@@ -13,7 +13,7 @@ from training import garments
 
 from pyringar.cli import main
 from pyringar.cli import train as cli_train
-from pyringar.train import TrainConfig
+from pyringar.train import TrainConfig, config
 from pyringar.train import trainer as trainer_module
 
 LINE = r"test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]"
@@ -126,6 +126,8 @@ def test_every_choice_of_a_run_is_an_option_and_says_its_default():
     for name, default in defaults.items():
         if default is not None and not isinstance(default, bool) and name != "model":
             assert f"({default})" in actions[name].help
+    for name, choices in config.CHOICES.items():
+        assert tuple(actions[name].choices) == choices
     assert parse() == {"model": "lenet", "run": cli_train.run}, (
         "an option not given must not override a default"
     )

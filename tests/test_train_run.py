@@ -60,7 +60,7 @@ def test_lenet_learns_real_images(real_data_dir, num_ranks, seed):
 @pytest.mark.parametrize(("num_ranks", "seed"), gate(2))
 def test_lenet_learns_synthetic_images(num_ranks, seed):
     # Measured with 5 seeds: accuracy 0.853 to 0.865, loss 0.30 to 0.33.
-    assert_learned(run(garments(1500, 400), ranks=num_ranks, seed=seed, **RECIPE), 0.77, 0.45)
+    assert_learned(run(garments(1500, 400), ranks=num_ranks, seed=seed, **RECIPE), 0.80, 0.40)
 
 
 def test_a_run_repeats_itself_bit_by_bit_and_leaves_its_start_alone(small):

@@ -1,6 +1,6 @@
 // process: /proc/PID/stat, affinity masks.
 //
-// Tests     tests/test_processes.py, tests/test_process_faults.py
+// Tests     tests/test_processes.py, tests/test_process_deaths.py
 
 #include "os/process.h"
 

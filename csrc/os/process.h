@@ -9,7 +9,7 @@
 //           addresses are not random (`setarch -R`), nor if the new program is one that this
 //           process may not look into (setuid); there the deadline counts.
 // Threads   any.
-// Tests     tests/test_processes.py, tests/test_process_faults.py
+// Tests     tests/test_processes.py, tests/test_process_deaths.py
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // shared_memory: memfd_create, seals, /proc/PID/fd.
 //
-// Tests     tests/test_processes.py
+// Tests     tests/test_process_registered.py
 
 #include "os/shared_memory.h"
 

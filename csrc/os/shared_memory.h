@@ -8,7 +8,7 @@
 //           that may look into the creator can open it, through its process id and descriptor.
 //           Its size is sealed: no process can shrink it under another.
 // Threads   any; one object belongs to one thread at a time.
-// Tests     tests/test_processes.py
+// Tests     tests/test_process_registered.py
 #pragma once
 
 #include <cstddef>

@@ -9,7 +9,7 @@
 //           Waits call on_nap; what it throws ends the wait, and in the destructor it must not.
 //           While it runs in a call's wait, other calls of that thread are refused (os/turn).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
-// Tests     tests/test_processes.py, tests/test_process_faults.py, tests/cpp/process_test.cpp
+// Tests     tests/test_processes.py, tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
 
 #include <atomic>

@@ -8,7 +8,7 @@
 //           so, or when on_nap() wants it to; failed() is set then, and what the caller and all
 //           other ranks get to read names the rank, its process, its host and its last call.
 // Threads   one thread at a time.
-// Tests     tests/test_process_faults.py, tests/cpp/process_test.cpp
+// Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
 
 #include <atomic>

@@ -165,6 +165,7 @@ def test_four_processes_build_once(cache, tiny, wrapper):
     log = wrapper('case "$*" in *module.cpp*) sleep 0.5;; esac')
     processes = [child(tiny) for _ in range(4)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
     assert sorted(output.split()[-2] for output in outputs) == ["built", "cache", "cache", "cache"]
     assert log.read_text().count("module.cpp") == 1
     assert leftovers(cache) == []
