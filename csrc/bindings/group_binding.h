@@ -103,6 +103,7 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> 
                              py::make_tuple(std::move(storages), prepared.copies));
     }
   }
+  if (py::len(prepared.copies) > 0) fail(ErrorKind::kState, "this engine cannot copy back");
   py::object work = Engine::submit(group, std::move(prepared.call));
   return keep_until_done(in_flight, std::move(work), std::move(storages));
 }
@@ -137,7 +138,7 @@ py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prep
   using Bound = BoundCall<Engine, Call>;
   if (py::len(prepared.copies) > 0) {
     fail(ErrorKind::kUnsupported,
-         "bind: on GPUs, tensors with gaps or with strides of their own on some rank cannot be "
+         "bind: on GPUs, tensors with gaps, or whose strides differ between ranks, cannot be "
          "bound; pass .contiguous() ones");
   }
   static PyMethodDef method = {"bound_all_reduce", &Bound::run, METH_NOARGS,

@@ -295,6 +295,7 @@ class ChunkBuilder : public Builder {
 
   void lay_out_chunks() {
     reserve_pointers(k_ * (k_ + 1));
+    collective().tensors.reserve(k_);
     const std::size_t numel = numel_ / k_;
     for (std::size_t c = 0; c < k_; ++c) {
       void* const* whole = table_end();

@@ -365,11 +365,14 @@ void TensorArgs::check_agree(std::size_t i, std::size_t first) const {
 void TensorArgs::check_parts(std::size_t whole, std::size_t part, int world_size) const {
   const TensorView& w = views_[whole];
   const TensorView& p = views_[part];
-  if (w.dtype == p.dtype && w.numel == p.numel * static_cast<std::size_t>(world_size)) return;
+  if (w.dtype != p.dtype) {
+    fail(ErrorKind::kArgument, operation_, ": ", names_[part].text(), " has dtype ",
+         dtype_name(p.dtype), ", but ", names_[whole].text(), " has ", dtype_name(w.dtype));
+  }
+  if (w.numel == p.numel * static_cast<std::size_t>(world_size)) return;
   fail(ErrorKind::kArgument, operation_, ": ", names_[whole].text(), " has ", w.numel, " ",
        dtype_name(w.dtype), " elements and ", names_[part].text(), " has ", p.numel, " ",
-       dtype_name(p.dtype), "; expected one dtype and ", world_size,
-       " times as many, one part per rank");
+       dtype_name(p.dtype), "; expected ", world_size, " times as many, one part per rank");
 }
 
 void TensorArgs::check_disjoint() const {

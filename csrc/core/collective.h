@@ -68,6 +68,10 @@ struct PackedTensor {
 };
 
 struct Collective {
+  Collective() = default;
+  Collective(Collective&&) = default;  // not copied: `tensors` point into `pointers`
+  Collective& operator=(Collective&&) = default;
+
   const char* operation = "collective";  // as the caller knows it, for messages
   Algorithm algorithm = Algorithm::kFused;
   Fold fold;

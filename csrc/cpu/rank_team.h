@@ -34,8 +34,6 @@ class Watch {
   Watch(int world_size, std::chrono::nanoseconds timeout)
       : timeout_(timeout), moves_(static_cast<std::size_t>(world_size)) {}
 
-  std::chrono::nanoseconds timeout() const { return timeout_; }
-
   // Says that the rank is under way; wait() does so too.
   void progressed(int rank) {
     std::atomic<std::uint64_t>& count = moves_[static_cast<std::size_t>(rank)].count;

@@ -2,8 +2,7 @@
 // that kernels report.
 //
 // Contract  a barrier's flags lie on the devices if all reach each other, else in the host's
-// memory.
-//           A failure stays until the group ends.
+//           memory. A failure stays until the group ends.
 // Threads   one at a time, but indices(), which never changes.
 // Tests     tests/cpp/cuda_host/group_test.cpp
 #pragma once

@@ -44,7 +44,7 @@ class CudaProcessGroup {
   ProcessGroup& host() { return *host_; }
   int device() const { return device_; }
 
-  // ProcessCall's spans are of the device's memory here; it has nothing staged.
+  // ProcessCall's spans are of the device's memory here; nothing is packed.
   void run(const ProcessCall& call, cudaStream_t stream);
 
   // A call on a stream of the group's own, after what is on `after` now.

@@ -76,8 +76,6 @@ class ProcessStaging {
   void write_probe();
   std::string look_at_probes();
 
-  int rank() const { return rank_; }
-  int world_size() const { return static_cast<int>(bases_.size()); }
   int device() const { return own_.device; }
   std::size_t slot_bytes() const { return own_.slot_bytes; }
   std::byte* slot(int rank, std::uint32_t message) const {

@@ -126,6 +126,7 @@ void WorkQueue::close(const OnNap& on_nap) {
   wait_until_idle(on_nap);
   const std::lock_guard<std::mutex> closing(close_mutex_);
   if (thread_) thread_->join();
+  worker_.store({});  // the system gives ids again
   thread_.reset();
 }
 

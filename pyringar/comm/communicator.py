@@ -75,9 +75,10 @@ class Communicator(EngineCommunicator):
         BuildError: A rank is on a GPU, and the CUDA engine cannot be built.
 
     On GPUs, work starts after what is on each device's current stream, the current streams go on
-    after it, and the host does not wait; ``async_op`` runs it on streams of the communicator, and
-    ``Work.wait()`` orders the current streams after it. A rank that was late is found by the next
-    call. Ranks in the host's memory beside GPUs are staged: the host then waits.
+    after it, and the host does not wait; ``async_op`` runs it on streams of the communicator (of
+    tensors with gaps on the current ones), and ``Work.wait()`` orders the current streams after it.
+    A rank that was late is found by the next call. Ranks in the host's memory beside GPUs are
+    staged: the host then waits.
 
     ``auto`` takes ``fused`` where all ranks share a memory, ``direct`` elsewhere, and between GPUs
     in any order ``ring`` from 512 KiB on; :meth:`plan` says which, and why.
@@ -375,7 +376,7 @@ def _num_bytes(data: Any) -> int:
         first = data[0]
         many = first if isinstance(first, (list, tuple)) else [first]
         return sum(tensor.nbytes for tensor in many)
-    except (TypeError, IndexError, KeyError, AttributeError):
+    except (TypeError, IndexError, KeyError, AttributeError, RuntimeError):  # sparse: no nbytes
         return 0
 
 
