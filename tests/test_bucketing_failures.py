@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -501,3 +502,47 @@ def test_compiled_autograd_is_reduced_in_wait(compiler):
             for a, b, c, d in zip(*(n.parameters() for n in (*nets, *copies)), strict=True):
                 assert torch.equal(a.grad, c.grad + d.grad)
                 assert torch.equal(b.grad, a.grad)
+
+
+def test_a_bucketer_that_cannot_be_made_leaves_no_hook():
+    leaf = torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError):
+        pr.GradientBucketer([[leaf, leaf * 2]])
+    assert not leaf._post_accumulate_grad_hooks
+
+
+def test_a_bucketer_may_be_dropped_while_its_hook_runs(monkeypatch):
+    """As the garbage collector may, which runs at any line of Python."""
+    nets = [[torch.ones(4, requires_grad=True) for _ in range(2)] for _ in range(2)]
+    held = [pr.GradientBucketer(nets, first_bucket_mb=1e-6, bucket_cap_mb=1e-6)]
+    losses = [(a * b).sum() for a, b in nets]
+    losses[0].backward()
+    reduce = pr.Communicator.all_reduce_coalesced
+
+    def drop_and_reduce(*args, **options):
+        held.clear()
+        return reduce(*args, **options)
+
+    monkeypatch.setattr(pr.Communicator, "all_reduce_coalesced", drop_and_reduce)
+    losses[1].backward()
+    assert not held
+
+
+@pytest.mark.parametrize("used", [[0], [0, 1]])
+def test_a_bucket_with_nothing_in_it_has_left(used):
+    """Its gradients of a later pass are not lost between two calls of an interrupted wait()."""
+    nets = [[torch.ones(2, requires_grad=True) for _ in range(3)] for _ in range(2)]
+    bucketer = pr.GradientBucketer(nets, bucket_cap_mb=1.6e-5, first_bucket_mb=8e-6)
+    for net in nets:
+        net[2].sum().backward()
+    interrupted = mock.patch.object(pr.Work, "wait", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        bucketer.wait()
+
+    def step():
+        for net in nets:
+            sum(net[i].sum() for i in used).backward()
+        bucketer.wait()
+
+    with pytest.raises(pr.RingarError):
+        step()

@@ -81,9 +81,12 @@ class Sent:
     work: Work | None = None
     versions: list[list[int]] | None = None
 
-    def values(self) -> list[list[Tensor]]:
-        """Return ``lists`` without the graph that ``create_graph=True`` has made."""
-        return [[g.detach() if g.requires_grad else g for g in grads] for grads in self.lists]
+    def tensors(self) -> list[list[Tensor]]:
+        """Return what is reduced: gradients without ``create_graph=True``'s graph, and flags."""
+        found = [[g.detach() if g.requires_grad else g for g in grads] for grads in self.lists]
+        if self.flags is not None:
+            found[0].append(self.flags)
+        return found
 
     def note_versions(self) -> None:
         """From now on, :meth:`is_changed` notices changes."""

@@ -107,7 +107,13 @@ class GradientBucketer:
         else:
             ranks = LocalRanks(params.by_rank, comm, op)
         self._process = os.getpid()
-        self._reducer = Reducer(params, ranks, overlap=bool(overlap), **caps)
+        self._reducer = Reducer(
+            params,
+            ranks,
+            overlap=bool(overlap),
+            cap_bytes=caps["bucket_cap_mb"],
+            first_cap_bytes=caps["first_bucket_mb"],
+        )
 
     @property
     def buckets(self) -> list[list[int]]:
@@ -175,8 +181,3 @@ class GradientBucketer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_reducer"):
-            self._reducer.close()
-            self._reducer.forget()

@@ -91,7 +91,7 @@ class ProcessRanks(Ranks):
             raise RingarError(self._failure)
 
     def takes_part(self, *, has_marks: bool) -> bool:
-        """All ranks take part in every step."""
+        """Return True: all ranks take part in every step."""
         return True
 
     def pack(self, wanted: Sequence[int], params: Params, state: BucketState) -> Sent:
@@ -113,10 +113,9 @@ class ProcessRanks(Ranks):
         flags = torch.tensor(entries, dtype=kind.dtype, device=kind.device)
         return Sent(list(wanted), [grads], state.has_marks, flags, is_whole=all(used))
 
-    def send(self, sent: Sent) -> Work | None:
+    def send(self, tensors: list[list[Tensor]]) -> Work | None:
         """Reduce a bucket and its flags."""
-        flags = [] if sent.flags is None else [sent.flags]
-        return self._comm.all_reduce_coalesced(sent.values()[0] + flags, self._op, async_op=True)
+        return self._comm.all_reduce_coalesced(tensors[0], self._op, async_op=True)
 
     def sees_change(self, step: Step) -> bool:
         """Return whether a rank changed gradients that had left, or broke the step off.
@@ -173,7 +172,7 @@ class ProcessRanks(Ranks):
         return is_end
 
     def tell(self, step: Step, send_last: Callable[[], None]) -> bool:
-        """The last bucket says it, if all others have left and nothing is in doubt."""
+        """Tell it with the last bucket, if all others have left and nothing is in doubt."""
         is_sure = not any(sent.is_leaving for sent in step.sent.values())
         if self.can_tell and is_sure and 0 < len(step.sent) == len(step.buckets) - 1:
             with suppress(RingarError):  # they are gone, and know
@@ -184,7 +183,7 @@ class ProcessRanks(Ranks):
     def leave(self, step: Step) -> None:
         """Leave the group, and with that tell the others, who wait for the rest of the step.
 
-        What comes next would meet its other buckets.
+        This rank's next step would meet the rest of the others' broken one.
         """
         if step.sent:
             self._leave(f"broke off a step after {len(step.sent)} of {len(step.buckets)} buckets")

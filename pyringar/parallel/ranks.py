@@ -41,7 +41,7 @@ class Ranks:
 
     Attributes:
         in_turns: Buckets leave in the order of the plan, the last one in ``wait()``.
-        can_tell: What the last bucket carries tells all ranks that the step failed.
+        can_tell: The last bucket can tell all ranks that the step failed.
         unwaited: Why a step that nobody waited for cannot be forgotten; "" if it can.
     """
 
@@ -69,8 +69,8 @@ class Ranks:
         """
         raise NotImplementedError
 
-    def send(self, sent: Sent) -> Work | None:
-        """Reduce a bucket in the background; None where there is nothing to reduce."""
+    def send(self, tensors: list[list[Tensor]]) -> Work | None:
+        """Reduce a bucket's tensors in the background; None where there is nothing to reduce."""
         raise NotImplementedError
 
     def sees_change(self, step: Step) -> bool:
@@ -150,14 +150,14 @@ class LocalRanks(Ranks):
                 grads.append(grad)
         return Sent(list(wanted), lists)
 
-    def send(self, sent: Sent) -> Work | None:
+    def send(self, tensors: list[list[Tensor]]) -> Work | None:
         """Reduce where the gradients lie."""
-        if not sent.params:
+        if not tensors[0]:
             return None
-        return self._comm.all_reduce_coalesced(sent.values(), self._op, async_op=True)
+        return self._comm.all_reduce_coalesced(tensors, self._op, async_op=True)
 
     def flush(self) -> None:
-        """A reduction that is done says that all before it are."""
+        """Wait for all buckets, by a reduction after them."""
         with suppress(RingarError):
             self._comm.all_reduce([torch.zeros(1, device=d) for d in self._comm.devices])
 

@@ -35,8 +35,8 @@ class Reducer:
         params: Gets hooks.
         ranks: What reduces.
         overlap: False: reduce everything in :meth:`wait`.
-        bucket_cap_mb: A bucket's cap in bytes.
-        first_bucket_mb: The first bucket's.
+        cap_bytes: A bucket's cap.
+        first_cap_bytes: The first bucket's.
 
     Attributes:
         native: The engine's bucketer: counts gradients, and makes the steps.
@@ -49,8 +49,8 @@ class Reducer:
         ranks: Ranks,
         *,
         overlap: bool,
-        bucket_cap_mb: int,
-        first_bucket_mb: int,
+        cap_bytes: int,
+        first_cap_bytes: int,
     ) -> None:
         self._params, self._ranks = params, ranks
         self._process = os.getpid()
@@ -61,8 +61,8 @@ class Reducer:
         self._plan = partial(
             engine.plan_buckets,
             self._items,
-            first_cap_bytes=first_bucket_mb,
-            cap_bytes=bucket_cap_mb,
+            first_cap_bytes=first_cap_bytes,
+            cap_bytes=cap_bytes,
         )
         this = weakref.ref(self)  # hooks must not keep the reducer alive
         self._broken = BrokenStep(
@@ -117,6 +117,7 @@ class Reducer:
 
     def close(self) -> None:
         """Remove the hooks, and break off what is under way. May be called again."""
+        self.native.retire_hooks()
         self._params.remove_hooks()
         step = self.native.step
         if step.has_marks() or step.sent:
@@ -124,9 +125,10 @@ class Reducer:
         self._settle()
         self._ranks.close()
 
-    def forget(self) -> None:
-        """Look no more at gradients that must be cleared."""
-        self._broken.forget()
+    def __del__(self) -> None:  # not the bucketer's: a hook that runs holds this
+        if hasattr(self, "native"):
+            self.close()
+            self._broken.forget()
 
     # -- called by hooks ---------------------------------------------------------------------------
 
@@ -195,9 +197,10 @@ class Reducer:
             ranks = range(len(self._params.by_rank))
             self._check_cleared([(rank, i) for rank in ranks for i in wanted])
         sent = self._ranks.pack(wanted, self._params.by_rank, state)
+        tensors = sent.tensors()  # before it is noted: an interrupt in here breaks nothing off
         step.launch(bucket, sent)
         try:
-            sent.work = self._ranks.send(sent)
+            sent.work = self._ranks.send(tensors)
         except (ArgumentError, UnsupportedError):
             del step.sent[bucket]
             raise
