@@ -69,6 +69,7 @@ setup(
     packages=[*find_packages(include=["pyringar", "pyringar.*"]), "pyringar._csrc"],
     package_dir={"pyringar._csrc": "csrc"},
     package_data={
+        "pyringar": ["py.typed"],
         "pyringar._csrc": ["**/*.h", "**/*.cpp", "**/*.cuh", "**/*.cu", "**/*.md"],
     },
     include_package_data=False,

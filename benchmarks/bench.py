@@ -106,6 +106,7 @@ class Benchmark:
         title: Heads the section.
         about: Stands above its table; says how it was measured and what the limit is.
         baseline: Candidates of which the fastest is compared with.
+        limit: The candidate whose time is the others' limit, where one is.
         efforts: By name: ``full``, ``quick``, and ``smoke``, a trial of the program.
         cases: Maps an effort's name to the cases.
         measure: Runs the cases of a `Run` and hands it their rows.
@@ -122,6 +123,7 @@ class Benchmark:
     cases: Callable[[str], list[Case]]
     measure: Callable[[Run], None]
     baseline: tuple[str, ...] = ()
+    limit: str | None = None
     grid: Callable[[Sequence[int], Sequence[int]], list[Case]] | None = None
     threads: int | None = 1
     device: str = "cpu"
@@ -288,45 +290,68 @@ def parse_arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argpars
         "--dry-run", action="store_true", help="tiny, on the CPU: a trial of this script"
     )
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--ranks", help="2,4,...: cases of so many ranks")
+    ranks, sizes, names = list_of(int), list_of(parse_size), list_of(candidate_name)
+    parser.add_argument("--ranks", type=ranks, help="2,4,...: cases of so many ranks")
     if benchmark.grid:
-        parser.add_argument("--sizes", help="4KiB,1MiB,...: flat tensors of these sizes instead")
-    parser.add_argument("--candidates", help="NAME,...: these candidates of every case")
+        help_text = "4KiB,1MiB,...: flat tensors of these sizes instead"
+        parser.add_argument("--sizes", type=sizes, help=help_text)
+    help_text = "NAME,...: these candidates of every case, and what they are compared with"
+    parser.add_argument("--candidates", type=names, help=help_text)
     parser.add_argument("--rounds", type=int, help="most rounds of a case")
     parser.add_argument("--budget-s", type=float, help="seconds of a case")
     parser.add_argument("--json", metavar="PATH", help="write a results file there")
     parser.add_argument("--plot", metavar="PATH", help="draw the speed-ups as a PNG there")
     args = parser.parse_args(argv)
     args.effort = "smoke" if args.dry_run else "quick" if args.quick else "full"
-    args.ranks = [int(k) for k in args.ranks.split(",")] if args.ranks else []
     return args
+
+
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return what reads values with commas between; argparse names the option that is wrong."""
+
+    def parse_list(text: str) -> list[Any]:
+        try:
+            return [parse(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas") from None
+
+    return parse_list
+
+
+def candidate_name(text: str) -> str:
+    """Return the name of a candidate."""
+    if text not in CANDIDATES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(CANDIDATES)}")
+    return text
 
 
 def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
     """Return the cases that the command line asks for."""
     if benchmark.grid and args.sizes:
-        sizes = [parse_size(size) for size in args.sizes.split(",")]
-        cases = benchmark.grid(sizes, args.ranks or (2, 4, 8))
+        cases = benchmark.grid(args.sizes, args.ranks or (2, 4, 8))
     else:
         cases = benchmark.cases(args.effort)
-    names = args.candidates.split(",") if args.candidates else None
+    always = [*benchmark.baseline[:1], *([benchmark.limit] if benchmark.limit else [])]
     return [
         case
-        if names is None
-        else replace(case, candidates=tuple(dict.fromkeys((*benchmark.baseline[:1], *names))))
+        if args.candidates is None
+        else replace(case, candidates=tuple(dict.fromkeys((*always, *args.candidates))))
         for case in cases
         if args.only in case.name and (not args.ranks or case.world_size in args.ranks)
     ]
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Run a benchmark: exit status 1 when a result was wrong, 2 where it cannot run."""
+    """Run a benchmark; exit status 1: a result was wrong or none came, 2: it cannot run."""
     args = parse_arguments(benchmark, argv)
     if benchmark.why_not and not args.dry_run:
         print(f"{benchmark.why_not}: nothing to measure (--dry-run tries the script itself)")
         return 2
     run = Run(benchmark, args.effort, on_cpu=args.dry_run, tell=print_rows, path=args.json)
     run.cases = chosen_cases(benchmark, args)
+    if not run.cases:
+        print("no case has such a name and number of ranks", file=sys.stderr)
+        return 2
     changes = {"rounds": args.rounds, "budget_s": args.budget_s}
     run.effort = replace(run.effort, **{k: v for k, v in changes.items() if v is not None})
     machine = run.results.machine
@@ -343,7 +368,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         from benchmarks.report.plots import draw_speedups
 
         draw_speedups(results, args.plot)
-    return int(bool(results.wrong))
+    return int(bool(results.wrong) or not results.rows)
 
 
 # -- goals -----------------------------------------------------------------------------------------

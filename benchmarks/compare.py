@@ -197,7 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = [p for p in pairs if args.all or (p.verdict != "same" and p.row.is_ours)]
     print(f"\n{table(shown)}\n" if shown else "")
     print(summary(pairs))
-    return exit_status(pairs, not unequal)
+    failed = [f"{name}: {results.failed}" for name, results in new.items() if results.failed]
+    for line in failed:
+        print(f"FAILED: {line}")
+    return 1 if failed else exit_status(pairs, not unequal)
 
 
 if __name__ == "__main__":

@@ -293,7 +293,12 @@ def report_of(gpu: Mapping[str, Any], steps: Sequence[Step]) -> Results:
     measured = measured_by(facts)
     return Results(
         section="gpu_check",
-        machine={"cpu": "unknown", "date": "unknown", **gpu, **facts.get("machine", {})},
+        machine={
+            **{"cpu": "unknown", "cores": "unknown", "date": "unknown"},
+            **(measured[0].machine if measured else {}),
+            **gpu,
+            **facts.get("machine", {}),
+        },
         effort=measured[0].effort if measured else "full",
         rows=[row for results in measured for row in results.rows],
         not_run=[item for results in measured for item in results.not_run],
@@ -334,7 +339,7 @@ def environment(architecture: str) -> Iterator[dict[str, str]]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Build, test and measure pyringar on a GPU.")
-    parser.add_argument("--out", metavar="PATH", help="the report (default: in benchmarks/results)")
+    parser.add_argument("--out", metavar="PATH", help="the report (default: gpu-NAME.jsonl, here)")
     parser.add_argument(
         "--only", default=",".join(STEPS), help="steps, in order (default: %(default)s)"
     )
@@ -360,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     gpu = torch.cuda.get_device_name(0)
     major, minor = torch.cuda.get_device_capability(0)
-    out = Path(args.out) if args.out else ROOT / "benchmarks/results" / f"gpu-{slug(gpu)}.jsonl"
+    out = Path(args.out or f"gpu-{slug(gpu)}.jsonl")
     print(f"{gpu}, torch {torch.__version__}", flush=True)
     steps: list[Step] = []
     with environment(f"{major}.{minor}") as variables:

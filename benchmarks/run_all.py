@@ -124,7 +124,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder of the report")
+    parser.add_argument(
+        "--out", metavar="DIR", required=True, help="folder of the report, in place of one there"
+    )
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, every section")
     parser.add_argument("--only", metavar="NAME,...", help=f"some sections of {','.join(SECTIONS)}")
     # A trial of the program, for its tests: seconds, one tiny case per section.

@@ -247,6 +247,7 @@ BENCHMARK = Benchmark(
     "against the book's. The limit, `undivided`, is the whole batch on one replica: all of the "
     "arithmetic and no communication. `book` reduces each parameter through rank 0 after backward.",
     baseline=("book",),
+    limit="undivided",
     efforts={"full": Effort(25, 20.0), "quick": Effort(5, 1.0), "smoke": Effort(5, 0.0)},
     cases=cases_of,
     measure=each_case(run_case),

@@ -85,10 +85,17 @@ def __dir__() -> list[str]:
     return [*__all__, *_SUBPACKAGES, "__version__"]
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+if TYPE_CHECKING:
+    from pyringar import distributed as distributed
+    from pyringar import predict as predict
+    from pyringar import train as train
+else:  # a type checker would take every name for one that exists
 
     def __getattr__(name: str) -> ModuleType:
         """Import a subpackage when it is first used."""
         if name in _SUBPACKAGES:
-            return importlib.import_module(f"{__name__}.{name}")
+            try:
+                return importlib.import_module(f"{__name__}.{name}")
+            except UnsupportedError as error:  # `distributed`, where torch has none
+                raise AttributeError(f"pyringar.{name}: {error}") from error
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -49,8 +49,8 @@ ORDER = {
     "distributed": [],
     "predict": [],
     "grading": ["checks", "grader"],
-    "__init__": [],
     "train": [],
+    "__init__": [],
     "cli": [],
     "__main__": [],
 }

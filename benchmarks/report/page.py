@@ -14,8 +14,8 @@ from benchmarks.sections import SECTIONS
 METHOD = (
     "Candidates take turns in one run, after warming up; times are medians, their spread is in the "
     "results files and in the pictures. Every row was checked for the right result in the same "
-    "run. The physical limit of each case was measured in the same process; in brackets the share "
-    "of it that was reached. Bold: the fastest of ours."
+    "run. The physical limit of a case, where one is known, was measured in the same process; in "
+    "brackets the share of it that was reached. Bold: the fastest of ours."
 )
 
 
@@ -45,6 +45,8 @@ def _head(sections: Sections) -> Iterator[str]:
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     )
     yield METHOD
+    if machine.get("auto_table"):
+        yield f"`auto` followed a table that is gone since: {machine['auto_table']}."
     for effort in {results.effort for results in sections.values()} - {"full"}:
         yield f"A **{effort}** run: few rounds, so that figures are rough."
 

@@ -173,8 +173,13 @@ def _draw_limit(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def draw_speedups(results: Results, path: str | Path) -> None:
-    """Draw horizontal bars from 1 on, a panel per number of ranks: right is faster."""
+    """Draw horizontal bars from 1 on, a panel per number of ranks: right is faster.
+
+    Where there are no sizes: bars of times.
+    """
     panels = speedups_of(results)
+    if not panels:
+        return draw_steps(results, path)
     thin = max(len(rows) for cases in panels.values() for rows in cases.values())
     most = max(len(cases) for cases in panels.values())
     size = (1.6 + 3.4 * len(panels), max(2.8, 1.4 + most * (0.16 + 0.115 * thin)))

@@ -26,7 +26,7 @@ __all__ = [
     "where_nodes_are",
 ]
 
-_VERSION = 2
+_VERSION = 3
 # What is read from the store need not be what we wrote.
 INT32_MAX = 2**31 - 1
 _UINT64_MAX = 2**64 - 1

@@ -90,8 +90,9 @@ class Rendezvous:
         # Not every build of torch has it.
         from torch._C._distributed_c10d import PrefixStore
 
-        # Before the clock starts: it may have to be compiled.
-        self.engine = load.engine() if kind == "cpu" else load.cuda_engine()
+        # Before the clock starts: they may have to be compiled. The CPU's tells processes apart.
+        cpu_engine = load.engine()
+        self.engine = cpu_engine if kind == "cpu" else load.cuda_engine()
         self._prefixed = PrefixStore
         self.rank = rank
         self.world_size = world_size

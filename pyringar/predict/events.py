@@ -138,8 +138,12 @@ def simulate(program: Program, network: Network) -> Outcome:
             missing[other] -= 1
             if missing[other] == 0:
                 heapq.heappush(queue, (arrived_s[other], other, 0))
-    if any(missing):
-        raise ArgumentError("program has a message that needs itself, or one that needs it")
+    stuck = next((index for index, needs in enumerate(missing) if needs), None)
+    if stuck is not None:
+        raise ArgumentError(
+            f"message {stuck} of program waits for one that waits for it, or for such a one; "
+            "expected needs without a circle"
+        )
     by_port = {port: busy.nbytes for port, busy in routes.ports.items()}
     return Outcome(max(arrived_s, default=0.0), by_port, tuple(arrived_s))
 

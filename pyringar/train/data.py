@@ -18,7 +18,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from torch import Tensor
 
@@ -98,6 +97,8 @@ def batches(
 
 def default_data_dir() -> Path:
     """Return the folder of Fashion-MNIST, unless another is named."""
+    import platformdirs  # not everywhere, and not needed where a folder is named
+
     return Path(platformdirs.user_data_dir("pyringar", appauthor=False))
 
 

@@ -6,6 +6,7 @@ What is learned has the bits of one process that has all ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -20,7 +21,6 @@ from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import PatientStore, checked_store
-from pyringar.distributed.hierarchical import communicator_for
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 from pyringar.parallel.shards import Device, Shards, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
@@ -104,6 +104,10 @@ class TrainGroup:
             RingarError: Names the ranks that differ from rank 0.
         """
 
+    def close(self) -> None:
+        """Close the communicator."""
+        self.comm.close()
+
 
 class OneProcess(TrainGroup):
     """All ranks of a run, in this process.
@@ -117,8 +121,18 @@ class OneProcess(TrainGroup):
 
     def __init__(self, config: TrainConfig) -> None:
         self.devices = self.all_devices = choose_devices(config.world_size, config.devices)
+        self._config = config
+
+    @functools.cached_property
+    def comm(self) -> Communicator:  # type: ignore[override]
+        """Reduce the gradients; made when it is first asked for, since GPUs' may be compiled."""
         names = [str(device) for device in self.devices]
-        self.comm = Communicator(names, algorithm=config.allreduce, order=config.order)
+        return Communicator(names, algorithm=self._config.allreduce, order=self._config.order)
+
+    def close(self) -> None:
+        """Close the communicator, if it was made."""
+        if "comm" in vars(self):
+            self.comm.close()
 
 
 class Processes(TrainGroup):
@@ -145,6 +159,8 @@ class Processes(TrainGroup):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        from pyringar.distributed.hierarchical import communicator_for  # not in every torch
+
         store, rank, world_size = checked_store(store, rank, world_size)
         _check_config(config, world_size)
         self.devices = (torch.device("cpu"),)

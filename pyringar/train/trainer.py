@@ -268,7 +268,7 @@ class Trainer:
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
         self.model.close()
-        self.group.comm.close()
+        self.group.close()
 
     def __enter__(self) -> Trainer:
         return self
