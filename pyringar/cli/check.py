@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(target: str) -> Callable[..., Any]:
-    """The function that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names."""
+    """Return the function that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names."""
     where, colon, path = target.rpartition(":")
     if not colon or not where or not path:
         raise _CannotLoadError(

@@ -123,7 +123,7 @@ class WatchedPart:
             raise PeerLostError(f"{self._operation}: {error}") from None
 
     def _check_while_waiting(self) -> None:
-        """Some ranks may have done their part and gone, while others are late."""
+        """Raise once a rank is gone for good: one may have done its part, while others are late."""
         self._check([])
         try:
             self._check(self._peers)

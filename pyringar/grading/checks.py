@@ -130,7 +130,7 @@ class Call:
         self.returned: Any = None
 
     def expected(self) -> tuple[Tensor, Tensor | float]:
-        """The sum, flat, and how far a result may be from it."""
+        """Return the sum, flat, and how far a result may be from it."""
         if not self.case.dtype.is_floating_point:
             return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
         terms = torch.stack(self.inputs).to(torch.float64)
@@ -144,7 +144,7 @@ class Call:
         return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
 
     def own_memory(self, rank: int) -> Tensor:
-        """The memory that the caller handed in, whatever the tensor object points to now."""
+        """Return the memory that the caller handed in, whatever the tensor object points to now."""
         return self.layouts[rank].view(self.bases[rank], self.case.shape)
 
 

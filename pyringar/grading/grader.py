@@ -68,14 +68,14 @@ class Report:
         return all(p.verdict != "fail" for p in self.properties)
 
     def __getitem__(self, name: str) -> Property:
-        """The property called ``name``."""
+        """Return the property called ``name``."""
         for found in self.properties:
             if found.name == name:
                 return found
         raise KeyError(name)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report in types that JSON knows."""
+        """Return the report in types that JSON knows."""
         return {"passed": self.passed, **asdict(self)}
 
     def __str__(self) -> str:

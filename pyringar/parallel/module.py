@@ -452,7 +452,7 @@ class DataParallel(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The devices and the module."""
+        """Show the devices and the module."""
         devices = ", ".join(map(str, self.devices))
         return f"devices=[{devices}], module={self.module}"
 

@@ -94,7 +94,7 @@ def _check_initialised(name: str, tensor: Tensor) -> None:
 
 
 def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """A deep copy whose parameters and buffers are made on ``device`` at once.
+    """Make a deep copy whose parameters and buffers are on ``device`` from the start.
 
     ``module.to(device)`` after a plain deep copy would hold the memory twice on the first device,
     and would cut the tie between modules that share a buffer.

@@ -51,7 +51,7 @@ def measure_weights(
 def _step_s(
     model: Callable[[Tensor], Tensor], device: torch.device, images: Tensor, labels: Tensor
 ) -> float:
-    """The fastest of some steps, after one that warms up."""
+    """Time the fastest of some steps, after one that warms up."""
     times = []
     for _ in range(1 + _ROUNDS):
         synchronize([device])

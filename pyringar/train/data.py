@@ -55,7 +55,7 @@ class ImageData:
     test_labels: Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ImageData:
-        """The same on another device, with images of another dtype.
+        """Return the same on another device, with images of another dtype.
 
         Args:
             device: Where images and labels go.
@@ -185,7 +185,7 @@ def _read_part(fashion_mnist: Any, root: Path, train: bool, name: str) -> tuple[
 
 
 def _import_fashion_mnist() -> Any:
-    """The data set's class; torchvision is imported here and nowhere else."""
+    """Return the data set's class; torchvision is imported here and nowhere else."""
     try:
         from torchvision.datasets import FashionMNIST
     except ModuleNotFoundError as error:
@@ -203,7 +203,7 @@ def _import_fashion_mnist() -> Any:
 
 
 def _install_command() -> str:
-    """The pip command for a torchvision that goes with the torch that is installed."""
+    """Return the pip command for a torchvision that goes with the torch that is installed."""
     version, _, variant = torch.__version__.partition("+")
     command = f"pip install --force-reinstall torch=={version} torchvision"
     if variant == "cpu" or variant.startswith(("cu", "rocm", "xpu")):
@@ -264,7 +264,7 @@ def _why_unreachable(url: str, timeout_s: float) -> str | None:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """A timeout for sockets opened inside: torchvision opens its own without any."""
+    """Set a timeout for sockets opened inside: torchvision opens its own without any."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -98,7 +98,7 @@ class LivePlot:
         self.close()
 
     def __str__(self) -> str:
-        """The plot as text, as it is now."""
+        """Return the plot as text, as it is now."""
         return text_plot(self.curves, self._num_epochs)
 
     def _add(self, label: str, result: EpochResult) -> None:

@@ -89,7 +89,7 @@ def build_model(
 
 
 def plain_model(config: TrainConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """The model that ``config`` names, by itself on a device: for measuring what a step takes."""
+    """Build the model of ``config`` by itself on a device: for measuring what a step takes."""
     if config.model == "resnet18":
         return _initial_resnet18(config).to(device)
     return functools.partial(lenet, params=get_params(_initial_lenet(config), device))

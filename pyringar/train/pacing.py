@@ -59,7 +59,7 @@ class StepWindow:
             self._retire_oldest()
 
     def __len__(self) -> int:
-        """Steps queued and not yet known to be done."""
+        """Count the steps queued and not yet known to be done."""
         return len(self._queued)
 
     def _retire_oldest(self) -> None:

@@ -185,7 +185,7 @@ class Trace:
         return sorted({span.step for span in self.spans})
 
     def of_step(self, step: int) -> list[Span]:
-        """The spans of one step.
+        """Return the spans of one step.
 
         Args:
             step: Its number.
@@ -193,7 +193,7 @@ class Trace:
         return [span for span in self.spans if span.step == step]
 
     def __str__(self) -> str:
-        """A line per step: milliseconds of each kind, and how much of the buckets was hidden."""
+        """Write a line per step: milliseconds of each kind, and the share of buckets hidden."""
         header = f"{'step':>5}  {'ms':>8}" + "".join(f"  {name:>9}" for name in CATEGORIES)
         lines = [f"{header}  {'hidden':>6}"]
         for step in self.steps():
