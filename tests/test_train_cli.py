@@ -99,7 +99,7 @@ class TestOutput:
         assert "test acc" not in captured.out
 
     @pytest.mark.parametrize(
-        "options", [["--allreduce", "tree"], ["--weights", "a,b"], ["--epochs", "x"], ["--gpus"]]
+        "options", [["--allreduce", "mesh"], ["--weights", "a,b"], ["--epochs", "x"], ["--gpus"]]
     )
     def test_what_cannot_be_parsed_ends_with_status_2(self, capsys, options):
         with pytest.raises(SystemExit, match="2"):
