@@ -36,7 +36,7 @@ LONG_S = 30.0
 # -- garbage ---------------------------------------------------------------------------------------
 
 GOOD_MEMBER = {
-    "version": 2,
+    "version": 3,
     "rank": 1,
     "node": "here",
     "host": "here",
@@ -56,7 +56,7 @@ GARBAGE = [b"", b"\0\xff\xfe", b"null", b"[]", b"3", b'"text"', b"{", b"{}", b"[
 GARBAGE += [b"[" * 3000, b'{"a":' * 700, b"9" * 4000, b"9" * 5000, b"{" + b" " * 1_000_000 + b"}"]
 BAD_MEMBERS = [
     *GARBAGE,
-    member(version=3),
+    member(version=2),
     member(version="1"),
     member(version=10**400),
     member(version=[]),
