@@ -35,6 +35,7 @@ from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 __all__ = ["ProcessCommunicator"]
 
 ALGORITHMS = ("auto", "direct", "ring")
+_AUTO = {order: choose("processes", order, 0)[0] for order in ORDERS}
 _CHECKS = ("", "digest")
 
 Tensors = Tensor | Sequence[Tensor]
@@ -504,7 +505,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
                 "their own have no ring on GPUs; take 'auto' or 'direct'"
             )
         check_ring_order(algorithm, order, "'direct'")
-        return choose("processes", order, 0)[0] if algorithm == "auto" else algorithm
+        return _AUTO[order] if algorithm == "auto" else algorithm
 
 
 def _remove_region(group: weakref.ref[Any], region: int) -> None:
