@@ -44,18 +44,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def run(command: list[str], folder: Path, timeout_s: float = 100) -> str:
-    """What a command prints; once more if gloo aborts it, as pages tell of (pytorch#179291)."""
-    status, text, errors = run_once(command, folder, timeout_s)
-    script = folder / "train.py"
-    is_gloos = script.exists() and 'init_process_group("gloo")' in script.read_text()
-    if is_gloos and "terminate called without an active exception" in errors:
-        status, text, errors = run_once(command, folder, timeout_s)
-    assert status == 0, f"exit status {status}: {command}\n{text}\n{errors}"
-    return text
-
-
-def run_once(command: list[str], folder: Path, timeout_s: float) -> tuple[int, str, str]:
-    """Exit status, output and errors; it and all that it has started are gone afterwards."""
+    """What a command prints; it and all that it has started are gone afterwards."""
     path = f"{folder}/bin:{os.environ['PATH']}"
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -73,7 +62,9 @@ def run_once(command: list[str], folder: Path, timeout_s: float) -> tuple[int, s
             end(process)
         printed.seek(0)
         errors.seek(0)
-        return status, printed.read(), errors.read()
+        text = printed.read()
+        assert status == 0, f"exit status {status}: {command}\n{text}\n{errors.read()}"
+    return text
 
 
 def run_python(page: Path, folder: Path) -> None:
