@@ -101,7 +101,7 @@ def test_between_gpus_the_other_collectives_count_a_whole_buffer(between_gpus):
     assert comm._group.taken == ["direct", "direct", "ring", "ring"]
 
 
-@pytest.mark.parametrize("bad", [None, [], 7, [None], {}, "ab"])
+@pytest.mark.parametrize("bad", [None, [], 7, [None], {}, "ab", [torch.ones(2).to_sparse()]])
 def test_what_is_no_data_is_the_engines_to_refuse(between_gpus, bad):
     between_gpus.all_reduce(bad)
     assert between_gpus._group.taken == ["direct"]

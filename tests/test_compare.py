@@ -117,6 +117,12 @@ def test_a_planted_regression_is_shown_with_its_times(run: Any) -> None:
     assert all(figure in line for figure in ("50 us", "62.5 us", "1.25"))
 
 
+def test_a_section_that_failed_is_told_and_fails(run: Any) -> None:
+    status, printed, _ = run(OLD, replace(OLD, failed="RuntimeError: rank 1 died"))
+    assert status == 1
+    assert "FAILED: allreduce: RuntimeError: rank 1 died" in printed
+
+
 def test_the_threshold_is_a_choice(run: Any) -> None:
     assert run(OLD, changed("fused", 1.25), "--threshold", "0.3")[0] == 0
     assert run(OLD, changed("fused", 1.08), "--threshold", "0.02")[0] == 1

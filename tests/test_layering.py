@@ -65,7 +65,7 @@ MAX_FILE_LINES = 600
 # What `pip install .` runs before torch is there.
 WITHOUT_TORCH = ["errors", *(f"engine/{module}" for module in ORDER["engine"])]
 # Slow to import or not always there: only inside the functions that need them.
-ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy", "IPython"}
+ONLY_IN_FUNCTIONS = {"torchvision", "matplotlib", "tqdm", "cupy", "IPython", "platformdirs"}
 
 # What a file may include of ours, by its folder in csrc.
 INCLUDES = {

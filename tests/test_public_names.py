@@ -31,6 +31,33 @@ def test_subpackages_are_imported_by_their_first_use():
     assert done.returncode == 0, done.stderr
 
 
+WITHOUT = """
+import sys
+import torch.distributed
+
+{missing}
+import pyringar as pr
+from pyringar.cli import main
+
+assert hasattr(pr, "distributed") is {has_distributed}
+assert callable(pr.train.train)
+sys.exit(main(["build", "--help"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "has_distributed"),
+    [
+        ("torch.distributed.is_available = lambda: False", False),
+        ("sys.modules['platformdirs'] = None", True),
+    ],
+)
+def test_commands_and_trainers_need_no_more_than_they_use(missing, has_distributed):
+    program = WITHOUT.format(missing=missing, has_distributed=has_distributed)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_dir_shows_what_is_public():
     shown = {name for name in dir(pr) if not name.startswith("_")}
     assert shown == {*pr.__all__, *SUBPACKAGES}

@@ -138,6 +138,24 @@ def test_survivors_and_newcomers(new_crew, tmp_path, newcomer):
         crew.values()
 
 
+def test_the_deadline_begins_when_all_engines_are_there(monkeypatch):
+    """Where the first one is compiled, that takes longer than the others are waited for."""
+    loaded = []
+    engine = load.engine()
+
+    def slow_first():
+        loaded.append(time.monotonic())
+        time.sleep(0.3 if len(loaded) == 1 else 0.0)
+        return engine
+
+    monkeypatch.setattr(load, "engine", slow_first)
+    monkeypatch.setattr(load, "cuda_engine", lambda: engine)
+    for kind in ("cpu", "cuda"):
+        loaded.clear()
+        meeting = Rendezvous(dist.HashStore(), 0, 2, f"slow {kind}", 10.0, kind)
+        assert meeting._deadline - loaded[0] >= 10.3
+
+
 def test_two_stores_with_a_common_process(new_crew, tmp_path):
     crew = new_crew(3)
     a, b = ({"path": str(tmp_path / name), "world_size": 2} for name in "ab")

@@ -188,6 +188,22 @@ def test_one_command_line_chooses_cases(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "out.png").stat().st_size > 4_000
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--candidates", "fusd"), ("--sizes", "4KB"), ("--ranks", "two")]
+)
+def test_a_wrong_option_is_named(
+    capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(SECTIONS["allreduce"], ["--dry-run", option, value])
+    assert f"argument {option}: '{value}' is" in capsys.readouterr().err
+
+
+def test_to_measure_nothing_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(SECTIONS["allreduce"], ["--dry-run", "--only", "nonsense"]) == 2
+    assert "no case has such a name" in capsys.readouterr().err
+
+
 # -- auto, and pictures ----------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from pyringar.cli import main
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.parallel import shards
 from pyringar.parallel.shards import check_replicas_equal
-from pyringar.train import TrainConfig, Trainer, graph, train
+from pyringar.train import TrainConfig, Trainer, graph, group, train
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step import EagerStep, sgd
@@ -276,6 +276,7 @@ def test_sgd_by_a_tensor_has_the_bits_of_sgd(dtype):
 class TestRefusals:
     def test_ranks_on_the_cpu(self, monkeypatch):
         monkeypatch.setattr(trainer_module, "load_data", None)  # it is not come to that
+        monkeypatch.setattr(group, "Communicator", None)  # nor to an engine, to be compiled
         message = r"cuda_graph is on and the ranks run on \[cpu x 2 ranks\], expected .* one GPU"
         with pytest.raises(ArgumentError, match=message):
             train(2, 64, 0.1, devices=["cpu", "cpu"], cuda_graph=True)
