@@ -364,12 +364,14 @@ def loop(call):
 def tensors():
     return [torch.ones(1 << 20) for _ in range(2)]
 
-comms = [pr.Communicator(["cpu"] * 2) for _ in range(3)]
+comms = [pr.Communicator(["cpu"] * 2) for _ in range(4)]
 a, b, c = tensors(), tensors(), tensors()
+many = [[torch.ones(1) for _ in range(500)] for _ in range(2)]  # torch is asked about each
 calls = (
     lambda: comms[0].all_reduce(a, algorithm="ring"),
     lambda: comms[1].all_reduce(b, algorithm="direct", async_op=True).wait(),
     comms[2].bind(c),
+    lambda: comms[3].all_reduce_coalesced(many),
 )
 for call in calls:
     threading.Thread(target=loop, args=(call,), daemon=True).start()

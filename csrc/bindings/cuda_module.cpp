@@ -187,6 +187,7 @@ PYBIND11_MODULE(_cuda_engine, m) {
       .def("wait", [](CudaWork& work, double) { return work.wait(); });
   bind_group(m);
   bind_cuda_process_group(m);
+  m.def("end_reading", &Reading::end);
   m.def("num_devices", &cuda::num_devices);
   m.def("peer_links", &peer_matrix, py::arg("devices"));
   m.def("runtime_version", [] { return CUDART_VERSION; });

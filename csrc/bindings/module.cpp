@@ -142,6 +142,7 @@ PYBIND11_MODULE(_engine, m) {
   bind_group(m);
   bind_bucketer(m);
   bind_process_group(m);
+  m.def("end_reading", &Reading::end);
   m.def("build_info", &build_info);
   m.def("names", &names);
   m.def("limits", &limits);

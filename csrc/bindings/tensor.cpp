@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <numeric>
 
 #include "core/error.h"
@@ -327,6 +328,24 @@ bool has_index_order(const TensorView& view) {
     expected *= view.shape[dim];
   }
   return true;
+}
+
+Reading::Reading() {
+  if (last_reader_ && *last_reader_ != std::this_thread::get_id()) {
+    PyEval_SaveThread();
+    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  ++num_threads_;
+}
+
+void Reading::end() {
+  last_reader_ = std::this_thread::get_id();
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (num_threads_ > 0 && std::chrono::steady_clock::now() < deadline) {
+    PyThreadState* state = PyEval_SaveThread();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    PyEval_RestoreThread(state);
+  }
 }
 
 TensorArgs::TensorArgs(const char* operation)

@@ -11,7 +11,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/collective.h"
@@ -71,6 +73,25 @@ bool lie_alike(const TensorView& view, const TensorView& first);
 // Whether elements lie side by side in the order of their index.
 bool has_index_order(const TensorView& view);
 
+// A thread that reads tensors. torch gives the GIL away meanwhile, and a daemon thread that comes
+// back for it after the interpreter's end is told to exit, which aborts the process: it unwinds
+// through frames of torch that let nothing pass.
+class Reading {
+ public:
+  Reading();  // stays for ever in any other thread than the one that has called end()
+  ~Reading() { --num_threads_; }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  // Before the interpreter's end. Waits for those who read, but not longer than a second: a
+  // tensor's own Python code may wait for anything.
+  static void end();
+
+ private:
+  inline static int num_threads_ = 0;  // guarded by the GIL, as the next is
+  inline static std::optional<std::thread::id> last_reader_;
+};
+
 // The tensors of one call, under the names of its arguments. Results in place would bypass
 // autograd, so that a written tensor must not require grad while it records.
 class TensorArgs {
@@ -97,6 +118,7 @@ class TensorArgs {
   void check_disjoint() const;
 
  private:
+  const Reading reading_;
   const char* operation_;
   bool is_recording_;
   std::vector<TensorView> views_;

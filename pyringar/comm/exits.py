@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from pyringar.engine.load import loaded_cuda_engine, loaded_engine
+
 __all__ = ["close_at_exit", "empty_backward_at_exit", "is_inherited", "never_destroy"]
 
 _Call = Callable[[Any], object]
@@ -100,6 +102,7 @@ def is_inherited(owner: Any) -> bool:
 
 def _close_all() -> None:
     with contextlib.ExitStack() as newest_first:  # and all of them, whatever one raises
+        newest_first.callback(_end_reading)
         living = [
             (owner, entry)
             for entry in list(_living.values())
@@ -119,6 +122,13 @@ def _close_all() -> None:
                 for owner, entry in living:
                     if entry.abort is not None:
                         newest_first.callback(entry.abort, owner)
+
+
+def _end_reading() -> None:
+    """Let no other thread be in the engines' use of torch when the interpreter ends."""
+    for engine in (loaded_engine(), loaded_cuda_engine()):
+        if engine is not None:
+            engine.end_reading()
 
 
 def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
