@@ -1,7 +1,7 @@
 """Are the CUDA kernels, and the host code that launches them, right on CPU threads without a GPU?
 
 Sanitizers, both compilers, and kernels with a mistake planted, which must be noticed. One build per
-test; all but the first are slow, most mistakes thorough.
+test; all but the first are slow, clang++ and most mistakes thorough.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from test_stress import (
     execute,
     require,
     run,
+    some,
 )
 
 EMULATED = STRESS / "cuda"
@@ -172,14 +173,6 @@ def build(variant: Variant, folder: Path, csrc: Path = CSRC) -> Path:
     return program
 
 
-def some(names, *each_time):
-    """All mistakes, those that are not tried each time marked thorough: a build takes long."""
-    return [
-        pytest.param(name, marks=[] if name in each_time else pytest.mark.thorough)
-        for name in names
-    ]
-
-
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """Build the program of a variant, once."""
@@ -217,7 +210,7 @@ def test_plain(emulated):
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", some(VARIANTS, "thread", "memory", "fast"))
 def test_variant(emulated, name):
     check(VARIANTS[name], emulated(VARIANTS[name]))
 

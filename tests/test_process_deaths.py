@@ -368,7 +368,11 @@ def kill_while_calling(crew: Crew, dead: int, choice: python_random.Random) -> N
 
 
 @pytest.mark.parametrize(
-    "count", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    "count",
+    [
+        10,
+        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]),
+    ],
 )
 def test_kills_at_random(count):
     before = fork_server().children()

@@ -1,7 +1,7 @@
 """Builds and runs tests/cpp/stress.cpp, the CPU engine without Python, under what finds its bugs.
 
 Sanitizers, both compilers, every path of the vector code, Arm64 under qemu. One build per test;
-all but the first are slow.
+all but the first are slow, most with clang++ thorough.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,14 @@ def require(*programs: str) -> None:
             pytest.skip(f"{program} is not installed")
 
 
+def some(names: Iterable[str], *each_time: str) -> list[Any]:
+    """All names, those that are not tried each time marked thorough: a build takes long."""
+    return [
+        pytest.param(name, marks=[] if name in each_time else pytest.mark.thorough)
+        for name in names
+    ]
+
+
 def build(variant: Variant, folder: Path) -> Path:
     """Compile and link; standard headers are precompiled, which halves the time."""
     require(variant.compiler, *variant.runner)
@@ -170,7 +179,9 @@ def test_a_failing_check_ends_it_and_says_how_to_repeat_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", some(VARIANTS, "thread", "thread-clang", "thread-no-futex", "memory", "fast")
+)
 def test_variant(stress: Callable[[Variant], Path], name: str) -> None:
     check(VARIANTS[name], stress(VARIANTS[name]))
 
@@ -187,7 +198,7 @@ def test_thread_sanitizer_sees_a_slot_freed_before_it_is_read(
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", X86_VARIANTS)
+@pytest.mark.parametrize("name", some(X86_VARIANTS, "baseline", "f16c"))
 def test_x86_instruction_sets(stress: Callable[[Variant], Path], name: str) -> None:
     if platform.machine() != "x86_64":
         pytest.skip(f"for x86-64, this is {platform.machine()}")

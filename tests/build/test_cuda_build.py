@@ -421,6 +421,7 @@ print(built.record["nvcc"], getattr(module, sys.argv[3])())
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # it downloads a toolkit
 @pytest.mark.timeout(900)
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="pip has nvcc for Linux")
