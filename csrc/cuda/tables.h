@@ -1,9 +1,8 @@
 // tables: a call's tensors as the tables of cuda/table.h, a launch's worth at a time.
 //
 // Contract  as few launches as tables allow, a dtype at a time. All tensors have the same number of
-// sources,
-//           and of destinations. Over several devices each gets its slice of every tensor, the
-//           same tensors in each table, so that all devices pass the same barriers.
+//           sources, and of destinations. Over several devices each gets its slice of every tensor,
+//           the same tensors in each table, so that all devices pass the same barriers.
 // Tests     tests/cpp/cuda_host/group_test.cpp, tests/cpp/cuda_processes
 #pragma once
 

@@ -39,14 +39,17 @@ Case make_case(Random& random, std::size_t num_ranks, Algorithm algorithm) {
   Case made;
   const auto k = static_cast<int>(num_ranks);
   const std::size_t edges[] = {0, 1, 2, 63, 64, 65, 200, 1000, 5000};
-  const std::size_t num_parts = random.one_in(8) ? 450 : 1 + random.below(40);
+  // Many of one dtype do not fit into one launch.
+  const bool has_many = random.one_in(8);
+  const std::size_t num_parts = has_many ? 450 : 1 + random.below(40);
+  const DType dtype_of_many = random_dtype(random);
   made.collective.operation = "all_reduce";
   made.collective.algorithm = algorithm;
   made.collective.fold = Fold::of(random_op(random), k);
   made.collective.pointers.reserve(num_parts * num_ranks);
   for (std::size_t p = 0; p < num_parts; ++p) {
-    const std::size_t numel = num_parts > 100 ? random.below(20) : edges[random.below(9)];
-    const DType dtype = random_dtype(random);
+    const std::size_t numel = has_many ? random.below(20) : edges[random.below(9)];
+    const DType dtype = has_many ? dtype_of_many : random_dtype(random);
     made.parts.push_back(
         {dtype, numel, Tensors(random, dtype, num_ranks, numel, random_addresses(random))});
     void* const* table = made.collective.pointers.data() + made.collective.pointers.size();
