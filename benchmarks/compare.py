@@ -174,6 +174,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def print_sources(name: str, path: str, sections: Sections) -> None:
+    """Print where rows are from: machine, date and effort."""
+    machine = next(iter(sections.values())).machine
+    efforts = ", ".join(sorted({results.effort for results in sections.values()}))
+    print(f"{name}: {path}: {machine_in_words(machine)}, {machine.get('date')}, {efforts}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, and print what changed."""
     args = parse_arguments(argv)
@@ -185,10 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    for name, path, sections in (("old", args.old, old), ("new", args.new, new)):
-        machine = next(iter(sections.values())).machine
-        efforts = ", ".join(sorted({results.effort for results in sections.values()}))
-        print(f"{name}: {path}: {machine_in_words(machine)}, {machine.get('date')}, {efforts}")
+    print_sources("old", args.old, old)
+    print_sources("new", args.new, new)
     for line in differences(old, new, SOFTWARE):
         print(f"differs: {line}")
     unequal = differences(old, new, HARDWARE)

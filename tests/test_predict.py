@@ -328,7 +328,7 @@ def test_messages_that_wait_for_each_other_are_an_error():
     program = Program()
     program.send(0, 1, 8, [1])
     program.send(1, 0, 8, [0])
-    with pytest.raises(pr.ArgumentError, match=r"message [01] of program waits for one"):
+    with pytest.raises(pr.ArgumentError, match=r"message [01] of program never starts"):
         simulate(program, Network(2, link()))
 
 

@@ -141,8 +141,8 @@ def simulate(program: Program, network: Network) -> Outcome:
     stuck = next((index for index, needs in enumerate(missing) if needs), None)
     if stuck is not None:
         raise ArgumentError(
-            f"message {stuck} of program waits for one that waits for it, or for such a one; "
-            "expected needs without a circle"
+            f"message {stuck} of program never starts: its needs lead back to itself, or to a "
+            "message whose needs do; expected no such cycle"
         )
     by_port = {port: busy.nbytes for port, busy in routes.ports.items()}
     return Outcome(max(arrived_s, default=0.0), by_port, tuple(arrived_s))
