@@ -1,4 +1,4 @@
-"""Images to train on: Fashion-MNIST through torchvision, or else a synthetic set.
+"""Images to train on: Fashion-MNIST or others in its format, or else a synthetic set.
 
 Everything is loaded into tensors at once: decoding images one by one would take longer than
 training on them, and would be what is timed.
@@ -6,34 +6,39 @@ training on them, and would be what is timed.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import queue
-import socket
-import urllib.error
-import urllib.request
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar.comm.threads import start_thread
-from pyringar.errors import ArgumentError, RingarError, UnsupportedError
-from pyringar.train.config import CHOICES, check_choice
+from pyringar.choices import check_choice
+from pyringar.errors import ArgumentError, RingarError
+from pyringar.train.config import CHOICES
+from pyringar.train.download import download_fashion_mnist
+from pyringar.train.idx import read_images, read_labels
 from pyringar.train.synthetic import synthetic_images
 
 __all__ = ["ImageData", "batches", "default_data_dir", "load_data"]
 
 logger = logging.getLogger(__name__)
 
-_SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 6_000, 1_000
+# So many that the book's own recipe, 10 epochs with batches of 256, learns.
+_SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
 _SYNTHETIC_SEEDS = (20, 21)
-_REACHABLE_WITHIN_S = 4.0
-_STALLED_AFTER_S = 20.0
+# Where the files of a data_dir may be, in torchvision's layout first; downloads go there, too.
+_PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
+# Of each half: how many images the whole of it has, and the SHA-256 of their labels. Digits and
+# letters come in files of the same names and sizes, but their labels are in another order.
+_WHOLE = {
+    "train": (60_000, "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7"),
+    "t10k": (10_000, "3d0e6c6ea990b53b6f8f500a41cac93881d981b315f84578b7d915342ade01e9"),
+}
+_FILES = [f"{half}-{kind}-ubyte" for half in _WHOLE for kind in ("images-idx3", "labels-idx1")]
 
 
 @dataclass(frozen=True)
@@ -103,33 +108,44 @@ def default_data_dir() -> Path:
 
 
 def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> ImageData:
-    """Load Fashion-MNIST or the synthetic set into tensors.
+    """Load Fashion-MNIST, images in its format, or the synthetic set into tensors.
+
+    Four files are read: ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two that
+    begin with ``t10k``, or the same packed, with ``.gz`` at the end.
 
     Args:
         dataset: ``"fashion-mnist"``: from ``data_dir``, or downloaded into it (30 MB).
-            ``"synthetic"``: drawn by formula. ``"auto"``: the first, or the second with a logged
-            warning that says why.
-        data_dir: Folder that holds ``FashionMNIST/raw``, as torchvision has it; by default
-            :func:`default_data_dir`.
+            ``"synthetic"``: drawn by formula, whatever ``data_dir`` is. ``"auto"``: the first; if
+            it cannot be had and no ``data_dir`` is named, the second with a logged warning that
+            says why.
+        data_dir: Folder that holds the files, itself or in ``FashionMNIST/raw`` or ``raw``, as
+            torchvision has it; by default `default_data_dir`. Other images may be in it, as
+            many as you like.
 
     Returns:
-        float32 images on the CPU.
+        float32 images on the CPU. The name is ``"Fashion-MNIST"`` for the whole of it; of a part,
+        nothing here could tell.
 
     Raises:
-        ArgumentError: Unknown ``dataset``, or files that are no Fashion-MNIST.
-        UnsupportedError: torchvision cannot be imported; says why and how to mend it.
-        RingarError: It is not there, and the network cannot be reached.
+        ArgumentError: Unknown ``dataset``; what was asked for is not there and cannot be
+            downloaded; files that are damaged, incomplete or something else. Says what was looked
+            for and where.
 
     An unreachable network is noticed within 5 seconds, a download that stalls within 20.
     """
     check_choice("dataset", dataset, CHOICES["dataset"])
     if dataset == "synthetic":
         return _synthetic()
+    if data_dir is None:
+        root, asked = default_data_dir(), f"dataset is {dataset!r}"
+    else:
+        root, asked = _folder(data_dir), f"data_dir is {str(data_dir)!r}"
     try:
-        return _fashion_mnist(default_data_dir() if data_dir is None else Path(data_dir))
+        return _fashion_mnist(root, is_named=dataset == "fashion-mnist")
     except RingarError as error:
-        if dataset == "fashion-mnist":
-            raise
+        is_broken = isinstance(error, ArgumentError)
+        if is_broken or data_dir is not None or dataset != "auto":
+            raise ArgumentError(f"{asked}, but {error}") from error
         logger.warning(
             "WARNING: this is NOT Fashion-MNIST but the built-in synthetic set, because %s", error
         )
@@ -144,130 +160,71 @@ def _synthetic() -> ImageData:
     )
 
 
-def _fashion_mnist(root: Path) -> ImageData:
-    fashion_mnist = _import_fashion_mnist()
-    if not _is_there(fashion_mnist, root):
-        _download(fashion_mnist, root)
-    tensors = [
-        tensor
-        for train, name in ((True, "train"), (False, "t10k"))
-        for tensor in _read_part(fashion_mnist, root, train, name)
-    ]
-    return ImageData("Fashion-MNIST", *tensors)
+def _folder(data_dir: str | Path) -> Path:
+    """Return a folder that was named, ``~`` expanded."""
+    if not isinstance(data_dir, (str, Path)) or not str(data_dir) or "\0" in str(data_dir):
+        raise ArgumentError(f"data_dir is {data_dir!r}, expected the path of a folder")
+    return Path(os.path.expanduser(data_dir))
 
 
-def _read_part(fashion_mnist: Any, root: Path, train: bool, name: str) -> tuple[Tensor, Tensor]:
-    """Read all images and labels of one half, past torchvision's pipeline of single images."""
-    files = f"data_dir is '{root}', but its FashionMNIST/raw/{name}"
-    try:
-        dataset = fashion_mnist(root, train=train)
-    # What torchvision raises for files that are cut short or something else.
-    except (
-        *(ArithmeticError, AssertionError, EOFError, LookupError, MemoryError),
-        *(OSError, RuntimeError, TypeError, ValueError),
-    ) as error:
-        raise ArgumentError(
-            f"{files}-* cannot be read ({type(error).__name__}: {error}); remove it to have it "
-            "downloaded again"
-        ) from error
-    images, labels = dataset.data, dataset.targets
-    if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or len(labels) == 0:
-        raise ArgumentError(
-            f"{files}-* has images of shape {tuple(images.shape)} and labels of shape "
-            f"{tuple(labels.shape)}, expected (n, 28, 28) and (n,)"
-        )
-    least, most = int(labels.min()), int(labels.max())
-    if least < 0 or most > 9:
-        raise ArgumentError(
-            f"{files}-labels-idx1-ubyte has labels from {least} to {most}, expected 0 to 9"
-        )
-    return images.unsqueeze(1).float() / 255, labels.long()
+def _fashion_mnist(root: Path, is_named: bool) -> ImageData:
+    """Read the four files, or download them first.
 
-
-def _import_fashion_mnist() -> Any:
-    """Return the data set's class; torchvision is imported here and nowhere else."""
-    try:
-        from torchvision.datasets import FashionMNIST
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"torchvision cannot be imported ({error}); install it with `pip install torchvision`"
-        ) from error
-    # A build for another torch fails with any of these, deep in its own registrations.
-    except (ImportError, RuntimeError, OSError) as error:
-        raise UnsupportedError(
-            f"torchvision cannot be imported ({type(error).__name__}: {error}): it was probably "
-            f"built for another torch than the {torch.__version__} here; install the two "
-            f"together with `{_install_command()}`"
-        ) from error
-    return FashionMNIST
-
-
-def _install_command() -> str:
-    """Return the pip command for a torchvision that goes with the torch that is installed."""
-    version, _, variant = torch.__version__.partition("+")
-    command = f"pip install --force-reinstall torch=={version} torchvision"
-    if variant == "cpu" or variant.startswith(("cu", "rocm", "xpu")):
-        command += f" --index-url https://download.pytorch.org/whl/{variant}"
-    return command
-
-
-def _is_there(fashion_mnist: Any, root: Path) -> bool:
-    raw = root / "FashionMNIST" / "raw"
-    names = [Path(archive).stem for archive, _ in fashion_mnist.resources]
-    return all((raw / name).is_file() for name in names)
-
-
-def _download(fashion_mnist: Any, root: Path) -> None:
-    mirror = fashion_mnist.mirrors[0]
-    where = f"Fashion-MNIST is not in '{root}'"
-    reason = _why_unreachable(mirror + fashion_mnist.resources[1][0], _REACHABLE_WITHIN_S)
-    if reason:
-        raise RingarError(
-            f"{where} and {mirror} cannot be reached ({reason}); name a folder that holds "
-            "FashionMNIST/raw as data_dir"
-        )
-    logger.info("downloading Fashion-MNIST (30 MB) from %s into %s", mirror, root)
-    try:
-        with _socket_timeout(_STALLED_AFTER_S):
-            fashion_mnist(root, download=True)
-    except (OSError, RuntimeError) as error:  # no room, no permission, connection lost
-        raise RingarError(
-            f"{where} and downloading it failed ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _why_unreachable(url: str, timeout_s: float) -> str | None:
-    """Ask a server for one header; the reason why that failed, or None.
-
-    In a thread, because looking up a host's name has no timeout of its own. A thread that is still
-    at it when the time is up ends by itself when the lookup does.
+    Raises:
+        ArgumentError: Something that is there is broken, or not what ``is_named`` demands.
+        RingarError: Nothing is there, and nothing can be downloaded.
     """
-    answer: queue.Queue[str | None] = queue.Queue()
-
-    def ask() -> None:
+    files = _find_files(root)
+    if not files:
         try:
-            request = urllib.request.Request(url, method="HEAD")
-            with urllib.request.urlopen(request, timeout=timeout_s):
-                answer.put(None)
-        except (OSError, ValueError, HTTPException) as error:
-            answer.put(str(error.reason if type(error) is urllib.error.URLError else error))
-
-    try:
-        start_thread("reachable", ask)
-    except RingarError as error:
-        return str(error)
-    try:
-        return answer.get(timeout=timeout_s + 0.5)
-    except queue.Empty:
-        return f"no answer within {timeout_s:g} s"
+            download_fashion_mnist(root / _PLACES[0])
+        except RingarError as error:
+            raise RingarError(
+                f"neither '{root}' nor its {_PLACES[0]} or {_PLACES[1]} holds {_FILES[0]} (or .gz) "
+                f"and its three companions, and Fashion-MNIST cannot be downloaded: {error}"
+            ) from error
+        files = _find_files(root)
+    train, test = (_read_half(files, half, is_named) for half in _WHOLE)
+    name = "Fashion-MNIST" if train[2] and test[2] else "images in Fashion-MNIST's format"
+    return ImageData(name, *train[:2], *test[:2])
 
 
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    """Set a timeout for sockets opened inside: torchvision opens its own without any."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+def _find_files(root: Path) -> dict[str, Path]:
+    """Return the four files by their plain names, or nothing if there is none of them."""
+    for folder in (root / place for place in _PLACES):
+        try:
+            there = set(os.listdir(folder))  # at once: another process may be about to add them
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise ArgumentError(f"'{folder}' cannot be read ({error.strerror})") from error
+        names = {name: name if name in there else f"{name}.gz" for name in _FILES}
+        missing = [plain for plain, name in names.items() if name not in there]
+        if not missing:
+            return {plain: folder / name for plain, name in names.items()}
+        if len(missing) < len(_FILES):
+            raise ArgumentError(
+                f"'{folder}' lacks {', '.join(missing)}; add what is missing, or remove the other "
+                "files of the set"
+            )
+    return {}
+
+
+def _read_half(files: dict[str, Path], half: str, is_named: bool) -> tuple[Tensor, Tensor, bool]:
+    """Return images, labels, and whether they are a whole half of Fashion-MNIST."""
+    images_path = files[f"{half}-images-idx3-ubyte"]
+    labels_path = files[f"{half}-labels-idx1-ubyte"]
+    images, labels = read_images(images_path), read_labels(labels_path)
+    if len(images) != len(labels):
+        raise ArgumentError(
+            f"'{labels_path}' holds {len(labels):,} labels, expected {len(images):,}: one for each "
+            f"image of '{images_path}'"
+        )
+    whole, expected = _WHOLE[half]
+    found = hashlib.sha256(bytes(labels.tolist())).hexdigest()
+    if is_named and len(labels) == whole and found != expected:
+        raise ArgumentError(
+            f"'{labels_path}' is not Fashion-MNIST's: SHA-256 of the labels is {found}, expected "
+            f"{expected}; where other images are meant, name data_dir and leave out dataset"
+        )
+    return images.unsqueeze(1).float() / 255, labels.long(), found == expected
