@@ -93,7 +93,9 @@ def test_a_terminal_is_written_over():
         update = terminal.getvalue()[drawn:]
         assert "● accuracy 0.750" in update
         assert update.count("\n") == update.count(CURSOR_UP), "the cursor is where it was before"
-    assert terminal.getvalue().endswith("\r" + text_plot({"accuracy": [0.25, 0.75]}, 2) + "\n")
+    finished = text_plot({"accuracy": [0.25, 0.75]}, 2, {"accuracy": 1.0})
+    assert finished.endswith("● accuracy 0.750, loss 1.000")
+    assert terminal.getvalue().endswith(f"\r{finished}\n")
 
 
 @pytest.mark.parametrize("accuracies", [(), (0.25, 0.75), (0.1, 0.2, 0.3)], ids=len)

@@ -182,7 +182,9 @@ class TestTraining:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))]
+)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_resnet18_learns_real_images(real_data_dir, num_ranks, seed):
     recipe = {"batch_size": 32, "lr": 0.1, "epochs": 4, "model": "resnet18", "width": 8}

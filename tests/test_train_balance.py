@@ -64,9 +64,10 @@ def test_auto_trains_to_the_same_parameters(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", ["lenet", "resnet18"])
+@pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
 def test_a_compiled_model_trains(model):
-    options = {"width": 4} if model == "resnet18" else {}
+    # Below 8 channels oneDNN writes past its memory on CPUs without AVX-512 (its issue 6035).
+    options = {"width": 8} if model == "resnet18" else {}
     config = TrainConfig(
         batch_size=128, epochs=1, dataset="synthetic", compile=True, model=model, **options
     )

@@ -131,6 +131,10 @@ class TestDevices:
             (["cpu"] * 4, "[cpu x 4 ranks]"),
             (["cuda:0", "cuda:1"], "[cuda:0, cuda:1]"),
             (["cuda:0", "cuda:0", "cpu"], "[cuda:0 x 2 ranks, cpu]"),
+            ([f"cuda:{i}" for i in range(16)], "[cuda:0 to cuda:15]"),
+            ([f"cuda:{i // 2}" for i in range(6)], "[cuda:0 to cuda:2 x 2 ranks each]"),
+            (["cuda:1", "cuda:0", "cuda:1", "cuda:2", "cpu"], "[cuda:1, cuda:0 to cuda:2, cpu]"),
+            (["cuda", "cuda:1", "cuda:2"], "[cuda, cuda:1, cuda:2]"),
         ],
     )
     def test_words_for_devices(self, devices, words):

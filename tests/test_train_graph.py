@@ -159,25 +159,28 @@ def assert_same(ours, theirs):
 
 
 # 100 images: three batches of 32 leave 4 over, which run eagerly.
-RUNS = [
-    {"ranks": 1},
+MORE_RUNS = [
     {"ranks": 2},
     {"ranks": 2, "lr_schedule": "constant", "overlap": False},
-    {"ranks": 3, "weights": (3, 0, 1), "bucket_cap_mb": 0.05},
-    {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
     {"ranks": 2, "dtype": "bfloat16"},
     {"ranks": 2, "dtype": "float16", "lr": 0.03},
-    {"ranks": 2, "amp": True},
     {"ranks": 2, "batch_size": 25, "max_inflight": 0},  # no batch is smaller
+    {"ranks": 5, "model": "resnet18", "width": 4, "epochs": 2, "batch_size": 3, "init": "book"},
+]
+RUNS = [
+    {"ranks": 1},
+    {"ranks": 3, "weights": (3, 0, 1), "bucket_cap_mb": 0.05},
+    {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
+    {"ranks": 2, "amp": True},
     {"ranks": 2, "batch_size": 128},  # all images are one batch
     {"ranks": 2, "model": "resnet18", "width": 4, "epochs": 2},
-    {"ranks": 5, "model": "resnet18", "width": 4, "epochs": 2, "batch_size": 3, "init": "book"},
+    *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_RUNS),
 ]
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
-    options = {"batch_size": 32, "epochs": 3, **options}
+    options = {"batch_size": 32, "epochs": 2, **options}
     replayed = run(data, cuda_graph=True, **options)
     assert recorder.num_warm_ups == 3
     steps = len(replayed.epochs) * max(1, 100 // options["batch_size"])
@@ -185,7 +188,13 @@ def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
     assert_same(replayed, run(data, **options))
 
 
-@pytest.mark.parametrize("options", [{"batchnorm": "sync"}, {"amp": True, "batchnorm": "sync"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batchnorm": "sync"},
+        pytest.param({"amp": True, "batchnorm": "sync"}, marks=pytest.mark.slow),
+    ],
+)
 def test_synchronised_batch_norm_goes_with_it(data, caller, options):
     options = {"model": "resnet18", "width": 4, "batch_size": 32, "epochs": 2, **options}
     replayed = run(data, cuda_graph=True, **options)
@@ -221,17 +230,6 @@ def test_what_was_captured_is_undone(data, recorder):
         captured(X, y, 0.1 / 32)
         assert captured.take_loss() > 0
         assert recorder.num_replays == 1
-
-
-def test_an_epoch_that_was_broken_off_leaves_no_loss(data, recorder):
-    def stop():
-        raise KeyboardInterrupt
-
-    with Trainer(TrainConfig(ranks=2, epochs=1, lr=1e-30, cuda_graph=True), data) as trainer:
-        with contextlib.suppress(KeyboardInterrupt):
-            trainer.run(on_step=stop)
-        broken_off, again = trainer.run(), trainer.run()
-    assert broken_off.losses == pytest.approx(again.losses, rel=1e-6)
 
 
 # -- the stand-in can tell -------------------------------------------------------------------------
@@ -296,7 +294,7 @@ class TestRefusals:
         graph.check_ranks([torch.device("cuda:1")] * 3, None)
 
     def test_on_the_command_line(self, capsys):
-        assert main(["train", "lenet", "--devices", "cpu", "--cuda-graph"]) == 1
+        assert main(["train", "lenet", "--devices", "cpu", "--cuda-graph"]) == 2
         assert "the ranks run on [cpu], expected all of them on one GPU" in capsys.readouterr().err
 
     @pytest.mark.parametrize(

@@ -38,18 +38,32 @@ def as_rank(rank, world_size, store, options):
     return result.curve, result.losses, result.params, result.state, result.line, group.digest
 
 
+RUNS = {
+    "lenet": LENET,
+    "no image": {**LENET, "batch_size": 74},  # the last batch has one image: one rank has none
+    "resnet18": RESNET,
+}
+MORE_RUNS = {
+    "weights": {**LENET, "weights": (3, 1), "overlap": False, "lr_scale": "sqrt"},
+    "scaled": {**LENET, "lr_scale": "sqrt", "scale_batch": True},
+    "float64": {
+        **LENET,
+        "batch_size": 37,
+        "bucket_cap_mb": 0.01,
+        "dtype": "float64",
+        "init": "book",
+    },
+    "resnet18 no image": {**RESNET, "batch_size": 74, "bucket_cap_mb": 0.05, "epochs": 1},
+    "amp": {**RESNET, "amp": True, "epochs": 1},
+}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        LENET,
-        {**LENET, "weights": (3, 1), "overlap": False, "lr_scale": "sqrt", "scale_batch": True},
-        {**LENET, "batch_size": 37, "bucket_cap_mb": 0.01, "dtype": "float64", "init": "book"},
-        {**LENET, "batch_size": 74},  # the last batch has one image: one rank has none
-        RESNET,
-        {**RESNET, "batch_size": 74, "bucket_cap_mb": 0.05, "epochs": 1},
-        {**RESNET, "amp": True, "epochs": 1},
+        *(pytest.param(options, id=name) for name, options in RUNS.items()),
+        *(pytest.param(o, id=name, marks=pytest.mark.slow) for name, o in MORE_RUNS.items()),
     ],
-    ids=["lenet", "weights", "float64", "no image", "resnet18", "resnet18 no image", "amp"],
 )
 def test_the_bits_of_one_process_with_all_ranks(pool, options):
     alone = run(garments(75, 30), ranks=2, **options)
@@ -146,6 +160,7 @@ def torchrun(*arguments, nproc=2, timeout_s=110):
     )
 
 
+@pytest.mark.slow  # its bits are those of the ranks above
 def test_the_command_under_torchrun(tmp_path):
     plot, trace = tmp_path / "curve.png", tmp_path / "trace.json"
     done = torchrun(
@@ -162,10 +177,17 @@ def test_the_command_under_torchrun(tmp_path):
     assert trace.stat().st_size > 1000
 
 
+def test_devices_are_one_process_s_own():
+    config = TrainConfig(ranks=2, devices=("cpu", "cpu"))
+    with pytest.raises(pr.ArgumentError, match="which names the ranks of one process"):
+        Processes(config, torch.distributed.HashStore(), 0, 2)
+
+
+@pytest.mark.slow  # the same, and two processes that import torch
 def test_the_command_refuses_what_makes_no_sense():
     done = torchrun("lenet", "--dataset", "synthetic", "--devices", "cpu,cpu")
     assert done.returncode != 0
-    assert "ArgumentError: devices is ('cpu', 'cpu'), which names the ranks" in done.stderr
+    assert "pyringar train: --devices is ('cpu', 'cpu'), which names the ranks" in done.stderr
 
 
 @pytest.mark.parametrize(("text", "wanted"), [(None, 1), ("1", 1), ("4", 4), ("two", None)])

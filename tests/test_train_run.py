@@ -24,13 +24,13 @@ LINE = r"^test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]$"
 RECIPE = {"batch_size": 32, "lr": 0.1, "lr_schedule": "linear", "epochs": 8, "init": "he"}
 
 
-def gate(*quick_ranks):
-    """All ranks and seeds of the gate; but for seed 0 on ``quick_ranks`` they are slow together."""
+def gate():
+    """All ranks and seeds of the gate; seed 0 is slow, others are thorough."""
     return [
         pytest.param(
             *(k, seed),
             id=f"{k}ranks-seed{seed}",
-            marks=[] if seed == 0 and k in quick_ranks else [pytest.mark.slow],
+            marks=pytest.mark.thorough if seed else pytest.mark.slow,
         )
         for seed in range(5)
         for k in (1, 2, 4)
@@ -49,7 +49,7 @@ def assert_learned(result, accuracy, loss):
 
 
 @pytest.mark.timeout(400)  # 5 s of work, but a busy machine has been seen to take a minute
-@pytest.mark.parametrize(("num_ranks", "seed"), gate(1, 2, 4))
+@pytest.mark.parametrize(("num_ranks", "seed"), gate())
 def test_lenet_learns_real_images(real_data_dir, num_ranks, seed):
     options = {"dataset": "fashion-mnist", "data_dir": real_data_dir, **RECIPE}
     result = train(num_ranks, options.pop("batch_size"), options.pop("lr"), seed=seed, **options)
@@ -57,10 +57,10 @@ def test_lenet_learns_real_images(real_data_dir, num_ranks, seed):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("num_ranks", "seed"), gate(2))
+@pytest.mark.parametrize(("num_ranks", "seed"), gate())
 def test_lenet_learns_synthetic_images(num_ranks, seed):
-    # Measured with 5 seeds: accuracy 0.853 to 0.865, loss 0.30 to 0.33.
-    assert_learned(run(garments(1500, 400), ranks=num_ranks, seed=seed, **RECIPE), 0.80, 0.40)
+    # Measured with 5 seeds: accuracy 0.875 to 0.903, loss 0.23 to 0.25.
+    assert_learned(run(garments(1500, 400), ranks=num_ranks, seed=seed, **RECIPE), 0.83, 0.30)
 
 
 def test_a_run_repeats_itself_bit_by_bit_and_leaves_its_start_alone(small):

@@ -117,7 +117,7 @@ def trained_alone():
     return trajectory(1, 240, torch.float64)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_240_steps_in_float64_agree_with_those_of_one_rank(num_ranks, trained_alone):
     start = [param.detach() for param in make_replicas(1, torch.float64)[0]]
     assert relative_error(trained_alone, start) > 0.01, "went nowhere: the comparison is empty"
@@ -138,7 +138,7 @@ def test_a_bucketer_gives_the_bits_of_one_call(options):
     images, labels = batch_of(26)
     ours, theirs = make_replicas(3), make_replicas(3)
 
-    def scores(shards):
+    def scores(shards, mark):
         return [lenet(X, params) for X, params in zip(shards, ours, strict=True)]
 
     with GradientBucketer(ours, **options) as bucketer:

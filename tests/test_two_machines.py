@@ -167,6 +167,7 @@ def test_each_byte_crosses_once_per_machine_and_ranks_agree(machines, tmp_path):
 @pytest.mark.parametrize("model", ["lenet", "resnet18"])
 def test_training_on_two_machines_is_that_on_one(machines, tmp_path, model):
     options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "500", "--lr", "0.02"]
+    options += ["--dtype", "float64"]  # another order of sums shows after many digits only
     options += ["--width", "4"] if model == "resnet18" else []
     plot = ["--plot", str(tmp_path / "curve.png")]
     first, second = torchrun(machines, "-m", "pyringar", "train", model, *options, *plot)
@@ -187,5 +188,5 @@ def test_training_on_two_machines_is_that_on_one(machines, tmp_path, model):
         [re.search(r"^ +1 +(\S+) +(\S+)", text, re.M)[at] for text in (first, alone)]
         for at in (1, 2)
     )
-    assert float(loss[0]) == pytest.approx(float(loss[1]), abs=2e-4)
-    assert float(accuracy[0]) == pytest.approx(float(accuracy[1]), abs=0.01)
+    assert float(loss[0]) == pytest.approx(float(loss[1]), abs=1.01e-4)  # the last digit printed
+    assert accuracy[0] == accuracy[1]

@@ -1,8 +1,10 @@
-"""Shared by tests of the book's chapters: its allreduce, garments to train on, runs, and errors."""
+"""Shared by tests of the book's chapters: its allreduce, images to train on, runs, and errors."""
 
 from __future__ import annotations
 
+import gzip
 import math
+from pathlib import Path
 
 from pyringar.train import ImageData, TrainConfig, Trainer
 from pyringar.train.synthetic import synthetic_images
@@ -10,6 +12,19 @@ from pyringar.train.synthetic import synthetic_images
 
 def garments(num_train: int, num_test: int) -> ImageData:
     return ImageData("garments", *synthetic_images(num_train, 1), *synthetic_images(num_test, 2))
+
+
+def write_idx_set(folder: Path, num_train: int, num_test: int, suffix: str = "") -> Path:
+    """Write a set of files whose image ``i`` is all ``i``, with the label ``i % 10``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for half, n in (("train", num_train), ("t10k", num_test)):
+        images = b"".join(bytes([i]) * 28 * 28 for i in range(n))
+        labels = bytes(i % 10 for i in range(n))
+        for name, sizes, data in (("images", (n, 28, 28), images), ("labels", (n,), labels)):
+            header = bytes([0, 0, 8, len(sizes)]) + b"".join(k.to_bytes(4, "big") for k in sizes)
+            path = folder / f"{half}-{name}-idx{len(sizes)}-ubyte{suffix}"
+            path.write_bytes(gzip.compress(header + data) if suffix else header + data)
+    return folder
 
 
 def run(data: ImageData, **options):

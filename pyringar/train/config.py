@@ -6,39 +6,31 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pyringar.comm.communicator import ALGORITHMS
+from pyringar.choices import ALGORITHMS, BATCHNORMS, check_choice
 from pyringar.errors import ArgumentError
-from pyringar.parallel.module import BATCHNORMS
-from pyringar.parallel.shards import shard_sizes
-from pyringar.train import model_lenet, model_resnet18
-from pyringar.train.devices import choose_devices
 
-__all__ = ["CHOICES", "MODEL_TITLES", "TrainConfig", "check_choice"]
+if TYPE_CHECKING:  # the command line shows the choices, and does not wait for torch
+    import torch
+
+__all__ = ["CHOICES", "INITS", "MODEL_TITLES", "TrainConfig"]
 
 _DEFAULT_RANKS = 2
 _FULL_WIDTH = 64
 
 # The initial weights that each model has; the first is what it takes if none is named.
-_INITS = {"lenet": model_lenet.INITS, "resnet18": model_resnet18.INITS}
+INITS = {"lenet": ("he", "book"), "resnet18": ("default", "book")}
 MODEL_TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
-_DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 CHOICES: dict[str, tuple[str, ...]] = {
     "model": tuple(MODEL_TITLES),
     "allreduce": ALGORITHMS,
     "lr_schedule": ("constant", "linear"),
     "lr_scale": ("none", "sqrt", "linear"),
-    "dtype": tuple(_DTYPES),
+    "dtype": ("float32", "float64", "bfloat16", "float16"),
     "dataset": ("auto", "fashion-mnist", "synthetic"),
     "batchnorm": BATCHNORMS,
-    "init": tuple(dict.fromkeys(init for inits in _INITS.values() for init in inits)),
+    "init": tuple(dict.fromkeys(init for inits in INITS.values() for init in inits)),
 }
 
 
@@ -67,16 +59,17 @@ class TrainConfig:
             alone would have.
         weights: Shares of the ranks in every batch, for devices of unequal speed; ``"auto"``
             measures them first. Any shares give the same gradient.
-        init: LeNet: ``"he"`` (its default) or ``"book"``, see :func:`pyringar.train.lenet_params`.
-            ResNet-18: ``"default"`` or ``"book"``, see :func:`pyringar.train.resnet18`.
+        init: LeNet: ``"he"`` (its default) or ``"book"``, see `pyringar.train.lenet_params`.
+            ResNet-18: ``"default"`` or ``"book"``, see `pyringar.train.resnet18`.
         seed: Of the parameters and of the order of the images.
         dtype: ``"float32"``, ``"float64"``, ``"bfloat16"`` or ``"float16"``, of parameters,
             images and gradients. CPUs without 16-bit arithmetic are slow at the last two.
         max_inflight: How many steps the host may run ahead of the GPUs; 0 waits for every step.
             Changes no number. Ranks on the CPU are never ahead.
-        dataset: ``"fashion-mnist"``, ``"synthetic"``, or ``"auto"``: the first that can be had.
-        data_dir: Folder that holds ``FashionMNIST/raw``, or into which it is downloaded; by
-            default the user's own data folder for pyringar.
+        dataset: ``"fashion-mnist"``, ``"synthetic"``, or ``"auto"``: the first that can be had,
+            but never the second where ``data_dir`` is named.
+        data_dir: Folder that holds the files, itself or in ``FashionMNIST/raw``, or into which
+            they are downloaded; by default the user's own data folder for pyringar.
         model: ``"lenet"`` or ``"resnet18"``.
         width: ResNet-18's channels in the first stage.
         batchnorm: ResNet-18's statistics: ``"local"``, of every rank's own samples, or ``"sync"``,
@@ -84,7 +77,7 @@ class TrainConfig:
         amp: Compute in bfloat16 where torch's autocast finds it safe; parameters and gradients
             stay float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
         bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes, each as soon
-            as it is full; see :class:`pyringar.GradientBucketer`.
+            as it is full; see `pyringar.GradientBucketer`.
         overlap: False: reduce after backward instead. Changes no bit where ranks are added in
             rank order.
         compile: Let torch compile the model, which takes a minute first. Its backward hands over
@@ -123,6 +116,9 @@ class TrainConfig:
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
+        from pyringar.parallel.shards import shard_sizes
+        from pyringar.train.devices import choose_devices
+
         if self.ranks is not None:
             _check_integer("ranks", self.ranks, 1)
         for name, least in {
@@ -135,6 +131,8 @@ class TrainConfig:
             _check_integer(name, getattr(self, name), least)
         _check_positive("lr", self.lr)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb)
+        for name in ("lr", "bucket_cap_mb"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         for name, choices in CHOICES.items():
             if name != "init":  # the model's own
                 check_choice(name, getattr(self, name), choices)
@@ -145,6 +143,7 @@ class TrainConfig:
             check_choice("weights", self.weights, ("auto",))
         elif self.weights is not None:
             shard_sizes(0, self.world_size, self.weights)  # says what is wrong with them
+            object.__setattr__(self, "weights", tuple(map(_plain, self.weights)))
         if self.compile and self.batchnorm == "sync":
             raise ArgumentError(
                 "compile is on and batchnorm 'sync', whose layers wait for other ranks; expected "
@@ -154,7 +153,7 @@ class TrainConfig:
             raise ArgumentError(f"amp is on and dtype {self.dtype!r}, expected float32 with amp")
 
     def _check_model(self) -> None:
-        inits = _INITS[self.model]
+        inits = INITS[self.model]
         if not self.init:  # frozen, but not yet made
             object.__setattr__(self, "init", inits[0])
         check_choice("init", self.init, inits)
@@ -175,7 +174,10 @@ class TrainConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype that ``dtype`` names."""
-        return _DTYPES[self.dtype]
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def global_batch_size(self) -> int:
@@ -204,6 +206,11 @@ class TrainConfig:
         return "any" if self.allreduce in ("ring", "auto") else "rank"
 
 
+def _plain(number: Any) -> Any:
+    """Return a number of numpy's as one of Python's, which a checkpoint can hold."""
+    return number.item() if hasattr(number, "item") else number
+
+
 def _check_integer(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(f"{name} is {value!r}, expected a whole number, {least} or more")
@@ -214,9 +221,3 @@ def _check_positive(name: str, value: object) -> None:
         raise ArgumentError(f"{name} is {value!r}, expected a number")
     if not (math.isfinite(value) and value > 0):
         raise ArgumentError(f"{name} is {value!r}, expected a positive number")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise :class:`ArgumentError` unless ``value`` is one of ``choices``."""
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{name} is {value!r}, expected one of {', '.join(choices)}")

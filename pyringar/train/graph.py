@@ -1,7 +1,7 @@
 """A training step that is captured in a CUDA graph once and replayed for every batch.
 
 Queueing a step of LeNet takes the host many times as long as a GPU takes to do it. A replay is one
-call. What is captured is :class:`EagerStep` itself, with three things that change from step to step
+call. What is captured is `EagerStep` itself, with three things that change from step to step
 in tensors of their own: images, labels, and the learning rate over the batch size.
 
 Not yet run on a GPU. The tests capture and replay it on the CPU, operator by operator.
@@ -100,7 +100,7 @@ class CudaCapture:
 
 
 class GraphStep:
-    """An :class:`EagerStep` that was captured once and is replayed for every batch; same bits.
+    """An `EagerStep` that was captured once and is replayed for every batch; same bits.
 
     Captures when it is made: steps that warm up come first, and are undone.
 
@@ -155,6 +155,11 @@ class GraphStep:
         self._step_size.fill_(step_size)
         self._replay()
         return self._flags
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """Every rank's loss so far."""
+        return self._eager.sums
 
     def take_loss(self) -> float:
         """Return the summed loss and start from 0."""

@@ -62,12 +62,14 @@ class TrainGroup:
         devices: One device per rank of this process.
         all_devices: One device per rank of the run.
         is_main: Whether rank 0 is here, which alone prints, draws and downloads.
+        ranks: The numbers of the ranks of this process.
         digest: Of the parameters, when all processes were last found to agree; empty with one.
     """
 
     comm: Communicator | RankCommunicator
     devices: tuple[torch.device, ...]
     all_devices: tuple[torch.device, ...]
+    ranks: range
     is_main = True
     digest = ""
 
@@ -82,12 +84,28 @@ class TrainGroup:
         devices: Sequence[Device],
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
-        """Cut a batch as :func:`split_batch` does, and return the shards of ranks that are here."""
+        """Cut a batch as `split_batch` does, and return the shards of ranks that are here."""
         return split_batch(X, y, devices, weights)
 
     def total(self, value: float) -> Any:
         """Return the sum of a number over all processes: exact, in rank order."""
         return value
+
+    def any(self, value: bool) -> bool:
+        """Return whether it is true in some process."""
+        return value
+
+    def share(self, read: Callable[[], bytes]) -> bytes:
+        """Return in every process what ``read`` gives rank 0's, which alone calls it."""
+        return read()
+
+    def gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Return copies of the tensors of all ranks, on the CPU.
+
+        Args:
+            tensors: Those of each rank of this process: alike in shapes and dtypes on all ranks.
+        """
+        return [[tensor.detach().cpu().clone() for tensor in mine] for mine in tensors]
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
         """Give all processes rank 0's running statistics.
@@ -121,6 +139,7 @@ class OneProcess(TrainGroup):
 
     def __init__(self, config: TrainConfig) -> None:
         self.devices = self.all_devices = choose_devices(config.world_size, config.devices)
+        self.ranks = range(config.world_size)
         self._config = config
 
     @functools.cached_property
@@ -140,7 +159,7 @@ class Processes(TrainGroup):
 
     Args:
         config: What will be trained; its ranks are the processes.
-        store: Of the rendezvous, see :class:`pyringar.ProcessCommunicator`; torchrun's if not
+        store: Of the rendezvous, see `pyringar.ProcessCommunicator`; torchrun's if not
             given, as are the others.
         rank: This process's.
         world_size: Number of processes.
@@ -165,6 +184,7 @@ class Processes(TrainGroup):
         _check_config(config, world_size)
         self.devices = (torch.device("cpu"),)
         self.all_devices = self.devices * world_size
+        self.ranks = range(rank, rank + 1)
         self.is_main = rank == 0
         # On one machine "auto" and "direct" add in rank order.
         self.comm = communicator_for(
@@ -222,7 +242,7 @@ class Processes(TrainGroup):
         devices: Sequence[Device],
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
-        """Cut out this rank's shard: the one that :func:`split_batch` gives it."""
+        """Cut out this rank's shard: the one that `split_batch` gives it."""
         sizes = shard_sizes(len(X), self.comm.world_size, weights)
         begin, size = sum(sizes[: self.comm.rank]), sizes[self.comm.rank]
         return (X[begin : begin + size],), (y[begin : begin + size],)
@@ -230,6 +250,34 @@ class Processes(TrainGroup):
     def total(self, value: float) -> Any:
         """Gather, then add: an all-reduce might add in another order."""
         return sum(self._gather(value))
+
+    def any(self, value: bool) -> bool:
+        """Add ones and zeros."""
+        return bool(sum(self._gather(int(value))))
+
+    def share(self, read: Callable[[], bytes]) -> bytes:
+        """Broadcast; if ``read`` fails, leave, so that nobody waits."""
+        try:
+            content = read() if self.is_main else b""
+        except BaseException:
+            self.close()
+            raise
+        size = sum(self._gather(len(content)))
+        if size == 0:
+            return b""
+        tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8)
+        self.comm.broadcast(tensor, 0)
+        return tensor.numpy().tobytes()
+
+    def gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Broadcast every rank's."""
+        found = []
+        for rank in range(self.comm.world_size):
+            copies = super().gather(tensors)[0]
+            for copy in copies:
+                self.comm.broadcast(copy, rank)
+            found.append(copies)
+        return found
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
         """Broadcast what is not a parameter."""

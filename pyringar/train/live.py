@@ -13,10 +13,11 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TextIO
 
+from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.train.config import check_choice
 from pyringar.train.trainer import EpochResult
 
 __all__ = ["LivePlot", "text_plot"]
@@ -32,9 +33,11 @@ _COLUMNS_PER_EPOCH = 6
 class LivePlot:
     """Test accuracy over the epochs, redrawn in place after every one of them.
 
-    An instance is what :meth:`Trainer.run` takes as ``on_epoch``. In a notebook one picture is
+    The last training loss stands beside each curve's name.
+
+    An instance is what `Trainer.run` takes as ``on_epoch``. In a notebook one picture is
     replaced by the next; in a terminal some lines are; elsewhere, such as in a file, the finished
-    plot is written once, by :meth:`close`.
+    plot is written once, by `close`.
 
     Args:
         num_epochs: How many there will be, so that the axis need not grow.
@@ -59,6 +62,7 @@ class LivePlot:
         if num_epochs is not None and num_epochs < 1:
             raise ArgumentError(f"num_epochs is {num_epochs}, expected 1 or more")
         self.curves: dict[str, list[float]] = {}
+        self._losses: dict[str, float] = {}
         self._num_epochs = num_epochs or 1
         in_notebook = where == "notebook" or (where == "auto" and _is_notebook())
         self._display = _import_display() if in_notebook else None
@@ -99,10 +103,11 @@ class LivePlot:
 
     def __str__(self) -> str:
         """Return the plot as text, as it is now."""
-        return text_plot(self.curves, self._num_epochs)
+        return text_plot(self.curves, self._num_epochs, self._losses)
 
     def _add(self, label: str, result: EpochResult) -> None:
         self.curves.setdefault(label, []).append(result.accuracy)
+        self._losses[label] = result.loss
         self._num_epochs = max(self._num_epochs, len(self.curves[label]))
         if self._display is not None:
             self._update_picture(self._display)
@@ -110,7 +115,7 @@ class LivePlot:
             self._update_lines()
 
     def _update_picture(self, display: Any) -> None:
-        image = display.Image(data=_png(self.curves, self._num_epochs), format="png")
+        image = display.Image(data=_png(self.curves, self._num_epochs, self._losses), format="png")
         if self._picture is None:
             self._picture = display.display(image, display_id=True)
         else:
@@ -145,7 +150,7 @@ def _import_display() -> Any:
     return display
 
 
-def _png(curves: Curves, num_epochs: int) -> bytes:
+def _png(curves: Curves, num_epochs: int, losses: Mapping[str, float]) -> bytes:
     from matplotlib.figure import Figure  # not pyplot, which shows a second picture by itself
     from matplotlib.ticker import MaxNLocator
 
@@ -153,7 +158,7 @@ def _png(curves: Curves, num_epochs: int) -> bytes:
     axes = figure.add_subplot()
     for label, values in curves.items():
         epochs = range(1, len(values) + 1)
-        axes.plot(epochs, values, "o-", markersize=4, label=f"{label}: {values[-1]:.3f}")
+        axes.plot(epochs, values, "o-", markersize=4, label=_legend(label, values, losses))
     axes.set(xlabel="epoch", ylabel="test accuracy", xlim=(0.8, max(num_epochs, 2) + 0.2))
     axes.set_ylim(*_limits(curves))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -164,12 +169,20 @@ def _png(curves: Curves, num_epochs: int) -> bytes:
     return file.getvalue()
 
 
-def text_plot(curves: Curves, num_epochs: int) -> str:
+def _legend(name: str, values: Sequence[float], losses: Mapping[str, float]) -> str:
+    loss = f", loss {losses[name]:.3f}" if name in losses else ""
+    return f"{name} {values[-1]:.3f}{loss}"
+
+
+def text_plot(
+    curves: Curves, num_epochs: int, losses: Mapping[str, float] = MappingProxyType({})
+) -> str:
     """Draw curves between 0 and 1 as lines of text.
 
     Args:
         curves: By name, one value per epoch. Where two fall on one place, the later curve is seen.
         num_epochs: How many epochs the axis holds; it is squeezed into 60 columns.
+        losses: By name, the last training loss, to stand beside it.
 
     Returns:
         Lines without trailing blanks, the last one naming the curves and their last values.
@@ -185,7 +198,7 @@ def text_plot(curves: Curves, num_epochs: int) -> str:
         for epoch, value in enumerate(values):
             height = round((value - low) / (high - low) * bottom)
             rows[bottom - height][epoch // shown * step] = marker
-        names.append(f"{marker} {name} {values[-1]:.3f}")
+        names.append(f"{marker} {_legend(name, values, losses)}")
     labels = {0: f"{high:.1f}", bottom: f"{low:.1f}"}
     lines = [f"{labels.get(i, ''):>4} │ {''.join(row)}" for i, row in enumerate(rows)]
     last = str(num_epochs) if num_epochs > 1 else ""

@@ -9,14 +9,15 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
+from pyringar.train.config import INITS
 
-__all__ = ["BOOK_PLATEAU_STEPS", "INITS", "PARAM_NAMES", "lenet", "lenet_params"]
+__all__ = ["BOOK_PLATEAU_STEPS", "PARAM_NAMES", "LeNet", "lenet", "lenet_params"]
 
-INITS = ("he", "book")
 
 # Fully connected weights are (inputs, outputs).
 PARAM_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")
@@ -43,13 +44,12 @@ def lenet_params(
 
     Returns:
         ``[W1, b1, W2, b2, W3, b3, W4, b4]`` on the CPU, without gradients; see
-        :func:`pyringar.parallel.shards.get_params` for replicas that have them.
+        `pyringar.parallel.shards.get_params` for replicas that have them.
 
     Raises:
         ArgumentError: Unknown ``init``.
     """
-    if init not in INITS:
-        raise ArgumentError(f"init is {init!r}, expected one of {', '.join(INITS)}")
+    check_choice("init", init, INITS["lenet"])
     params = []
     for shape in _SHAPES:
         if len(shape) == 1:
@@ -67,7 +67,7 @@ def lenet(X: Tensor, params: Sequence[Tensor]) -> Tensor:  # noqa: N803
 
     Args:
         X: Images; ``n`` may be 0.
-        params: The eight tensors of :func:`lenet_params`, of the images' dtype and device.
+        params: The eight tensors of `lenet_params`, of the images' dtype and device.
 
     Returns:
         The scores, of the images' dtype and on their device.
@@ -89,3 +89,41 @@ def lenet(X: Tensor, params: Sequence[Tensor]) -> Tensor:  # noqa: N803
     h = F.avg_pool2d(F.relu(F.conv2d(h, W2, b2)), 2)  # (n, 50, 4, 4): one row and column go unused
     h = F.relu(h.flatten(1) @ W3 + b3)  # (n, 128)
     return h @ W4 + b4
+
+
+class LeNet(nn.Module):
+    """The same as a module, for the parameters that ``pyringar train lenet --out FILE`` writes.
+
+    For example:
+
+        net = LeNet()
+        net.load_state_dict(torch.load(FILE, weights_only=True))
+
+    Args:
+        init: ``"he"`` or ``"book"``: see `lenet_params`.
+        generator: Where the initial numbers come from.
+        dtype: Of the parameters.
+
+    Raises:
+        ArgumentError: Unknown ``init``.
+    """
+
+    def __init__(
+        self,
+        init: str = "he",
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        initial = lenet_params(init, generator=generator, dtype=dtype)
+        for name, param in zip(PARAM_NAMES, initial, strict=True):
+            self.register_parameter(name, nn.Parameter(param))
+
+    def forward(self, X: Tensor) -> Tensor:  # noqa: N803
+        """Score images: see `lenet`.
+
+        Args:
+            X: ``(n, 1, 28, 28)``.
+        """
+        return lenet(X, [self.get_parameter(name) for name in PARAM_NAMES])

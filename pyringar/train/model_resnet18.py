@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
+from pyringar.train.config import INITS
 
-__all__ = ["INITS", "Residual", "initialise", "resnet18"]
+__all__ = ["Residual", "initialise", "resnet18"]
 
-INITS = ("default", "book")
 
 _BOOK_STD = 0.01
 _STAGES = (1, 2, 4, 8)  # channels of each, in units of the width
@@ -64,7 +65,7 @@ def resnet18(
         in_channels: 1 for grey images.
         width: Channels of the first stage, which double in each of the other three: 64 in the
             book, 8 for tests (176,634 numbers).
-        init: As in :func:`initialise`.
+        init: ``"default"``, torch's own, or ``"book"``; see `initialise`.
         seed: Of the initial weights. torch's global generators are left alone.
         dtype: Of parameters and running statistics. One seed gives the same numbers in all, up to
             rounding.
@@ -116,8 +117,7 @@ def initialise(net: nn.Module, init: str = "default", seed: int = 0) -> None:
         ArgumentError: Unknown ``init``, or a layer with parameters of its own that cannot start
             again (it has no ``reset_parameters``).
     """
-    if init not in INITS:
-        raise ArgumentError(f"init is {init!r}, expected one of {', '.join(INITS)}")
+    check_choice("init", init, INITS["resnet18"])
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         for name, layer in net.named_modules():

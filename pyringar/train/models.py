@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.errors import CompilerNotFoundError
 from pyringar.parallel.bucketer import GradientBucketer
 from pyringar.parallel.module import DataParallel
 from pyringar.parallel.replicate import copy_buffers
@@ -19,6 +21,7 @@ from pyringar.parallel.shards import get_params
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
+from pyringar.train.step import AfterBackward, Mark
 
 __all__ = ["RankedModel", "autocast", "build_model", "plain_model"]
 
@@ -45,18 +48,23 @@ class RankedModel(ABC):
 
     title: str
     params: list[list[Tensor]]
-    bucketer: GradientBucketer
+    bucketer: GradientBucketer | AfterBackward
 
     def __init__(self, config: TrainConfig, devices: Sequence[torch.device]) -> None:
         self._autocast = functools.partial(autocast, config, devices)
 
-    def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each."""
+    def scores(self, shards: Sequence[Tensor], mark: Mark | None = None) -> list[Tensor]:
+        """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each.
+
+        Args:
+            shards: One per rank.
+            mark: Called with a rank whenever that has got on; see `Trace.turns`.
+        """
         with self._autocast():
-            return self._forward(shards)
+            return self._forward(shards, mark)
 
     @abstractmethod
-    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
+    def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]: ...
 
     @abstractmethod
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
@@ -66,9 +74,13 @@ class RankedModel(ABC):
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that was learned, by name; of rank 0."""
 
+    def buffers(self) -> list[list[Tensor]]:
+        """Return running statistics and the like, of every rank: these may differ."""
+        return [[] for _ in self.params]
+
     def tensors(self) -> list[Tensor]:
         """Everything that a step changes, on all ranks."""
-        return [param for params in self.params for param in params]
+        return [tensor for mine in (*self.params, *self.buffers()) for tensor in mine]
 
     def close(self) -> None:
         """Let go of hooks and threads, not of the communicator."""
@@ -106,6 +118,32 @@ def _initial_resnet18(config: TrainConfig) -> nn.Module:
     )
 
 
+def _call_with(mark: Mark, rank: int, *_: object) -> None:
+    mark(rank)
+
+
+def _make_bucketer(
+    replicas: Sequence[Any], comm: Communicator | RankCommunicator | None, **options: Any
+) -> GradientBucketer | AfterBackward:
+    """Return what reduces gradients: as they come, or after backward if there is no engine."""
+    try:
+        return GradientBucketer(replicas, comm=comm, **options)
+    except CompilerNotFoundError:
+        if not isinstance(comm, Communicator):
+            raise
+        params = [list(r.parameters()) if isinstance(r, nn.Module) else r for r in replicas]
+        return AfterBackward(params, [own[0].device for own in params], comm)
+
+
+class _Replicas(DataParallel):
+    """A module's replicas, also where there is no engine."""
+
+    def _make_bucketer(  # type: ignore[override]
+        self, comm: Communicator | RankCommunicator | None
+    ) -> GradientBucketer | AfterBackward:
+        return _make_bucketer(self.replicas, comm, **self._bucketing)
+
+
 class _LeNet(RankedModel):
     """The book's list of tensors and a function."""
 
@@ -120,13 +158,18 @@ class _LeNet(RankedModel):
         super().__init__(config, devices)
         initial = _initial_lenet(config)
         self.params = [get_params(initial, device) for device in devices]
-        self.bucketer = GradientBucketer(
-            self.params, comm=comm, bucket_cap_mb=config.bucket_cap_mb, overlap=config.overlap
+        self.bucketer = _make_bucketer(
+            self.params, comm, bucket_cap_mb=config.bucket_cap_mb, overlap=config.overlap
         )
         self._lenet = torch.compile(lenet) if config.compile else lenet
 
-    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [self._lenet(X, params) for X, params in zip(shards, self.params, strict=True)]
+    def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
+        scores = []
+        for rank, (X, params) in enumerate(zip(shards, self.params, strict=True)):  # noqa: N806
+            scores.append(self._lenet(X, params))
+            if mark is not None:
+                mark(rank)
+        return scores
 
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         return [functools.partial(lenet, params=params) for params in self.params]
@@ -148,7 +191,7 @@ class _ResNet18(RankedModel):
         self.title = (
             f"{MODEL_TITLES[config.model]} of width {config.width}, {config.batchnorm} batch norm"
         )
-        self._net = DataParallel(
+        self._net = _Replicas(
             _initial_resnet18(config),
             devices,
             batchnorm=config.batchnorm,
@@ -156,24 +199,45 @@ class _ResNet18(RankedModel):
             overlap=config.overlap,
             comm=comm,
         )
+        self._is_compiled = config.compile
         if config.compile:
             for replica in self._net.replicas:
                 replica.compile()
         self.bucketer = self._net.bucketer
         self.params = [list(replica.parameters()) for replica in self._net.replicas]
 
-    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
         if not any(len(shard) for shard in shards):  # ranks in other processes have them all
             return [shard.new_empty(0, _NUM_CLASSES) for shard in shards]
-        return self._net.run_shards(shards)
+        with self._marked(mark):
+            return self._net.run_shards(shards)
+
+    @contextmanager
+    def _marked(self, mark: Mark | None) -> Iterator[None]:
+        """Mark a rank, if anybody wants to know, whenever it is through one of its layers.
+
+        Compiled modules have no layers: then nothing is marked.
+        """
+        hooks = []
+        if mark is not None and not self._is_compiled:
+            hooks = [
+                part.register_forward_hook(functools.partial(_call_with, mark, rank))
+                for rank, replica in enumerate(self._net.replicas)
+                for part in replica.modules()
+                if not any(part.children())
+            ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         copy_buffers(self._net.replicas)  # rank 0's running statistics count, as if it were alone
         return self._net.replicas
 
-    def tensors(self) -> list[Tensor]:
-        buffers = [tensor for replica in self._net.replicas for tensor in replica.buffers()]
-        return [*super().tensors(), *buffers]
+    def buffers(self) -> list[list[Tensor]]:
+        return [list(replica.buffers()) for replica in self._net.replicas]
 
     def state_dict(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._net.state_dict()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +14,16 @@ from torch.nn import functional as F  # noqa: N812
 
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError
+from pyringar.parallel.bucket_step import StepStats
 from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
-__all__ = ["EagerStep", "reduce_gradients", "sgd", "sum_loss", "train_batch"]
+__all__ = ["AfterBackward", "EagerStep", "reduce_gradients", "sgd", "sum_loss", "train_batch"]
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
-Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Mark = Callable[[int], None]  # called with a rank that has got on
+Scores = Callable[[Sequence[Tensor], Mark | None], Sequence[Tensor]]
 
 
 def train_batch(
@@ -41,12 +45,12 @@ def train_batch(
     Args:
         X: Samples, ``(n, 1, 28, 28)``, ``n`` at least 1.
         y: Class indices, ``(n,)``.
-        device_params: ``device_params[rank][i]``: replicas from :func:`pyringar.get_params`,
+        device_params: ``device_params[rank][i]``: replicas from `pyringar.get_params`,
             updated in place; afterwards their ``grad`` is the sum over all ranks.
         devices: One device per rank.
         lr: Learning rate.
         comm: What reduces; if not given, one in rank order that is closed again.
-        weights: Shares of the ranks; see :func:`pyringar.split_batch`.
+        weights: Shares of the ranks; see `pyringar.split_batch`.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
@@ -63,7 +67,9 @@ def train_batch(
     return _train_shards(
         shards,
         device_params,
-        scores=lambda shards: [lenet(X, p) for X, p in zip(shards, device_params, strict=True)],
+        scores=lambda shards, mark: [
+            lenet(X, params) for X, params in zip(shards, device_params, strict=True)
+        ],
         reduce=lambda: reduce_gradients(device_params, devices, comm),
         step_size=lr / X.shape[0],
     )
@@ -78,26 +84,52 @@ def _train_shards(
     trace: Trace | None = None,
 ) -> list[Tensor]:
     """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
+    lanes = [params[0].device for params in replicas]  # ranks on one device take turns
 
-    def phase(category: str) -> AbstractContextManager[None]:
-        return nullcontext() if trace is None else trace.span(category, *range(len(replicas)))
+    def turns(category: str) -> AbstractContextManager[Mark | None]:
+        return nullcontext() if trace is None else trace.turns(category, lanes)
 
     for param in itertools.chain(*replicas):
         param.grad = None  # or what an earlier step left would be added
-    with phase("forward"):
-        losses = [sum_loss(*pair) for pair in zip(scores(shards[0]), shards[1], strict=True)]
+    with turns("forward") as mark:
+        losses = [sum_loss(*pair) for pair in zip(scores(shards[0], mark), shards[1], strict=True)]
     # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
     # computed nothing, and then has no gradients.
-    with phase("backward"):
+    with turns("backward") as mark, _marked(replicas, mark):
         found_losses = [loss for loss in losses if loss.requires_grad]
         if found_losses:
             torch.autograd.backward(found_losses)
-    with phase("wait"):
+    with nullcontext() if trace is None else trace.span("wait", *range(len(replicas))):
         reduce()
-    with phase("optimizer"):
-        for params in replicas:
+    with turns("optimizer") as mark:
+        for rank, params in enumerate(replicas):
             sgd(params, step_size)
+            if mark is not None:
+                mark(rank)
     return [loss.detach() for loss in losses]
+
+
+@contextmanager
+def _marked(replicas: Replicas, mark: Mark | None) -> Iterator[None]:
+    """Mark a rank, if anybody wants to know, whenever one of its gradients has come."""
+    hooks = []
+    if mark is not None:
+        params: list[tuple[int, Any]]  # torch does not type hooks
+        params = [(rank, param) for rank, own in enumerate(replicas) for param in own]
+        hooks = [
+            param.register_post_accumulate_grad_hook(functools.partial(_call_with, mark, rank))
+            for rank, param in params
+            if param.requires_grad
+        ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _call_with(mark: Mark, rank: int, param: Tensor) -> None:
+    mark(rank)
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -115,7 +147,7 @@ def reduce_gradients(
     A parameter without a gradient, on a rank that had no sample or did not use it, gets zeros.
 
     Args:
-        device_params: Replicas, see :func:`train_batch`.
+        device_params: Replicas, see `train_batch`.
         devices: One device per rank; only read without ``comm``.
         comm: What reduces.
     """
@@ -125,6 +157,35 @@ def reduce_gradients(
         return
     with Communicator([str(device) for device in devices], order="rank") as own:
         own.all_reduce_coalesced(lists)
+
+
+class AfterBackward:
+    """Reduce all gradients in one call after backward: where there is no engine to count them.
+
+    Has the methods of `GradientBucketer` that a training run uses; see there.
+
+    Args:
+        device_params: Replicas, see `train_batch`.
+        devices: One device per rank.
+        comm: What reduces.
+    """
+
+    def __init__(
+        self, device_params: Replicas, devices: Sequence[Device], comm: Communicator
+    ) -> None:
+        self._reduce = functools.partial(reduce_gradients, device_params, devices, comm)
+        self.buckets = [list(range(len(device_params[0])))]
+
+    def wait(self) -> None:
+        """Reduce."""
+        self._reduce()
+
+    def stats(self) -> StepStats:
+        """Return statistics of no bucket."""
+        return StepStats()
+
+    def close(self) -> None:
+        """Do nothing: there are no hooks."""
 
 
 def _gradient(param: Tensor) -> Tensor:
@@ -163,10 +224,11 @@ class EagerStep:
 
     Args:
         replicas: ``replicas[rank][i]``: the parameters of every rank that is here.
-        scores: Takes one shard of samples per rank and gives each rank's scores ``(n, classes)``,
-            computed from ``replicas``.
+        scores: Takes one shard of samples per rank and a function, and gives each rank's scores
+            ``(n, classes)``, computed from ``replicas``. Unless it is None, the function is called
+            with a rank whenever that has got on; see `Trace.turns`.
         reduce: Called after backward; returns when every ``grad`` is the sum over all ranks, such
-            as :meth:`GradientBucketer.wait`.
+            as `GradientBucketer.wait`.
         split: Cuts a batch into one shard per rank that is here.
 
     Attributes:
@@ -200,11 +262,11 @@ class EagerStep:
         Args:
             X: Samples, ``(n, ...)``.
             y: Class indices, ``(n,)``.
-            step_size: Learning rate over ``n``, see :func:`sgd`.
+            step_size: Learning rate over ``n``, see `sgd`.
             trace: Where to note the phases.
 
         Returns:
-            Whether each rank but the first differs from it now; see :func:`mismatch_flags`.
+            Whether each rank but the first differs from it now; see `mismatch_flags`.
         """
         losses = _train_shards(
             self._split(X, y), self._replicas, self._scores, self._reduce, step_size, trace

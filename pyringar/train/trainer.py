@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +20,26 @@ from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.shards import check_replicas_equal, count_correct
 from pyringar.train.balance import measure_weights
+from pyringar.train.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    EpochProgress,
+    check_same,
+    images_digest,
+    recipe_of,
+    restore,
+    setting,
+)
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
-from pyringar.train.devices import describe_devices, synchronize
+from pyringar.train.devices import describe_devices, describe_ranks, synchronize
 from pyringar.train.graph import GraphStep, check_ranks
 from pyringar.train.group import OneProcess, TrainGroup
+from pyringar.train.interrupts import Interrupts
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import autocast, build_model, plain_model
 from pyringar.train.pacing import StepWindow
+from pyringar.train.remarks import BusyCores, tell_of_idle_ranks
 from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
@@ -110,6 +125,8 @@ def train(
     lr: float,
     *,
     on_epoch: Callable[[EpochResult], None] | None = None,
+    save: str | Path | None = None,
+    resume: str | Path | None = None,
     **options: Any,
 ) -> TrainResult:
     """Train LeNet (or another ``model``) from scratch on ``num_gpus`` ranks.
@@ -123,14 +140,17 @@ def train(
             or on the CPU where there are none.
         batch_size: Samples a step, over all ranks together.
         lr: Learning rate.
-        on_epoch: Called after each epoch: see :meth:`Trainer.run`.
-        **options: Any other field of :class:`TrainConfig`, by name.
+        on_epoch: Called after each epoch: see `Trainer.run`.
+        save: Folder for a checkpoint: see `Trainer`.
+        resume: Folder with the checkpoint of a run to go on with: see `Trainer`.
+        **options: Any other field of `TrainConfig`, by name.
 
     Returns:
         The curve, the parameters, and the book's last line as its ``str``.
 
     Raises:
-        ArgumentError: An option is unknown or out of range, or a device is not there.
+        ArgumentError: An option is unknown or out of range, a device is not there, or a checkpoint
+            cannot be written or gone on with.
         RingarError: The replicas diverged, or the data cannot be had.
     """
     known = {field.name for field in fields(TrainConfig)} - {"ranks", "batch_size", "lr"}
@@ -138,7 +158,7 @@ def train(
     if unknown:
         raise ArgumentError(f"train has no option {unknown[0]!r}, only {', '.join(sorted(known))}")
     config = TrainConfig(ranks=num_gpus, batch_size=batch_size, lr=lr, **options)
-    with Trainer(config) as trainer:
+    with Trainer(config, save=save, resume=resume) as trainer:
         return trainer.run(on_epoch=on_epoch)
 
 
@@ -147,7 +167,7 @@ def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) ->
 
     Every run starts from the numbers of its seed, running statistics included. With
     ``batchnorm="local"`` every rank normalises with its own samples, so that what is learned
-    depends on the number of ranks; with ``"sync"`` it does so by rounding only. See :func:`train`;
+    depends on the number of ranks; with ``"sync"`` it does so by rounding only. See `train`;
     ``width``, ``batchnorm`` and ``amp`` are among the options.
     """
     return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
@@ -162,10 +182,21 @@ class Trainer:
         trace: Where to note what the first steps did, and when.
         group: This process's rank, where every rank is a process. ``devices`` and ``replicas`` are
             then of this rank alone. Closed with the trainer.
+        save: Folder that gets a checkpoint after every epoch, each in the place of the one before.
+            Made if it is missing; refused if it has a checkpoint that is not gone on with. On
+            Ctrl-C or SIGTERM the step under way is finished and saved, too, before
+            ``KeyboardInterrupt`` or ``SystemExit`` is raised; a second one acts at once.
+        resume: Folder with the checkpoint of a run to go on with, which is then saved there, or in
+            ``save``. What follows has the bits of a run that was never stopped, also if its ranks
+            were in one process and are now in as many, or the other way round, given the same torch
+            and as many torch threads: if these differ, a warning is logged. The configuration
+            must be the same in all that decides bits; only ``epochs`` may be more: a linear
+            learning rate then goes on where the longer run would have had it.
 
     Raises:
-        ArgumentError: A device is not there, or steps of such a run cannot be captured.
-        CudaError: They could not be captured.
+        ArgumentError: A device is not there, steps of such a run cannot be captured, a checkpoint
+            cannot be written, or there is none that this run could go on with.
+        CudaError: Steps could not be captured.
         RingarError: The data cannot be had.
 
     A context manager: leaving it closes its communicator.
@@ -177,6 +208,9 @@ class Trainer:
         data: ImageData | None = None,
         trace: Trace | None = None,
         group: TrainGroup | None = None,
+        *,
+        save: str | Path | None = None,
+        resume: str | Path | None = None,
     ) -> None:
         self.config = config
         self._trace = trace
@@ -185,9 +219,12 @@ class Trainer:
         self.devices = self.group.devices
         if config.cuda_graph:
             check_ranks(self.devices, trace)
+        self._folder: CheckpointFolder | None = None
+        checkpoint = self._open_checkpoints(save, resume)
         load = functools.partial(load_data, config.dataset, config.data_dir)
         loaded = data or self.group.load(load)
         self.description = str(loaded)
+        self._images = images_digest(loaded) if self._folder is not None else ""
         # Batches are cut on the first GPU, where there is one: no copy from the host in a step.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
@@ -196,10 +233,32 @@ class Trainer:
         self._warn_of_plateau()
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = build_model(config, self.devices, self.group.comm)
+        if trace is not None:
+            trace.title = f"{self.model.title}, {describe_ranks(self.devices, self.all_devices)}"
         self.replicas = self.model.params
-        self.weights = self._choose_weights()
+        self.weights = self._choose_weights() if checkpoint is None else checkpoint.weights
         self._run_step = self._make_step()
         self._step = 0
+        self._has_run = False
+        self._done: list[EpochResult] = []  # by the run that is gone on with
+        self._progress: EpochProgress | None = None  # of the epoch that it broke off
+        if checkpoint is not None:
+            self._go_on_from(checkpoint, Path(resume or ""))
+        self._busy_cores = BusyCores({device.type for device in self.all_devices} == {"cpu"})
+        if self.is_main:
+            size = min(config.global_batch_size, len(self._data.train_labels))
+            tell_of_idle_ranks(size, config.world_size, self.weights)
+
+    @property
+    def step(self) -> int:
+        """Number of steps done, those before a checkpoint included."""
+        return self._step
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The folder with the run's newest checkpoint; None if there is none yet."""
+        folder = self._folder
+        return folder.path if folder is not None and folder.file.exists() else None
 
     @property
     def plan(self) -> Plan:
@@ -225,26 +284,51 @@ class Trainer:
     ) -> TrainResult:
         """Train for all epochs.
 
+        Once: another run, or the rest of this one, takes a new trainer. Only where the learning
+        rate is constant and nothing is saved, a second call trains for as many epochs more.
+
         Args:
             on_step: Called after every step, within the time that is measured.
-            on_epoch: Called after every epoch, such as a :class:`pyringar.train.LivePlot`.
+            on_epoch: Called after every epoch, such as a `pyringar.train.LivePlot`; of a
+                run that is gone on with, first for the epochs that are done.
 
         Returns:
             The curve and the parameters.
+
+        Raises:
+            RingarError: The replicas diverged, a checkpoint could not be written, another run saves
+                in the same folder, or it was called before and cannot go on.
+            KeyboardInterrupt, SystemExit: It was interrupted; the checkpoint is written.
         """
-        epochs = []
-        for epoch in range(1, self.config.epochs + 1):
-            loss, seconds = self._train_epoch(on_step)
-            result = EpochResult(epoch, loss, self.evaluate(), seconds)
-            self.group.check_equal(self.replicas[0])
-            if not math.isfinite(loss) and self.is_main:
-                logger.warning(
-                    "the loss is %s after epoch %d: the learning rate %g is too high",
-                    *(loss, epoch, self.config.initial_lr),
-                )
-            epochs.append(result)
-            if on_epoch is not None:
-                on_epoch(result)
+        can_go_on = self.config.lr_schedule == "constant" and self._folder is None
+        if self._has_run and not can_go_on:
+            raise RingarError(
+                "run was called before: make another Trainer, with resume to go on from a save"
+            )
+        self._has_run = True
+        epochs = list(self._done)
+        with (
+            self._folder.held() if self._folder and self.is_main else nullcontext(),
+            Interrupts(self._folder is not None) as interrupts,
+        ):
+            for result in epochs:
+                if on_epoch is not None:
+                    on_epoch(result)
+            while len(epochs) < self.config.epochs:
+                loss, seconds = self._train_epoch(on_step, epochs, interrupts)
+                result = EpochResult(len(epochs) + 1, loss, self.evaluate(), seconds)
+                self.group.check_equal(self.replicas[0])
+                if not math.isfinite(loss) and self.is_main:
+                    logger.warning(
+                        "the loss is %s after epoch %d: the learning rate %g is too high",
+                        *(loss, result.epoch, self.config.initial_lr),
+                    )
+                epochs.append(result)
+                try:
+                    self._save(epochs, self._new_progress())
+                finally:  # a result that is there is not lost because a disk is full
+                    if on_epoch is not None:
+                        on_epoch(result)
         return TrainResult(
             config=self.config,
             devices=self.all_devices,
@@ -276,33 +360,156 @@ class Trainer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _train_epoch(self, on_step: Callable[[], None] | None) -> tuple[float, float]:
-        """Mean loss and seconds of one pass over the training images."""
-        config, data = self.config, self._data
-        window = StepWindow(self.devices, config.max_inflight, self._check_step)
-        self._run_step.take_loss()  # of an epoch that was broken off
+    def _train_epoch(
+        self,
+        on_step: Callable[[], None] | None,
+        epochs: Sequence[EpochResult],
+        interrupts: Interrupts,
+    ) -> tuple[float, float]:
+        """Mean loss and seconds of one pass over the training images, or of the rest of it."""
+        data, size = self._data, self.config.global_batch_size
+        window = StepWindow(self.devices, self.config.max_inflight, self._check_step)
+        progress, self._progress = self._progress or self._new_progress(), None
         synchronize(self.devices)
-        begin_s = time.perf_counter()
-        for images, labels in batches(
-            data.train_images, data.train_labels, config.global_batch_size, self._shuffle
-        ):
-            trace = self._trace if self._step < _TRACED_STEPS else None
-            step_size = config.lr_at(self._step, self._num_steps) / len(labels)
-            flags = self._run_step(images, labels, step_size, trace)
-            if trace is not None:
-                trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
-                trace.step += 1
-            # On their way before the next step is: reading one on its GPU would wait for that, too.
-            arriving = [flag.to("cpu", non_blocking=True) for flag in flags]
-            window.push(self._step, arriving)
-            self._step += 1
+        begin_s = time.perf_counter() - progress.seconds
+        shuffled = batches(data.train_images, data.train_labels, size, self._shuffle)
+        for images, labels in itertools.islice(shuffled, progress.steps, None):
+            with self._busy_cores:
+                self._train_batch(images, labels, window)
+            progress.steps += 1
             if on_step is not None:
                 on_step()
+            if self._folder is not None and self.group.any(interrupts.asked is not None):
+                window.drain()
+                progress.seconds = time.perf_counter() - begin_s
+                self.group.check_equal(self.replicas[0])
+                self._save(epochs, progress)
+                self._tell_of_stop(progress, len(epochs) + 1)
+                interrupts.stop()
         window.drain()
         synchronize(self.devices)
         seconds = time.perf_counter() - begin_s
         loss: float = self.group.total(self._run_step.take_loss()) / len(data.train_labels)
         return loss, seconds
+
+    def _train_batch(self, images: Tensor, labels: Tensor, window: StepWindow) -> None:
+        trace = self._trace
+        if trace is not None and trace.step >= _TRACED_STEPS:
+            trace = None
+        step_size = self.config.lr_at(self._step, self._num_steps) / len(labels)
+        flags = self._run_step(images, labels, step_size, trace)
+        if trace is not None:
+            trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
+            trace.step += 1
+        # On their way before the next step is: reading one on its GPU would wait for that, too.
+        window.push(self._step, [flag.to("cpu", non_blocking=True) for flag in flags])
+        self._step += 1
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def _new_progress(self) -> EpochProgress:
+        return EpochProgress(self._shuffle.get_state())
+
+    def _save(self, epochs: Sequence[EpochResult], progress: EpochProgress) -> None:
+        """Write a checkpoint, if that is wanted: all ranks take part, rank 0 writes."""
+        if self._folder is None:
+            return
+        rank_tensors = self.group.gather(self._rank_tensors())
+        if not self.is_main:
+            return
+        self._folder.write(
+            Checkpoint(
+                recipe=recipe_of(self.config, self.all_devices),
+                setting=setting(),
+                num_epochs=self.config.epochs,
+                epochs=[list(astuple(epoch)) for epoch in epochs],
+                epoch_steps=progress.steps,
+                epoch_seconds=progress.seconds,
+                images=self._images,
+                data=self.description,
+                order=self.plan.order,
+                weights=None if self.weights is None else [float(w) for w in self.weights],
+                shuffle=progress.shuffle,
+                params=[param.detach().cpu().clone() for param in self.replicas[0]],
+                rank_tensors=rank_tensors,
+            )
+        )
+
+    def _rank_tensors(self) -> list[list[Tensor]]:
+        """Return what ranks have of their own: the summed loss of this epoch, and buffers."""
+        pairs = zip(self._run_step.sums, self.model.buffers(), strict=True)
+        return [[total, *buffers] for total, buffers in pairs]
+
+    def _open_checkpoints(
+        self, save: str | Path | None, resume: str | Path | None
+    ) -> Checkpoint | None:
+        """See that the folders can be used; return the checkpoint to go on from, if any."""
+        name, path = ("resume", resume) if save is None else ("save", save)
+        if path is None:
+            return None
+        target = self._folder = CheckpointFolder(path, name)
+        source = None if resume is None else CheckpointFolder(resume, "resume")
+
+        def prepare() -> bytes:
+            content = b""
+            if source is not None:
+                content = source.read()
+                self._check(Checkpoint.decode(content, source.path), source.path)
+            target.prepare(may_hold_one=source is not None and target.is_at(source.path))
+            return content
+
+        content = self.group.share(prepare)
+        return None if source is None else Checkpoint.decode(content, source.path)
+
+    def _check(self, found: Checkpoint, folder: Path) -> None:
+        """Raise unless this run is the one of a checkpoint; warn if its bits may yet differ."""
+        check_same(found.recipe, recipe_of(self.config, self.all_devices), folder)
+        for name, value in setting().items():
+            if found.setting.get(name) != value:
+                logger.warning(
+                    "%s: %s here, %s where the checkpoint in '%s' was written; the bits of what "
+                    "follows may differ from those of a run that was not stopped",
+                    *(name, value, found.setting.get(name), folder),
+                )
+        if self.config.epochs < found.num_epochs:
+            raise ArgumentError(
+                f"epochs is {self.config.epochs}, but the checkpoint in '{folder}' is of a run of "
+                f"{found.num_epochs}; expected as many or more"
+            )
+
+    def _go_on_from(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Be where the run was that wrote the checkpoint."""
+        if checkpoint.images != self._images:
+            raise ArgumentError(
+                f"dataset is {self.description}, but the checkpoint in '{folder}' was trained on "
+                f"other images: {checkpoint.data}"
+            )
+        if checkpoint.order != self.plan.order:
+            raise ArgumentError(
+                f"allreduce is {self.config.allreduce!r}, which adds in {self.plan.order} order "
+                f"here, but the run of the checkpoint in '{folder}' added in "
+                f"{checkpoint.order} order"
+            )
+        # The first step decides how gradients are laid out in buckets, and so the bits of a ring.
+        size = self.config.global_batch_size
+        self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
+        here = [checkpoint.rank_tensors[rank] for rank in self.group.ranks]
+        targets = [*self.replicas, *self._rank_tensors()]
+        for target, saved in zip(targets, [checkpoint.params] * len(here) + here, strict=True):
+            restore(target, saved, folder)
+        self._shuffle.set_state(checkpoint.shuffle)
+        self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
+        self._step = len(self._done) * self.steps_per_epoch + checkpoint.epoch_steps
+        self._progress = EpochProgress(
+            checkpoint.shuffle, checkpoint.epoch_steps, checkpoint.epoch_seconds
+        )
+
+    def _tell_of_stop(self, progress: EpochProgress, epoch: int) -> None:
+        if self.is_main and self._folder is not None:
+            logger.warning(
+                "stopped in epoch %d, after step %d of %d; the checkpoint is in '%s'",
+                *(epoch, progress.steps, self.steps_per_epoch, self._folder.path),
+            )
 
     def _make_step(self) -> EagerStep | GraphStep:
         split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
@@ -317,7 +524,8 @@ class Trainer:
         has_plateau = self.config.model == "lenet" and self.config.init == "book"
         if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
             logger.warning(
-                "init is 'book', which stays at chance for some %d steps; this run has %d",
+                "init is 'book', which stays at chance for some %d steps; this run has %d. "
+                "Init 'he' learns from the first step",
                 *(BOOK_PLATEAU_STEPS, self._num_steps),
             )
 
