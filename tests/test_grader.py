@@ -30,7 +30,7 @@ def graded(fn: Allreduce) -> Report:
 
 
 def failed(report: Report) -> set[str]:
-    return {p.name for p in report.properties if p.verdict == "fail"}
+    return {p.name for p in report.failed}
 
 
 def fill(data, total):
@@ -216,6 +216,57 @@ def exits(data):
     sys.exit("not implemented yet")
 
 
+def swallows_nan_and_infinities(data):
+    total = torch.stack(data).sum(0)
+    fill(data, total.nan_to_num() if total.is_floating_point() else total)
+
+
+def swallows_infinities(data):
+    total = torch.stack(data).sum(0)
+    largest = torch.finfo(total.dtype).max if total.is_floating_point() else None
+    fill(data, total if largest is None else total.clamp(-largest, largest))
+
+
+def adds_without_what_is_no_number(data):
+    """nan_to_num before the sum instead of after it."""
+    is_float = data[0].is_floating_point()
+    fill(data, torch.stack([t.nan_to_num() if is_float else t for t in data]).sum(0))
+
+
+def drops_ranks_beyond_16(data):
+    repaired(data[:16])
+
+
+def leaves_ranks_beyond_32_alone(data):
+    total = torch.stack(data).sum(0)
+    fill(data[:32], total)
+
+
+def drops_elements_beyond_two_million(data):
+    if data[0].numel() > 2_000_000:
+        data = [t.view(-1)[:2_000_000] for t in data]
+    repaired(data)
+
+
+class _RaisesInItsMessage(Exception):  # noqa: N818
+    def __str__(self):
+        raise ValueError
+
+
+def raises_without_a_message(data):
+    raise _RaisesInItsMessage
+
+
+def is_never_run(data):
+    """A generator."""
+    repaired(data)
+    yield
+
+
+def takes_a_group(data, group):
+    repaired(data)
+
+
 # The function, what fails (all that fails, if it begins with "only"), and the words for the last.
 PLANTED: list[tuple[Allreduce, str, str]] = [
     (
@@ -250,6 +301,24 @@ PLANTED: list[tuple[Allreduce, str, str]] = [
     (float32_only, "dtypes", "float64, random values"),
     (fails_on_nothing, "only sizes", "numel=0, float32, positional values: raises Run"),
     (exits, "dtypes, sum", "raises SystemExit: not implemented yet at "),
+    (swallows_nan_and_infinities, "only nan and inf", "element 0: expected nan, got 0.0"),
+    (swallows_infinities, "only nan and inf", "element 10: expected inf, got 3.4"),
+    (adds_without_what_is_no_number, "only nan and inf", "expected nan, got 0.0"),
+    (drops_ranks_beyond_16, "only ranks", "k=17, numel=1009, float32, positional values: rank 0"),
+    (leaves_ranks_beyond_32_alone, "only ranks", "k=33, numel=1009, float32, positional values"),
+    (
+        drops_elements_beyond_two_million,
+        "only sizes",
+        "element 2000000: expected 3.0, got 1.0 (all before it are right, the 97169 from it on "
+        "are not)",
+    ),
+    (
+        raises_without_a_message,
+        "sum",
+        "RaisesInItsMessage: (its message cannot be had: ValueError)",
+    ),
+    (is_never_run, "sum", "the function returned a generator instead"),
+    (takes_a_group, "sum", f"argument: 'group' (called as fn(data)) at {__file__}:"),
 ]
 
 
@@ -294,7 +363,8 @@ def test_a_hang_fails_and_the_rest_is_not_awaited():
         report["sum"].detail
     )
     assert report["dtypes"].detail.startswith("not run")
-    assert all(p.verdict in ("fail", "reported") for p in report.properties)
+    assert [p.verdict for p in report.required] == 3 * ["timeout"] + 10 * ["fail"]
+    assert report.first_look_at is report["sum"]
 
 
 def test_a_hang_in_one_property_leaves_the_others():
@@ -308,6 +378,7 @@ def test_a_hang_in_one_property_leaves_the_others():
     report = check_allreduce(hangs_on_nothing, timeout_s=3)
     release.set()
     assert failed(report) == {"sizes"}
+    assert report["sizes"].verdict == "timeout"
     assert "numel=0" in report["sizes"].detail
 
 
@@ -321,7 +392,8 @@ def test_ranks_follow_the_devices(world_size):
 
     report = check_allreduce(watched, ["cpu"] * world_size)
     assert report.passed, str(report)
-    assert set(range(1, world_size + 1)) == seen - {3} | ({3} if world_size >= 3 else set())
+    assert seen == {*range(1, world_size + 1), 3, 17, 33}  # 3: [t, t, t]
+    assert report["ranks"].detail == f"{'1 to ' * (world_size > 1)}{world_size}, 17 and 33 ranks"
 
 
 @pytest.mark.parametrize(
@@ -340,8 +412,37 @@ def test_wrong_arguments_name_the_value(fn, options, message):
 def test_table_is_readable():
     text = str(graded(rebinding))
     assert text.splitlines()[0].endswith("rebinding on cpu x 8 ranks")
-    assert text.splitlines()[-1] == "FAILED: 2 of 12 required properties: in place, list"
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert text.splitlines()[-2] == "FAILED: 2 of 13 required properties: in place, list"
+    assert text.splitlines()[-1] == "first look at: in place"
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+# One mistake, the property that names it, and others that fail with it.
+@pytest.mark.parametrize(
+    ("fn", "first"),
+    [
+        (averages, "sum"),
+        (skips_writing_the_last_rank, "every rank"),
+        (rebinding, "in place"),
+        (wrong_for_three, "ranks"),
+        (float32_only, "dtypes"),
+        (only_contiguous, "strides"),
+    ],
+)
+def test_the_first_look_goes_to_what_explains_the_others(fn, first):
+    report = graded(fn)
+    assert report.first_look_at is report[first]
+    assert len(report.failed) == 1 or str(report).endswith(f"\nfirst look at: {first}")
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, float("inf")])
+def test_a_deadline_may_be_far_away(timeout_s):
+    assert check_allreduce(stacked, ["cpu"], timeout_s=timeout_s).passed
+
+
+def test_a_report_is_json_although_numbers_are_not():
+    report = graded(swallows_infinities).as_dict()
+    assert json.loads(json.dumps(report, allow_nan=False))["first_look_at"] == "nan and inf"
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -417,7 +518,7 @@ def test_command_json(solution, capsys):
         ("no_such_solution:f", "there is no module 'no_such_solution'"),
         ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
         ("solution_under_test:nothing", "what can be called: Ring, bad, good"),
-        ("solution_under_test:answer", "is a int, not a function"),
+        ("solution_under_test:answer", "is a value of type int"),
         ("broken_solution:f", "failed with ZeroDivisionError"),
         ("broken_solution.py:f", "broken_solution.py:2"),
     ],

@@ -1,132 +1,291 @@
-"""``pyringar check``: grade somebody's allreduce, property by property."""
+"""``pyringar check``: grade an allreduce, or a class of them, property by property."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import importlib.util
 import json
+import math
 import os
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
+from pyringar.cli.parser import add_json_option
+from pyringar.cli.paths import check_output_dir, check_output_path
 from pyringar.errors import ArgumentError
-from pyringar.grading.grader import check_allreduce
+
+# The grader imports torch, for which `--help` need not wait.
+if TYPE_CHECKING:
+    from pyringar.grading.remote import Limits
+    from pyringar.grading.solution import Target
 
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Grade an allreduce function, property by property. This runs the code that it
-grades, in this process and with your rights: its file is imported, its
-function called. Grade a stranger's in a container or as a user of its own."""
+Grade an allreduce function, or those of a class, property by property. This
+runs the code that it grades, with your rights, each solution in a process of
+its own. Grade a stranger's in a container or as a user of its own."""
 _EPILOG = """\
-FUNCTION is called with a list of tensors, one per rank, like the book's allreduce(data), and must
-leave their sum in every one of them. Exit status: 0 all required properties pass, 1 one fails,
-2 the function cannot be loaded or a device is not there.
+FUNCTION is called with a list of tensors, one per rank, like the book's
+allreduce(data), and must leave their sum in every one of them. Of a DIR all
+*.py in it and in its folders are graded, also behind links, without hidden
+ones.
+
+Exit status: 0 all required properties pass, 1 one fails, 2 wrong arguments
+(a device or a file that is not there; the only solution cannot be loaded and
+there is no --csv, in which that is a row with 0 marks).
 
 examples:
   pyringar check solution.py:allreduce
   pyringar check pyringar:allreduce --devices cpu,cpu,cpu,cpu
+  pyringar check submissions/ --csv marks.csv
 """
-
-
-class _CannotLoadError(Exception):
-    """The target names no function that can be called; says why."""
+_DEFAULT_RANKS = 8
+_TIMEOUT_S = 10.0
+_MEMORY_MIB = 2048
+_WIDTH = 80
+_MAX_NAME = 32
+_MAX_SHOWN_BYTES = 1 << 16  # of what a solution prints
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``check`` to the command line."""
     parser = subparsers.add_parser(
         "check",
-        help="run an allreduce function and grade it, property by property",
+        help="grade an allreduce function, or a class of them, property by property",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "target", metavar="MODULE:FUNCTION", help="or path/to/file.py:FUNCTION; what to grade"
+        "targets",
+        metavar="TARGET",
+        nargs="+",
+        help="FILE.py, FILE.py:FUNCTION, MODULE:FUNCTION or DIR; what to grade",
+    )
+    parser.add_argument(
+        "--function",
+        metavar="NAME",
+        default="allreduce",
+        help="the function in a FILE or DIR that names none (default: %(default)s)",
     )
     parser.add_argument(
         "--devices",
         metavar="LIST",
         type=lambda text: text.split(","),
-        help="comma-separated, one per rank (default: 8 CPU ranks)",
+        default=["cpu"] * _DEFAULT_RANKS,
+        help=f"comma-separated, one per rank (default: {_DEFAULT_RANKS} CPU ranks)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=_TIMEOUT_S,
+        help="for the import, and for all calls of a property (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="MIB",
+        type=float,
+        help="memory that a solution may use, and the largest file that it may write "
+        f"(default: {_MEMORY_MIB})",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write a row per solution to FILE.csv")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the function, grade it, print the report."""
-    # What the graded code prints must not end up inside the report.
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            report = check_allreduce(_load(args.target), args.devices)
-        except (_CannotLoadError, ArgumentError) as error:
-            print(f"pyringar check: {error}", file=sys.stderr)
-            return 2
+    """Grade what the arguments name, print the verdicts, and write the marks."""
+    limits = _limits(args)
+    targets, is_class = _targets(args)
+    path = check_output_path("--csv", args.csv, ".csv") if args.csv else None
+    if path:  # the new file is written beside the old one
+        check_output_dir("--csv", os.path.dirname(os.path.realpath(path)))
+    if is_class or path:
+        return _grade_class(targets, path, limits, args)
+    return _grade_one(targets[0], limits, args)
+
+
+def _grade_one(target: Target, limits: Limits, args: argparse.Namespace) -> int:
+    """Print all about one solution."""
+    from pyringar.grading.remote import grade
+    from pyringar.grading.solution import CannotLoadError
+
+    try:
+        report = grade(target, args.devices, limits, _shower())
+    except CannotLoadError as error:
+        raise ArgumentError(f"nothing was graded: {error}") from error
     if args.json:
-        print(json.dumps({"target": args.target, **report.as_dict()}, indent=2))
+        print(json.dumps({"target": str(target), **report.as_dict()}, indent=2))
     else:
         print(report)
     return 0 if report.passed else 1
 
 
-def _load(target: str) -> Callable[..., Any]:
-    """Return the function that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names."""
-    where, colon, path = target.rpartition(":")
-    if not colon or not where or not path:
-        raise _CannotLoadError(
-            f"{target!r} is not MODULE:FUNCTION, such as solution:allreduce, nor FILE.py:FUNCTION"
-        )
-    found: Any = _import(where)
-    for name in path.split("."):
-        if not hasattr(found, name):
-            names = [n for n in dir(found) if n[0] != "_" and callable(getattr(found, n))]
-            callables = ", ".join(names) or "nothing"
-            raise _CannotLoadError(f"{where} has no {path!r}; what can be called: {callables}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise _CannotLoadError(f"{target} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
-    return function
+def _grade_class(
+    targets: list[Target], path: Path | None, limits: Limits, args: argparse.Namespace
+) -> int:
+    """Print a row per solution as it is graded, and write the marks."""
+    from pyringar.grading.marks import REQUIRED, Marked, write_csv
+    from pyringar.grading.remote import grade
+    from pyringar.grading.solution import CannotLoadError, printable
 
-
-def _import(where: str) -> ModuleType:
-    """Import a module by name (the current directory counts) or from a file."""
-    is_file = where.endswith(".py") or os.sep in where
-    if is_file and not Path(where).is_file():
-        raise _CannotLoadError(f"there is no file {where!r} (current directory: {Path.cwd()})")
-    if is_file and not where.endswith(".py"):
-        raise _CannotLoadError(f"{where!r} is not a Python file (.py)")
-    sys.path.insert(0, str(Path(where).resolve().parent) if is_file else str(Path.cwd()))
+    table = _Table(sys.stderr if args.json else sys.stdout, has_marks=path is not None)
+    name_width = min(_MAX_NAME, max(len("solution"), *(len(printable(t.where)) for t in targets)))
+    table.say(f"{'solution':<{name_width}}  marks  first look at\n")
+    marked: list[Marked] = []
+    for target in targets:
+        table.say(Marked(target, None).columns(_WIDTH, name_width)[0])
+        try:
+            one = Marked(target, grade(target, args.devices, limits))
+        except CannotLoadError as error:
+            one = Marked(target, None, str(error))
+        except KeyboardInterrupt:
+            table.say("\n")
+            raise
+        marked.append(one)
+        table.say(one.columns(_WIDTH, name_width)[1].rstrip() + "\n")
+    num_passed = sum(one.passed for one in marked)
+    all_passed = num_passed == len(marked)
     try:
-        return _import_file(Path(where)) if is_file else importlib.import_module(where)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == where.split(".")[0]:
-            raise _CannotLoadError(
-                f"there is no module {where!r} in the current directory or installed"
-            ) from error
-        # The importer's own frames say nothing; a SyntaxError brings its file and line itself.
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename[0] != "<"]
-        at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-        raise _CannotLoadError(
-            f"importing {where} failed with {type(error).__name__}: {error}{at}"
-        ) from error
+        if args.json:
+            solutions = [one.as_dict() for one in marked]
+            document = {"passed": all_passed, "solutions": solutions}
+            print(json.dumps(document, indent=2), flush=True)
+    finally:  # a table or a document that nobody reads is no reason to lose the marks
+        if path:
+            write_csv(path, marked)
+    rows = f"; {printable(str(path))} has a row for each" if path else ""
+    passes = f"{num_passed} of {len(marked)} pass all {len(REQUIRED)} properties"
+    table.say(f"\n{passes}{rows}\n")
+    if table.failure:
+        raise table.failure
+    return 0 if all_passed else 1
 
 
-def _import_file(path: Path) -> ModuleType:
-    # Not under a name that is taken: a solution may be called torch.py.
-    name = path.stem if path.stem not in sys.modules else f"checked_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no importer takes {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+class _Table:
+    """Print at once. With marks to write a failure is kept for the end, and nothing more printed.
+
+    Attributes:
+        failure: Why no more is printed; None if all was.
+    """
+
+    def __init__(self, stream: TextIO | None, *, has_marks: bool) -> None:
+        self.failure: OSError | None = None
+        self._stream = stream
+        self._has_marks = has_marks
+
+    def say(self, text: str) -> None:
+        """Print a part of a line, or several."""
+        if self.failure or self._stream is None:
+            return
+        try:
+            print(text, end="", file=self._stream, flush=True)
+        except OSError as error:
+            if not self._has_marks:
+                raise
+            self.failure = error
+
+
+def _shower() -> Callable[[bytes], None]:
+    """Return what hands a solution's prints on to stderr, the first of them."""
+    left = _MAX_SHOWN_BYTES
+
+    def show(text: bytes) -> None:
+        nonlocal left
+        if left <= 0 or sys.stderr is None:
+            return
+        sys.stderr.write(text[:left].decode(errors="backslashreplace"))
+        left -= len(text)
+        if left <= 0:
+            sys.stderr.write("\npyringar check: the rest of what it prints is not shown\n")
+
+    return show
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    from pyringar.grading.processes import CAN_SEE_MEMORY
+    from pyringar.grading.remote import Limits
+
+    for flag, value in (("--timeout", args.timeout), ("--memory", args.memory)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ArgumentError(f"{flag} is {value:g}, expected a positive number")
+    if args.memory is not None and not CAN_SEE_MEMORY:
+        raise ArgumentError("--memory needs /proc of Linux, which says what a process uses")
+    mib = min(args.memory or _MEMORY_MIB, 1 << 40)  # what the system can count
+    return Limits(args.timeout, int(mib * 2**20))
+
+
+def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
+    """Return what is to be graded, and whether that is a class.
+
+    Files are read now: a solution may write into the next one's.
+    """
+    targets: list[Target] = []
+    is_class = len(args.targets) > 1
+    for text in args.targets:
+        if os.path.isdir(text):
+            is_class = True
+            files = sorted(_python_files(text))
+            if not files:
+                raise ArgumentError(f"there is no *.py in the folder '{text}'")
+            targets += [_file_target(file, args.function) for file in files]
+        else:
+            targets.append(_target(text, args.function))
+    return targets, is_class
+
+
+def _python_files(folder: str) -> Iterator[str]:
+    """Yield a folder's files, also behind links; no folder twice, for links may lead in circles."""
+
+    def refuse(error: OSError) -> None:
+        raise ArgumentError(f"the folder '{error.filename}' cannot be read: {error.strerror}")
+
+    seen: set[str] = set()
+    for where, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(where)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [f for f in folders if f[0] != "." and f != "__pycache__"]
+        folders.sort(key=lambda f: (os.path.islink(os.path.join(where, f)), f))
+        for name in files:
+            if name.endswith(".py") and name[0] != ".":
+                yield os.path.normpath(os.path.join(where, name))
+
+
+def _target(text: str, function: str) -> Target:
+    from pyringar.grading.solution import Target
+
+    where, _, name = text.rpartition(":")
+    if os.path.isfile(text) or text.endswith(".py"):
+        where, name = text, function
+    elif not where or not name:
+        raise ArgumentError(
+            f"{text!r} is not MODULE:FUNCTION, such as solution:allreduce, nor FILE.py:FUNCTION, "
+            "nor a folder"
+        )
+    if not where.endswith(".py") and os.sep not in where and not os.path.isfile(where):
+        return Target(where, name)
+    if not os.path.isfile(where):
+        raise ArgumentError(f"there is no file {where!r} (current directory: {Path.cwd()})")
+    if not where.endswith(".py"):
+        raise ArgumentError(f"{where!r} is not a Python file (.py)")
+    return _file_target(where, name)
+
+
+def _file_target(path: str, function: str) -> Target:
+    from pyringar.grading.solution import Target
+
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe might never end
+        return Target(path, function, trouble="it is no regular file")
+    try:
+        return Target(path, function, Path(path).read_bytes())
+    except OSError as error:
+        return Target(path, function, trouble=error.strerror or str(error))

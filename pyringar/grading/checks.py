@@ -1,163 +1,42 @@
 """Define the grader's cases, and the properties that it checks.
 
-A property goes from small cases to large ones and raises the first :class:`Failure`, which is the
+A property goes from small cases to large ones and raises the first `Failure`, which is the
 smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading.grader``.
 """
 
 from __future__ import annotations
 
-import math
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHECKS", "Check", "Failure", "Subject"]
+from pyringar.grading.cases import (
+    FLOATS,
+    INTEGERS,
+    ONE_TENSOR,
+    Call,
+    Case,
+    Failure,
+    Other,
+)
+from pyringar.grading.solution import call_words
 
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_INTEGERS = (torch.int32, torch.int64)
+__all__ = ["CHECKS", "Check", "Raised", "Subject"]
 
-
-# -- cases: what the function is called with -------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """Describe how a tensor lies in a larger one: the larger one's shape, and the view of it."""
-
-    base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-    view: Callable[[Tensor, tuple[int, ...]], Tensor]
-
-
-_LAYOUTS = {
-    # A view here too: the base must stay what it is when the tensor is made to point elsewhere.
-    "contiguous": Layout(lambda s: s, lambda base, s: base.view(s)),
-    "slice of a buffer": Layout(
-        lambda s: (math.prod(s) + 12,), lambda base, s: base[7 : 7 + math.prod(s)].view(s)
-    ),
-    "every other element": Layout(lambda s: (2 * s[0],), lambda base, s: base[::2]),
-    "inner columns": Layout(lambda s: (s[0], s[1] + 3), lambda base, s: base[:, 1 : 1 + s[1]]),
-    "transposed": Layout(lambda s: (s[1], s[0]), lambda base, s: base.t()),
-    "channels_last": Layout(
-        lambda s: (s[0], s[2], s[3], s[1]), lambda base, s: base.permute(0, 3, 1, 2)
-    ),
-}
-
-# Rank r has the layout r modulo how many there are.
-_MIXES = {
-    "contiguous beside transposed": ("contiguous", "transposed"),
-    "contiguous beside channels_last": ("contiguous", "channels_last"),
-    "inner columns beside contiguous": ("inner columns", "contiguous", "slice of a buffer"),
-}
+# How many ranks are tried beyond the devices there are: some then have several.
+_MANY_RANKS = (17, 33)
+# More than two million elements, and odd.
+_MANY_ELEMENTS = 2**21 + 17
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call: ``positional`` values are small integers, ``random`` ones need all digits."""
-
-    k: int
-    shape: tuple[int, ...] = (1009,)
-    dtype: torch.dtype = torch.float32
-    layout: str = "contiguous"
-    values: str = "positional"
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        layout = "" if self.layout == "contiguous" else f", {self.layout} {list(self.shape)}"
-        return f"k={self.k}, numel={self.numel}, {_name(self.dtype)}{layout}, {self.values} values"
-
-    def as_dict(self) -> dict[str, Any]:
-        exact = {"shape": list(self.shape), "numel": self.numel, "dtype": _name(self.dtype)}
-        return {"k": self.k, **exact, "layout": self.layout, "values": self.values}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _values(case: Case, rank: int) -> Tensor:
-    """Return what ``rank`` contributes, flat, on the CPU: different at every position and rank.
-
-    Positional values are small enough for exact sums, see :func:`_is_exact`. Random integers use
-    all bits that a sum of ``k`` of them leaves room for: floats cannot hold them.
-    """
-    if case.values == "positional":
-        return (torch.arange(case.numel) % 17 + rank).to(case.dtype)
-    generator = torch.Generator().manual_seed(1_000_003 * case.numel + rank)
-    if case.dtype.is_floating_point:
-        return torch.randn(case.numel, generator=generator, dtype=torch.float64).to(case.dtype)
-    bound = torch.iinfo(case.dtype).max // case.k
-    return torch.randint(-bound, bound, (case.numel,), generator=generator, dtype=case.dtype)
-
-
-def _is_exact(case: Case) -> bool:
-    """Return whether no order of addition rounds: all partial sums are integers the dtype holds.
-
-    Positional values are at most ``16 + rank``. bfloat16 holds integers up to 256: 11 ranks.
-    """
-    if not case.dtype.is_floating_point:
-        return True
-    largest_sum = 16 * case.k + case.k * (case.k - 1) // 2
-    return case.values == "positional" and largest_sum <= 2 / torch.finfo(case.dtype).eps
-
-
-class Call:
-    """One call of the function, and everything needed to judge it afterwards."""
-
-    def __init__(self, case: Case, devices: Sequence[torch.device]) -> None:
-        self.case = case
-        names = _MIXES.get(case.layout, (case.layout,))
-        self.layouts = [_LAYOUTS[names[rank % len(names)]] for rank in range(case.k)]
-        self.inputs = [_values(case, rank) for rank in range(case.k)]
-        self.bases: list[Tensor] = []
-        self.given: list[Tensor] = []
-        for rank, values in enumerate(self.inputs):
-            # What lies around a view differs by rank too: copying it from another rank shows.
-            layout = self.layouts[rank]
-            shape = layout.base_shape(case.shape)
-            base = torch.full(shape, -50 - rank, dtype=case.dtype, device=devices[rank])
-            tensor = layout.view(base, case.shape)
-            tensor.copy_(values.view(case.shape))
-            self.bases.append(base)
-            self.given.append(tensor)
-        self.bases_before = [base.clone().cpu() for base in self.bases]
-        self.data: list[Any] = list(self.given)
-        self.returned: Any = None
-
-    def expected(self) -> tuple[Tensor, Tensor | float]:
-        """Return the sum, flat, and how far a result may be from it."""
-        if not self.case.dtype.is_floating_point:
-            return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
-        terms = torch.stack(self.inputs).to(torch.float64)
-        total = terms.sum(0)
-        if _is_exact(self.case):
-            return total, 0.0
-        return total, self.case.k * torch.finfo(self.case.dtype).eps * terms.abs().sum(0)
-
-    def result(self, rank: int) -> Any:
-        """Return the tensor in the list at ``rank``, or the caller's own if the list changed."""
-        return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
-
-    def own_memory(self, rank: int) -> Tensor:
-        """Return the memory that the caller handed in, whatever the tensor object points to now."""
-        return self.layouts[rank].view(self.bases[rank], self.case.shape)
-
-
-class Failure(Exception):  # noqa: N818
-    """A property does not hold: in words, and the case that shows it as a dict."""
-
-    def __init__(self, case: Case, detail: str, **more: Any) -> None:
-        super().__init__(f"{case}: {detail}")
-        self.case = {**case.as_dict(), **more}
+class Raised(Failure):
+    """The function raised an exception; ``detail`` says which, and in which line."""
 
 
 class Subject:
-    """The function under test; remembers what it was last called with."""
+    """The function under test, called in this thread; remembers what it was last called with."""
 
     def __init__(
         self, fn: Callable[[list[Tensor]], Any], devices: tuple[torch.device, ...]
@@ -170,21 +49,24 @@ class Subject:
         """Call the function with a case's tensors; if it raises, that is a failure."""
         self.last_case = case
         call = Call(case, self.devices)
-        try:
-            call.returned = self.fn(call.data)
-        except BaseException as error:  # sys.exit() in a solution is a failed solution
-            frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is ours
-            where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-            raise Failure(case, f"raises {type(error).__name__}: {error}{where}") from error
+        call.returned = self.call(case, call.data)
         return call
+
+    def call(self, case: Case, data: list[Any]) -> str | None:
+        """Call the function, and return the type of what it returns, None for nothing."""
+        try:
+            returned = self.fn(data)
+        except BaseException as error:  # sys.exit() in a solution is a failed solution
+            raise Raised(case, f"raises {call_words(error, self.fn)}") from error
+        return None if returned is None else type(returned).__name__
 
     def few(self, *wanted: int) -> list[int]:
         """Those of ``wanted`` that there are ranks for, at least one, in ascending order."""
-        return sorted({min(k, len(self.devices)) for k in wanted})
+        return sorted({min(k, self.most) for k in wanted})
 
     @property
     def most(self) -> int:
-        """The largest number of ranks."""
+        """The number of devices: of ranks, in all properties but ``ranks``."""
         return len(self.devices)
 
 
@@ -194,46 +76,48 @@ class Subject:
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
     """Say how ``found``, the result of ``rank``, differs from the sum; None if it does not."""
     case = call.case
-    if not isinstance(found, Tensor):
-        return Failure(case, f"rank {rank} holds a {type(found).__name__}, not a tensor", rank=rank)
-    is_dense = found.layout is torch.strided
-    if found.shape != case.shape or found.dtype != case.dtype or not is_dense:
-        return Failure(
-            case,
-            f"rank {rank} holds {'' if is_dense else 'sparse '}{_name(found.dtype)} of shape "
-            f"{list(found.shape)}, not {_name(case.dtype)} of shape {list(case.shape)}",
-            rank=rank,
-        )
-    expected, bound = call.expected()
+    other = Other.of(found, case)
+    if other is not None:
+        return Failure(case, f"rank {rank} holds {other.words}", rank=rank)
+    expected, bound = call.expected
     got = found.detach().cpu().reshape(-1).to(expected.dtype)
-    # Written so that NaN is wrong. Integers stay integers: their difference has no rounding.
-    right = (got - expected).abs() <= bound if case.dtype.is_floating_point else got == expected
+    right = _is_right(got, expected, bound)
     if bool(right.all()):
         return None
     index = int((~right).nonzero()[0])
     want, have = expected[index].item(), got[index].item()
     return Failure(
         case,
-        f"rank {rank}, element {index}: expected {want}, got {have}{_guess(call, rank, got)}",
+        f"rank {rank}, element {index}: expected {want}, got {have}"
+        + _guess(call, rank, got, right),
         **{"rank": rank, "index": index, "expected": want, "got": have},
     )
 
 
-def _guess(call: Call, rank: int, got: Tensor) -> str:
+def _is_right(got: Tensor, expected: Tensor, bound: Tensor | float) -> Tensor:
+    """Return where a result is near enough: NaN where NaN is expected, infinities equal."""
+    if not expected.dtype.is_floating_point:  # their difference has no rounding
+        return got == expected
+    near = (got - expected).abs() <= bound
+    if bool(near.all()):
+        return near
+    return near | (got == expected) | (got.isnan() & expected.isnan())
+
+
+def _guess(call: Call, rank: int, got: Tensor, right: Tensor) -> str:
     """Say which of the commonest mistakes a wrong result looks like."""
-    expected, bound = call.expected()
+    expected, bound = call.expected
     if call.case.k == 1:
         return ""
 
     def is_like(value: Tensor) -> bool:
-        return bool(((got - value).abs() <= bound).all())
+        return bool(_is_right(got, value, bound).all())
 
     inputs = [x.to(expected.dtype) for x in call.inputs]
     if is_like(inputs[rank]):
         if call.returned is None:
             return " (it still holds its own values)"
-        kind = type(call.returned).__name__
-        return f" (it still holds its own values; the function returned a {kind} instead)"
+        return f" (it still holds its own values; the function returned a {call.returned} instead)"
     if call.case.dtype.is_floating_point and is_like(expected / call.case.k):
         return " (this is the mean, not the sum)"
     for other, values in enumerate(inputs):
@@ -241,6 +125,11 @@ def _guess(call: Call, rank: int, got: Tensor) -> str:
             return f" (what rank {other} had is missing)"
         if is_like(expected + values):
             return f" (what rank {other} had is in it twice)"
+    first_wrong = int((~right).nonzero()[0])
+    if first_wrong and not bool(right[first_wrong:].any()):
+        return f" (all before it are right, the {len(right) - first_wrong} from it on are not)"
+    if bool(right[expected.isfinite()].all()):
+        return " (only what is no finite number is wrong)"
     return ""
 
 
@@ -332,7 +221,7 @@ def _list_untouched(subject: Subject) -> None:
 
 
 def _equal_bits(subject: Subject) -> None:
-    for dtype in _FLOATS:
+    for dtype in FLOATS:
         for k in subject.few(2, 3, subject.most):
             call = subject.run(Case(k, (4099,), dtype, values="random"))
             for rank in range(1, k):
@@ -355,7 +244,12 @@ def _repeatable(subject: Subject) -> None:
 
 
 def _rank_counts(subject: Subject) -> None:
-    _check_ranks(subject, _both_values(range(1, subject.most + 1)))
+    _check_ranks(subject, _both_values(_counts(subject.most)))
+
+
+def _counts(most: int) -> list[int]:
+    """Every number of ranks that is tried."""
+    return [*range(1, most + 1), *(k for k in _MANY_RANKS if k > most)]
 
 
 def _sizes(subject: Subject) -> None:
@@ -364,11 +258,18 @@ def _sizes(subject: Subject) -> None:
         _check_ranks(subject, (Case(k, (numel,)) for k in ks))
     for numel in (65_536, 1_000_003):
         _check_ranks(subject, (Case(k, (numel,), values="random") for k in subject.few(3)))
+    _check_ranks(subject, (Case(k, (_MANY_ELEMENTS,)) for k in subject.few(2)))
 
 
 def _dtypes(subject: Subject) -> None:
-    for dtype in (*_FLOATS, *_INTEGERS):
+    for dtype in (*FLOATS, *INTEGERS):
         _check_ranks(subject, _both_values(subject.few(2, 3, subject.most), dtype=dtype))
+
+
+def _special_values(subject: Subject) -> None:
+    for dtype in FLOATS:
+        cases = (Case(k, dtype=dtype, values="special") for k in subject.few(1, 2, 3))
+        _check_ranks(subject, cases)
 
 
 def _strided_cases(subject: Subject) -> Iterator[Case]:
@@ -417,43 +318,55 @@ def _outside(subject: Subject) -> None:
 
 def _returns(subject: Subject) -> str:
     returned = subject.run(Case(min(2, subject.most))).returned
-    return "None" if returned is None else f"a {type(returned).__name__}; the book's returns None"
+    return "None" if returned is None else f"a {returned}; the book's returns None"
 
 
 def _aliased(subject: Subject) -> str:
-    tensor = (torch.arange(13) % 17 + 1.0).to(subject.devices[0])
-    before = tensor.clone()
     try:
-        subject.fn([tensor, tensor, tensor])
-    except BaseException as error:  # whatever it says is what gets reported
-        return f"refused: {type(error).__name__}: {error}"
-    ratio = tensor / before
+        call = subject.run(Case(3, (13,), layout=ONE_TENSOR, values="positive"))
+    except Raised as refused:  # whatever it says is what gets reported
+        return f"refused: {refused.detail.removeprefix('raises ')}"
+    ratio = call.own_memory(0).cpu() / call.inputs[0]
     factor = f"{ratio[0].item():g} x" if bool((ratio == ratio[0]).all()) else "no multiple of"
     return f"accepted: [t, t, t] leaves in t {factor} what it held (three separate tensors: 3 x)"
 
 
 class Check(NamedTuple):
-    """A property: its name, what a pass covers, and the function that looks for a failure."""
+    """A property: its name, what a pass covers, and the function that looks for a failure.
+
+    ``{ranks}`` in ``covers`` stands for the numbers of ranks that were tried.
+    """
 
     name: str
     covers: str
     look: Callable[[Subject], str | None]
     verdict_on_failure: str = "fail"
 
+    def covered(self, subject: Subject) -> str:
+        """Return what a pass covers, in words."""
+        most = subject.most
+        counts = [f"1 to {most}" if most > 1 else "1", *map(str, _counts(most)[most:])]
+        *first, last = counts
+        ranks = f"{', '.join(first)} and {last}" if first else last
+        return self.covers.format(ranks=ranks)
 
+
+# What explains most stands first: where the sum is wrong, little else can be right. So the first
+# failure is the one to look at first.
 CHECKS = (
     Check("sum", "rank 0 ends with the sum: exact integers, random floats", _sum),
     Check("every rank", "all other ranks end with it too", _every_rank),
     Check("in place", "the sum stands in the memory the caller handed in", _in_place),
     Check("list", "the list keeps its length and its tensors, in order", _list_untouched),
+    Check("ranks", "{ranks} ranks", _rank_counts),
+    Check("sizes", "0, 1, k-1, k, k+1, primes, up to 2,097,169 elements", _sizes),
+    Check("dtypes", "float32, float64, float16, bfloat16, int32, int64", _dtypes),
+    Check("nan and inf", "NaN, infinities and overflow end as in a plain sum", _special_values),
+    Check("strides", "slices, every other, columns, transposed, channels_last", _strides),
+    Check("mixed strides", "contiguous beside transposed, channels_last, columns", _mixed_strides),
+    Check("outside", "memory between and around strided views is left alone", _outside),
     Check("same bits", "all ranks hold identical bits", _equal_bits),
     Check("repeatable", "five runs give identical bits", _repeatable),
-    Check("ranks", "every number of ranks there is, from 1", _rank_counts),
-    Check("sizes", "0, 1, k-1, k, k+1, primes, 65,536 and 1,000,003 elements", _sizes),
-    Check("dtypes", "float32, float64, float16, bfloat16, int32, int64", _dtypes),
-    Check("strides", "slices, every other element, columns, transposed, channels_last", _strides),
-    Check("mixed strides", "equal shapes that lie otherwise on every rank", _mixed_strides),
-    Check("outside", "memory between and around strided views is left alone", _outside),
     Check("returns", "", _returns, "reported"),
     Check("aliased", "", _aliased, "reported"),
 )

@@ -1,0 +1,248 @@
+"""Define what a graded function is called with, and what comes out of a call.
+
+A `Case` is a few words that describe a call; a `Call` is its tensors. Whoever calls
+the function, here or in another process, fills in what the call left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["FLOATS", "INTEGERS", "ONE_TENSOR", "Call", "Case", "Failure", "Other", "layouts_of"]
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)
+
+
+class Layout(NamedTuple):
+    """Describe how a tensor lies in a larger one: the larger one's shape, and the view of it."""
+
+    base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    view: Callable[[Tensor, tuple[int, ...]], Tensor]
+
+
+ONE_TENSOR = "one tensor for all ranks"
+_LAYOUTS = {
+    # A view here too: the base must stay what it is when the tensor is made to point elsewhere.
+    "contiguous": Layout(lambda s: s, lambda base, s: base.view(s)),
+    "slice of a buffer": Layout(
+        lambda s: (math.prod(s) + 12,), lambda base, s: base[7 : 7 + math.prod(s)].view(s)
+    ),
+    "every other element": Layout(lambda s: (2 * s[0],), lambda base, s: base[::2]),
+    "inner columns": Layout(lambda s: (s[0], s[1] + 3), lambda base, s: base[:, 1 : 1 + s[1]]),
+    "transposed": Layout(lambda s: (s[1], s[0]), lambda base, s: base.t()),
+    "channels_last": Layout(
+        lambda s: (s[0], s[2], s[3], s[1]), lambda base, s: base.permute(0, 3, 1, 2)
+    ),
+}
+# Rank r has the layout r modulo how many there are.
+_MIXES = {
+    "contiguous beside transposed": ("contiguous", "transposed"),
+    "contiguous beside channels_last": ("contiguous", "channels_last"),
+    "inner columns beside contiguous": ("inner columns", "contiguous", "slice of a buffer"),
+    ONE_TENSOR: ("contiguous",),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    ``positional`` values are small integers, ``positive`` ones the same on all ranks and none is 0;
+    ``random`` values need all digits; ``special`` ones are positional, with NaN, infinities and the
+    largest number among them.
+    """
+
+    k: int
+    shape: tuple[int, ...] = (1009,)
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    values: str = "positional"
+
+    @classmethod
+    def from_dict(cls, words: dict[str, Any]) -> Case:
+        """Return the case that `as_dict` describes."""
+        dtype: torch.dtype = getattr(torch, words["dtype"])
+        return cls(words["k"], tuple(words["shape"]), dtype, words["layout"], words["values"])
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of every rank."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        layout = "" if self.layout == "contiguous" else f", {self.layout} {list(self.shape)}"
+        return (
+            f"k={self.k}, numel={self.numel}, {dtype_name(self.dtype)}{layout}, "
+            f"{self.values} values"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the case in types that JSON knows."""
+        exact = {"shape": list(self.shape), "numel": self.numel, "dtype": dtype_name(self.dtype)}
+        return {"k": self.k, **exact, "layout": self.layout, "values": self.values}
+
+
+class Failure(Exception):  # noqa: N818
+    """A property does not hold: in words, and the case that shows it as a dict."""
+
+    def __init__(self, case: Case, detail: str, **more: Any) -> None:
+        super().__init__(f"{case}: {detail}")
+        self.detail = detail
+        # JSON has no word for what is no number.
+        clear = {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in more.items()
+        }
+        self.case = {**case.as_dict(), **clear}
+
+
+class Other(NamedTuple):
+    """Stand for a thing that is no result: not a tensor of the case's shape and dtype."""
+
+    words: str
+
+    @classmethod
+    def of(cls, found: Any, case: Case) -> Other | None:
+        """Return what ``found`` is in words, or None if it could be a result of ``case``."""
+        if isinstance(found, Other):
+            return found
+        if not isinstance(found, Tensor):
+            return cls(f"a {type(found).__name__}, not a tensor")
+        is_dense = found.layout is torch.strided
+        if found.shape == case.shape and found.dtype == case.dtype and is_dense:
+            return None
+        return cls(
+            f"{'' if is_dense else 'sparse '}{dtype_name(found.dtype)} of shape "
+            f"{list(found.shape)}, not {dtype_name(case.dtype)} of shape {list(case.shape)}"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def layouts_of(case: Case) -> list[Layout]:
+    """Return how every rank's tensor lies in its memory."""
+    names = _MIXES.get(case.layout, (case.layout,))
+    return [_LAYOUTS[names[rank % len(names)]] for rank in range(case.k)]
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _values(case: Case, rank: int) -> Tensor:
+    """Return what ``rank`` contributes, flat, on the CPU: different at every position and rank.
+
+    Positional values are small enough for exact sums, see `is_exact`. Random integers use
+    all bits that a sum of ``k`` of them leaves room for: floats cannot hold them.
+    """
+    if case.values != "random":
+        lowest = 1 if case.values == "positive" else rank
+        values = (torch.arange(case.numel) % 17 + lowest).to(case.dtype)
+        if case.values == "special":
+            _put_special(values, rank, case.k)
+        return values
+    generator = torch.Generator().manual_seed(1_000_003 * case.numel + rank)
+    if case.dtype.is_floating_point:
+        digits = torch.float64 if case.dtype == torch.float64 else torch.float32
+        return torch.randn(case.numel, generator=generator, dtype=digits).to(case.dtype)
+    bound = torch.iinfo(case.dtype).max // case.k
+    return torch.randint(-bound, bound, (case.numel,), generator=generator, dtype=case.dtype)
+
+
+def _put_special(values: Tensor, rank: int, k: int) -> None:
+    """Put what is no ordinary number at every fifth position, where one rank or all have it."""
+    largest = torch.finfo(values.dtype).max
+    is_first, is_last = rank == 0, rank == k - 1
+    if is_first:
+        values[0::35] = math.nan
+        values[10::35] = math.inf
+        values[20::35] = -math.inf
+    if is_last:
+        values[5::35] = math.nan
+        values[15::35] = math.inf
+        values[20::35] = math.inf  # and minus infinity at rank 0: NaN
+    values[25::35] = largest  # the sum of two or more overflows
+    values[30::35] = -largest
+
+
+def is_exact(case: Case) -> bool:
+    """Return whether no order of addition rounds: all partial sums are integers the dtype holds.
+
+    Positional values are at most ``16 + rank``. bfloat16 holds integers up to 256: 11 ranks.
+    Special values are exact too: what overflows does so in every order.
+    """
+    if not case.dtype.is_floating_point:
+        return True
+    largest_sum = 16 * case.k + case.k * (case.k - 1) // 2
+    return case.values != "random" and largest_sum <= 2 / torch.finfo(case.dtype).eps
+
+
+# -- a call ----------------------------------------------------------------------------------------
+
+
+class Call:
+    """One call of the function, and everything needed to judge it afterwards.
+
+    Attributes:
+        bases: The memory of every rank, in which its tensor lies.
+        given: The tensors that were handed in: views of ``bases``, unless the function made them
+            point elsewhere. Where that cannot be told from here, an `Other`.
+        data: The list that was handed in: the same objects, unless the function replaced some.
+        returned: The type of what the function returned, None if it returned nothing.
+    """
+
+    def __init__(self, case: Case, devices: Sequence[torch.device]) -> None:
+        self.case = case
+        self.layouts = layouts_of(case)
+        self.inputs = [_values(case, rank) for rank in range(case.k)]
+        self.bases: list[Tensor] = []
+        self.given: list[Any] = []
+        for rank, values in enumerate(self.inputs):
+            if case.layout == ONE_TENSOR and rank:
+                self.bases.append(self.bases[0])
+                self.given.append(self.given[0])
+                continue
+            # What lies around a view differs by rank too: copying it from another rank shows.
+            layout = self.layouts[rank]
+            shape = layout.base_shape(case.shape)
+            device = devices[rank % len(devices)]
+            base = torch.full(shape, -50 - rank, dtype=case.dtype, device=device)
+            tensor = layout.view(base, case.shape)
+            tensor.copy_(values.view(case.shape))
+            self.bases.append(base)
+            self.given.append(tensor)
+        self.bases_before = [base.clone().cpu() for base in self.bases]
+        self.data: list[Any] = list(self.given)
+        self.returned: str | None = None
+
+    @functools.cached_property
+    def expected(self) -> tuple[Tensor, Tensor | float]:
+        """Return the sum, flat, and how far a result may be from it."""
+        dtype = self.case.dtype
+        if not dtype.is_floating_point:
+            return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
+        terms = torch.stack(self.inputs).to(torch.float64)
+        total = terms.sum(0)
+        if self.case.values == "special":  # rounded, or float64 would hold what overflows
+            return total.to(dtype).to(torch.float64), 0.0
+        if is_exact(self.case):
+            return total, 0.0
+        return total, self.case.k * torch.finfo(dtype).eps * terms.abs().sum(0)
+
+    def result(self, rank: int) -> Any:
+        """Return the tensor in the list at ``rank``, or the caller's own if the list changed."""
+        return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
+
+    def own_memory(self, rank: int) -> Tensor:
+        """Return the memory that the caller handed in, whatever the tensor object points to now."""
+        return self.layouts[rank].view(self.bases[rank], self.case.shape)

@@ -1,0 +1,120 @@
+"""Turn the verdicts on many solutions into a table, a CSV file and JSON."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyringar.errors import RingarError
+from pyringar.grading.checks import CHECKS
+from pyringar.grading.grader import Report
+from pyringar.grading.solution import Target, escaped, printable
+
+__all__ = ["REQUIRED", "Marked", "write_csv"]
+
+REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
+_MAX_MESSAGE = 500
+# A spreadsheet takes a cell that begins so for a formula.
+_FORMULA = ("=", "+", "-", "@")
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A solution and what it is worth.
+
+    Attributes:
+        target: The solution.
+        report: The verdicts; None if it could not be loaded.
+        trouble: Why not.
+    """
+
+    target: Target
+    report: Report | None
+    trouble: str = ""
+
+    @property
+    def marks(self) -> int:
+        """Return how many of the required properties it has."""
+        return len(REQUIRED) - len(self.report.failed) if self.report else 0
+
+    @property
+    def passed(self) -> bool:
+        """Return whether it has all of them."""
+        return self.marks == len(REQUIRED)
+
+    @property
+    def first_look_at(self) -> str:
+        """Return the name of the property to look at first; empty if all pass."""
+        if self.report is None:
+            return "loading"
+        first = self.report.first_look_at
+        return first.name if first else ""
+
+    @property
+    def message(self) -> str:
+        """Return what is wrong with that, in words."""
+        if self.report is None:
+            return self.trouble
+        first = self.report.first_look_at
+        return first.detail if first else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in types that JSON knows."""
+        exact = {"target": str(self.target), "marks": self.marks, "out_of": len(REQUIRED)}
+        if self.report is not None:
+            return {**exact, **self.report.as_dict()}
+        message = {"first_look_at": self.first_look_at, "error": self.trouble}
+        return {**exact, "passed": False, **message, "properties": []}
+
+    def columns(self, width: int, name_width: int) -> tuple[str, str]:
+        """Return a row of the table in two parts: the name, and what it is worth."""
+        name = printable(self.target.where)
+        if len(name) > name_width:
+            name = "..." + name[3 - name_width :]
+        # The case, and the file again, are for those who look closer.
+        words = self.message.partition(" failed with " if self.report is None else ": ")
+        first = f"{self.first_look_at}: {words[2] or words[0]}" if self.first_look_at else ""
+        head = f"{self.marks:>2}/{len(REQUIRED)}  "
+        left = width - name_width - 2 - len(head)
+        return f"{name:<{name_width}}  ", head + textwrap.shorten(first, left, placeholder="...")
+
+
+def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
+    """Write a row per solution. The file is there whole or as before, or not at all.
+
+    Raises:
+        RingarError: It could not be written.
+    """
+    real = Path(os.path.realpath(path))
+    beside = real.with_name(f".{real.name}.{os.getpid()}")
+    try:
+        with beside.open("x", newline="", encoding="utf-8") as file:
+            if real.exists():
+                shutil.copymode(real, beside)
+            writer = csv.writer(file)
+            head = ["file", "function", "marks", "out_of"]
+            writer.writerow([*head, *REQUIRED, "first_look_at", "message"])
+            for one in solutions:
+                verdicts = {p.name: p.verdict for p in one.report.properties} if one.report else {}
+                name = [_cell(escaped(one.target.where)), _cell(escaped(one.target.function))]
+                cells = [verdicts.get(name, "fail") for name in REQUIRED]
+                message = _cell(printable(one.message)[:_MAX_MESSAGE])
+                row = [*name, one.marks, len(REQUIRED), *cells, one.first_look_at, message]
+                writer.writerow(row)
+        beside.replace(real)
+    except OSError as error:
+        words = error.strerror or error
+        raise RingarError(f"--csv is '{path}', which could not be written: {words}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _cell(text: str) -> str:
+    """Return a text that a spreadsheet takes for no formula."""
+    return f"'{text}" if text.lstrip().startswith(_FORMULA) else text

@@ -1,0 +1,362 @@
+"""Grade a function that runs in a process of its own: it is called there, and judged here.
+
+The process is forked from this one, which has imported torch: it is there within milliseconds. What
+it prints goes into a pipe, what it computes into shared memory, which is copied and then judged. So
+a solution cannot print, patch or exit its way to a verdict. Its process is believed only which
+tensors stand in the list (``list``), and what the function returned (``returns``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyringar.errors import ArgumentError
+from pyringar.grading import worker
+from pyringar.grading.arena import Arena
+from pyringar.grading.cases import ONE_TENSOR, Call, Case, Failure, Other
+from pyringar.grading.checks import Raised, Subject
+from pyringar.grading.grader import Report, judge_all
+from pyringar.grading.processes import (
+    Family,
+    TooMuchError,
+    adopting_orphans,
+    children,
+    exit_words,
+)
+from pyringar.grading.solution import CannotLoadError, Target, printable
+
+__all__ = ["Limits", "grade"]
+
+_TICK_S = 0.05  # how often memory is looked at
+_MAX_MESSAGE_BYTES = 1 << 20
+_MAX_WORDS = 1000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Hold what a solution may take.
+
+    Attributes:
+        timeout_s: Seconds for its import, and for all calls of one property.
+        memory_bytes: Memory of its own, and the largest file that it may write.
+    """
+
+    timeout_s: float
+    memory_bytes: int
+
+
+class EndedError(Exception):
+    """The process is gone before it answered; says why."""
+
+
+def grade(
+    target: Target,
+    devices: list[str],
+    limits: Limits,
+    show: Callable[[bytes], object] = lambda text: None,
+) -> Report:
+    """Return the verdicts on a solution.
+
+    Args:
+        target: What to load.
+        devices: One per rank.
+        limits: What it may take.
+        show: Called with what the solution prints.
+
+    Raises:
+        ArgumentError: A device is not there.
+        CannotLoadError: The import fails or does not end, or there is no such function.
+    """
+    with adopting_orphans(), contextlib.closing(_Remote(target, devices, limits, show)) as remote:
+        with _one_thread():
+            verdicts = judge_all(
+                lambda check, _: check.look(remote), remote.rested, limits.timeout_s
+            )
+        stem = os.path.basename(target.where).removesuffix(".py")
+        return Report(f"{stem}.{target.function}", remote.device_names, verdicts)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute without a pool of threads: a forked process has the pool, but not its threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Remote(Subject):
+    """A function in another process, which is started again when it is gone."""
+
+    def __init__(
+        self, target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
+    ) -> None:
+        super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
+        arena = self._arena = Arena(len(devices), is_shared=True)
+        self._start: Callable[[], _Process] = lambda: _Process(target, devices, arena, limits, show)
+        self._timeout_s = limits.timeout_s
+        self._turn = 0
+        self._left_s = limits.timeout_s
+        self._process = self._start()
+        try:
+            self.device_names = self._process.load()
+        except BaseException:
+            self._process.end()
+            raise
+
+    def rested(self) -> _Remote:
+        """Return it with all of its time before it again."""
+        self.last_case = None
+        self._left_s = self._timeout_s
+        return self
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.end()
+
+    def run(self, case: Case) -> Call:
+        """Call the function over there, and return the call as if it had been made here.
+
+        Raises:
+            Failure: It raised, or the process is gone.
+            TimeoutError: No time is left; the process is ended.
+        """
+        self.last_case = case
+        call = Call(case, self.devices)
+        try:
+            answer = self._ask(call)
+        except (EndedError, CannotLoadError, ArgumentError) as error:
+            self._process.end()
+            raise Failure(case, str(error)) from error
+        except TimeoutError:
+            self._process.end()
+            raise
+        if "raised" in answer:
+            raise Raised(case, _clean(answer["raised"]))
+        try:
+            self._take_over(call, answer)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise Failure(case, "the process answered what makes no sense") from error
+        return call
+
+    def _ask(self, call: Call) -> dict[str, Any]:
+        if self._process.is_ended:
+            self._process = self._start()
+            self._process.load()
+        self._turn += 1
+        places = self._arena.places(call.case, self._turn)
+        for rank, base in self._bases(call):
+            self._arena.tensor(places[rank], base.shape, base.dtype).copy_(base)
+        began = time.monotonic()
+        try:
+            request = {"case": call.case.as_dict(), "places": places}
+            answer = self._process.ask(request, places[-1], began + self._left_s)
+        finally:
+            self._left_s -= time.monotonic() - began
+        for rank, base in self._bases(call):
+            base.copy_(self._arena.tensor(places[rank], base.shape, base.dtype))
+        return answer
+
+    def _take_over(self, call: Call, answer: dict[str, Any]) -> None:
+        """Put into ``call`` what the answer says about the list and the tensors."""
+
+        def thing(words: dict[str, Any]) -> Any:
+            if "rank" in words:
+                return given[range(call.case.k)[words["rank"]]]
+            if "at" in words:
+                at = range(1 << 40)[words["at"]]
+                return self._arena.tensor(at, call.case.shape, call.case.dtype).clone()
+            return Other(_clean(words["other"]))
+
+        given = call.given
+        call.data = [thing(words) for words in answer["data"]]
+        for rank, words in enumerate(answer["given"]):
+            if words is not None:
+                moved = thing(words)
+                call.data = [moved if found is given[rank] else found for found in call.data]
+                given[rank] = moved
+        call.returned = answer["returned"] and _clean(answer["returned"])
+
+    @staticmethod
+    def _bases(call: Call) -> list[tuple[int, torch.Tensor]]:
+        """Return the memory of every rank, each once."""
+        return list(enumerate(call.bases))[: 1 if call.case.layout == ONE_TENSOR else None]
+
+
+def _never_called(data: list[torch.Tensor]) -> None:
+    raise AssertionError("this function is in another process")
+
+
+def _clean(words: Any) -> str:
+    """Return words of a process that may send anything."""
+    return printable(str(words)[:_MAX_WORDS])
+
+
+class _Process:
+    """The process that a solution runs in."""
+
+    def __init__(
+        self,
+        target: Target,
+        devices: list[str],
+        arena: Arena,
+        limits: Limits,
+        show: Callable[[bytes], object],
+    ) -> None:
+        self._limits = limits
+        self._show = show
+        self._buffer = b""
+        self.is_ended = False
+        self._channel, theirs = socket.socketpair()
+        self._output, their_output = os.pipe()
+        older = children()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()  # or the child would have it, too
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads at a fork. Those here are pools of torch and NumPy,
+                # idle, and the child uses none of them.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        except OSError as error:
+            with self._channel, theirs, os.fdopen(self._output), os.fdopen(their_output, "wb"):
+                pass
+            raise CannotLoadError(f"no process could be started: {error.strerror}") from error
+        if pid == 0:
+            worker.serve(target, devices, theirs, their_output, arena, limits.memory_bytes)
+        theirs.close()
+        os.close(their_output)
+        os.set_blocking(self._output, False)
+        self._channel.setblocking(False)
+        self._family = Family(pid, older, limits.memory_bytes)
+        self._next_check = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._selector.register(self._output, selectors.EVENT_READ)
+
+    def load(self) -> tuple[str, ...]:
+        """Wait until the solution is imported; return the devices of the ranks.
+
+        Raises:
+            ArgumentError: A device is not there.
+            CannotLoadError: The import fails, or there is no such function.
+        """
+        ends = time.monotonic() + self._limits.timeout_s
+        names: tuple[str, ...] = ()
+        try:
+            while True:
+                message = self._receive(ends)
+                if "no_device" in message:
+                    raise ArgumentError(message["no_device"])
+                if "cannot_load" in message:
+                    raise CannotLoadError(_clean(message["cannot_load"]))
+                if "loaded" in message:
+                    return names
+                names = tuple(map(_clean, message.get("devices", ())))
+        except TimeoutError:
+            late = f"the import did not end within {self._limits.timeout_s:g} s"
+            raise CannotLoadError(late) from None
+        except EndedError as error:
+            raise CannotLoadError(f"in the import {error}") from None
+
+    def ask(self, request: dict[str, Any], num_bytes: int, ends: float) -> dict[str, Any]:
+        """Return the answer to a request that hands out so many bytes.
+
+        Raises:
+            EndedError: The process ended, or was ended for what it took.
+            TimeoutError: There is none at the time ``ends``.
+        """
+        self._family.given_bytes = max(self._family.given_bytes, num_bytes)
+        token = secrets.token_hex(8)  # an earlier answer, or an invented one, lacks it
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.sendall(json.dumps({"token": token, **request}).encode() + b"\n")
+        while True:
+            message = self._receive(ends)
+            if message.get("token") == token:
+                return message
+
+    def end(self) -> None:
+        """Kill the process and all that it has started; hand on the rest of what it printed."""
+        if self.is_ended:
+            return
+        try:
+            self._family.end()
+        except KeyboardInterrupt:  # a second Ctrl-C; nothing is to stay all the same
+            self._family.end()
+            raise
+        finally:
+            self.is_ended = True
+            with self._selector, self._channel, os.fdopen(self._output):
+                self._drain()
+
+    def _receive(self, ends: float) -> dict[str, Any]:
+        self._check_at_times()
+        while b"\n" not in self._buffer:
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            ready = {key.fileobj for key, _ in self._selector.select(min(left, _TICK_S))}
+            if self._output in ready:
+                self._drain()
+            if self._channel in ready:
+                self._read()
+            self._check_at_times()
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise EndedError("the process answered what makes no sense")
+        return message
+
+    def _read(self) -> None:
+        try:
+            some = self._channel.recv(1 << 16)
+        except ConnectionResetError:
+            some = b""
+        if not some:
+            status = self._family.wait(1.0)
+            what = "the process closed the grader's files" if status is None else exit_words(status)
+            raise EndedError(what)
+        self._buffer += some
+        if len(self._buffer) > _MAX_MESSAGE_BYTES:
+            raise EndedError("the process answered too much")
+
+    def _check_at_times(self) -> None:
+        """See that the process is within its limits and, while it owes an answer, alive."""
+        if time.monotonic() < self._next_check:
+            return
+        try:
+            self._family.check()
+        except TooMuchError as error:
+            raise EndedError(f"the process {error} and was ended") from None
+        self._next_check = time.monotonic() + _TICK_S
+        if b"\n" not in self._buffer and (status := self._family.wait(0)) is not None:
+            with contextlib.suppress(BlockingIOError):
+                return self._read()  # its last words
+            raise EndedError(exit_words(status))
+
+    def _drain(self) -> None:
+        """Take what was printed, a part at a time: who prints for ever has a deadline, too."""
+        with contextlib.suppress(BlockingIOError):
+            text = os.read(self._output, 1 << 20)
+            if text:
+                self._show(text)
+            elif self._output in self._selector.get_map():
+                self._selector.unregister(self._output)

@@ -1,0 +1,192 @@
+"""Run in the graded process: call the function when asked, and tell what became of the list.
+
+Nothing is judged here. The grader knows what went in, and reads the results out of shared memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyringar.comm.topology import check_devices
+from pyringar.errors import ArgumentError
+from pyringar.grading.arena import Arena, after
+from pyringar.grading.cases import ONE_TENSOR, Case, Other, layouts_of
+from pyringar.grading.checks import Raised, Subject
+from pyringar.grading.processes import die_with_parent
+from pyringar.grading.solution import CannotLoadError, Target, load
+
+__all__ = ["serve"]
+
+_MAX_FILES = 1 << 16
+_exit = os._exit  # a solution may put something else there
+
+
+def serve(
+    target: Target,
+    devices: list[str],
+    channel: socket.socket,
+    output: int,
+    arena: Arena,
+    max_file_bytes: int,
+) -> NoReturn:
+    """Load the function, then answer one call after the other until the grader is gone.
+
+    Args:
+        target: What to load.
+        devices: One per rank.
+        channel: To the grader: a line of JSON for each call, and one back.
+        output: The file descriptor that takes what the solution prints.
+        arena: Where the tensors come from and go to.
+        max_file_bytes: No file may grow larger.
+    """
+    try:
+        _serve(target, devices, _settle_in(channel, output, max_file_bytes), arena)
+    except BaseException:  # the grader says that it ended, this says why
+        traceback.print_exc()
+        _exit(70)
+    _exit(0)
+
+
+def _settle_in(channel: socket.socket, output: int, max_file_bytes: int) -> socket.socket:
+    """Become a process that cannot disturb the grader's terminal, files or disk.
+
+    Returns:
+        The channel, under a number that is no stream's, as it may be if the grader has none.
+    """
+    os.setsid()  # Ctrl-C is the grader's
+    die_with_parent()
+    null = os.open(os.devnull, os.O_RDONLY)
+    null, output, kept = (
+        fcntl.fcntl(fd, fcntl.F_DUPFD, 3) for fd in (null, output, channel.detach())
+    )
+    for number, source in enumerate([null, output, output]):
+        os.dup2(source, number)
+    sys.stdin = os.fdopen(0)
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
+    os.closerange(3, kept)
+    os.closerange(kept + 1, _MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = max_file_bytes if most == resource.RLIM_INFINITY else min(max_file_bytes, most)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    # The pool of threads that torch had before the fork is not here.
+    torch.set_num_threads(1)
+    return socket.socket(fileno=kept)
+
+
+def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Arena) -> None:
+    requests = channel.makefile("rb")
+
+    def answer(message: dict[str, Any]) -> None:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+
+    try:
+        ranks = check_devices(devices)
+        answer({"devices": [str(device) for device in ranks]})
+        pid = os.getpid()
+        function = load(target)
+        if os.getpid() != pid:
+            _exit(0)
+        subject = Subject(function, ranks)
+    except ArgumentError as error:
+        return answer({"no_device": str(error)})
+    except CannotLoadError as error:
+        return answer({"cannot_load": str(error)})
+    answer({"loaded": True})
+    own = Arena(len(ranks), is_shared=False)
+    for line in requests:
+        request = json.loads(line)
+        reply = _call(subject, Case.from_dict(request["case"]), request["places"], arena, own)
+        answer({"token": request["token"], **reply})
+
+
+def _call(
+    subject: Subject, case: Case, places: list[int], arena: Arena, own: Arena
+) -> dict[str, Any]:
+    """Call the function; return what it raised, or what the list and the tensors are now."""
+    bases, given = _hand_out(subject, case, places, arena, own)
+    before = [(t.data_ptr(), t.stride()) for t in given]
+    data = list(given)
+    pid = os.getpid()
+    try:
+        returned = subject.call(case, data)
+    except Raised as failure:
+        return {"raised": failure.detail}
+    finally:
+        if os.getpid() != pid:  # the solution has forked, and this is its child
+            _exit(0)
+    things = _Things(case, arena, places[-1])
+    moved = [
+        Other.of(t, case) is not None or (t.data_ptr(), t.stride()) != was
+        for t, was in zip(given, before, strict=True)
+    ]
+    reply = {
+        "returned": returned,
+        "given": [
+            things.add(t) if is_moved else None for t, is_moved in zip(given, moved, strict=True)
+        ],
+        "data": [things.name(found, given) for found in data[: 2 * case.k]],
+    }
+    for shared, base in bases:
+        shared.copy_(base)
+    return reply
+
+
+def _hand_out(
+    subject: Subject, case: Case, places: list[int], arena: Arena, own: Arena
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Return the memory of every rank, shared and its own, and the tensors in the latter."""
+    bases: list[tuple[Tensor, Tensor]] = []
+    given: list[Tensor] = []
+    for rank, layout in enumerate(layouts_of(case)):
+        if case.layout == ONE_TENSOR and rank:
+            given.append(given[0])
+            continue
+        where = (places[rank], layout.base_shape(case.shape), case.dtype)
+        shared = arena.tensor(*where)
+        device = subject.devices[rank % subject.most]
+        base = own.tensor(*where).copy_(shared) if device.type == "cpu" else shared.to(device)
+        bases.append((shared, base))
+        given.append(layout.view(base, case.shape))
+    return bases, given
+
+
+class _Things:
+    """Say what a function left in the list, or copy it to where the grader finds it."""
+
+    def __init__(self, case: Case, arena: Arena, start: int) -> None:
+        self.case = case
+        self.arena = arena
+        self.at = start
+        self._places: dict[int, dict[str, Any]] = {}
+
+    def name(self, found: Any, given: list[Tensor]) -> dict[str, Any]:
+        """Return which of the given tensors it is, or what else."""
+        same = [rank for rank, tensor in enumerate(given) if found is tensor]
+        return {"rank": same[0]} if same else self.add(found)
+
+    def add(self, found: Any) -> dict[str, Any]:
+        """Copy a tensor; return where it is, or words for what could be no result."""
+        if id(found) in self._places:
+            return self._places[id(found)]
+        try:
+            other = Other.of(found, self.case)
+            if other is not None:
+                return {"other": other.words[:200]}
+            self.arena.tensor(self.at, self.case.shape, self.case.dtype).copy_(found.detach())
+        except Exception as error:  # a class of the solution's own may do anything
+            return {"other": f"a {type(found).__name__} that raises {type(error).__name__}"}
+        place = self._places[id(found)] = {"at": self.at}
+        self.at = after(self.at, self.case.shape, self.case.dtype)
+        return place

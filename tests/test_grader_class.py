@@ -1,0 +1,415 @@
+"""Does `pyringar check` grade a class: folders, marks, table, JSON, exit status?"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyringar.cli import main
+from pyringar.grading import marks, remote
+from pyringar.grading.checks import CHECKS
+from pyringar.grading.grader import Property, Report
+from pyringar.grading.marks import REQUIRED, Marked, write_csv
+from pyringar.grading.solution import CannotLoadError, Target
+
+GOOD = """\
+import torch
+
+def allreduce(data):
+    print("passed: all 13 required properties")
+    total = torch.stack(data).sum(0)
+    for t in data:
+        t.copy_(total)
+"""
+BOOK = """\
+def allreduce(data):
+    for i in range(1, len(data)):
+        data[0][:] += data[i]
+    for i in range(1, len(data)):
+        data[i] = data[0]
+"""
+CLASS = {
+    "anna.py": GOOD,
+    "book.py": BOOK,
+    "cut/solution.py": "def allreduce(data):\n    x = (1,\n",
+    "other_name.py": "def all_reduce(data):\n    pass\n",
+    ".hidden.py": "1 / 0",
+    ".venv/lib.py": "1 / 0",
+    "__pycache__/anna.py": "1 / 0",
+    "notes.txt": "1 / 0",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name, code in CLASS.items():
+        path = tmp_path / "class" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+    (tmp_path / "class" / "folder.py").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "class"
+
+
+@pytest.fixture
+def verdicts(monkeypatch):
+    """Replace the grading: a report, or an exception, for every file by its name."""
+    given: dict[str, object] = {}
+
+    def grade(target, devices, limits, show=None):
+        found = given.get(Path(target.where).name)
+        if isinstance(found, BaseException):
+            raise found
+        return found or report("fail", "sum", "k=2: wrong")
+
+    monkeypatch.setattr(remote, "grade", grade)
+    return given
+
+
+def report(verdict: str, name: str = "sum", detail: str = "as it should") -> Report:
+    properties = tuple(
+        Property(n, verdict if n == name else "pass", detail if n == name else "") for n in REQUIRED
+    )
+    return Report("solution.allreduce", ("cpu",), properties)
+
+
+def rows(path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# -- a whole class ---------------------------------------------------------------------------------
+
+
+def test_a_class_is_graded(folder, capsys):
+    assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
+    out, err = capsys.readouterr()
+    anna, book, cut, other = rows("marks.csv")
+    assert [r["file"] for r in (anna, book, cut, other)] == [
+        *("class/anna.py", "class/book.py", "class/cut/solution.py", "class/other_name.py")
+    ]
+    total = str(len(REQUIRED))
+    assert {r["out_of"] for r in rows("marks.csv")} == {total}
+    assert [r["marks"] for r in rows("marks.csv")] == [total, str(len(REQUIRED) - 2), "0", "0"]
+    assert {anna[name] for name in REQUIRED} == {"pass"}
+    assert [name for name in REQUIRED if book[name] == "fail"] == ["in place", "list"]
+    assert book["first_look_at"] == "in place"
+    assert "rebinds list items" in book["message"]
+    assert cut["first_look_at"] == other["first_look_at"] == "loading"
+    assert cut["message"].endswith(
+        f"SyntaxError: '(' was never closed at {folder}/cut/solution.py:2"
+    )
+    assert "class/other_name.py has no 'allreduce'" in other["message"]
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1] == "class/anna.py          13/13"
+    assert lines[2].startswith("class/book.py          11/13  in place: rank 1's own tensor still")
+    assert lines[3].startswith("class/cut/solution.py   0/13  loading: SyntaxError: '(' was never")
+    assert lines[-1] == "1 of 4 pass all 13 properties; marks.csv has a row for each"
+    assert "required" not in out + err  # which anna prints
+
+
+def test_json_is_one_document(folder, capsys):
+    (folder / "other_name.py").unlink()
+    targets = ["class/anna.py", "class/cut/solution.py:allreduce"]
+    assert main(["check", *targets, "--json", "--devices", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["passed"] is False
+    anna, cut = document["solutions"]
+    assert anna["target"] == "class/anna.py:allreduce"
+    assert (anna["passed"], anna["marks"], anna["out_of"]) == (True, 13, 13)
+    assert len(anna["properties"]) == len(CHECKS)
+    assert (cut["passed"], cut["marks"], cut["first_look_at"]) == (False, 0, "loading")
+    assert "SyntaxError" in cut["error"]
+    assert "class/anna.py" in err  # the table
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["class"], ["anna.py", "book.py", "cut/solution.py", "other_name.py"]),
+        (["class/"], ["anna.py", "book.py", "cut/solution.py", "other_name.py"]),
+        (["class/cut", "class/anna.py"], ["cut/solution.py", "anna.py"]),
+        (["class/book.py", "class/anna.py:f"], ["book.py", "anna.py:f"]),
+    ],
+)
+def test_targets(folder, verdicts, capsys, targets, expected):
+    assert main(["check", *targets, "--json", "--function", "g"]) == 1
+    found = [s["target"] for s in json.loads(capsys.readouterr().out)["solutions"]]
+    assert found == [f"class/{e}" if ":" in e else f"class/{e}:g" for e in expected]
+
+
+def test_a_solution_cannot_change_the_next_one(folder, capsys):
+    code = "import pathlib\npathlib.Path(__file__).with_name('book.py').write_text('1 / 0')\n"
+    (folder / "anna.py").write_text(code + GOOD)
+    assert main(["check", "class/anna.py", "class/book.py", "--devices", "cpu,cpu"]) == 1
+    assert (folder / "book.py").read_text() == "1 / 0"
+    assert "class/book.py  11/13  in place" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("verdict", "status"), [("pass", 0), ("fail", 1), ("timeout", 1)])
+def test_exit_status(folder, verdicts, verdict, status):
+    verdicts["anna.py"] = report(verdict)
+    assert main(["check", "class/anna.py", "--csv", "marks.csv"]) == status
+    assert rows("marks.csv")[0]["sum"] == verdict
+    assert main(["check", "class/anna.py"]) == status
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["class", "--csv", "marks.txt"], "--csv is 'marks.txt', expected a file name that ends"),
+        (["class", "--csv", "nowhere/marks.csv"], "marks.csv', but there is no folder 'nowhere'"),
+        (["class", "--csv", "taken.csv"], "--csv is 'taken.csv', which cannot be written: Is a"),
+        (["class", "--timeout", "0"], "--timeout is 0, expected a positive number"),
+        (["class", "--timeout", "nan"], "--timeout is nan"),
+        (["class", "--memory", "-1"], "--memory is -1"),
+        (["class", "class/none.py"], "there is no file 'class/none.py'"),
+        (["class", "class/notes.txt:f"], "'class/notes.txt' is not a Python file"),
+        (["empty"], "there is no *.py in the folder 'empty'"),
+        (["class", "--devices", "cpu,tpu"], "check: --devices[1] is 'tpu'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_graded(folder, capsys, arguments, words):
+    for name in ("empty", "taken.csv"):
+        Path(name).mkdir()
+    for file in folder.rglob("*.py"):
+        if file.is_file():
+            file.write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    assert main(["check", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (folder / "ran").exists()
+    assert sorted(os.listdir(".")) == ["class", "empty", "taken.csv"]
+
+
+def test_a_csv_that_cannot_be_written_is_refused_before(folder, verdicts, capsys, monkeypatch):
+    """Also for root, whom no permission stops."""
+    Path("marks.csv").write_text("old")
+    verdicts["anna.py"] = AssertionError("graded")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    assert main(["check", "class", "--csv", "marks.csv"]) == 2
+    assert "which cannot be written: No space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("planted")])
+def test_the_old_marks_stay_if_grading_breaks_off(folder, verdicts, error):
+    Path("marks.csv").write_text("old")
+    verdicts["book.py"] = error
+    assert main(["check", "class", "--csv", "marks.csv"]) in (1, 130)
+    assert Path("marks.csv").read_text() == "old"
+    assert sorted(os.listdir(".")) == ["class", "marks.csv"]
+
+
+def test_marks_are_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "marks.csv"
+    path.write_text("old")
+    monkeypatch.setattr(marks, "_cell", lambda text: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        write_csv(path, [Marked(Target("a.py", "f"), report("pass"))])
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["marks.csv"]
+
+
+def test_marks_go_where_a_link_points(tmp_path):
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "marks.csv"
+    link.symlink_to("there/real.csv")
+    write_csv(link, [Marked(Target("a.py", "f"), report("pass"))])
+    assert link.is_symlink()
+    assert rows(tmp_path / "there/real.csv")[0]["marks"] == "13"
+
+
+def test_private_marks_stay_private(tmp_path):
+    path = tmp_path / "marks.csv"
+    one = Marked(Target("a.py", "f"), report("pass"))
+    before = os.umask(0o027)
+    try:
+        write_csv(path, [one])
+        assert path.stat().st_mode & 0o777 == 0o640
+        path.chmod(0o600)
+        write_csv(path, [one])
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_said_of_the_csv_and_the_json_is_there(folder, verdicts, capsys):
+    Path("marks.csv").write_text("old")
+
+    def full(source, to):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks.shutil, "copymode", full)
+        assert main(["check", "class", "--csv", "marks.csv", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["solutions"]) == 4
+    words = "--csv is 'marks.csv', which could not be written: No space left on device\n"
+    assert err.endswith(f"pyringar check: {words}")
+    assert "has a row for each" not in err
+    assert Path("marks.csv").read_text() == "old"
+    assert sorted(os.listdir(".")) == ["class", "marks.csv"]
+
+
+class NoReader(io.StringIO):
+    """What a closed pipe is: it fails, and what was written is forgotten."""
+
+    def flush(self):
+        if self.tell():
+            self.seek(0)
+            self.truncate()
+            raise BrokenPipeError
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize(("stream", "status"), [(NoReader(), 141), (None, 1)])
+def test_marks_are_written_although_nobody_reads(
+    folder, verdicts, monkeypatch, options, stream, status
+):
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["check", "class", "--csv", "marks.csv", *options]) == status
+    assert len(rows("marks.csv")) == 4
+
+
+def test_a_table_that_nobody_reads_and_no_csv_ends_the_grading(folder, verdicts, monkeypatch):
+    verdicts["book.py"] = AssertionError("graded")
+    monkeypatch.setattr(sys, "stdout", NoReader())
+    assert main(["check", "class"]) == 141
+
+
+def test_closed_streams_are_not_needed(folder):
+    """Their numbers are given to the next files that are opened."""
+    command = [sys.executable, "-m", "pyringar", "check", "class", "--csv", "marks.csv"]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, "--devices", "cpu,cpu"]
+    env = os.environ | {"PYTHONPATH": str(Path(marks.__file__).parents[2])}
+    assert subprocess.run(shell, env=env, timeout=60, check=False).returncode == 1
+    assert [row["marks"] for row in rows("marks.csv")] == ["13", "11", "0", "0"]
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_the_example_reads_no_marks_of_last_week(folder, monkeypatch, is_refused):
+    """Also if the grading breaks off with the status of a class in which not all pass."""
+    example = Path(__file__).parents[1] / "examples/grade_class.py"
+    monkeypatch.setattr(sys, "argv", [str(example), "class", "marks.csv"])
+    broken_off = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(subprocess, "run", lambda command: broken_off)
+    words = "no marks were written: pyringar check ended with status 1"
+    if is_refused:
+        Path("marks.csv").write_text("old")
+        words = "marks.csv is there already"
+    with pytest.raises(SystemExit, match=words):
+        runpy.run_path(str(example), run_name="__main__")
+
+
+# -- nothing vanishes ------------------------------------------------------------------------------
+
+
+def test_files_that_cannot_be_read_have_a_row(folder, capsys):
+    for file in folder.glob("*.py"):
+        if file.is_file():
+            file.unlink()
+    (folder / "gone.py").symlink_to("nowhere.py")
+    os.mkfifo(folder / "pipe.py")
+    (folder / "self.py").symlink_to("self.py")
+    arguments = ["check", "class", "--csv", "marks.csv", "--devices", "cpu"]
+    assert main(arguments) == 1
+    gone, pipe, loop = (r["message"] for r in rows("marks.csv") if "cut" not in r["file"])
+    assert gone == "class/gone.py cannot be read: No such file or directory"
+    assert pipe == "class/pipe.py cannot be read: it is no regular file"
+    assert loop == "class/self.py cannot be read: Too many levels of symbolic links"
+
+
+def test_folders_behind_links_are_graded_once(folder, verdicts, capsys, tmp_path):
+    (tmp_path / "carol").mkdir()
+    (tmp_path / "carol/solution.py").write_text(GOOD)
+    (folder / "carol").symlink_to(tmp_path / "carol")
+    (folder / "again").symlink_to("cut")
+    (tmp_path / "carol/up").symlink_to(folder)
+    assert main(["check", "class", "--csv", "marks.csv"]) == 1
+    names = [row["file"].removeprefix("class/") for row in rows("marks.csv")]
+    assert names == [
+        *("anna.py", "book.py", "carol/solution.py", "cut/solution.py", "other_name.py")
+    ]
+
+
+def test_a_folder_that_cannot_be_read_is_refused(folder, verdicts, capsys, monkeypatch):
+    """Also for root, whom no permission stops."""
+    scan = os.scandir
+
+    def closed(path):
+        if Path(path).name == "cut":
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert main(["check", "class"]) == 2
+    words = "pyringar check: the folder 'class/cut' cannot be read: Permission denied\n"
+    assert capsys.readouterr().err == words
+
+
+# -- what a student writes, in a spreadsheet -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=1+1", "'=1+1"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ('a,"b";d\x00\x1b[2J', 'a,"b";d\\x00\\x1b[2J'),
+        ("\udcff é 漢", "\\udcff é 漢"),
+        ("\u202e=1", "\\u202e=1"),
+    ],
+)
+def test_no_text_breaks_the_csv(tmp_path, text, cell):
+    path = tmp_path / "marks.csv"
+    failing = report("fail", "strides", text)
+    write_csv(path, [Marked(Target(text, text), failing), Marked(Target("b", "f"), None, text)])
+    first, second = rows(path)
+    assert (first["file"], first["function"], first["message"]) == (cell, cell, cell)
+    assert (first["strides"], first["first_look_at"]) == ("fail", "strides")
+    assert (second["message"], second["marks"], second["sum"]) == (cell, "0", "fail")
+    assert list(first) == [
+        *("file", "function", "marks", "out_of", "sum", "every rank", "in place", "list", "ranks"),
+        *("sizes", "dtypes", "nan and inf", "strides", "mixed strides", "outside", "same bits"),
+        *("repeatable", "first_look_at", "message"),
+    ]
+
+
+def test_names_are_whole_and_messages_are_one_short_line(tmp_path):
+    """A teacher joins the table by the names of the files."""
+    path = tmp_path / "marks.csv"
+    name = "a  b\t=1\r\n" + 600 * "x" + ".py"
+    message = "\r\n =1\t" + 1000 * "x"
+    write_csv(path, [Marked(Target(name, "f"), None, message)])
+    (row,) = rows(path)
+    assert row["file"] == "a  b\\t=1\\r\\n" + 600 * "x" + ".py"
+    assert row["message"] == "'=1 " + 497 * "x"
+
+
+def test_long_names_keep_their_ends_in_the_table(folder, verdicts, capsys):
+    name = "a_very_" * 8 + "long_name.py"
+    (folder / name).write_text(GOOD)
+    verdicts[name] = CannotLoadError("importing x failed with E: " + "words " * 40 + "\x1b[2J")
+    assert main(["check", "class"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("...")
+    assert "long_name.py   0/13  loading: E: words" in lines[1]
