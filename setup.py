@@ -1,9 +1,9 @@
 """What pyproject.toml cannot say: ship ``csrc`` in the wheel, and compile it there when asked.
 
 ``pip install .`` makes a pure Python wheel with the C++ sources in ``pyringar/_csrc``; no compiler
-is needed. ``PYRINGAR_PREBUILD=1 pip install .`` also compiles the engine for this machine into
-``pyringar/_prebuilt`` and tags the wheel with this platform and Python; if ``PYRINGAR_CUDA_ARCHS``
-is set, the CUDA engine too, for these architectures.
+is needed. ``PYRINGAR_PREBUILD=1 python -m build --wheel`` also compiles engines for any CPU of this
+architecture into ``pyringar/_prebuilt`` and tags the wheel with this platform and Python; if
+``PYRINGAR_CUDA_ARCHS`` is set, the CUDA engine too, for these architectures. See docs/wheels.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,8 @@ def prebuild_wanted() -> bool:
 
 
 def load_builder() -> Any:
-    """Import ``pyringar.engine.build`` without ``pyringar/__init__.py``, which needs torch."""
-    package = types.ModuleType("pyringar")
-    package.__path__ = [str(HERE / "pyringar")]
-    sys.modules["pyringar"] = package
+    """Import ``pyringar.engine.build`` from here; torch is not needed."""
+    sys.path.insert(0, str(HERE))
     return importlib.import_module("pyringar.engine.build")
 
 
@@ -52,7 +49,7 @@ class BuildWithEngine(build_py):
         if self.editable_mode:
             raise SystemExit("PYRINGAR_PREBUILD=1 is for wheels; here, run `pyringar build` after")
         logging.basicConfig(level=logging.INFO, format="pyringar: %(message)s")
-        load_builder().prebuild(Path(self.build_lib) / "pyringar" / "_prebuilt")
+        load_builder().prebuild(Path(self.build_lib) / "pyringar")
 
 
 class MaybeBinaryDistribution(Distribution):

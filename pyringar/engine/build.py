@@ -8,6 +8,9 @@ apart:
 * *toolchain*: the compilers and pybind11. A new compiler builds anew; without a compiler any
   engine of the same content serves.
 
+A wheel may bring engines of its own, for any CPU of its architecture. They serve at once, until
+`build_engine` has built one for this very CPU.
+
 Layout of the cache, everything in it written under a lock and put in place by an atomic rename::
 
     <cache>/<content>-<toolchain>/lock                an OS lock: it dies with its owner
@@ -31,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,7 @@ from pyringar.engine.files import (
     private_path,
     read_json,
 )
+from pyringar.engine.levels import levels, libc_serves
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 __all__ = [
@@ -210,38 +214,43 @@ def open_engine(engine: Engine) -> int:
 
 
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
-    """Return the engine of ``PYRINGAR_PREBUILD=1 pip install``, if it fits this machine."""
-    kind = recipe.kind
-    engine = _engine_in(recipe.root().parent / "_prebuilt" / kind.module, "wheel", kind)
-    if engine is None:
-        return None
-    theirs = engine.record["content"]
-    fits = {name: theirs.get(name) == ours for name, ours in content.items()}
-    if "cpu" in content:
-        fits["cpu"] = toolchain.read_cpu().runs_code_for(theirs["cpu"])
-    if "archs" in content:
-        fits["archs"] = toolchain.cuda_archs_cover(engine.record["archs"], content["archs"])
-    misfits = [f"{name} ({theirs.get(name)})" for name, fit in fits.items() if not fit]
-    if not misfits:
-        return engine
-    text = "%s in the wheel is not used, it was made for others than those here: %s"
-    log.info(text, kind.title, ", ".join(misfits))
+    """Return the best engine in the wheel that runs on this machine, None if there is none."""
+    kind, cpu = recipe.kind, None if recipe.kind.cuda else toolchain.read_cpu()
+    for made_for in _recipes_in_wheel(recipe):
+        level = made_for.level
+        if cpu and level and not cpu.has(level):
+            continue
+        engine = _engine_in(_folder_in_wheel(made_for), "wheel", kind)
+        if engine is None:
+            continue
+        theirs = engine.record["content"]
+        wanted = {**content, "cpu": made_for.cpu()} if cpu else content
+        fits = {name: theirs.get(name) == ours for name, ours in wanted.items()}
+        fits["libc"] = libc_serves(content["libc"], str(theirs.get("libc")))
+        if "archs" in content:
+            fits["archs"] = toolchain.cuda_archs_cover(engine.record["archs"], content["archs"])
+        misfits = [f"{name} ({theirs.get(name)})" for name, fit in fits.items() if not fit]
+        if not misfits:
+            return engine
+        text = "%s in the wheel is not used, it was made for others than those here: %s"
+        log.info(text, kind.title, ", ".join(misfits))
     return None
 
 
-def find_engine(recipe: Recipe | None = None) -> Engine | None:
-    """Find an engine for this machine; builds nothing, needs no compiler.
+def _recipes_in_wheel(recipe: Recipe) -> list[Recipe]:
+    """Return the recipes of the engines in a wheel, the best first."""
+    return [recipe] if recipe.kind.cuda else [replace(recipe, level=at) for at in levels()]
 
-    Raises:
-        BuildError: The cache belongs to, or can be written by, another user.
-    """
-    recipe = recipe or Recipe()
-    content = recipe.content()
-    engine = _engine_in_wheel(recipe, content)
-    if engine is not None:
-        return engine
+
+def _folder_in_wheel(recipe: Recipe) -> Path:
+    folder = recipe.root().parent / "_prebuilt" / recipe.kind.module
+    return folder / recipe.level.name if recipe.level else folder
+
+
+def _engine_in_cache(recipe: Recipe, content: Mapping[str, Any], *, quiet: bool) -> Engine | None:
+    """Return the engine that was built on this machine; ``quiet``: no word on where engines go."""
     caches, reason = _cache_dirs()
-    if reason:
+    if reason and not quiet:
         _warn_of_temporary(caches[0], reason)
     try:
         name = _folder(plan_build(recipe, content))
@@ -252,6 +261,29 @@ def find_engine(recipe: Recipe | None = None) -> Engine | None:
         folders = [folder for cache in caches for folder in sorted(cache.glob(name))]
     found = (_engine_in(folder, "cache", recipe.kind) for folder in folders)
     return next((engine for engine in found if engine is not None), None)
+
+
+def find_engine(recipe: Recipe | None = None) -> Engine | None:
+    """Find the best engine for this machine; builds nothing, needs no compiler.
+
+    That is one built for this very CPU, else one in the wheel.
+
+    Raises:
+        BuildError: There is none in the wheel, and the cache belongs to, or can be written by,
+            another user.
+    """
+    recipe = recipe or Recipe()
+    content = recipe.content()
+    in_wheel = _engine_in_wheel(recipe, content)
+    try:
+        return _engine_in_cache(recipe, content, quiet=in_wheel is not None) or in_wheel
+    except BuildError as error:
+        if in_wheel is None:
+            raise
+        log.warning(
+            "%s in the wheel is used, none that was built here: %s", recipe.kind.title, error
+        )
+        return in_wheel
 
 
 def ensure_engine(recipe: Recipe | None = None) -> Engine:
@@ -367,14 +399,15 @@ def _sweep(mine: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def prebuild(folder: Path) -> None:
-    """Compile pyringar's engines below ``folder``, without cache and lock: for making a wheel.
+def prebuild(package: Path) -> None:
+    """Compile engines into the folder ``package``, without cache and lock: for making a wheel.
 
-    The CUDA engine only if ``PYRINGAR_CUDA_ARCHS`` is set: whoever installs a wheel may have other
-    GPUs than the machine that makes it.
+    For every level of this machine's architecture. The CUDA engine only if ``PYRINGAR_CUDA_ARCHS``
+    is set: whoever installs a wheel may have other GPUs than the machine that makes it.
     """
     for kind in (CPU, CUDA) if os.environ.get("PYRINGAR_CUDA_ARCHS") else (CPU,):
-        recipe, own = Recipe(kind=kind), folder / kind.module
-        own.mkdir(parents=True, exist_ok=True)
-        compile_into(own, plan_build(recipe, recipe.content()))
-        (own / "build.log").unlink()
+        for recipe in _recipes_in_wheel(Recipe(kind=kind)):
+            folder = package / _folder_in_wheel(recipe).relative_to(recipe.root().parent)
+            folder.mkdir(parents=True, exist_ok=True)
+            compile_into(folder, plan_build(recipe, recipe.content()))
+            (folder / "build.log").unlink()

@@ -27,6 +27,7 @@ from typing import Any
 
 from pyringar.engine import toolchain
 from pyringar.engine.files import open_for_owner
+from pyringar.engine.levels import Level
 from pyringar.engine.toolchain import Compiler, CudaToolkit
 from pyringar.errors import BuildError
 
@@ -65,8 +66,9 @@ class EngineKind:
         included: Patterns of what these may include.
         advice: What to do when it cannot be compiled.
         left_out: Patterns of what the two above catch by mistake.
-        joined: Floors compiled as one translation unit each: their files include much the same, and
-            reading that once takes a third of the time. The others keep the other cores busy.
+        joined: Groups of sources, by how their names begin; each is one translation unit. What its
+            files all include is read, and templates are instantiated, once: that saves a third of
+            the time. Several units, of much the same size, keep several cores busy.
         cuda: Whether nvcc, the CUDA runtime and GPU architectures take part. If not, the engine is
             compiled for this very CPU; with CUDA the loops over elements are the GPU's.
     """
@@ -77,7 +79,7 @@ class EngineKind:
     included: tuple[str, ...]
     advice: str
     left_out: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
+    joined: tuple[tuple[str, ...], ...] = ()
     cuda: bool = False
 
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
@@ -97,7 +99,12 @@ CPU = EngineKind(
     compiled=tuple(f"{floor}/**/*.cpp" for floor in ("bindings", *_CPU_FLOORS)),
     included=tuple(f"{floor}/**/*.h" for floor in ("bindings", *_CPU_FLOORS)),
     left_out=("bindings/cuda_*",),
-    joined=("cpu", "process", "os", "core"),
+    joined=(
+        ("bindings/module.", "bindings/tensor."),
+        ("bindings/process.", "bindings/prepare.", "bindings/process_prepare."),
+        ("cpu/",),
+        ("process/", "os/", "core/"),
+    ),
     advice="g++ 11 or clang++ 14 and newer can build it; try another compiler (`CXX=clang++`), "
     "then `pyringar build --verbose`.",
 )
@@ -115,7 +122,7 @@ CUDA = EngineKind(
         *("cuda/**/*.cuh", "cuda/**/*.h", "cuda_process/**/*.h"),
         *(f"{floor}/**/*.h" for floor in ("bindings", "process", "cpu", "os", "core")),
     ),
-    joined=("cpu", "process", "os"),
+    joined=(("cpu/",), ("process/",), ("os/",)),
     cuda=True,
     advice="nvcc 12.0 and newer can build it, with a C++ compiler that it supports; try others "
     "(PYRINGAR_NVCC, CXX), then `pyringar build --cuda --verbose`.",
@@ -127,12 +134,14 @@ class Recipe:
     """An engine to build: by default pyringar's own for the CPU; tests build tiny ones.
 
     ``source_root`` holds the floors; ``_prebuilt`` beside it may hold engines made with the wheel.
-    ``extra_flags`` go to every compiler call ("-Werror", a sanitizer).
+    ``extra_flags`` go to every compiler call ("-Werror", a sanitizer). ``level``: for any CPU that
+    has it; None: for this very CPU.
     """
 
     source_root: Path | None = None
     extra_flags: tuple[str, ...] = ()
     kind: EngineKind = CPU
+    level: Level | None = None
 
     def root(self) -> Path:
         """Return the sources' folder: ``pyringar/_csrc`` in a wheel, ``csrc`` in a checkout."""
@@ -167,10 +176,16 @@ class Recipe:
             content["flags"] += [*NVCC_FLAGS, *CUDART_NEEDS]
             content["archs"] = list(toolchain.cuda_archs_wanted())
         else:
-            cpu = toolchain.read_cpu()
-            content["flags"] += toolchain.tuning_flags()
-            content["cpu"] = asdict(cpu) | {"features": list(cpu.features)}
+            content["cpu"] = self.cpu()
         return content
+
+    def cpu(self) -> dict[str, Any]:
+        """Return what the engine's content says of the CPU it is for."""
+        if self.level is not None:
+            return {"level": self.level.name, "flags": list(self.level.flags)}
+        cpu = toolchain.read_cpu()
+        flags = list(toolchain.tuning_flags())
+        return asdict(cpu) | {"features": list(cpu.features), "flags": flags}
 
     def _digest_of_sources(self) -> str:
         digest, root = hashlib.sha256(), self.root()
@@ -257,7 +272,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     log.warning(
         "compiling %s for %s with %s, once; it is kept in %s",
         kind.title,
-        "this CPU" if cuda is None else f"compute capability {', '.join(cuda.archs)}",
+        _target(plan, cuda),
         plan.compilers,
         folder,
     )
@@ -286,6 +301,14 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / name)
 
 
+def _target(plan: Plan, cuda: _Cuda | None) -> str:
+    """Return what the engine of a plan runs on, for messages."""
+    if cuda is not None:
+        return f"compute capability {', '.join(cuda.archs)}"
+    level = plan.recipe.level
+    return "this CPU" if level is None else f"any CPU with {level.name}"
+
+
 def _publish(finished: Path, folder: Path) -> None:
     """Move a file into ``folder``: whoever finds it there finds all of it."""
     with open(finished, "rb") as file:
@@ -308,9 +331,9 @@ def _copy_sources(plan: Plan, root: Path) -> None:
 
 
 def _accepted_flags(plan: Plan, work: Path) -> list[str]:
-    """Return the C++ compiler's flags, without those for this CPU if it refuses them."""
+    """Return the C++ compiler's flags, without those for this very CPU if it refuses them."""
     compiler, flags = plan.compiler, [*BASE_FLAGS, *plan.recipe.extra_flags]
-    tuning = () if plan.recipe.kind.cuda else toolchain.tuning_flags()
+    tuning = () if plan.recipe.kind.cuda else plan.content["cpu"]["flags"]
     probe = work / "probe.cpp"
     probe.write_text("int probe;\n", encoding="utf-8")
 
@@ -319,6 +342,8 @@ def _accepted_flags(plan: Plan, work: Path) -> list[str]:
         toolchain.run_tool(command, f"{compiler} cannot compile C++20")
         return list(flags)
 
+    if plan.recipe.level is not None:
+        return try_out([*flags, *tuning])
     if tuning:
         try:
             return try_out([*flags, *tuning])
@@ -328,16 +353,19 @@ def _accepted_flags(plan: Plan, work: Path) -> list[str]:
 
 
 def _translation_units(work: Path, kind: EngineKind) -> list[str]:
-    """Return the files to compile, relative to ``work``; write those that join a floor."""
-    files = kind.files(work / "csrc", kind.compiled)
-    names = [file.relative_to(work).as_posix() for file in files]
-    for floor in kind.joined:
-        inside = [name for name in names if name.startswith(f"csrc/{floor}/")]
-        if inside:
-            joined = work / f"{floor}.cpp"
-            joined.write_text("".join(f'#include "{name}"\n' for name in inside), encoding="utf-8")
-            names = [*(name for name in names if name not in inside), joined.name]
-    return names
+    """Return the files to compile, relative to ``work``/csrc; write those that join others."""
+    root = work / "csrc"
+    names = [file.relative_to(root).as_posix() for file in kind.files(root, kind.compiled)]
+    units = []
+    for group in kind.joined:
+        inside = [name for name in names if name.startswith(group)]
+        if len(inside) > 1:
+            unit = f"{group[0].strip('/.')}.joined.cpp"
+            text = "".join(f'#include "{name}"\n' for name in inside)
+            (root / unit).write_text(text, encoding="utf-8")
+            units.append(unit)
+            names = [name for name in names if name not in inside]
+    return [*units, *names]
 
 
 def _ninja_script(
@@ -377,8 +405,9 @@ def _ninja_script(
             "  description = compile $out",
         ]
     for obj, name in zip(objects, inputs, strict=True):
-        lines.append(f"build {obj}: {'compile_cuda' if name.endswith('.cu') else 'compile'} {name}")
-        if name.startswith("csrc/bindings/"):
+        rule = "compile_cuda" if name.endswith(".cu") else "compile"
+        lines.append(f"build {obj}: {rule} csrc/{name}")
+        if name.startswith("bindings/"):
             lines.append(f"  floor_flags = {BINDINGS_FLAG}")
     lines += [f"build {output}: link {' '.join(objects)}", f"default {output}"]
     return "\n".join(lines) + "\n"

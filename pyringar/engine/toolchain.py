@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pyringar.engine.levels import Level
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 __all__ = [
@@ -88,13 +89,9 @@ class Cpu:
         _, found, name = self.model.partition("model name ")
         return name.partition(";")[0] if found else self.model
 
-    def runs_code_for(self, other: Mapping[str, Any]) -> bool:
-        """Return whether code compiled with ``-march=native`` on ``other`` runs here."""
-        if self.machine != other["machine"]:
-            return False
-        if not self.features or not other["features"]:
-            return bool(self.model == other["model"])
-        return set(other["features"]) <= set(self.features)
+    def has(self, level: Level) -> bool:
+        """Return whether this CPU runs the code of a level."""
+        return level.features <= set(self.features)
 
 
 def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:

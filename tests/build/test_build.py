@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ from tiny_engine import (
 
 from pyringar.engine import build, compile, toolchain
 from pyringar.engine.files import make_private_dir
+from pyringar.engine.levels import Level, libc_serves
 from pyringar.engine.load import load as load_engine
 from pyringar.errors import CompilerNotFoundError
+
+# As Linux tells it of a Haswell of 2013, in part.
+X86_64_V3 = (
+    "fpu cx16 sse2 ssse3 sse4_1 sse4_2 movbe popcnt xsave avx f16c lahf_lm abm fma bmi1 avx2 bmi2"
+)
 
 # --- build, find, key ---
 
@@ -232,27 +239,82 @@ def test_a_compiler_that_hangs_is_ended(cache, tiny, wrapper, monkeypatch, tmp_p
 # --- the engine in the wheel ---
 
 
-def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
+def pretend_wheel(recipe: build.Recipe, level: Level, **changes: Any) -> Path:
     """Put an engine where ``PYRINGAR_PREBUILD=1`` puts one: beside the sources."""
-    folder = recipe.root().parent / "_prebuilt" / recipe.kind.module
+    folder = recipe.root().parent / "_prebuilt" / recipe.kind.module / level.name
     folder.mkdir(parents=True, exist_ok=True)
-    content = recipe.content()
-    content.update(changes)
+    content = replace(recipe, level=level).content() | changes
     (folder / "build.json").write_text(json.dumps({"content": content, "compiler": "theirs"}))
     engine = folder / f"{recipe.kind.module}{toolchain.extension_suffix()}"
     engine.write_bytes(b"")
     return engine
 
 
-def test_the_engine_in_the_wheel_is_used_if_it_fits(cache, tiny, tmp_path, monkeypatch):
+@pytest.fixture
+def three_levels(monkeypatch):
+    """Levels of an architecture like this CPU's: it has not the first, has the others."""
+    features = toolchain.read_cpu().features
+    made_up = (
+        Level("future", ("-DEXTRA=3",), frozenset({*features, "avx9000"})),
+        Level("present", ("-DEXTRA=2",), frozenset(features)),
+        Level("lowest", ("-DEXTRA=1",)),
+    )
+    monkeypatch.setattr(build, "levels", lambda: made_up)
+    return made_up
+
+
+def test_the_best_engine_in_the_wheel_that_runs_here_is_used(
+    cache, tiny, three_levels, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PATH", str(tmp_path))  # and no compiler is asked for
-    cpu = toolchain.read_cpu()
-    smaller = {"machine": cpu.machine, "model": "older", "features": list(cpu.features[1:])}
-    for changes in ({}, {"cpu": smaller} if cpu.features else {}):
-        path = pretend_wheel(tiny, **changes)
+    future, present, lowest = three_levels
+    pretend_wheel(tiny, future)
+    assert build.find_engine(tiny) is None
+    for level in (lowest, present):
+        path = pretend_wheel(tiny, level, libc="glibc 2.1")
         found = build.ensure_engine(tiny)
         assert (found.path, found.origin) == (path, "wheel")
+    monkeypatch.setattr(toolchain, "read_cpu", lambda: toolchain.Cpu("", "no /proc", ()))
+    assert build.ensure_engine(tiny).path.parent.name == "lowest"
     assert not cache.exists()
+
+
+@needs_compiler
+def test_prebuild_compiles_every_level(tiny, three_levels, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "Recipe", lambda kind: replace(tiny, kind=kind))
+    monkeypatch.delenv("PYRINGAR_CUDA_ARCHS", raising=False)
+    build.prebuild(tiny.root().parent)
+    home = tiny.root().parent / "_prebuilt" / "_engine"
+    assert sorted(path.name for path in home.iterdir()) == ["future", "lowest", "present"]
+    found = build.find_engine(tiny)
+    assert value_of(found) == "44"
+    assert found.record["content"]["cpu"] == {"level": "present", "flags": ["-DEXTRA=2"]}
+
+
+@needs_compiler
+def test_an_engine_for_this_very_cpu_replaces_the_wheels(cache, tiny, three_levels):
+    pretend_wheel(tiny, three_levels[2])
+    assert build.ensure_engine(tiny).origin == "wheel"
+    assert not cache.exists()
+    native = build.build_engine(tiny)
+    found = build.ensure_engine(tiny)
+    assert (found.origin, found.path) == ("cache", native.path)
+
+
+@pytest.mark.parametrize("trouble", ["open to others", "no home"])
+def test_a_cache_that_cannot_be_used_leaves_the_wheels_engine(
+    cache, tiny, three_levels, caplog, monkeypatch, trouble
+):
+    path = pretend_wheel(tiny, three_levels[2])
+    if trouble == "no home":
+        monkeypatch.delenv("PYRINGAR_CACHE_DIR")
+        monkeypatch.setenv("HOME", "/dev/null")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        (cache / build._folder(compile.plan_build(tiny, tiny.content()))).mkdir(parents=True)
+        cache.chmod(0o777)
+    assert build.ensure_engine(tiny).path == path
+    assert ("engine in the wheel is used" in caplog.text) == (trouble == "open to others")
 
 
 @pytest.mark.parametrize(
@@ -261,20 +323,56 @@ def test_the_engine_in_the_wheel_is_used_if_it_fits(cache, tiny, tmp_path, monke
         {"sources": "other"},
         {"flags": []},
         {"abi": ".cpython-399.so"},
-        {"libc": "glibc 9"},
-        {"cpu": {"machine": "sparc", "model": "", "features": []}},
-        {"cpu": {"machine": toolchain.read_cpu().machine, "model": "", "features": ["avx9000"]}},
+        {"libc": "glibc 999.1"},
+        {"libc": "musl 1.2"},
+        {"libc": None},
+        {"cpu": {"level": "sparc", "flags": []}},
     ],
 )
 @needs_compiler
-def test_an_engine_in_the_wheel_for_another_machine_is_passed_over(cache, tiny, caplog, changes):
+def test_an_engine_in_the_wheel_for_another_machine_is_passed_over(
+    cache, tiny, three_levels, caplog, changes
+):
     caplog.set_level(logging.INFO)
-    pretend_wheel(tiny, **changes)
+    pretend_wheel(tiny, three_levels[1], **changes)
     assert load(tiny).value() == 42
     assert "the engine in the wheel is not used" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("here", "built_with", "serves"),
+    [
+        ("glibc 2.36", "glibc 2.28", True),
+        ("glibc 2.36", "glibc 2.36", True),
+        ("glibc 2.9", "glibc 2.28", False),
+        ("glibc 3.0", "glibc 2.28", True),
+        ("", "", True),
+        ("", "glibc 2.28", False),
+        ("glibc 2.36-odd", "glibc 2.28", False),
+    ],
+)
+def test_a_newer_c_library_runs_what_an_older_linked(here, built_with, serves):
+    assert libc_serves(here, built_with) == serves
+
+
 # --- this CPU ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("fpu sse2", "x86-64"),
+        (X86_64_V3, "x86-64-v3"),
+        (f"{X86_64_V3} avx512f", "x86-64-v3"),
+        (f"{X86_64_V3} avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v4"),
+    ],
+)
+def test_the_level_of_a_cpu(tmp_path, monkeypatch, flags, name):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    cpu = toolchain.read_cpu(str(tmp_path / "cpuinfo"))
+    assert next(level.name for level in build.levels() if cpu.has(level)) == name
+
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel

@@ -372,10 +372,11 @@ def test_kernels_have_readable_names():
 
 @needs_compiler
 @needs_nvcc
+@pytest.mark.slow
 def test_build_command_with_cuda(cache, one_root, capsys):
     assert main(["build", "--cuda", "--verbose"]) == 0
     told = capsys.readouterr().out
-    for words in ("_engine.", "_cuda_engine.", "archs     9.0", "spill stores", "tiny"):
+    for words in ("_engine.", "_cuda_engine.", "archs      9.0", "spill stores", "tiny"):
         assert words in told
     assert main(["info"]) == 0
     told = capsys.readouterr().out
@@ -395,10 +396,10 @@ def test_build_command_says_why_there_is_no_cuda_engine(
     assert (status, "torch is a CPU build" in told) == (0, True)
     assert "cuda " not in build("--no-cuda")[1]
     status, told = build("--cuda")
-    assert (status, "CompilerNotFoundError" in told) == (1, True)
+    assert (status, "pyringar build: no CUDA compiler" in told) == (1, True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     status, told = build()
-    assert (status, "cuda      not built: no CUDA compiler" in told) == (0, True)
+    assert (status, "cuda       not built: no CUDA compiler" in told) == (0, True)
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
     status, told = build()
     assert (status, "/no/such/nvcc" in told) == (1, True)

@@ -6,6 +6,7 @@ runs the tests, so that nothing large is downloaded; the build requirements come
 
 from __future__ import annotations
 
+import email
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from tiny_engine import REPO, needs_compiler, run
 
 import pyringar
 from pyringar.engine import build
+from pyringar.engine.levels import levels
 
 USE = """
 import json, torch, pyringar
@@ -95,6 +97,8 @@ def use(python: Path, cwd: Path, **environment: str | Path) -> Mapping[str, obje
 def test_one_version():
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     assert f'\nversion = "{pyringar.__version__}"\n' in project
+    citation = (REPO / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {pyringar.__version__}\n" in citation
 
 
 @slow
@@ -122,6 +126,22 @@ def test_a_plain_wheel_compiles_at_the_first_call(tree, python, tmp_path, shared
 
 
 @slow
+def test_the_metadata_of_a_wheel(tree, python):
+    made = wheel(python, tree, "described")
+    with zipfile.ZipFile(made) as opened:
+        (name,) = (name for name in opened.namelist() if name.endswith("/METADATA"))
+        metadata = email.message_from_bytes(opened.read(name))
+    assert {"pyringar/py.typed", name.replace("METADATA", "licenses/LICENSE")} <= names_in(made)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload(decode=True) == (REPO / "README.md").read_bytes()
+    assert metadata["Author"] == "the pyringar authors"
+    assert metadata["License-Expression"] == "MIT"
+    classifiers = metadata.get_all("Classifier") or []
+    assert "Typing :: Typed" in classifiers
+    assert not [line for line in classifiers if "MacOS" in line or "Free Threading" in line]
+
+
+@slow
 def test_a_wheel_ships_no_source_that_was_deleted(tree, python):
     extra = tree / "csrc/core/extra.h"
     extra.write_text("// soon gone\n")
@@ -132,17 +152,30 @@ def test_a_wheel_ships_no_source_that_was_deleted(tree, python):
 
 @slow
 @needs_compiler
-def test_a_prebuilt_wheel_runs_without_a_compiler(tree, python, tmp_path):
+def test_a_wheel_with_the_engine_runs_without_a_compiler(tree, python, tmp_path):
+    """On this CPU, and on one that has nothing but what all CPUs of its kind have."""
     made = wheel(python, tree, PYRINGAR_PREBUILD="1")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert re.search(rf"-{tag}-{tag}t?-(linux|macosx).*\.whl$", made.name)
-    assert {f"pyringar/_csrc/{name}" for name in sources()} <= names_in(made)
+    names = names_in(made)
+    assert {f"pyringar/_csrc/{name}" for name in sources()} <= names
+    assert not [name for name in names if name.endswith((".log", ".o", ".ninja"))]
     pip(python, "install", made, cwd=tmp_path)
-    cache = tmp_path / "cache"
-    facts = use(python, tmp_path, PATH=python.parent, PYRINGAR_CACHE_DIR=cache)
-    assert facts["origin"] == "wheel"
-    assert "/pyringar/_prebuilt/" in str(facts["engine"])
+    run(python, REPO / "tests/build/check_wheel.py", cwd=tmp_path)
+    cache, alone = tmp_path / "cache", {"PATH": python.parent}
+    oldest = """
+from pyringar.engine import toolchain
+toolchain.read_cpu = lambda: toolchain.Cpu("", "", ())
+"""
+    for before in ("", oldest):
+        report = run(python, "-c", before + USE, cwd=tmp_path, PYRINGAR_CACHE_DIR=cache, **alone)
+        facts = json.loads(report.strip().splitlines()[-1])
+        assert facts["sums"] == [[3.0] * 5] * 3
+        assert facts["origin"] == "wheel"
+    assert Path(facts["engine"]).parent.name == levels()[-1].name
     assert not cache.exists()
+    told = run(python.parent / "pyringar", "info", cwd=tmp_path, PYRINGAR_CACHE_DIR=cache, **alone)
+    assert "`pyringar build` makes one for this very CPU" in " ".join(told.split())
 
 
 @slow

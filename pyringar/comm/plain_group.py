@@ -1,0 +1,140 @@
+"""Stand in for the engine's group where there is no engine, for algorithms in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyringar.choices import kind_of
+from pyringar.comm.arguments import DTYPES
+from pyringar.comm.arrays import as_tensor, is_array
+from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
+
+__all__ = ["PlainGroup"]
+
+
+class PlainGroup:
+    """Check what ``naive`` and ``sharded`` are given; refuse all that needs the engine.
+
+    Args:
+        devices: One per rank.
+        reason: Why there is no engine.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], reason: str) -> None:
+        self._devices = devices
+        self._reason = reason
+        self._is_closed = False
+
+    def check(self, tensors: Any) -> None:
+        """Refuse what is not one tensor per rank, alike in shape and dtype."""
+        self._check_ranks("tensors", tensors)
+        self._check_tensors({f"tensors[{rank}]": [t] for rank, t in enumerate(tensors)})
+
+    def check_coalesced(self, lists: Any) -> None:
+        """Refuse what is not one list of tensors per rank, alike in length, shapes and dtypes."""
+        self._check_ranks("lists", lists)
+        for rank, tensors in enumerate(lists):
+            if not isinstance(tensors, Sequence) or len(tensors) != len(lists[0]):
+                raise ArgumentError(
+                    f"lists[{rank}] is {kind_of(tensors)}, expected a list as long as that of rank "
+                    "0"
+                )
+        self._check_tensors({f"lists[{rank}]": tensors for rank, tensors in enumerate(lists)})
+
+    def _check_ranks(self, name: str, given: Any) -> None:
+        if self._is_closed:
+            raise RingarError("the communicator is closed")
+        if not isinstance(given, (list, tuple)) or len(given) != len(self._devices):
+            count = f" of {len(given)}" if isinstance(given, (list, tuple)) else ""
+            raise ArgumentError(
+                f"{name} is {kind_of(given)}{count}, expected one per rank, {len(self._devices)} "
+                "in all"
+            )
+
+    def _check_tensors(self, lists: dict[str, Any]) -> None:
+        """Check one list per rank, by what the ranks are called."""
+        named: dict[str, Tensor] = {}
+        first: list[Tensor] = []
+        for device, (rank, given) in zip(self._devices, lists.items(), strict=True):
+            for i, value in enumerate(given):
+                name = rank if rank.startswith("tensors") else f"{rank}[{i}]"
+                tensor = as_tensor(value) if is_array(value) else value
+                _check_tensor(name, tensor, device)
+                if len(first) == i:
+                    first.append(tensor)
+                for what in ("shape", "dtype"):
+                    found, wanted = getattr(tensor, what), getattr(first[i], what)
+                    if found != wanted:
+                        raise ArgumentError(
+                            f"{name} has {what} {found}, but rank 0 has {wanted}; all ranks must "
+                            "agree"
+                        )
+                named[name] = tensor
+        _check_disjoint(named)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return what the engine ran: nothing."""
+        return {}
+
+    def close(self) -> bool:
+        """Refuse all further calls; nothing runs in the background."""
+        self._is_closed = True
+        return True
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise CompilerNotFoundError(self._reason)
+
+    all_reduce = all_reduce_coalesced = reduce_scatter = all_gather = broadcast = bind = _refuse
+
+
+def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a dense tensor")
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{name} has dtype {tensor.dtype}; supported are "
+            + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        )
+    if tensor.device != device:
+        raise ArgumentError(f"{name} is on {tensor.device}, expected {device}, the rank's device")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name} requires grad, and autograd would not see this in-place change; call it under "
+            "torch.no_grad(), or pass .detach()"
+        )
+    by_stride = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    if not by_stride.is_contiguous() and len(torch.unique(_addresses(tensor))) < tensor.numel():
+        raise ArgumentError(f"{name} has elements that share memory")
+
+
+def _check_disjoint(named: dict[str, Tensor]) -> None:
+    """Refuse tensors that share a byte; between the elements of one, others may lie."""
+    spans = [(*_span(tensor), name) for name, tensor in named.items() if tensor.numel()]
+    spans.sort(key=lambda span: span[0])
+    for i, (_, end, before) in enumerate(spans):
+        for _, _, name in itertools.takewhile(lambda span: span[0] < end, spans[i + 1 :]):  # noqa: B023
+            if torch.isin(_bytes(named[name]), _bytes(named[before])).any():
+                raise ArgumentError(f"{name} shares memory with {before}")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor that is not empty, and the one after its last."""
+    begin = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _addresses(tensor: Tensor) -> Tensor:
+    """Return where every element begins."""
+    addresses = torch.arange(*_span(tensor), tensor.element_size())
+    return addresses.as_strided(tensor.shape, tensor.stride()).flatten()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return where every byte of every element is."""
+    return (_addresses(tensor)[:, None] + torch.arange(tensor.element_size())).flatten()

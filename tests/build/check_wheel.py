@@ -1,0 +1,20 @@
+"""Load the engine of an installed wheel, without torch and with no compiler in sight; print it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pyringar
+from pyringar.engine import build, load
+
+with tempfile.TemporaryDirectory() as folder:
+    os.environ |= {"PATH": folder, "PYRINGAR_CACHE_DIR": f"{folder}/cache"}
+    os.environ.pop("CXX", None)
+    engine = build.ensure_engine()
+    info = load.load(engine).build_info()
+    print(engine.origin, engine.path, info)
+    assert engine.origin == "wheel"
+    assert Path(pyringar.__path__[0]) in engine.path.parents
+    assert os.listdir(folder) == [], "something was written"

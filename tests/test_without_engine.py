@@ -1,0 +1,127 @@
+"""Where neither a compiler nor an engine is: does what is plain torch run, and all else say why?"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from training import garments
+
+import pyringar as pr
+from pyringar.cli import main
+from pyringar.comm import communicator
+from pyringar.engine import load
+from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
+from pyringar.train import trainer
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def refuse():
+        raise CompilerNotFoundError("no C++ compiler: install one")
+
+    monkeypatch.setattr(load, "engine", refuse)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [(torch.arange(60) % 17 + rank).to(dtype).view(6, 10) for rank in range(3)]
+
+
+@pytest.mark.parametrize("algorithm", ["naive", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_plain_torch_algorithms_run_and_warn(no_compiler, caplog, algorithm, dtype):
+    caplog.set_level(logging.WARNING)
+    with pr.Communicator(["cpu"] * 3, algorithm=algorithm) as comm:
+        tensors = inputs(dtype)
+        comm.all_reduce(tensors)
+        lists = [[tensor, tensor.clone().t()] for tensor in inputs(dtype)]
+        comm.all_reduce_coalesced(lists, "max")
+    assert all(torch.equal(tensor, sum(inputs(dtype))) for tensor in tensors)
+    assert all(torch.equal(one[1], inputs(dtype)[2].t()) for one in lists)
+    assert f"{algorithm} runs in plain torch" in caplog.text
+    assert comm.stats() == {algorithm: {"calls": 2}}
+
+
+def test_what_needs_the_engine_says_so(no_compiler, monkeypatch):
+    # A process in which nobody has called allreduce yet.
+    monkeypatch.setattr(communicator, "_default", type(communicator._default)())
+    with pytest.raises(CompilerNotFoundError):
+        pr.Communicator(["cpu"] * 3)
+    with pytest.raises(CompilerNotFoundError):
+        pr.allreduce(inputs())
+    comm = pr.Communicator(["cpu"] * 3, algorithm="naive")
+    for call in (
+        lambda: comm.all_reduce(inputs(), algorithm="fused"),
+        lambda: comm.all_reduce_coalesced([inputs()] * 3, algorithm="ring"),
+        lambda: comm.broadcast(inputs()),
+    ):
+        with pytest.raises(CompilerNotFoundError, match="install one"):
+            call()
+
+
+def test_ranks_may_be_columns_of_one_tensor(no_compiler):
+    base = torch.arange(60.0).view(20, 3)
+    total = base.sum(1)
+    pr.Communicator(["cpu"] * 3, algorithm="naive").all_reduce(list(base.unbind(1)))
+    assert all(torch.equal(column, total) for column in base.unbind(1))
+
+
+def test_wrong_arguments_change_nothing(no_compiler):
+    comm = pr.Communicator(["cpu"] * 3, algorithm="naive")
+    x, y, z = inputs()
+    base = torch.ones(90)
+    wrong = {
+        "expected one per rank, 3": [x, y],
+        "tensors is a Tensor": x,
+        r"tensors\[2\] is a list": [x, y, [1]],
+        r"tensors\[1\] has dtype": [x, y.double(), z],
+        r"tensors\[2\] has shape": [x, y, z.flatten()],
+        r"tensors\[1\] shares memory with tensors\[0\]": [base[:60], base[30:90], z.view(60)],
+        r"tensors\[0\] has elements that share memory": [torch.ones(1).expand(60)] * 3,
+        r"tensors\[1\] has elements that share": [x[:4, :2], base.as_strided((4, 2), (3, 6)), z],
+        r"tensors\[2\] shares memory with tensors\[0\]": [base[::3], y.view(60)[:30], base[:30]],
+        r"tensors\[1\] requires grad": [x, y.clone().requires_grad_(), z],
+        r"tensors\[0\] has dtype torch.bool": [t > 3 for t in (x, y, z)],
+        r"tensors\[1\] is on meta, expected cpu": [x, y.to("meta"), z],
+        r"tensors\[1\] is a Tensor, expected a dense": [x, y.to_sparse(), z],
+    }
+    for message, given in wrong.items():
+        with pytest.raises((ArgumentError, UnsupportedError), match=message):
+            comm.all_reduce(given)
+    with pytest.raises(ArgumentError, match=r"lists\[1\] is a list, expected"):
+        comm.all_reduce_coalesced([[x], [y, y], [z]])
+    wide = torch.zeros(3, 9, dtype=torch.float64)
+    halves = wide.view(torch.float32)[:, 1::2].unbind()
+    for lists in ([[x, x], [y, y], [z, z]], list(map(list, zip(wide, halves, strict=True)))):
+        with pytest.raises(ArgumentError, match=r"lists\[.\]\[1\] shares memory with lists"):
+            comm.all_reduce_coalesced(lists)
+    assert all(map(torch.equal, (x, y, z), inputs()))
+    comm.close()
+    with pytest.raises(RingarError, match="closed"):
+        comm.all_reduce([x, y, z])
+
+
+@pytest.mark.parametrize(
+    "model", ["lenet", "resnet18 --width 2", "resnet18 --width 2 --batchnorm sync"]
+)
+def test_train_naive_without_a_compiler_gives_the_bits_of_the_engine(monkeypatch, capsys, model):
+    images = garments(64, 30)
+    monkeypatch.setattr(trainer, "load_data", lambda *_: images)
+
+    def trained() -> str:
+        command = f"train {model} --allreduce naive --ranks 2 --epochs 1 --batch-size 16"
+        assert main(command.split()) == 0
+        return capsys.readouterr().out
+
+    def refuse():
+        raise CompilerNotFoundError("no C++ compiler: install one")
+
+    with_engine = trained()
+    monkeypatch.setattr(load, "engine", refuse)
+    without = trained()
+    assert "summed after backward" in without
+    epoch = next(line for line in without.splitlines() if line.startswith("    1 "))
+    assert epoch.split()[:3] in [line.split()[:3] for line in with_engine.splitlines()]
+    assert main(["train", "lenet", "--allreduce", "ring", "--epochs", "1"]) == 1
+    assert "no C++ compiler" in capsys.readouterr().err
