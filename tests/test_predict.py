@@ -490,8 +490,8 @@ def test_the_table_of_this_machine():
     bytes_per_s = rows[0].bandwidth_gbps * 1e9
     assert memory_s == pytest.approx([n * 2**16 / bytes_per_s for n in (4, 4, 5)])
     text = render_cpu(rows)
-    assert "predicted ms" in text
-    assert "measured ms" in text
+    assert "predicted" in text
+    assert "measured" in text
 
 
 # -- arguments -------------------------------------------------------------------------------------

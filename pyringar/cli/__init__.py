@@ -1,8 +1,15 @@
-"""The ``pyringar`` command: one module per subcommand, each with ``add_parser`` and ``run``."""
+"""The ``pyringar`` command: one module per subcommand, each with ``add_parser`` and ``run``.
+
+A module imports torch, and what imports torch, inside the functions that need it: ``--help`` and
+wrong arguments are answered at once. ``run`` returns the exit status; what it raises is reported
+here. An `ArgumentError` of the library that begins with an option's name is told with the
+flag.
+"""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import errno
 import importlib
 import io
 import logging
@@ -10,40 +17,93 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pyringar.errors import RingarError
+import pyringar
+from pyringar.cli.parser import Parser
+from pyringar.errors import ArgumentError, RingarError
 
 __all__ = ["main"]
 
 _COMMANDS = ("train", "trace", "predict", "info", "build", "check")
+# As shells name the end by a signal: 128 and its number.
+_INTERRUPTED, _NO_READER = 130, 141
+# What a file that cannot be written fails with; one without a name is stdout.
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status (0 fine, 1 failed, 2 wrong arguments)."""
-    parser = argparse.ArgumentParser(
+    """Run the command line.
+
+    Args:
+        argv: Its arguments; those of the process if None.
+
+    Returns:
+        The exit status: 0 fine, 1 failed, 2 wrong arguments, 130 interrupted, 141 nobody reads
+        what is printed.
+
+    Raises:
+        SystemExit: With it, after ``--help``, ``--version`` and where the arguments cannot be read.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    name = argv[0] if argv and argv[0] in _COMMANDS else ""
+    prog = f"pyringar {name}".rstrip()
+    try:
+        try:
+            return _run(argv, [name] if name else _COMMANDS)
+        finally:  # here, where a failure can be told, and not when Python ends
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has what it wanted
+        _forget_stdout()
+        return _NO_READER
+    except KeyboardInterrupt:
+        return _fail(prog, "interrupted", _INTERRUPTED)
+    except RingarError as error:
+        return _fail(prog, str(error), 1)
+    except OSError as error:
+        where = error.filename
+        if where is None and error.errno in _OF_WRITING:
+            _forget_stdout()
+            where = "standard output"
+        return _fail(prog, f"{where}: {error.strerror}" if where else str(error), 1)
+
+
+def _run(argv: Sequence[str], names: Sequence[str]) -> int:
+    """Run one of the commands whose names are given."""
+    parser = Parser(
         prog="pyringar",
         description="Allreduce for many ranks in one process, and the trainers that use it.",
+        epilog="`pyringar COMMAND --help` tells what each takes.",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in _COMMANDS:
+    parser.add_argument("--version", action="version", version=f"pyringar {pyringar.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    for name in names:
         importlib.import_module(f"pyringar.cli.{name}").add_parser(commands)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    command: Parser = commands.choices.get(args.command, parser)
+    if unknown:
+        command.refuse(unknown)
+    if command is parser:
+        parser.print_help()
+        return 0
+    del args.command
     # Paths and variables may hold bytes that are no text: shown all the same.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    logging.basicConfig(level=logging.INFO, format="pyringar: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="pyringar: %(message)s", stream=sys.stderr)
+    logging.getLogger("pyringar").setLevel(logging.INFO)  # not the root's: torch has its own news
     try:
         status: int = args.run(args)
-        sys.stdout.flush()
-    except RingarError as error:
-        print(f"pyringar: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `| head` has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:  # of a file that was named: its words name it
-        print(f"pyringar: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("pyringar: interrupted", file=sys.stderr)
-        return 130
+    except ArgumentError as error:
+        return _fail(command.prog, command.with_flag(str(error)), 2)
     return status
+
+
+def _fail(prog: str, message: str, status: int) -> int:
+    print(f"{prog}: {message}", file=sys.stderr)
+    return status
+
+
+def _forget_stdout() -> None:
+    """Let what could not be printed go where Python, as it ends, prints it without an error."""
+    with contextlib.suppress(OSError, ValueError):  # no file at all, but a test's or a notebook's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from pyringar.cli.parser import add_json_option
+from pyringar.cli.text import paragraph
 from pyringar.engine import build, load
 from pyringar.errors import CompilerNotFoundError
 
 __all__ = ["add_parser", "kernel_table", "run"]
 
+_RECORDED = ("compiler", "flags", "nvcc", "archs", "kernels", "build_s")
 _KERNEL_COLUMNS = {
     **{"arch": "arch", "registers": "registers", "stack_bytes": "stack B"},
     **{"spill_store_bytes": "spill stores B", "spill_load_bytes": "spill loads B"},
@@ -42,42 +44,67 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="show the compilers' commands and output, and each kernel's registers and spills",
     )
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build and load the engines, and print where each is, what compiled it, how long it took."""
-    _build_and_describe(build.CPU, args)
+    """Build and load the engines, and print what is known of each."""
+    import torch
+
+    facts: dict[str, Any] = {}
+
+    def tell(name: str, found: dict[str, Any] | str) -> None:
+        facts[name] = found
+        if not args.json:
+            print("\n".join(_render(name, found, verbose=args.verbose)), flush=True)
+
+    tell("engine", _build(build.CPU, args))
     if args.cuda is None and torch.version.cuda is None:
-        print("cuda      not built: torch is a CPU build (--cuda builds it all the same)")
+        tell("cuda", "not built: torch is a CPU build (--cuda builds it all the same)")
     elif args.cuda is not False:
         try:
-            _build_and_describe(build.CUDA, args)
+            tell("cuda", _build(build.CUDA, args))
         except CompilerNotFoundError as error:
             if args.cuda or os.environ.get("PYRINGAR_NVCC"):  # asked for, in one way or the other
                 raise
-            print(f"cuda      not built: {error}")
+            tell("cuda", f"not built: {error}")
+    if args.json:
+        print(json.dumps(facts, indent=2))
     return 0
 
 
-def _build_and_describe(kind: build.EngineKind, args: argparse.Namespace) -> None:
+def _build(kind: build.EngineKind, args: argparse.Namespace) -> dict[str, Any]:
+    """Build and load an engine, and return what is known of it: JSON values."""
     started, recipe = time.monotonic(), build.Recipe(kind=kind)
     found = None if args.force else build.find_engine(recipe)
+    if found is not None and found.origin == "wheel" and not kind.cuda:
+        found = None  # for any CPU; asked for is one for this very CPU
     engine = found or build.build_engine(recipe, force=args.force, verbose=args.verbose)
     seconds = time.monotonic() - started
     load.load(engine)
-    print(f"{'cuda' if kind.cuda else 'engine':<9} {engine.path}")
-    print(f"compiler  {engine.record['compiler']}")
-    print(f"flags     {' '.join(engine.record['flags'])}")
-    if kind.cuda:
-        print(f"nvcc      {engine.record['nvcc']}")
-        print(f"archs     {', '.join(engine.record['archs'])}")
-        if args.verbose:
-            print("\n".join(kernel_table(engine.record["kernels"])))
-    if engine.origin == "built":
-        print(f"time      {engine.record['build_s']:.1f} s")
+    recorded = {name: engine.record[name] for name in _RECORDED if name in engine.record}
+    return {"path": str(engine.path), **recorded, "origin": engine.origin, "seconds": seconds}
+
+
+def _render(name: str, found: dict[str, Any] | str, *, verbose: bool) -> Iterator[str]:
+    """Yield the lines that are printed of an engine: where it is, what compiled it, how long."""
+    if isinstance(found, str):
+        yield paragraph(found, name)
+        return
+    yield f"{name:<10} {found['path']}"  # not wrapped: it may have spaces
+    yield paragraph(found["compiler"], "compiler")
+    yield paragraph(" ".join(found["flags"]), "flags")
+    if "nvcc" in found:
+        yield paragraph(found["nvcc"], "nvcc")
+        yield paragraph(", ".join(found["archs"]), "archs")
+        if verbose:
+            yield from kernel_table(found["kernels"])
+    if found["origin"] == "built":
+        yield f"time       {found['build_s']:.1f} s"
     else:
-        print(f"time      {seconds:.2f} s: it was there ({engine.origin}); --force compiles again")
+        where = found["origin"]
+        yield f"time       {found['seconds']:.2f} s: it was there ({where}); --force compiles again"
 
 
 def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:

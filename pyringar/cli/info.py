@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import pyringar
+from pyringar.cli.parser import add_json_option
 from pyringar.engine import build, load, toolchain
-from pyringar.errors import RingarError
+from pyringar.errors import CompilerNotFoundError, RingarError
 
 __all__ = ["add_parser", "gather", "run"]
 
@@ -27,10 +26,14 @@ ENVIRONMENT = {
     "CXX": "the C++ compiler",
     "PYRINGAR_NVCC": "the CUDA compiler",
     "PYRINGAR_CUDA_ARCHS": "GPU architectures to compile for: '9.0', '8.0;9.0+PTX', 'all'",
-    "PYRINGAR_PREBUILD": "1: `pip install` compiles the engine into the wheel",
+    "PYRINGAR_PREBUILD": "1: a wheel that is made holds the engine, compiled for any CPU",
     "PYRINGAR_CHECK": "how much the engine checks itself",
     "PYRINGAR_NODE_ID": "which ranks share this machine",
 }
+
+# Columns: 80 in all, unless a path is longer.
+_NAME_WIDTH = max(map(len, ENVIRONMENT))
+_VALUE_WIDTH = 80 - _NAME_WIDTH - 3
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         description="Print what is installed, what is built and what this machine has. Builds "
         "nothing and needs no compiler; put its output into a bug report.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -76,6 +79,8 @@ def _told(fact: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, Any]:
+    import torch
+
     versions: dict[str, Any] = {
         "pyringar": f"{pyringar.__version__} ({Path(pyringar.__file__).parent})",
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -96,7 +101,11 @@ def _build_facts() -> dict[str, Any]:
         return f"{found}: {toolchain.compiler_version(found)}"
 
     def cuda_toolkit() -> str:
-        return str(toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler()))
+        nvcc = toolchain.find_nvcc()
+        try:
+            return str(toolchain.read_cuda_toolkit(nvcc, toolchain.find_compiler()))
+        except CompilerNotFoundError:  # told above
+            return f"{nvcc}, without a C++ compiler"
 
     return {
         "compiler": _told(compiler),
@@ -123,14 +132,21 @@ def _cache() -> str:
 
 def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
     """Return what is built for this machine, and what the engine says of itself."""
+    import torch
+
     engine = build.find_engine(build.Recipe(kind=kind))
     if engine is None:
         if kind.cuda and torch.version.cuda is None:
             return "not built: torch is a CPU build; `pyringar build --cuda` builds it all the same"
         return "not built yet: the first call compiles it, `pyringar build` does it now"
     module, record = load.load(engine), engine.record
+    cpu = record["content"].get("cpu", {})
+    made_for = "this very CPU"
+    if "level" in cpu:
+        made_for = f"any CPU with {cpu['level']}; `pyringar build` makes one for this very CPU"
     return {
         "found_in": engine.origin,
+        **({} if kind.cuda else {"made_for": made_for}),
         "path": str(engine.path),
         "built_with": record["compiler"],
         "flags": " ".join(record["flags"]),
@@ -140,6 +156,8 @@ def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
+    import torch
+
     cpu = toolchain.read_cpu()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     devices = {
@@ -161,6 +179,8 @@ def _devices() -> dict[str, Any]:
 
 def _peers() -> dict[str, Any]:
     """Say which device reads and writes which other one's memory: row reaches column."""
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     links = _probed_links(count)
     for row, column in itertools.product(range(count), repeat=2):
@@ -191,8 +211,8 @@ def render(facts: Mapping[str, Mapping[str, Any]]) -> str:
         lines += ["", section.capitalize()]
         for name, value in entries.items():
             first, *rest = _value_lines(value)
-            lines.append(f"  {name:<20} {first}")
-            lines += [f"  {'':<20} {line}" for line in rest]
+            lines.append(f"  {name:<{_NAME_WIDTH}} {first}")
+            lines += [f"  {'':<{_NAME_WIDTH}} {line}" for line in rest]
     return "\n".join(lines[1:])
 
 
@@ -202,11 +222,13 @@ def _value_lines(value: Any) -> list[str]:
     if isinstance(value, list):
         return [line for item in value for line in _value_lines(item)]
     if isinstance(value, Mapping):
-        pairs = [f"{key:<16} {item}" for key, item in value.items()]
-        return [line for pair in pairs for line in _wrapped(pair, indent=17)]
+        lines = []
+        for key, item in value.items():
+            first, *rest = _wrapped(str(item), _VALUE_WIDTH - 17) or [""]
+            lines += [f"{key:<16} {first}", *(f"{'':<16} {line}" for line in rest)]
+        return lines
     return [part for line in str(value).splitlines() for part in _wrapped(line)] or [""]
 
 
-def _wrapped(line: str, indent: int = 0) -> list[str]:
-    whole_words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(line, 100, subsequent_indent=" " * indent, **whole_words)
+def _wrapped(line: str, width: int = _VALUE_WIDTH) -> list[str]:
+    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)

@@ -8,15 +8,16 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyringar.choices import check_choice
+from pyringar.cli.parser import add_json_option
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pyringar.predict import Backward, Network, Workload
+    from pyringar.predict import Backward, Link, Network, Workload
 
 __all__ = ["add_parser", "run"]
 
@@ -36,7 +37,7 @@ examples:
     pyringar predict --model resnet18 --ranks 8,64,1024 --ranks-per-node 8 \\
         --link nvlink4 --node-link 100gbe --compute-ms 120 --plot scaling.png
   any link:
-    pyringar predict --bytes 160000000 --ranks 4 --link custom --bandwidth-gbps 16
+    pyringar predict --bytes 160000000 --link custom --bandwidth-gbps 16
   this machine's memory, predicted and measured:
     pyringar predict --link cpu --ranks 2,4
 """
@@ -55,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     _add_machine_options(parser.add_argument_group("the machine"))
     group = parser.add_argument_group("output")
     group.add_argument("--plot", metavar="FILE.png", help="draw the rows")
-    group.add_argument("--json", metavar="FILE.json", help="write all figures")
+    add_json_option(group)
     parser.set_defaults(run=run)
 
 
@@ -118,20 +119,23 @@ def run(args: argparse.Namespace) -> int:
     from pyringar.cli.paths import check_output_path
     from pyringar.predict import plot, predict, report
 
-    for option, path, suffix in (("--plot", args.plot, ".png"), ("--json", args.json, ".json")):
-        if path is not None:
-            check_output_path(option, path, suffix)
+    if args.plot is not None:
+        args.plot = check_output_path("--plot", args.plot)
     if args.link == "cpu":
         _run_cpu(args)
         return 0
     networks = _networks(args)
     forecast = predict(_workload(args), networks)
-    print(report.render(forecast))
-    _write_json(args.json, report.as_dict(forecast))
+    _print(args, report.as_dict(forecast), report.render(forecast))
     if args.plot is not None:
         plot.save_plot(forecast, args.plot)
-        print(f"\nplot       {args.plot}")
+        if not args.json:
+            print(f"\nplot       {args.plot}")
     return 0
+
+
+def _print(args: argparse.Namespace, figures: Mapping[str, Any], table: str) -> None:
+    print(json.dumps(figures, indent=1) if args.json else table)
 
 
 def _run_cpu(args: argparse.Namespace) -> None:
@@ -144,14 +148,8 @@ def _run_cpu(args: argparse.Namespace) -> None:
     if args.bytes is not None or args.model is not None:
         sizes_bytes = [_workload(args).nbytes]
     rows = compare_cpu(_ranks(args.ranks), sizes_bytes)
-    print(render_cpu(rows))
-    _write_json(args.json, {"is_prediction": False, "rows": [asdict(row) for row in rows]})
-
-
-def _write_json(path: str | None, figures: Mapping[str, Any]) -> None:
-    if path is not None:
-        Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        print(f"\njson       {path}")
+    figures = {"is_prediction": False, "rows": [asdict(row) for row in rows]}
+    _print(args, figures, render_cpu(rows))
 
 
 def _ranks(text: str) -> list[int]:
@@ -167,23 +165,33 @@ def _ranks(text: str) -> list[int]:
 
 
 def _networks(args: argparse.Namespace) -> list[Network]:
-    from pyringar.predict import Network, named_link
+    from pyringar.predict import Network
     from pyringar.predict.network import check_count
 
-    link, node_link = (
-        named_link(name, option=option, bandwidth_gbps=bandwidth_gbps, latency_us=latency_us)
-        for option, name, bandwidth_gbps, latency_us in (
-            ("--link", args.link, args.bandwidth_gbps, args.latency_us),
-            ("--node-link", args.node_link, args.node_bandwidth_gbps, args.node_latency_us),
-        )
-    )
+    link, node_link = _link(args, ""), _link(args, "node_")
     networks = []
     for ranks in _ranks(args.ranks):
         nodes = 1 if args.nodes is None else check_count("--nodes", args.nodes)
         if args.ranks_per_node is not None:
             nodes = -(-ranks // check_count("--ranks-per-node", args.ranks_per_node))
+        if ranks % nodes:
+            raise ArgumentError(f"--ranks is {ranks}, expected a multiple of the {nodes} nodes")
         networks.append(Network(ranks, link, nodes, node_link, args.nics_per_node, args.wiring))
     return networks
+
+
+def _link(args: argparse.Namespace, prefix: str) -> Link:
+    from pyringar.predict import LINKS, named_link
+
+    option, given = f"--{prefix}link".replace("_", "-"), vars(args)
+    others = ("custom",) if prefix else ("custom", "cpu")  # which is asked for before
+    name = check_choice(option, given[f"{prefix}link"], (*LINKS, *others))
+    figures = {figure: given[prefix + figure] for figure in ("bandwidth_gbps", "latency_us")}
+    try:
+        return named_link(name, option=option, **figures)
+    except ArgumentError as error:
+        begins_with_a_figure = str(error).startswith(tuple(figures))
+        raise ArgumentError(f"{prefix if begins_with_a_figure else ''}{error}") from None
 
 
 def _workload(args: argparse.Namespace) -> Workload:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import io
+import json
 import logging
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+import shlex
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any
 
-from pyringar.cli.paths import check_output_path
-from pyringar.train import EpochResult, TrainConfig, Trainer, TrainResult
-from pyringar.train.config import CHOICES
-from pyringar.train.devices import describe_devices
-from pyringar.train.group import OneProcess, Processes, num_processes, writes_files
-from pyringar.train.live import LivePlot
-from pyringar.train.plot import save_plot
-from pyringar.train.trace import Trace
+from pyringar.cli.parser import add_json_option
+from pyringar.cli.text import paragraph
+from pyringar.cli.train_output import FILES, Outputs, Progress, as_json, print_header
+from pyringar.errors import ArgumentError
+from pyringar.train.config import CHOICES, TrainConfig
+
+if TYPE_CHECKING:
+    from pyringar.train import EpochResult, Trainer, TrainResult
+    from pyringar.train.group import OneProcess, Processes
 
 __all__ = ["add_parser", "run"]
+
+logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks: the batch is split, every
 rank has a copy of the parameters, and their gradients are summed by pyringar's allreduce while
@@ -46,8 +50,8 @@ def _weights(text: str) -> tuple[float, ...] | str:
 
 _COUNT = {"type": int, "metavar": "N"}
 _FLAG = {"action": "store_true"}
-# Options by group: what --help says, and how argparse reads them. All but _FILES and --live are
-# fields of TrainConfig, which has the choices and the defaults, and checks the values.
+# Options by group: what --help says, and how argparse reads them. All but those of the last group
+# are fields of TrainConfig, which has the choices and the defaults, and checks the values.
 _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "ranks": {
         "ranks": ("number of ranks (2)", {"type": int, "metavar": "K"}),
@@ -95,12 +99,34 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "width": ("channels of the first of four stages", _COUNT),
         "batchnorm": ("normalise by every rank's own samples, or by the whole batch", {}),
     },
-    "data and output": {
+    "data": {
         "dataset": ("auto takes synthetic images where Fashion-MNIST cannot be had", {}),
         "data_dir": (
             "holds FashionMNIST/raw, or gets it by download (the user's data folder)",
             {"metavar": "DIR"},
         ),
+    },
+    "output": {
+        "save": (
+            "write a checkpoint after every epoch and on Ctrl-C",
+            {"metavar": "DIR"},
+        ),
+        "resume": (
+            "go on from the checkpoint in DIR, with the bits of a run that was never stopped if "
+            "torch and its number of threads are the same, and save there; the other options as "
+            "before, but --epochs may be more",
+            {"metavar": "DIR"},
+        ),
+        "out": (
+            "write the trained parameters, for load_state_dict of pyringar.train.LeNet() or "
+            "resnet18(width=...)",
+            {"metavar": "FILE.pt"},
+        ),
+        "log": (
+            "write a line per epoch: FILE.csv, or JSON lines: FILE.jsonl",
+            {"metavar": "FILE"},
+        ),
+        "tensorboard": ("write the curves for TensorBoard", {"metavar": "DIR"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
         "live": (
             "draw the curve as text: in place as it grows in a terminal, else once at the end",
@@ -113,7 +139,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "timeline": ("draw the last of these steps as a picture", {"metavar": "FILE.png"}),
     },
 }
-_FILES = {"plot": ".png", "trace": ".json", "timeline": ".png"}
+_FOLDERS = ("save", "resume")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -134,41 +160,87 @@ def add_parser(subparsers: Any) -> None:
             if default not in (None, "") and default is not False:
                 text = f"{text} ({default})"
             group.add_argument("--" + name.replace("_", "-"), help=text, **choices, **how)
+    add_json_option(group)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print the curve and the book's last line."""
-    options = {name: value for name, value in vars(args).items() if name != "run"}
+    """Train, and print the curve and the book's last line, or all of it as JSON."""
+    given = {name: value for name, value in vars(args).items() if name != "run"}
+    is_json, is_live = given.pop("json", False), given.get("live", False)
+    if is_json and is_live:
+        raise ArgumentError("live is True, but with --json nothing is drawn")
+    with redirect_stdout(io.StringIO()) if is_json else nullcontext():
+        outputs, result = _run(given)
+    if is_json and result is not None:
+        print(json.dumps(as_json(result), indent=2, default=str))
+    outputs.check()
+    return 0
+
+
+def _run(given: Mapping[str, Any]) -> tuple[Outputs, TrainResult | None]:
+    """Train and write the files; the result is rank 0's."""
+    from pyringar.train import Trainer
+    from pyringar.train.group import writes_files
+    from pyringar.train.trace import Trace
+
+    options = dict(given)
     is_live = options.pop("live", False)
-    files = {name: options.pop(name) for name in _FILES if name in options}
-    if writes_files():
-        for name, path in files.items():
-            check_output_path(f"--{name}", path, _FILES[name])
-    trace = Trace()
+    folders = {name: options.pop(name) for name in _FOLDERS if name in options}
+    files = {name: options.pop(name) for name in (*FILES, "tensorboard") if name in options}
+    outputs = Outputs(files if writes_files() else {})
     config, group = _join(options)
-    with Trainer(config, trace=trace if files.keys() - {"plot"} else None, group=group) as trainer:
+    trace = Trace()
+    traced = trace if outputs.wants_trace else None
+    with Trainer(config, trace=traced, group=group, **folders) as trainer, closing(outputs):
         if not trainer.is_main:
             trainer.run()
-            return 0
-        _print_header(trainer)
-        result = _train_with_bar(trainer, is_live)
-    if group.digest:
-        print(f"ranks      {config.world_size} processes, equal parameters {group.digest}")
-    write: dict[str, Callable[[str], None]] = {
-        "plot": functools.partial(save_plot, result),
-        "trace": trace.save,
-        "timeline": trace.plot,
-    }
-    for name, path in files.items():
-        write[name](path)
-        print(f"{name:<10} {path}")
-    print(result.line)
-    return 0
+            return outputs, None
+        outputs.open_logs()
+        print_header(trainer)
+        try:
+            result = _train(trainer, outputs, is_live)
+        except BaseException:
+            if trainer.checkpoint_dir is not None:
+                folder = str(trainer.checkpoint_dir)
+                logger.warning("to go on: %s", _command({**given, "resume": folder}))
+            raise
+        try:
+            if group.digest:
+                ranks = f"{config.world_size} processes, equal parameters {group.digest}"
+                print(paragraph(ranks, "ranks"))
+            if trainer.checkpoint_dir is not None:
+                print(f"{'save':<10} {trainer.checkpoint_dir}")
+            outputs.write(result, trace)
+        finally:
+            print(paragraph(result.line))
+    return outputs, result
+
+
+def _command(given: Mapping[str, Any]) -> str:
+    """Return the command with these options, but for ``--save``."""
+    from pyringar.train.group import num_processes
+
+    start = "pyringar" if num_processes() == 1 else "torchrun ... -m pyringar"
+    words = ["train", given["model"]]
+    for options in _OPTIONS.values():
+        for name, (_, how) in options.items():
+            dest = how.get("dest", name)
+            if dest not in given or dest == "save":
+                continue
+            flag, value = "--" + name.replace("_", "-"), given[dest]
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            if "action" in how:
+                words.append(flag)
+            else:
+                words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return f"{start} {shlex.join(words)}"
 
 
 def _join(options: dict[str, Any]) -> tuple[TrainConfig, OneProcess | Processes]:
     """Return the run that is wanted and its ranks: the processes of torchrun, where there are."""
+    from pyringar.train.group import OneProcess, Processes, num_processes
+
     if num_processes() == 1:
         config = TrainConfig(**options)
         return config, OneProcess(config)
@@ -179,53 +251,19 @@ def _join(options: dict[str, Any]) -> tuple[TrainConfig, OneProcess | Processes]
     return config, group
 
 
-def _print_header(trainer: Trainer) -> None:
-    config = trainer.config
-    params = trainer.replicas[0]
-    count = sum(param.numel() for param in params)
-    print(f"model      {trainer.model.title}, {count:,} parameters in {len(params)} tensors")
-    print(f"data       {trainer.description}")
-    where = "" if trainer.devices == trainer.all_devices else ", each a process"
-    print(f"devices    {describe_devices(trainer.all_devices)}{where}")
-    print(f"allreduce  {trainer.plan}")
-    when = "each summed as soon as it is full" if config.overlap else "summed after backward"
-    print(f"buckets    {len(trainer.model.bucketer.buckets)}, {when}")
-    if config.cuda_graph:
-        print("step       captured in a CUDA graph, replayed for every full batch")
-    amp = " with amp" if config.amp else ""
-    weights = ":".join(f"{weight:g}" for weight in trainer.weights or ())
-    shares = f" shared {weights}" if weights else ""
-    print(
-        f"recipe     batch {config.global_batch_size}{shares}, lr {config.initial_lr:g} "
-        f"{config.lr_schedule}, {config.init} init, {config.dtype}{amp}, seed {config.seed}"
-    )
-    print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
+def _train(trainer: Trainer, outputs: Outputs, is_live: bool) -> TrainResult:
+    """Train, with a line per epoch on stdout, and logs and a live plot if they are wanted."""
+    from pyringar.train.live import LivePlot
 
+    progress = Progress(trainer, is_live)
+    plot = LivePlot(trainer.config.epochs, where="text") if is_live else None
+    listeners: list[Callable[[EpochResult], None]] = [progress.print_epoch, outputs.add_epoch]
+    if plot is not None:
+        listeners.append(plot)
 
-def _train_with_bar(trainer: Trainer, is_live: bool) -> TrainResult:
-    """Train; a line per epoch on stdout, and a progress bar on stderr if that is a terminal.
+    def tell(epoch: EpochResult) -> None:
+        for listener in listeners:
+            listener(epoch)
 
-    A live plot stands below the bar, and both on stdout, for it stays there in the end.
-    """
-    from tqdm import tqdm
-
-    config = trainer.config
-    screen = sys.stdout if is_live else sys.stderr
-    bar = tqdm(
-        total=config.epochs * trainer.steps_per_epoch,
-        unit="step",
-        leave=False,
-        file=screen,
-        disable=not screen.isatty(),
-    )
-    plot = LivePlot(config.epochs, where="text") if is_live else None
-
-    def print_epoch(epoch: EpochResult) -> None:
-        line = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
-        bar.write(line, file=sys.stdout)  # clears the bar first, where there is one
-        sys.stdout.flush()
-        if plot is not None:
-            plot(epoch)
-
-    with plot or nullcontext(), bar:  # the plot goes last, and stays
-        return trainer.run(on_step=bar.update, on_epoch=print_epoch)
+    with plot or nullcontext(), closing(progress):  # the plot goes last, and stays
+        return trainer.run(on_step=progress.step, on_epoch=tell)

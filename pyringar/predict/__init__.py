@@ -1,11 +1,10 @@
 """Predict the time of an all-reduce, and of a training step, on a machine that you describe.
 
-The engine's own schedules run message by message over links with a bandwidth and a latency
-(:mod:`pyringar.predict.algorithms`, :mod:`pyringar.predict.events`); a step launches the buckets
-that :class:`pyringar.GradientBucketer` would make, as their gradients come
-(:mod:`pyringar.predict.step`). Only :mod:`pyringar.predict.cpu` measures anything.
+The engine's own schedules run message by message over links with a bandwidth and a latency; a step
+launches the buckets that `pyringar.GradientBucketer` would make, as their gradients come.
+Nothing is measured, unless you ask for the link ``cpu``.
 
-:data:`ALGORITHMS` and :data:`LINKS` hold the algorithms, and the links with their sources, by name.
+`ALGORITHMS` and `LINKS` hold the algorithms, and the links with their sources, by name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Which rank sends which chunk at which step comes from the engine's ``ring_step``, how a buffer is
 cut from its ``chunk_range``, and who owns which parameter from
-:func:`pyringar.comm.reference.shard_owners`: the functions that the collectives themselves run by.
+`pyringar.comm.reference.shard_owners`: the functions that the collectives themselves run by.
 A rank sends a chunk on once the message that brought it has arrived.
 """
 
@@ -56,7 +56,7 @@ def run_all_reduce(algorithm: Algorithm, network: Network, tensors: Sequence[int
     """Simulate one call.
 
     Args:
-        algorithm: One of :data:`ALGORITHMS`. If it takes one tensor at a time, they follow each
+        algorithm: One of `ALGORITHMS`. If it takes one tensor at a time, they follow each
             other without overlap, as in the engine.
         network: Where it runs.
         tensors: Numbers of elements of float32 tensors.

@@ -118,7 +118,7 @@ class _Multiply:
     """Reads and writes every buffer once, with a thread on each core.
 
     Attributes:
-        cores_share: See :class:`CpuRow`; over all calls so far.
+        cores_share: See `CpuRow`; over all calls so far.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -167,8 +167,8 @@ def _time_s(call: Callable[[], object]) -> float:
 
 def render_cpu(rows: Sequence[CpuRow]) -> str:
     """Return the rows as a table."""
-    titles = ["ranks", "a rank", "algorithm", "memory GB/s", "overhead us"]
-    titles += ["predicted ms", "measured ms", "off by"]
+    titles = ["ranks", "a rank", "algorithm", "memory\nGB/s", "overhead\nus"]
+    titles += ["predicted\nms", "measured\nms", "off by"]
     cells = [
         [
             f"{row.world_size}",
@@ -184,9 +184,10 @@ def render_cpu(rows: Sequence[CpuRow]) -> str:
     ]
     cpu, cores = toolchain.read_cpu().name, toolchain.cores_allowed()
     text = f"""CPU ranks in this machine's memory: {cpu}, {cores} cores.
-Predicted from two measurements: the bandwidth of multiplying the same buffers in place,
-and a call for one element. The calls themselves were measured in turn with them (lower
-quartile of rounds). For sizes beyond the caches; other work on this machine disturbs it.
+Predicted from two measurements: the bandwidth of multiplying the same buffers
+in place, and a call for one element. The calls themselves were measured in turn
+with them (lower quartile of rounds). For sizes beyond the caches; other work on
+this machine disturbs it.
 
 {align([titles, *cells])}"""
     share = min(row.cores_share for row in rows)

@@ -44,6 +44,10 @@ class Program:
         self.messages: list[Message] = []
         self.is_folded = is_folded
 
+    def __repr__(self) -> str:
+        nbytes = sum(message.nbytes for message in self.messages)
+        return f"Program({len(self.messages)} messages, {nbytes:,} bytes)"
+
     def send(self, src: int, dst: int, nbytes: int, needs: Iterable[int] = ()) -> int:
         """Add a message and return its index.
 

@@ -23,8 +23,8 @@ class Workload:
         name: Shown in reports.
         tensors: Their numbers of float32 elements, in the order of the parameters.
         backward: When they are ready; None: only the all-reduce is predicted.
-        bucket_cap_mb: See :class:`pyringar.GradientBucketer`.
-        first_bucket_mb: See :class:`pyringar.GradientBucketer`.
+        bucket_cap_mb: See `pyringar.GradientBucketer`.
+        first_bucket_mb: See `pyringar.GradientBucketer`.
         is_packed: The tensors of a call travel as one, packed at no cost. Otherwise algorithms
             that take one tensor at a time do so.
         order: ``"any"`` or ``"rank"``, for ``auto`` to choose by.
@@ -58,7 +58,7 @@ class Workload:
         """Simulate one call for some of the tensors.
 
         Args:
-            algorithm: One of :data:`ALGORITHMS`.
+            algorithm: One of `ALGORITHMS`.
             network: Where it runs.
             tensors: Their numbers of elements.
         """

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 
 __all__ = [
@@ -92,7 +93,7 @@ def named_link(
     """Look up a link, optionally overriding its figures.
 
     Args:
-        name: A key of :data:`LINKS`, or ``"custom"``, which needs a bandwidth.
+        name: A key of `LINKS`, or ``"custom"``, which needs a bandwidth.
         option: The argument that holds the name, for messages.
         bandwidth_gbps: GB/s in each direction.
         latency_us: Microseconds a message; 0 for a custom link by default.
@@ -104,8 +105,7 @@ def named_link(
         if bandwidth_gbps is None:
             raise ArgumentError(f"{option} is 'custom', which needs a bandwidth in GB/s")
         return Link(name, bandwidth_gbps, latency_us or 0.0, "given")
-    if name not in LINKS:
-        raise ArgumentError(f"{option} is {name!r}, expected one of {', '.join(LINKS)}, custom")
+    check_choice(option, name, (*LINKS, "custom"))
     figures = {"bandwidth_gbps": bandwidth_gbps, "latency_us": latency_us}
     given = {figure: value for figure, value in figures.items() if value is not None}
     if not given:
@@ -172,8 +172,7 @@ class Network:
             raise ArgumentError(
                 f"node_link is None, expected a Link between the {self.nodes} nodes"
             )
-        if self.wiring not in WIRINGS:
-            raise ArgumentError(f"wiring is {self.wiring!r}, expected one of {', '.join(WIRINGS)}")
+        check_choice("wiring", self.wiring, WIRINGS)
 
     @property
     def ranks_per_node(self) -> int:
@@ -222,7 +221,7 @@ class Network:
         return Hop(Port(kind, place), 1e-9 / link.bandwidth_gbps, latency_s)
 
     def representative(self, port: Port) -> Port:
-        """Return the port that stands for this one where :attr:`unit` ranks stand for all.
+        """Return the port that stands for this one where `unit` ranks stand for all.
 
         Args:
             port: Any port of this network.

@@ -22,7 +22,7 @@ _ASSUMED = (
     "call and the optimiser take no time; messages queue for links in the order in which they "
     "come; chunks travel whole"
 )
-_WIDTH = 100
+_WIDTH = 80
 
 
 def as_dict(forecast: Forecast) -> dict[str, Any]:
@@ -62,20 +62,24 @@ def _time_s(row: Row) -> float:
 
 def format_bytes(nbytes: int) -> str:
     """44703272 -> "44.7 MB"; megabytes of 10**6 bytes."""
-    return f"{nbytes / 1e6:.4g} MB" if nbytes >= 1e3 else f"{nbytes} bytes"
+    return f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e3 else f"{nbytes} bytes"
 
 
-def _four_digits(value: float) -> str:
-    """Format without an exponent: 0.4737, 83.82, 45,419."""
-    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+def _digits(value: float) -> str:
+    """Format the three digits that a model is good for, without an exponent: 0.474, 45,400."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return f"{_digits(100 * share)}%" if share else "-"
 
 
 def _ms(seconds: float) -> str:
-    return _four_digits(seconds * 1e3)
+    return _digits(seconds * 1e3)
 
 
 def _mb(nbytes: int) -> str:
-    return _four_digits(nbytes / 1e6)
+    return _digits(nbytes / 1e6)
 
 
 def _wrap(head: str, text: str) -> str:
@@ -87,18 +91,23 @@ def _wrap(head: str, text: str) -> str:
 def align(table: Sequence[Sequence[str]], left: str = "algorithm") -> str:
     """Return rows of cells as lines; the first row holds the titles, ``left`` is the text column.
 
-    A row without cells is an empty line.
+    A title may have two lines. A row of one text stands alone, with an empty line before it.
     """
-    titles = table[0]
-    widths = [max(len(row[i]) for row in table if row) for i in range(len(titles))]
-    lines = []
-    for row in table:
+    titles, rows = table[0], table[1:]
+    height = max(title.count("\n") for title in titles) + 1
+    heads = [("\n" * (height - 1 - title.count("\n")) + title).split("\n") for title in titles]
+    full = [*zip(*heads, strict=True), *(row for row in rows if len(row) > 1)]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
         cells = [
             cell.ljust(width) if title == left else cell.rjust(width)
-            for title, cell, width in zip(titles, row, widths, strict=False)
+            for title, cell, width in zip(titles, row, widths, strict=True)
         ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+        return "  ".join(cells).rstrip()
+
+    lines = map(line, zip(*heads, strict=True))
+    return "\n".join([*lines, *(line(row) if len(row) > 1 else f"\n{row[0]}" for row in rows)])
 
 
 def _has_nodes(forecast: Forecast) -> bool:
@@ -132,19 +141,17 @@ def _header(forecast: Forecast) -> str:
 def _columns(forecast: Forecast) -> dict[str, Callable[[Row], str]]:
     """Return the cell of a row by the title of its column."""
     best = [fastest(forecast.of(network.world_size)) for network in forecast.networks]
-    columns: dict[str, Callable[[Row], str]] = {"ranks": lambda row: str(row.world_size)}
-    if _has_nodes(forecast):
-        columns["nodes"] = lambda row: str(row.nodes)
+    columns: dict[str, Callable[[Row], str]] = {}
     columns["algorithm"] = lambda row: row.algorithm + ("" if row.is_in_engine else "*")
-    columns["allreduce ms"] = lambda row: _ms(row.all_reduce_s)
-    columns["MB a link"] = lambda row: _mb(row.rank_link_bytes)
+    columns["allreduce\nms"] = lambda row: _ms(row.all_reduce_s)
+    columns["MB a\nlink"] = lambda row: _mb(row.rank_link_bytes)
     if _has_nodes(forecast):
-        columns["MB a card"] = lambda row: _mb(row.node_link_bytes) if row.nodes > 1 else "-"
+        columns["MB a\ncard"] = lambda row: _mb(row.node_link_bytes) if row.nodes > 1 else "-"
     if forecast.workload.backward is not None:
-        columns["step ms"] = lambda row: _ms(row.step.step_s) if row.step else "-"
-        columns["exposed ms"] = lambda row: _ms(row.step.exposed_s) if row.step else "-"
-        columns["efficiency"] = lambda row: f"{row.efficiency:.1%}" if row.efficiency else "-"
-    columns[""] = lambda row: "<- fastest" if row in best else ""
+        columns["step\nms"] = lambda row: _ms(row.step.step_s) if row.step else "-"
+        columns["exposed\nms"] = lambda row: _ms(row.step.exposed_s) if row.step else "-"
+        columns["effi-\nciency"] = lambda row: _percent(row.efficiency)
+    columns[""] = lambda row: "fastest" if row in best else ""
     return columns
 
 
@@ -152,9 +159,15 @@ def _table(forecast: Forecast) -> str:
     columns = _columns(forecast)
     table = [list(columns)]
     for network in forecast.networks:
+        nodes = f" in {network.nodes} nodes" if network.nodes > 1 else ""
+        table.append([f"{_count_ranks(network)}{nodes}"])
         rows = forecast.of(network.world_size)
-        table += [[], *([cell(row) for cell in columns.values()] for row in rows)]
+        table += ([cell(row) for cell in columns.values()] for row in rows)
     return align(table)
+
+
+def _count_ranks(network: Network) -> str:
+    return f"{network.world_size} rank{'' if network.world_size == 1 else 's'}"
 
 
 def _verdict(forecast: Forecast, network: Network, choice: Choice) -> str:
@@ -162,13 +175,18 @@ def _verdict(forecast: Forecast, network: Network, choice: Choice) -> str:
     if network.world_size == 1:
         return "1 rank: there is nothing to reduce."
     rows = {row.algorithm: row for row in forecast.of(network.world_size) if row.is_in_engine}
-    best = fastest(list(rows.values()))
+    best, taken = fastest(list(rows.values())), rows[choice.algorithm]
     text = f"`auto` takes {choice.algorithm}: {choice.reason}."
-    if _time_s(best) < 0.99 * _time_s(rows[choice.algorithm]):
-        text += f" {best.algorithm} is predicted to be faster."
+    if _time_s(best) < 0.99 * _time_s(taken):
+        what = "an all-reduce" if best.step is None else "a step"
+        text += (
+            f" It goes by bytes and order, and knows neither these links nor their wiring, over "
+            f"which {what} by {best.algorithm} is predicted to take {_ms(_time_s(best))} ms "
+            f"instead of {_ms(_time_s(taken))}: name it, and measure both."
+        )
     if network.nodes > 1:
         text += " (It drives one process and knows of no nodes.)"
-    return _wrap(f"{network.world_size} ranks: ", text)
+    return _wrap(f"{_count_ranks(network)}: ", text)
 
 
 def _legend(forecast: Forecast) -> str:

@@ -157,7 +157,7 @@ def plan_buckets(
     items = [(numel * ITEM_BYTES, 0) for numel in tensors]
     caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
     buckets: list[list[int]] = load.engine().plan_buckets(
-        items, list(order), caps["first_bucket_mb"], caps["bucket_cap_mb"]
+        items, list(order), min(caps.values()), caps["bucket_cap_mb"]
     )
     return buckets
 

@@ -1,0 +1,67 @@
+"""Names that a caller chooses from, and what is said of one that is not among them.
+
+Without torch: the command line shows them in its help.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from pyringar.errors import ArgumentError
+
+__all__ = ["ALGORITHMS", "BATCHNORMS", "ORDERS", "check_choice", "did_you_mean", "kind_of"]
+
+ALGORITHMS = ("auto", "fused", "direct", "ring", "sharded", "naive")
+ORDERS = ("any", "rank")
+BATCHNORMS = ("local", "sync")
+
+# What other libraries call it.
+_ALSO_CALLED = {
+    **{"avg": "mean", "average": "mean", "add": "sum", "plus": "sum"},
+    **{"product": "prod", "mul": "prod", "multiply": "prod"},
+    **{"gpu": "cuda", "syncbn": "sync", "fp32": "float32", "fp64": "float64"},
+    **{"bf16": "bfloat16", "fp16": "float16", "half": "float16", "double": "float64"},
+}
+
+
+def did_you_mean(given: Any, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'mean'?"`` where a known name is near; else nothing.
+
+    Args:
+        given: What was passed, a string or anything else.
+        known: The names that there are.
+    """
+    if not isinstance(given, str):
+        return ""
+    word, colon, index = given.strip().lower().partition(":")  # "gpu:0"
+    near = difflib.get_close_matches(_ALSO_CALLED.get(word, word) + colon + index, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Return an argument that must be one of some strings.
+
+    Args:
+        name: Of the argument.
+        value: What was passed.
+        choices: What it may be.
+
+    Raises:
+        ArgumentError: It is none of them; names the nearest.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(
+            f"{name} is {value!r}, expected one of {', '.join(choices)}"
+            f"{did_you_mean(value, choices)}"
+        )
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value is, for messages: ``"an int"``, ``"a Tensor"``, ``"None"``."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

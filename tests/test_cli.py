@@ -1,0 +1,208 @@
+"""Does the command line answer at once, say in one line what is wrong, and end as others do?"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import pyringar
+from pyringar.cli import _COMMANDS, main
+
+COMMAND = [sys.executable, "-m", "pyringar"]
+
+WITHOUT_TORCH = """
+import sys
+from pyringar.cli import main
+
+for argv in {lines!r}:
+    try:
+        main(argv)
+    except SystemExit:
+        pass
+    heavy = {{"torch", "numpy", "matplotlib", "tqdm"}} & set(sys.modules)
+    assert not heavy, (argv, heavy)
+"""
+
+
+def run(argv: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *argv.split()], stderr=subprocess.PIPE, text=True, timeout=60, **options
+    )
+
+
+def refused(capsys: pytest.CaptureFixture[str], argv: str) -> str:
+    """The one line that a wrong command line is answered with."""
+    try:
+        status = main(argv.split())
+    except SystemExit as stopped:
+        status = stopped.code
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    return err.rstrip("\n")
+
+
+def test_help_and_wrong_arguments_wait_for_no_torch():
+    lines = [[], ["--help"], ["--version"], ["trian"], ["train", "lenet", "--rank", "2"]]
+    lines += [[name, "--help"] for name in _COMMANDS]
+    program = WITHOUT_TORCH.format(lines=lines)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_alone_it_shows_its_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == shown
+    assert all(f"\n    {name} " in shown for name in _COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"pyringar {pyringar.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["", *_COMMANDS])
+def test_help_fits_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "info",
+        "build --no-cuda",
+        "predict --model lenet --ranks 1,16 --compute-ms 120",
+        "predict --bytes 1600000000 --ranks 1024 --nodes 128 --compute-ms 1200",
+        "predict --link cpu --ranks 2 --bytes 65536",
+    ],
+)
+def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
+    """Those of train, trace and check: in the tests of these."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(argv.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    too_long = [line for line in lines if len(line) > 80]
+    assert [line for line in too_long if not re.search(r"[ (]/", line)] == []  # but for paths
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("trian", "pyringar: COMMAND is 'trian', expected one of train, "),
+        ("trian", "; did you mean 'train'?"),
+        ("--frobnicate", "pyringar: there is no option --frobnicate (pyringar --help)"),
+        ("info --jsn", "pyringar info: there is no option --jsn; did you mean '--json'?"),
+        ("info now", "pyringar info: 'now' is one argument too many"),
+        ("train lenet --rank 3", "pyringar train: there is no option --rank; did you mean '--rank"),
+        ("train lenet --rank=3", "there is no option --rank; did you mean '--ranks'?"),
+        ("predict --bandwidth 3", "there is no option --bandwidth; did you mean '--bandwidth-gbps"),
+        ("train lenet --ranks", "pyringar train: --ranks: expected one argument"),
+        ("train lenet --ranks two", "pyringar train: --ranks is 'two', expected a whole number"),
+        ("train lenet --lr fast", "pyringar train: --lr is 'fast', expected a number"),
+        ("train", "pyringar train: the following arguments are required: model"),
+        ("train lenett", "pyringar train: model is 'lenett', expected one of lenet, resnet18; did"),
+        ("train lenet --allreduce rings", "--allreduce is 'rings', expected one of auto, fused, "),
+        ("train lenet --dtype bf16", "did you mean 'bfloat16'?"),
+        ("train lenet --ranks 0", "pyringar train: --ranks is 0, expected a whole number, 1 or"),
+        ("train lenet --batch-size 0", "pyringar train: --batch-size is 0, expected"),
+        ("train lenet --max-inflight -1", "--max-inflight is -1, expected a whole number, 0 or"),
+        ("train lenet --devices gpu:0", "pyringar train: --devices[0] is 'gpu:0', expected a"),
+        ("train lenet --devices gpu:0", "did you mean 'cuda:0'?"),
+        ("train lenet --width 3", "pyringar train: --width is 3, but the model is lenet"),
+        ("predict --bytes 8 --model lenet", "pyringar predict: --model: not allowed with"),
+        ("predict --ranks 0", "pyringar predict: --ranks is '0', expected whole numbers"),
+        ("trace /no/such.json", "/no/such.json"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_flag(argv, message, capsys):
+    line = refused(capsys, argv)
+    assert message in line
+    assert "ArgumentError" not in line
+
+
+def test_json_is_one_document_on_stdout(capsys):
+    for argv in ("info --json", "build --no-cuda --json", "predict --ranks 2 --bytes 64 --json"):
+        assert main(argv.split()) == 0
+        assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_only_our_own_news_are_logged(caplog):
+    main(["build", "--no-cuda"])
+    caplog.clear()
+    logging.getLogger("torch._subclasses").info("FakeTensor cache stats:")
+    assert not caplog.records
+    assert logging.getLogger("pyringar").isEnabledFor(logging.INFO)
+
+
+def test_no_compiler_is_said_once(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    main(["info"])
+    assert capsys.readouterr().out.count("CXX='/no/such/compiler'") == 1
+
+
+@pytest.mark.parametrize(
+    "argv", ["--help", pytest.param("predict --ranks 2 --bytes 64", marks=pytest.mark.slow)]
+)
+def test_a_reader_that_has_enough_ends_it_quietly(argv):
+    """As `pyringar predict | head -0`; the pipe is closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = run(argv, stdout=pipe)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = run("--help", stdout=full)
+    assert done.stderr == "pyringar: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_closed_stdout_is_no_error():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m pyringar --version >&-"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (KeyboardInterrupt(), 130, "pyringar info: interrupted"),
+        (pyringar.BuildError("no engine"), 1, "pyringar info: no engine"),
+        (pyringar.ArgumentError("json is odd"), 2, "pyringar info: --json is odd"),
+        (pyringar.ArgumentError("json_is odd"), 2, "pyringar info: json_is odd"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "pyringar info: /x: Permission denied"),
+        (
+            OSError(12, "Cannot allocate memory"),
+            1,
+            "pyringar info: [Errno 12] Cannot allocate memory",
+        ),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_what_ends_a_command_is_told_in_one_line(error, status, line, capsys, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("pyringar.cli.info.gather", fail)
+    monkeypatch.setattr("pyringar.cli._forget_stdout", lambda: None)
+    assert main(["info"]) == status
+    assert capsys.readouterr() == ("", f"{line}\n" if line else "")
