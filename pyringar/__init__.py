@@ -7,49 +7,54 @@
     with pr.Communicator(["cpu"] * 4) as comm:
         comm.all_reduce_coalesced(gradients)              # gradients[rank][i]
 
-The engine is C++, built by the first call for this very processor and kept in a cache; importing
-builds and loads nothing.
+The engine is C++, built by the first call for this very processor and kept in a cache. Importing
+pyringar builds and loads nothing, not even torch: every name is imported when it is first used.
 
-Three packages are imported when they are first used: ``pr.distributed``, the backend ``ringar`` of
-torch.distributed and several machines (:mod:`pyringar.distributed`); ``pr.train``, trainers for
-LeNet and ResNet-18 (:mod:`pyringar.train`); ``pr.predict``, times on machines that you do not have
-(:mod:`pyringar.predict`). What calls return: :mod:`pyringar.parallel.bucketer` (statistics of a
-step), :mod:`pyringar.parallel.optimizer`, :mod:`pyringar.grading.grader` (a verdict per property),
-:mod:`pyringar.train.trace`.
+Three packages: ``pr.distributed``, the backend ``ringar`` of
+torch.distributed and several machines (`pyringar.distributed`); ``pr.train``, trainers for
+LeNet and ResNet-18 (`pyringar.train`); ``pr.predict``, times on machines that you do not have
+(`pyringar.predict`). What calls return: `pyringar.parallel.bucketer` (statistics of a
+step), `pyringar.parallel.optimizer`, `pyringar.grading.grader` (a verdict per property),
+`pyringar.train.trace`. For teaching: `pyringar.figures` (pictures in a line or two),
+`pyringar.comm.ring_schedule` (the ring's messages).
 """
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pyringar.comm.communicator import Communicator, Work, allreduce
-from pyringar.comm.process_communicator import ProcessCommunicator
-from pyringar.comm.shared_tensors import shared_empty
-from pyringar.comm.topology import Plan, Topology
-from pyringar.errors import (
-    ArgumentError,
-    BuildError,
-    CollectiveTimeout,
-    CompilerNotFoundError,
-    CudaError,
-    PeerLostError,
-    RingarError,
-    UnsupportedError,
-)
-from pyringar.grading.grader import check_allreduce
-from pyringar.parallel.bucketer import GradientBucketer
-from pyringar.parallel.module import DataParallel
-from pyringar.parallel.replicate import replicate
-from pyringar.parallel.shards import (
-    check_replicas_equal,
-    evaluate_accuracy_gpus,
-    get_params,
-    split_batch,
-)
+from pyringar.lazy import lazy_names
 
 __version__ = "0.1.0"
+
+# The public names, by the module that defines them.
+_HOMES = {
+    "comm.communicator": ["allreduce", "Communicator", "Work"],
+    "comm.process_communicator": ["ProcessCommunicator"],
+    "comm.shared_tensors": ["shared_empty"],
+    "comm.topology": ["Plan", "Topology"],
+    "parallel.bucketer": ["GradientBucketer"],
+    "parallel.module": ["DataParallel"],
+    "parallel.replicate": ["replicate"],
+    "parallel.shards": [
+        "check_replicas_equal",
+        "evaluate_accuracy_gpus",
+        "get_params",
+        "split_batch",
+    ],
+    "grading.grader": ["check_allreduce"],
+    "errors": [
+        "RingarError",
+        "ArgumentError",
+        "UnsupportedError",
+        "BuildError",
+        "CompilerNotFoundError",
+        "CudaError",
+        "CollectiveTimeout",
+        "PeerLostError",
+    ],
+}
+_SUBPACKAGES = ("distributed", "figures", "predict", "train")
 
 __all__ = [
     "ArgumentError",
@@ -77,25 +82,40 @@ __all__ = [
     "split_batch",
 ]
 
-_SUBPACKAGES = ("distributed", "predict", "train")
-
 
 def __dir__() -> list[str]:
     """Return the public names, without the modules that importing them has set here."""
     return [*__all__, *_SUBPACKAGES, "__version__"]
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import distributed as distributed
+    from pyringar import figures as figures
     from pyringar import predict as predict
     from pyringar import train as train
+    from pyringar.comm.communicator import Communicator, Work, allreduce
+    from pyringar.comm.process_communicator import ProcessCommunicator
+    from pyringar.comm.shared_tensors import shared_empty
+    from pyringar.comm.topology import Plan, Topology
+    from pyringar.errors import (
+        ArgumentError,
+        BuildError,
+        CollectiveTimeout,
+        CompilerNotFoundError,
+        CudaError,
+        PeerLostError,
+        RingarError,
+        UnsupportedError,
+    )
+    from pyringar.grading.grader import check_allreduce
+    from pyringar.parallel.bucketer import GradientBucketer
+    from pyringar.parallel.module import DataParallel
+    from pyringar.parallel.replicate import replicate
+    from pyringar.parallel.shards import (
+        check_replicas_equal,
+        evaluate_accuracy_gpus,
+        get_params,
+        split_batch,
+    )
 else:  # a type checker would take every name for one that exists
-
-    def __getattr__(name: str) -> ModuleType:
-        """Import a subpackage when it is first used."""
-        if name in _SUBPACKAGES:
-            try:
-                return importlib.import_module(f"{__name__}.{name}")
-            except UnsupportedError as error:  # `distributed`, where torch has none
-                raise AttributeError(f"pyringar.{name}: {error}") from error
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = lazy_names(__name__, _HOMES, _SUBPACKAGES)

@@ -1,6 +1,6 @@
 """Every exception pyringar raises on purpose, and nothing else.
 
-All derive from :class:`RingarError`, and each also from the built-in class that
+All derive from `RingarError`, and each also from the built-in class that
 callers already catch for that kind of mistake.
 """
 

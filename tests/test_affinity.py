@@ -6,14 +6,14 @@ import os
 import sys
 
 import pytest
-from programs import run_programs
+from programs import run_fresh
 
 CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs Linux and two cores")
 
 PRELUDE = """
 import os, torch, pyringar as pr
-LARGE = 1 << 23
+LARGE = 1 << 21
 def threads():
     return {int(t) for t in os.listdir("/proc/self/task")}
 def reduce(comm, **options):
@@ -28,11 +28,11 @@ def reduce(comm, **options):
 
 def run(code: str, **environment: str) -> None:
     """In a process of its own: masks are inherited, and OpenMP reads its variables once."""
-    [done] = run_programs(PRELUDE + code, [], timeout_s=300, **environment)
+    done = run_fresh(PRELUDE + code, timeout_s=300, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("has_helpers", [False, True])
+@pytest.mark.parametrize("has_helpers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_threads_stay_on_the_cores_that_are_left(has_helpers):
     run(
         f"""
@@ -55,6 +55,7 @@ assert any(os.sched_getaffinity(t) != {{{CORES[1]}}} for t in threads() - before
     )
 
 
+@pytest.mark.slow
 def test_openmp_binds_its_own_threads_and_not_the_process():
     run(
         """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import subprocess
 import sys
 import time
 import weakref
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from programs import run_programs
 
 import pyringar as pr
 
@@ -153,13 +153,36 @@ assert not comm._in_flight
 """
 
 
-@pytest.mark.parametrize("where", ["ranks in one process", "one rank"])
+@pytest.mark.parametrize(
+    "where", ["ranks in one process", pytest.param("one rank", marks=pytest.mark.slow)]
+)
 def test_an_interrupt_of_the_call_that_starts_it(where):
     """Python raises it when the engine has returned, before the caller has the work."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, where], capture_output=True, text=True, timeout=60
-    )
+    [done] = run_programs(INTERRUPTED, [where])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_works_that_end_while_another_begins(make_comm):
+    """As in another thread that gets its turn while garbage is collected."""
+    comm = make_comm(2)
+    works: list[pr.Work] = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            if works:
+                works.pop().wait()
+
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        for _ in range(3000):
+            works.append(comm.all_reduce([torch.ones(1), torch.ones(1)], async_op=True))
+            Garbage()
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")

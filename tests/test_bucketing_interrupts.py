@@ -84,7 +84,11 @@ def at_every_line(error: type[BaseException], *, at_least: int) -> Iterator[Inte
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize(
     ("overlap", "replaces", "at_least"),
-    [(True, False, 100), (False, False, 100), (True, True, 150)],
+    [
+        (True, False, 100),
+        pytest.param(False, False, 100, marks=pytest.mark.slow),
+        pytest.param(True, True, 150, marks=pytest.mark.slow),
+    ],
 )
 def test_wait_may_be_called_again_wherever_it_was_interrupted(overlap, replaces, at_least, error):
     """Nobody has counted the gradients of parameters that were replaced: wait() finds them."""

@@ -81,7 +81,7 @@ class TestGetParams:
             get_params([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], "cpu")
 
     def test_something_that_is_no_tensor_is_refused(self):
-        with pytest.raises(ArgumentError, match=r"params\[0\] is float"):
+        with pytest.raises(ArgumentError, match=r"params\[0\] is a float"):
             get_params([1.0], "cpu")
 
 
@@ -133,7 +133,7 @@ class TestSplit:
             (torch.tensor(1.0), torch.zeros(1), cpus(2), None, r"shape \(\) and y \(1,\)"),
             (torch.zeros(3), torch.zeros(3), [], None, "devices is empty"),
             (torch.zeros(3), torch.zeros(3), ["cuda:9"], None, r"'cuda:9'.*there are: cpu"),
-            (torch.zeros(3), torch.zeros(3), cpus(2), [1], r"weights has 1 entries \(\[1\]\)"),
+            (torch.zeros(3), torch.zeros(3), cpus(2), [1], r"weights has 1 entry \(\[1\]\)"),
             (torch.zeros(3), torch.zeros(3), cpus(2), [1, -2], r"weights\[1\] is -2"),
             (torch.zeros(3), torch.zeros(3), cpus(2), [1, float("nan")], r"weights\[1\] is nan"),
             (torch.zeros(3), torch.zeros(3), cpus(2), [float("inf"), 1], r"weights\[0\] is inf"),
@@ -229,7 +229,7 @@ class TestEvaluate:
             evaluate_accuracy_gpus([lambda s: torch.zeros(len(s), 1, 2)], one)
         with pytest.raises(ArgumentError, match="split_f gave 1 and 1 shards"):
             evaluate_accuracy_gpus([scores] * 2, one, lambda x, y, d: ([x], [y]))
-        with pytest.raises(ArgumentError, match=r"devices has 1 entries.*2 replicas"):
+        with pytest.raises(ArgumentError, match=r"devices has 1 entry.*2 replicas"):
             evaluate_accuracy_gpus([scores] * 2, one, devices=["cpu"])
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import distributed_faults
 import distributed_training
 import pytest
 import torch
+from programs import run_fresh, run_programs
 from ranks import Died, Failed, run_cases, run_group
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,37 +174,24 @@ x = torch.tensor([1.0 + rank])
 dist.all_reduce(x)
 assert x.item() == 3.0
 dist.all_reduce(x, async_op=True).wait()
+"""
+TRAIN = """
 torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))(x.expand(2)).sum().backward()
 """
 
 
-def run_scripts(make: Callable[[int], list[str]], cwd: Path) -> list[tuple[int, str]]:
-    """Exit code and standard error of two processes."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(make(r), cwd=cwd, env=env, **pipes) for r in range(2)]
-    try:
-        outputs = [p.communicate(timeout=60)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-    return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
-
-
-@pytest.mark.parametrize("how", EXITS)
+@pytest.mark.parametrize(
+    "how", ["not_destroyed", *(pytest.param(how, marks=pytest.mark.slow) for how in [*EXITS][1:])]
+)
 def test_exit(how, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(START + EXITS[how])
-    found = run_scripts(
-        lambda rank: [sys.executable, str(script), str(rank), str(tmp_path / "store")], tmp_path
-    )
-    for code, text in found:
-        assert code == 0, text
-        assert "Traceback" not in text, text
-        assert "terminate called" not in text, text
+    ranks = [(rank, tmp_path / "store") for rank in range(2)]
+    for done in run_programs(START + TRAIN + EXITS[how], *ranks):
+        assert done.returncode == 0, done
+        assert "Traceback" not in done.stdout + done.stderr
+        assert "terminate called" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_BACKEND_IN_PYTHON, reason="torch looks for entry points from 2.14 on")
 def test_installed_package_needs_no_import(tmp_path):
     """Metadata as `pip install` writes it, beside the checkout on the path."""
@@ -220,8 +205,6 @@ def test_installed_package_needs_no_import(tmp_path):
     script = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})" + START.replace(
         "import pyringar.distributed\n", ""
     )
-    (tmp_path / "script.py").write_text(script)
-    found = run_scripts(
-        lambda rank: [sys.executable, "script.py", str(rank), str(tmp_path / "store")], tmp_path
-    )
-    assert [code for code, _ in found] == [0, 0], found
+    with ThreadPoolExecutor(2) as both:
+        ranks = [both.submit(run_fresh, script, rank, tmp_path / "store") for rank in range(2)]
+    assert [rank.result().returncode for rank in ranks] == [0, 0], [r.result() for r in ranks]

@@ -9,6 +9,8 @@ from programs import programs, run_programs
 
 from pyringar.engine import load
 
+SLOW = pytest.mark.slow
+
 CLOSING = """
 import os, sys
 from pyringar.comm.exits import close_at_exit, is_inherited
@@ -123,7 +125,14 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("how", "size"), [("end", 1), ("end", 2), ("exit", 2), ("destroy", 2), ("use", 2)]
+    ("how", "size"),
+    [
+        ("end", 2),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in (("end", 1), ("use", 2), ("exit", 2), ("destroy", 2))
+        ),
+    ],
 )
 def test_a_forked_child_ends_and_its_parent_goes_on(how, size, tmp_path):
     ranks = [(rank, size, tmp_path / "store", how) for rank in range(size)]
@@ -217,7 +226,12 @@ HOWS = ["communicator", "group", "gloo's", "machines"]
 
 
 @pytest.mark.parametrize(
-    ("how", "end"), [*((how, "raise") for how in HOWS), *((how, "exit") for how in HOWS[1:])]
+    ("how", "end"),
+    [
+        *((how, "raise") for how in HOWS[:2]),
+        *(pytest.param(how, "raise", marks=SLOW) for how in HOWS[2:]),
+        *(pytest.param(how, "exit", marks=SLOW) for how in HOWS[1:]),
+    ],
 )
 def test_a_program_that_fails_waits_for_nobody(how, end, tmp_path):
     """Its peers hear of it now, and not when a call that they never join is late.
@@ -233,7 +247,7 @@ def test_a_program_that_fails_waits_for_nobody(how, end, tmp_path):
     assert ("ranks [0] of the other machines" if how == "machines" else "rank 0 (process") in output
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [*HOWS[:2], *(pytest.param(how, marks=SLOW) for how in HOWS[2:])])
 def test_a_program_that_ends_waits_for_a_peer_that_is_a_little_late(how, tmp_path):
     with ending(tmp_path, how, "end") as (first, late):
         assert first.stdout.readline() == "ends\n"
@@ -285,7 +299,11 @@ step()
 
 @pytest.mark.parametrize(
     ("why", "error"),
-    [("refused", "checkpointing"), ("unnoticed", "checkpointing"), ("failed", "in backward")],
+    [
+        pytest.param("refused", "checkpointing", marks=SLOW),
+        pytest.param("unnoticed", "checkpointing", marks=SLOW),
+        ("failed", "in backward"),
+    ],
 )
 def test_a_backward_pass_that_failed_does_not_crash_the_exit(why, error):
     """What it leaves behind holds Python objects, and torch 2.15 keeps it until Python is gone."""

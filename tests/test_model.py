@@ -1,7 +1,7 @@
 """Are the staged and ring programs right in every interleaving, and are planted bugs refuted?
 
 tests/cpp/model runs the templates of csrc/core on engines that record, and tries every order in
-which what they do can reach memory. One build, many small runs; longer lists of calls are slow.
+which what they do can reach memory. One build, many small runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from test_stress import BASE_FLAGS, COMPILE_TIMEOUT_S, JOBS, compile_all, require, run
+
+pytestmark = pytest.mark.slow  # the build is
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/cpp/model"
@@ -124,20 +126,17 @@ def test_three_staged_calls_of_three_ranks_on_one_path(check: Check) -> None:
     prove(check, mixes(STAGED, 3), ranks=3, base=WRAPS, reduction="all")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_three_staged_calls_of_three_ranks(check: Check) -> None:
     prove(check, mixes(STAGED, 3), ranks=3, base=WRAPS)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_four_staged_calls(check: Check) -> None:
     prove(check, mixes(pieces("direct", "exchange", most=4), 3), base=WRAPS)
     prove(check, mixes(STAGED, 4), base=WRAPS)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_four_ranks(check: Check) -> None:
     prove(check, [*pieces("direct", "exchange", most=2), *mixes(SINGLE, 2)], ranks=4, base=WRAPS)
@@ -216,7 +215,6 @@ def test_ring_phases_after_each_other(check: Check) -> None:
     prove(check, ["scatter:1,gather:1,ring:1"], ranks=3, base=WRAPS)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_long_rings(check: Check) -> None:
     prove(check, mixes(pieces("ring", "scatter", "gather"), 2), base=WRAPS)
@@ -460,7 +458,6 @@ def test_reductions_agree_on_planted_bugs(check: Check, bug: str, calls: str) ->
     assert [v.is_proved for v in verdicts(check, calls, base=-2, bug=bug)] == [False] * 3
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 @pytest.mark.parametrize("calls", ["exchange:2", "direct:2", "exchange:1,exchange:1", "ring:2"])
 def test_reductions_agree_on_longer_calls(check: Check, calls: str) -> None:
@@ -482,7 +479,6 @@ def test_neither_proved_nor_refuted(check: Check) -> None:
         assert text in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S)
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_no_warnings(compiler: str) -> None:

@@ -60,7 +60,10 @@ def kill_in_call(crew: Crew, dead: int, phase: str, function: Function, **argume
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(("world_size", "dead"), [(2, 0), (2, 1), (3, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "dead"),
+    [(2, 0), (3, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (4, 3)))],
+)
 def test_killed(joined_crew, world_size, dead, phase):
     crew = joined_crew(world_size)
     crew.run(reduce, calls=2)
@@ -201,7 +204,9 @@ def assert_timed_out(outcomes: list[Outcome], late: int, crew: Crew, timeout_s: 
 
 
 @pytest.mark.parametrize("phase", [p for p in PHASES if p != "reduce"])
-@pytest.mark.parametrize(("world_size", "stopped"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(
+    ("world_size", "stopped"), [pytest.param(2, 1, marks=pytest.mark.slow), (3, 0)]
+)
 def test_stopped(joined_crew, world_size, stopped, phase):
     timeout_s = 1.0
     crew = joined_crew(world_size, timeout=timeout_s)
@@ -370,7 +375,7 @@ def kill_while_calling(crew: Crew, dead: int, choice: python_random.Random) -> N
 @pytest.mark.parametrize(
     "count",
     [
-        10,
+        pytest.param(10, marks=pytest.mark.slow),
         pytest.param(200, marks=[pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]),
     ],
 )

@@ -72,9 +72,18 @@ def test_a_million(state, dtype):
     return check_all(state, dtype, [1_000_003], ["mean"])
 
 
+EACH_TIME = (torch.float32, torch.bfloat16, torch.int8)
+
+
 @pytest.mark.slow
 @on_ranks(*WORLD_SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(d, marks=[] if d in EACH_TIME else pytest.mark.thorough, id=str(d))
+        for d in DTYPES
+    ],
+)
 def test_all_borders_and_millions(state, dtype):
     borders = [n * exchange_bytes() for n in (1, 2, 4, 8, 32, 40)]
     sizes = [b // dtype.itemsize + d for b in borders for d in (-1, 0, 1)] + [3_000_017]

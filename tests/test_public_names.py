@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 
@@ -9,7 +11,7 @@ import pytest
 
 import pyringar as pr
 
-SUBPACKAGES = {"distributed": "ddp_hook", "predict": "predict", "train": "train"}
+SUBPACKAGES = {"distributed": "ddp_hook", "figures": "draw", "predict": "predict", "train": "train"}
 
 FIRST_USE = """
 import sys
@@ -49,7 +51,7 @@ sys.exit(main(["build", "--help"]))
     ("missing", "has_distributed"),
     [
         ("torch.distributed.is_available = lambda: False", False),
-        ("sys.modules['platformdirs'] = None", True),
+        pytest.param("sys.modules['platformdirs'] = None", True, marks=pytest.mark.slow),
     ],
 )
 def test_commands_and_trainers_need_no_more_than_they_use(missing, has_distributed):
@@ -59,10 +61,28 @@ def test_commands_and_trainers_need_no_more_than_they_use(missing, has_distribut
 
 
 def test_dir_shows_what_is_public():
+    assert all(hasattr(pr, name) for name in dir(pr))
     shown = {name for name in dir(pr) if not name.startswith("_")}
     assert shown == {*pr.__all__, *SUBPACKAGES}
     assert {"comm", "engine", "parallel"} <= set(vars(pr)), "else this test shows nothing"
-    assert all(hasattr(pr, name) for name in dir(pr))
+
+
+def docs_of(obj: object) -> list[str]:
+    """The docstrings of a public object that are ours, its own and its methods'."""
+    members = vars(obj).values() if inspect.isclass(obj) else ()
+    functions = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
+    return [doc for found in (obj, *functions) if (doc := getattr(found, "__doc__", None))]
+
+
+@pytest.mark.parametrize("package", ["", *SUBPACKAGES])
+def test_help_is_plain_text(package):
+    """``help()`` shows docstrings as they are: no markup, nothing to look up elsewhere."""
+    module = getattr(pr, package) if package else pr
+    public = [module, *(getattr(module, name) for name in module.__all__)]
+    docs = [doc for found in public for doc in docs_of(found)]
+    assert len(docs) > 5
+    for doc in docs:
+        assert not re.search(r":\w+:`|: As (there|in `)", doc), doc
 
 
 def test_other_names_are_an_attribute_error():

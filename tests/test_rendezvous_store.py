@@ -230,16 +230,16 @@ def descriptor(kind: str):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("fifo", "is not the shared memory"),
-        ("zero", "is not the shared memory"),
-        ("socket", "cannot open"),
-        ("folder", "cannot open"),
-        ("file", "is not the shared memory"),
         ("unsealed", "is not the shared memory"),
         ("small", "is not the shared memory"),
-        ("read-only", "cannot"),
         ("empty", "another group's, or none of ours"),
         ("closed", "cannot open"),
+        pytest.param("fifo", "is not the shared memory", marks=pytest.mark.slow),
+        pytest.param("zero", "is not the shared memory", marks=pytest.mark.slow),
+        pytest.param("socket", "cannot open", marks=pytest.mark.slow),
+        pytest.param("folder", "cannot open", marks=pytest.mark.slow),
+        pytest.param("file", "is not the shared memory", marks=pytest.mark.slow),
+        pytest.param("read-only", "cannot", marks=pytest.mark.slow),
     ],
 )
 def test_a_descriptor_that_is_no_segment(store_port, kind, words):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from ranks import HERE
+from fork_server import HERE
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux"),

@@ -257,7 +257,10 @@ def on_rank_storms(state, seed: int, seconds: float) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("seed", "seconds"),
-    [(7, 6.0), *(pytest.param(seed, 120.0, marks=LONG_RUN) for seed in range(8, 12))],
+    [
+        pytest.param(7, 6.0, marks=pytest.mark.slow),
+        *(pytest.param(seed, 120.0, marks=LONG_RUN) for seed in range(8, 12)),
+    ],
 )
 def test_threads_alarms_forks_and_closes(new_crew, seed, seconds):
     crew = new_crew(1)

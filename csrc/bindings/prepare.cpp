@@ -18,7 +18,7 @@ class Sequence {
            Py_ssize_t expected, const char* per) {
     PyObject* raw = object.ptr();
     if (!PyList_Check(raw) && !PyTuple_Check(raw)) {
-      fail(ErrorKind::kArgument, operation, ": ", argument, " is a ", Py_TYPE(raw)->tp_name,
+      fail(ErrorKind::kArgument, operation, ": ", argument, " is ", kind_of(raw),
            ", expected a list or tuple with one ", per);
     }
     // A tuple, which is the caller's own or a new one: a list could change under us while the GIL
@@ -26,8 +26,8 @@ class Sequence {
     items_ = py::reinterpret_steal<py::tuple>(PySequence_Tuple(raw));
     if (!items_) throw_python_error();
     if (expected >= 0 && size() != expected) {
-      fail(ErrorKind::kArgument, operation, ": ", argument, " has ", size(), " entries, expected ",
-           expected, ", one ", per);
+      fail(ErrorKind::kArgument, operation, ": ", argument, " has ", size(),
+           size() == 1 ? " entry" : " entries", ", expected ", expected, ", one ", per);
     }
   }
 

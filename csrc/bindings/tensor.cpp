@@ -8,6 +8,7 @@
 #include <array>
 #include <chrono>
 #include <numeric>
+#include <string_view>
 
 #include "core/error.h"
 
@@ -251,11 +252,18 @@ std::string ArgName::text() const {
   return join(argument, "[", index, "]");
 }
 
+std::string kind_of(PyObject* object) {
+  if (object == Py_None) return "None";
+  const std::string_view name = Py_TYPE(object)->tp_name;
+  const bool begins_with_vowel = name.find_first_of("aeiouAEIOU") == 0;
+  return join(begins_with_vowel ? "an " : "a ", name);
+}
+
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view) {
   const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   if (api == nullptr) {
-    fail(ErrorKind::kArgument, operation, ": ", name.text(), " is a ", Py_TYPE(object)->tp_name,
-         ", expected a torch.Tensor");
+    fail(ErrorKind::kArgument, operation, ": ", name.text(), " is ", kind_of(object),
+         ", expected a tensor, or an array of NumPy or CuPy");
   }
   dlpack::Tensor raw{};
   if (api->dltensor_from_py_object(object, &raw) != 0) refuse_layout(object, operation, name);

@@ -47,6 +47,9 @@ struct ArgName {
   std::string text() const;
 };
 
+// What an object is, for messages: "None", "an int", "a list".
+std::string kind_of(PyObject* object);
+
 // Into a view where it is to stay: copying one that was just written costs as much as reading it.
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view);
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
+from pyringar.choices import did_you_mean, kind_of
 from pyringar.errors import ArgumentError
 
 __all__ = [
     "DTYPES",
     "OPS",
-    "ORDERS",
     "REDUCE_OPS",
-    "check_choice",
     "check_list",
     "check_plan",
     "check_ring_order",
@@ -26,7 +25,6 @@ __all__ = [
 REDUCE_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
 """The engine's names, by those of torch.distributed.ReduceOp."""
 OPS = tuple(REDUCE_OPS.values())
-ORDERS = ("any", "rank")
 # What the engine reduces.
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -46,19 +44,14 @@ def op_name(op: Any) -> str:
             for theirs, ours in REDUCE_OPS.items():
                 if op == getattr(c10d, theirs):
                     return ours
-    raise ArgumentError(f"op is {op!r}, expected one of {', '.join(OPS)} or its ReduceOp")
+    raise ArgumentError(
+        f"op is {op!r}, expected one of {', '.join(OPS)} or its ReduceOp{did_you_mean(op, OPS)}"
+    )
 
 
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
     """Return whether it is an integer from ``least`` to ``most``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Return an argument that must be one of some strings."""
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-    return value
 
 
 def check_timeout(timeout: Any) -> float:
@@ -80,7 +73,7 @@ def check_list(tensors: Any) -> None:
     """Refuse what one rank gives to all_reduce_coalesced and is no list."""
     if not isinstance(tensors, (list, tuple)):
         raise ArgumentError(
-            f"all_reduce_coalesced: tensors is a {type(tensors).__name__}, expected a list"
+            f"all_reduce_coalesced: tensors is {kind_of(tensors)}, expected a list of tensors"
         )
 
 

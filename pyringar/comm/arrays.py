@@ -15,7 +15,7 @@ __all__ = ["as_tensor", "as_tensors", "is_array"]
 
 
 def is_array(value: Any) -> bool:
-    """Return whether it is no tensor, but something that :func:`as_tensor` takes."""
+    """Return whether it is no tensor, but something that `as_tensor` takes."""
     return not isinstance(value, Tensor) and (
         hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
     )

@@ -39,7 +39,7 @@ _TABLE = {
 
 
 def depends_on_size(place: str, order: str) -> bool:
-    """Say whether :func:`choose` looks at the number of bytes there."""
+    """Say whether `choose` looks at the number of bytes there."""
     return len(_TABLE[order][place]) > 1
 
 

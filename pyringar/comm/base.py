@@ -111,24 +111,34 @@ class EngineCommunicator(Closing):
     # before it returns. Without a lock: a signal handler may come in between, and a fork.
     _in_flight: dict[Any, object]
 
-    def _begun(self, native: Any) -> Work:
-        """Return the work for one of the engine's; let go of the tensors of those that are done."""
-        for other in tuple(self._in_flight):
+    _is_closed = False
+
+    def _begun(self, native: Any, *call: str) -> Work:
+        """Return the work for one of the engine's; let go of the tensors of those that are done.
+
+        Args:
+            native: That work.
+            *call: The call's name, reduction and algorithm, as far as it has them.
+        """
+        # list() is one step of the interpreter's; tuple() may collect garbage in the middle of it,
+        # and other threads take works out then.
+        for other in list(self._in_flight):
             if other.is_completed():
                 self._in_flight.pop(other, None)
-        return Work(native, self._in_flight)
+        return Work(native, self._in_flight, *call)
 
     def close(self) -> None:
         """Wait for what runs in the background, then end all threads. May be called again.
 
-        Everything else raises :class:`RingarError` from then on, and other processes of the group
-        that go on calling get a :class:`PeerLostError`.
+        Everything else raises `RingarError` from then on, and other processes of the group
+        that go on calling get a `PeerLostError`.
 
         Signals are looked at meanwhile. What a handler raises, such as KeyboardInterrupt, ends the
         wait: calls that have not begun fail, the other processes are told, and the next close()
         waits for the rest. A handler may close a communicator for which this thread waits: the
         call then fails when the handler has returned, and the other processes are told at once.
         """
+        self._is_closed = True
         if self._group.close():
             self._in_flight.clear()
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import ALGORITHMS, ORDERS, check_choice
 from pyringar.comm import arrays, reference
 from pyringar.comm.arguments import (
-    ORDERS,
-    check_choice,
     check_plan,
     check_ring_order,
     check_root,
@@ -26,14 +25,15 @@ from pyringar.comm.arguments import (
 from pyringar.comm.auto import choose, depends_on_size
 from pyringar.comm.base import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
+from pyringar.comm.plain_group import PlainGroup
+from pyringar.comm.shown import never_fails
 from pyringar.comm.topology import Plan, Topology, check_devices
 from pyringar.comm.work import Work
 from pyringar.engine import load
-from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.errors import ArgumentError, CompilerNotFoundError, UnsupportedError
 
-__all__ = ["ALGORITHMS", "Communicator", "Work", "allreduce"]
+__all__ = ["Communicator", "Work", "allreduce"]
 
-ALGORITHMS = ("auto", "fused", "direct", "ring", "sharded", "naive")
 # Algorithms in plain torch. They know lists of tensors only, not the other collectives.
 _PYTHON_ALGORITHMS = ("sharded", "naive")
 
@@ -72,7 +72,8 @@ class Communicator(EngineCommunicator):
     Raises:
         ArgumentError: A device that is not there (names those that are), an unknown algorithm or
             order, or a timeout that is no positive number.
-        BuildError: A rank is on a GPU, and the CUDA engine cannot be built.
+        BuildError: The engine cannot be built, for ranks on GPUs the CUDA engine. Only if there is
+            no compiler, ``naive`` and ``sharded`` do without it, and warn.
 
     On GPUs, work starts after what is on each device's current stream, the current streams go on
     after it, and the host does not wait; ``async_op`` runs it on streams of the communicator (of
@@ -81,10 +82,10 @@ class Communicator(EngineCommunicator):
     staged: the host then waits.
 
     ``auto`` takes ``fused`` where all ranks share a memory, ``direct`` elsewhere, and between GPUs
-    in any order ``ring`` from 512 KiB on; :meth:`plan` says which, and why.
+    in any order ``ring`` from 512 KiB on; `plan` says which, and why.
 
     One communicator may be used from several threads; its collectives run one at a time. Its
-    threads start when first needed and end with :meth:`close`.
+    threads start when first needed and end with `close`.
     """
 
     def __init__(
@@ -107,7 +108,13 @@ class Communicator(EngineCommunicator):
             for name in ORDERS
         }
         self._resolve(None, None, None)
-        self._group = _make_group(self._devices, self._timeout_s)
+        try:
+            self._group = _make_group(self._devices, self._timeout_s)
+        except CompilerNotFoundError as error:
+            if self._algorithm not in _PYTHON_ALGORITHMS:
+                raise
+            logger.warning("%s runs in plain torch, without the engine: %s", algorithm, error)
+            self._group = PlainGroup(self._devices, str(error))
         self._in_flight = {}
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
 
@@ -157,8 +164,8 @@ class Communicator(EngineCommunicator):
                 towards zero.
             algorithm: Overrides the communicator's.
             order: Overrides the communicator's.
-            async_op: Return a :class:`Work` at once and reduce in the background (``naive`` and
-                ``sharded`` reduce at once); no ``resize_`` until it is done, see there.
+            async_op: Return a `Work` at once and reduce in the background (``naive`` and
+                ``sharded`` reduce at once); until it is done, no ``resize_`` of its tensors.
 
         Raises:
             ArgumentError: Names the index and value that is wrong; nothing was changed.
@@ -175,11 +182,11 @@ class Communicator(EngineCommunicator):
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
-            return self._run_in_python(chosen, [[t] for t in tensors], name, async_op)
+            return self._run_in_python("all_reduce", chosen, [[t] for t in tensors], name, async_op)
         native = self._group.all_reduce(
             tensors, name, chosen, self._in_flight if async_op else None
         )
-        return self._begun(native) if async_op else None
+        return self._begun(native, "all_reduce", name, chosen) if async_op else None
 
     def all_reduce_coalesced(
         self,
@@ -193,22 +200,22 @@ class Communicator(EngineCommunicator):
         """Reduce many tensors per rank in one call, as all gradients of all replicas.
 
         Args:
-            lists: ``lists[rank][i]``; tensor ``i`` agrees over ranks as in :meth:`all_reduce`,
+            lists: ``lists[rank][i]``; tensor ``i`` agrees over ranks as in `all_reduce`,
                 different ``i`` may differ in everything. No two share memory.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
 
-        Cost: one dispatch for all tensors; packed is only what :meth:`all_reduce` would pack.
+        Cost: one dispatch for all tensors; packed is only what `all_reduce` would pack.
         """
         chosen = self._resolve(algorithm, order, lists)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
-            return self._run_in_python(chosen, lists, name, async_op)
+            return self._run_in_python("all_reduce_coalesced", chosen, lists, name, async_op)
         native = self._group.all_reduce_coalesced(
             lists, name, chosen, self._in_flight if async_op else None
         )
-        return self._begun(native) if async_op else None
+        return self._begun(native, "all_reduce_coalesced", name, chosen) if async_op else None
 
     def reduce_scatter(
         self, outputs: TensorList, inputs: TensorList, op: Any = "sum", *, async_op: bool = False
@@ -220,7 +227,7 @@ class Communicator(EngineCommunicator):
             inputs: One tensor per rank, ``world_size * n`` elements each, left as they are; part
                 ``r`` are elements ``r * n`` to ``(r + 1) * n`` in index order.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
@@ -228,7 +235,7 @@ class Communicator(EngineCommunicator):
         native = self._group.reduce_scatter(
             outputs, inputs, op_name(op), algorithm, self._in_flight if async_op else None
         )
-        return self._begun(native) if async_op else None
+        return self._begun(native, "reduce_scatter", op_name(op), algorithm) if async_op else None
 
     def all_gather(
         self, outputs: TensorList, inputs: TensorList, *, async_op: bool = False
@@ -239,7 +246,7 @@ class Communicator(EngineCommunicator):
             outputs: One tensor per rank, ``world_size * n`` elements each.
             inputs: One tensor per rank, ``n`` elements each, left as they are.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
@@ -247,7 +254,7 @@ class Communicator(EngineCommunicator):
         native = self._group.all_gather(
             outputs, inputs, algorithm, self._in_flight if async_op else None
         )
-        return self._begun(native) if async_op else None
+        return self._begun(native, "all_gather", algorithm) if async_op else None
 
     def broadcast(
         self, tensors: TensorList, root: int = 0, *, async_op: bool = False
@@ -257,13 +264,13 @@ class Communicator(EngineCommunicator):
         Args:
             root: The rank whose tensor is copied.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
 
         Cost: one pass, ``N`` bytes read and ``(k - 1) N`` written, whatever the algorithm.
         """
         check_root(root, len(self._devices))
         native = self._group.broadcast(tensors, root, self._in_flight if async_op else None)
-        return self._begun(native) if async_op else None
+        return self._begun(native, "broadcast") if async_op else None
 
     def bind(
         self,
@@ -273,7 +280,7 @@ class Communicator(EngineCommunicator):
         algorithm: str | None = None,
         order: str | None = None,
     ) -> Callable[[], None]:
-        """Check an :meth:`all_reduce` once, to call it again and again on the same tensors.
+        """Check an `all_reduce` once, to call it again and again on the same tensors.
 
         Args:
             tensors: Kept alive by what is returned.
@@ -284,7 +291,7 @@ class Communicator(EngineCommunicator):
             again: tensors must stay as they are, so no ``resize_`` and no new ``.data`` (their
             old memory is kept alive, and would be reduced). Bind again after such a change.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
         """
         chosen = self._resolve_engine("bind", tensors, algorithm, order)
         bound: Callable[[], None] = self._group.bind(tensors, op_name(op), chosen)
@@ -321,10 +328,12 @@ class Communicator(EngineCommunicator):
                 stats[name] = {"calls": calls}
         return stats
 
+    @never_fails
     def __repr__(self) -> str:
+        closed = "closed, " if self._is_closed else ""
         return (
-            f"Communicator({self.topology}, algorithm={self._algorithm!r}, order={self._order!r}, "
-            f"timeout={self._timeout_s:g} s)"
+            f"Communicator({closed}{self.topology}, algorithm={self._algorithm!r}, "
+            f"order={self._order!r}, timeout={self._timeout_s:g} s)"
         )
 
     # -- helpers -----------------------------------------------------------------------------------
@@ -358,7 +367,7 @@ class Communicator(EngineCommunicator):
         return chosen
 
     def _run_in_python(
-        self, algorithm: str, lists: Sequence[TensorList], op: str, async_op: bool
+        self, what: str, algorithm: str, lists: Sequence[TensorList], op: str, async_op: bool
     ) -> Work | None:
         lists = [arrays.as_tensors(tensors) for tensors in lists]
         if algorithm == "sharded":
@@ -367,7 +376,7 @@ class Communicator(EngineCommunicator):
             for tensors in zip(*lists, strict=True):
                 reference.naive_all_reduce(tensors, op)
         self._python_calls[algorithm] += 1
-        return Work(None, {}) if async_op else None
+        return Work(None, {}, what, op, algorithm) if async_op else None
 
 
 def _num_bytes(data: Any) -> int:
@@ -381,7 +390,7 @@ def _num_bytes(data: Any) -> int:
 
 
 class _Default:
-    """Hold the groups behind :func:`allreduce`, made at first use."""
+    """Hold the groups behind `allreduce`, made at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may come in between
@@ -398,7 +407,7 @@ class _Default:
         return self._group
 
     def communicator(self, data: TensorList) -> Communicator | None:
-        """Return the communicator for these tensors; None: use :meth:`group`."""
+        """Return the communicator for these tensors; None: use `group`."""
         if not isinstance(data, (list, tuple)) or not data:
             return None
         # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
@@ -441,7 +450,7 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
             without overlap, on the CPU or on GPUs. The caller's own tensors are written; the list
             itself is left alone.
 
-    See :meth:`Communicator.all_reduce` for ``op`` and errors.
+    See `Communicator.all_reduce` for ``op`` and errors.
 
     Cost: what ``auto`` takes for rank order: in one memory ``fused``, one pass, ``2 k N`` bytes of
     memory traffic; between GPUs ``direct``.

@@ -63,7 +63,7 @@ def close_at_exit(
         owner: Held weakly.
         close: May be called again.
         in_child: For a child made by ``os.fork``, which may then use ``owner``. Without it the
-            child never closes or destroys ``owner``: there it is :func:`is_inherited`.
+            child never closes or destroys ``owner``: there it is `is_inherited`.
         abort: Only for what waits for other processes.
         progress: False if no call runs that may wait for other processes, else what changes as
             calls go on, such as how many there are.

@@ -80,7 +80,7 @@ class Jobs:
 
 
 class Job:
-    """A call of :class:`Jobs`; :class:`pyringar.Work` waits for it.
+    """A call of `Jobs`; `pyringar.Work` waits for it.
 
     Args:
         jobs: Where it runs.
@@ -98,7 +98,7 @@ class Job:
         self.result: Any = None  # of the call, when it has ended well
 
     def run(self) -> None:
-        """Run it, in the thread of :class:`Jobs`."""
+        """Run it, in the thread of `Jobs`."""
         try:
             self.result = self._calls.pop()()
         except BaseException as error:

@@ -106,7 +106,7 @@ class Member:
         return member
 
     def text(self) -> str:
-        """Return what :meth:`parse` reads."""
+        """Return what `parse` reads."""
         return json.dumps({"version": _VERSION, **asdict(self)})
 
     @property

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.arguments import (
-    ORDERS,
-    check_choice,
     check_list,
     check_plan,
     check_ring_order,
@@ -27,6 +26,7 @@ from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, ranks_by_node, where_nodes_are
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.shared_tensors import memory_of
+from pyringar.comm.shown import never_fails
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
@@ -66,7 +66,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         compares_shapes: Refuse tensors of other shapes than on other ranks. False: as many elements
             will do, and correspond by index; on the CPU only.
 
-    See :class:`Communicator` for ``order``.
+    See `Communicator` for ``order``.
 
     Raises:
         ArgumentError: Wrong arguments; no store; ranks on several machines (names them); a device
@@ -83,10 +83,10 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
     result, and an error names the two that differ.
 
     A store may be one that was used before: what another attempt to meet left there, by processes
-    dead or alive, is not taken for a rank of this one (:mod:`pyringar.comm.rendezvous`).
+    dead or alive, is not taken for a rank of this one.
 
     Cost: a megabyte and a half of shared memory per rank, anonymous (memfd), so that even SIGKILL
-    leaks nothing. On a GPU 64 MiB of its memory beside that, which :meth:`close` frees once the
+    leaks nothing. On a GPU 64 MiB of its memory beside that, which `close` frees once the
     other ranks have closed too.
     """
 
@@ -178,7 +178,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
     def _progress(self) -> tuple[int, int] | None:
         """Return what changes with each call, and each piece of one that any rank has done."""
-        num = sum(not native.is_completed() for native in tuple(self._in_flight))
+        num = sum(not native.is_completed() for native in list(self._in_flight))
         return (num, self._group.progress()) if num else None
 
     @property
@@ -221,10 +221,11 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self._group.check_peers(ranks)
 
     def abort(self) -> None:
-        """Fail what runs, here and on the other ranks, then :meth:`close`.
+        """Fail what runs, here and on the other ranks, then `close`.
 
-        Calls and works under way end soon with a :class:`RingarError` that names this rank.
+        Calls and works under way end soon with a `RingarError` that names this rank.
         """
+        self._is_closed = True
         if self._group.abort():
             self._in_flight.clear()
 
@@ -255,7 +256,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             PeerLostError, CollectiveTimeout: A rank is gone, or late: names it, its process, host
                 and last call. Tensors may be half reduced; the communicator refuses further calls.
 
-        See :meth:`Communicator.all_reduce` for the dtypes and the other arguments.
+        See `Communicator.all_reduce` for the dtypes and the other arguments.
 
         Where ranks' tensors lie otherwise (in other strides; registered, but at other offsets), the
         call is announced twice and the data packed in the order of its index.
@@ -270,7 +271,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         native = self._group.all_reduce(
             tensors, op_name(op), chosen, self._in_flight if async_op else None
         )
-        return self._begun(native) if async_op else None
+        return self._begun(native, "all_reduce", op_name(op), chosen) if async_op else None
 
     def all_reduce_coalesced(
         self,
@@ -283,7 +284,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
     ) -> Work | None:
         """Reduce a list; nothing is flattened, tensors are packed as they are read.
 
-        See :meth:`all_reduce` for arguments and errors.
+        See `all_reduce` for arguments and errors.
         """
         check_list(tensors)
         return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
@@ -298,12 +299,12 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             input: ``world_size * n`` elements, left as they are; part ``r``, in index order, is for
                 rank ``r``.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
         """
         native = self._group.reduce_scatter(
             output, input, op_name(op), self._in_flight if async_op else None
         )
-        return self._begun(native) if async_op else None
+        return self._begun(native, "reduce_scatter", op_name(op)) if async_op else None
 
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
         """Put all ranks' ``input``, end to end in rank order, into ``output``.
@@ -312,23 +313,23 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             output: ``world_size * n`` elements.
             input: ``n`` elements, left as they are.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
         """
         native = self._group.all_gather(output, input, self._in_flight if async_op else None)
-        return self._begun(native) if async_op else None
+        return self._begun(native, "all_gather") if async_op else None
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's.
 
         Args:
-            tensor: One tensor, as :meth:`all_reduce` takes it.
+            tensor: One tensor, as `all_reduce` takes it.
             root: The rank whose tensor is copied.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
         """
         check_root(root, self._world_size)
         native = self._group.broadcast(tensor, root, self._in_flight if async_op else None)
-        return self._begun(native) if async_op else None
+        return self._begun(native, "broadcast") if async_op else None
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
@@ -336,17 +337,17 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         On GPUs all ranks' current streams go on after all of them have come here; the host does not
         wait for them.
 
-        See :meth:`all_reduce` for ``async_op`` and errors.
+        See `all_reduce` for ``async_op`` and errors.
         """
         native = self._group.barrier(self._in_flight if async_op else None)
-        return self._begun(native) if async_op else None
+        return self._begun(native, "barrier") if async_op else None
 
     def _submit_step(self, step: Callable[[], object]) -> Work:
         """Call ``step`` in the engine's thread, after all calls made before and before later ones.
 
         It must neither call this communicator nor wait for its works.
         """
-        return Work(self._group.submit_step(step), {})
+        return Work(self._group.submit_step(step), {}, "step")
 
     def bind(
         self,
@@ -356,7 +357,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         algorithm: str | None = None,
         order: str | None = None,
     ) -> Callable[[], None]:
-        """Check an :meth:`all_reduce` once, to call it again and again on the same tensors.
+        """Check an `all_reduce` once, to call it again and again on the same tensors.
 
         Args:
             tensors: Kept alive by what is returned, and never looked at again: no ``resize_``, no
@@ -365,7 +366,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         Returns:
             A callable without arguments that reduces ``tensors``; all ranks must call theirs.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
         """
         bound: Callable[[], None] = self._group.bind(
             tensors, op_name(op), self._resolve(algorithm, order)
@@ -375,13 +376,13 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
     # -- registered tensors ------------------------------------------------------------------------
 
     def register(self, tensor: Tensor) -> None:
-        """Show a tensor of :func:`shared_empty` to all ranks; every rank calls it with its own.
+        """Show a tensor of `shared_empty` to all ranks; every rank calls it with its own.
 
-        From then on :meth:`all_reduce` of tensors in that memory (the tensor, its views) reduces
+        From then on `all_reduce` of tensors in that memory (the tensor, its views) reduces
         them where they lie, if on all ranks they lie at the same offset in it.
 
         Args:
-            tensor: Lies in memory of :func:`shared_empty`, of one size on all ranks.
+            tensor: Lies in memory of `shared_empty`, of one size on all ranks.
 
         Raises:
             ArgumentError: It does not, or sizes differ; on every rank if on one.
@@ -466,7 +467,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             dtype: Their dtype.
 
         Returns:
-            The plan; ``algorithm`` is as in :meth:`stats`.
+            The plan; ``algorithm`` is as in `stats`.
         """
         check_plan(nbytes, dtype)
         chosen, reason = self._algorithm, "asked for"
@@ -485,11 +486,13 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         stats: dict[str, dict[str, float]] = self._group.stats()
         return stats
 
+    @never_fails
     def __repr__(self) -> str:
+        closed = "closed, " if self._is_closed else ""
         return (
-            f"ProcessCommunicator(rank {self._rank} of {self._world_size}, name={self._name!r}, "
-            f"algorithm={self._algorithm!r}, order={self._order!r}, timeout={self._timeout_s:g} s, "
-            f"device={str(self._device)!r})"
+            f"ProcessCommunicator({closed}rank {self._rank} of {self._world_size}, "
+            f"name={self._name!r}, algorithm={self._algorithm!r}, order={self._order!r}, "
+            f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
         )
 
     def _resolve(self, algorithm: str | None, order: str | None) -> str:

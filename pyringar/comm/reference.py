@@ -64,7 +64,7 @@ def divide(total: Tensor, count: int, pieces: Pieces) -> None:
     Args:
         total: Contiguous.
         count: How many were added.
-        pieces: Of :func:`default_float_mode`, in which this is called.
+        pieces: Of `default_float_mode`, in which this is called.
     """
     for piece in pieces(total):
         if piece.is_floating_point():
@@ -111,10 +111,10 @@ def sharded_all_reduce(lists: Sequence[Sequence[Tensor]], op: str = "sum") -> No
 
     Args:
         lists: ``lists[rank][i]``, parameter ``i`` of every rank: equal shapes and dtypes.
-        op: As for :func:`naive_all_reduce`.
+        op: As for `naive_all_reduce`.
 
     Cost: as the naive one, but the traffic through the busiest rank falls from all parameters to
-    its own; see :func:`shard_owners` for the cap.
+    its own; see `shard_owners` for the cap.
     """
     owners = shard_owners([t.numel() * t.element_size() for t in lists[0]], len(lists))
     for i, owner in enumerate(owners):

@@ -154,7 +154,7 @@ class Rendezvous:
     def share_memory(self) -> tuple[Any, bytes]:
         """Return rank 0's segment, mapped, and its token.
 
-        Raises as :meth:`exchange_members`, and RingarError for a rank that could not make or map
+        Raises as `exchange_members`, and RingarError for a rank that could not make or map
         it: names it, with the reason.
         """
         if self.rank == 0:
@@ -179,7 +179,7 @@ class Rendezvous:
     def wait_until_mapped(self, absent_ranks: Callable[[], list[int]]) -> None:
         """Return when ``absent_ranks()``, who have not mapped the memory yet, is empty.
 
-        Raises as :meth:`share_memory`.
+        Raises as `share_memory`.
         """
 
         def look(is_late: bool) -> bool | None:

@@ -1,7 +1,7 @@
 """The ring's schedule for people: who sends which chunk to whom at every step.
 
 Read from the engine, so that what is drawn or counted is what runs. The time of its messages on a
-machine is :mod:`pyringar.predict`'s business.
+machine is `pyringar.predict`'s business.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RingMove(NamedTuple):
     Attributes:
         src: The rank that sends.
         dst: The rank that receives, its next one.
-        chunk: What is sent: an index into :func:`chunk_slices`.
+        chunk: What is sent: an index into `chunk_slices`.
         is_reduction: Whether ``dst`` adds its own part to what arrives. Else it keeps what arrives,
             which is a result.
     """

@@ -22,7 +22,7 @@ _memories: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def shared_empty(
     shape: int | Sequence[int] | torch.Size, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return a CPU tensor that :meth:`ProcessCommunicator.register` can show to other processes.
+    """Return a CPU tensor that `ProcessCommunicator.register` can show to other processes.
 
     Args:
         shape: As for ``torch.empty``; one allocation for many parameters is a flat tensor and views

@@ -44,14 +44,14 @@ def default_store() -> tuple[Any, int, int]:
     if missing:
         raise ArgumentError(
             f"no store is given, torch.distributed is not initialised, and {', '.join(missing)} "
-            "is not in the environment: start the processes with torchrun, or pass store, rank "
-            "and world_size"
+            f"{'is' if len(missing) == 1 else 'are'} not in the environment: start the processes "
+            "with torchrun, or pass store, rank and world_size"
         )
     return _environment_store()
 
 
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
-    """Return the store, rank and world size that a caller gave, or :func:`default_store`'s.
+    """Return the store, rank and world size that a caller gave, or `default_store`'s.
 
     Raises as that, and ArgumentError if only a part is given, or one is not what it should be.
     """
@@ -85,7 +85,7 @@ def _environment_store() -> tuple[Any, int, int]:
 class PatientStore:
     """A store, asked by a thread: one that is stopped neither answers nor breaks off.
 
-    The thread starts with the first question and ends with :meth:`close`, or, where the store never
+    The thread starts with the first question and ends with `close`, or, where the store never
     answers, with the process.
 
     Args:
@@ -94,8 +94,8 @@ class PatientStore:
         rank: Who asks, in messages.
         deadline: Of all answers, on the monotonic clock.
 
-    Every method raises :class:`CollectiveTimeout` at the deadline, :class:`PeerLostError` where the
-    store's process is gone, and :class:`RingarError` where it fails otherwise or no thread can
+    Every method raises `CollectiveTimeout` at the deadline, `PeerLostError` where the
+    store's process is gone, and `RingarError` where it fails otherwise or no thread can
     start.
     """
 

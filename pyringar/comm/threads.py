@@ -16,7 +16,7 @@ __all__ = ["Latch", "start_thread", "starting_thread"]
 class Latch:
     """Opens once. Any number of threads wait, and signal handlers that interrupt these waits.
 
-    A :class:`threading.Event` has a lock that its waiters hold for a moment: a handler that runs
+    A `threading.Event` has a lock that its waiters hold for a moment: a handler that runs
     then, and waits for what the event's setter does next, would never end.
     """
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pyringar.choices import did_you_mean
 from pyringar.errors import ArgumentError
 
 __all__ = ["Plan", "Topology", "check_device", "check_devices"]
@@ -31,9 +32,14 @@ class Topology:
 
         Args:
             devices: That list.
+
+        Raises:
+            ArgumentError: It is something else.
         """
         memories: dict[str, tuple[int, ...]] = {}
-        for rank, device in enumerate(devices):
+        for rank, device in enumerate(_check_list(devices)):
+            if not isinstance(device, torch.device):
+                raise ArgumentError(f"devices[{rank}] is {device!r}, expected a torch.device")
             name = "host" if device.type == "cpu" else str(device)
             memories[name] = (*memories.get(name, ()), rank)
         return cls(tuple(str(device) for device in devices), memories)
@@ -144,7 +150,11 @@ def check_device(given: Any, name: str) -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"{name} is {given!r}, expected one of {', '.join(there)}") from error
+        known = ["cpu", "cuda", *there[1:]] if num_gpus else ["cpu", "cuda", "cuda:0"]
+        raise ArgumentError(
+            f"{name} is {given!r}, expected a device such as 'cpu' or 'cuda:0'; on this machine "
+            f"there are: {', '.join(there)}{did_you_mean(given, known)}"
+        ) from error
     is_there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < num_gpus)
     if not is_there:
         raise ArgumentError(
@@ -166,10 +176,15 @@ def check_devices(devices: Any) -> tuple[torch.device, ...]:
         ArgumentError: Not a non-empty list of devices, or one is not on this machine; names those
             that are.
     """
+    given = enumerate(_check_list(devices))
+    return tuple(check_device(device, f"devices[{rank}]") for rank, device in given)
+
+
+def _check_list(devices: Any) -> Sequence[Any]:
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentError(
             f'devices is {devices!r}, expected a list with one device per rank, such as ["cpu"] * 4'
         )
     if not devices:
         raise ArgumentError("devices is empty, expected one device per rank")
-    return tuple(check_device(given, f"devices[{rank}]") for rank, given in enumerate(devices))
+    return devices

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pyringar.comm.shown import never_fails
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
 __all__ = ["Work"]
@@ -19,9 +20,10 @@ class Work:
     communicator keeps the memory that the tensors had, and reduces that.
     """
 
-    def __init__(self, native: Any, in_flight: dict[Any, object]) -> None:
+    def __init__(self, native: Any, in_flight: dict[Any, object], *call: str) -> None:
         self._native = native
         self._in_flight = in_flight
+        self._call = call  # its name, reduction and algorithm, as far as it has them
 
     def is_completed(self) -> bool:
         """Return whether it is done, successfully or not. Never blocks."""
@@ -70,3 +72,12 @@ class Work:
         # On a GPU the streams are in order now, and the tensors still in use.
         self.is_completed()
         return True
+
+    @never_fails
+    def __repr__(self) -> str:
+        state = "done"
+        if self._native is not None and not self._native.is_completed():
+            state = "pending"
+        elif error := self.exception():
+            state = f"failed: {type(error).__name__}: {error}"
+        return f"Work({', '.join((*self._call, state))})"

@@ -9,7 +9,7 @@
 
 all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors go through shared
 memory, with the engine's bits and errors; everything else is handed to gloo, and CUDA tensors to
-NCCL where the group has one. :class:`HierarchicalCommunicator` is for ranks on several machines.
+NCCL where the group has one. `HierarchicalCommunicator` is for ranks on several machines.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A group that is ours alone is a ProcessGroup: torch.distributed calls it directl
 works. From torch 2.14 on, a Backend in Python may be one of several in torch's own ProcessGroup
 (``cpu:ringar,cuda:nccl``); torch then wraps works in one of its own that passes on ``wait`` and
 ``get_future`` alone, and whose ``is_completed`` is never true. Both are one class body,
-:class:`pyringar.distributed.collectives.Collectives`.
+`pyringar.distributed.collectives.Collectives`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_communicator(
 
     Raises:
         ArgumentError, PeerLostError, CollectiveTimeout, RingarError: See
-            :class:`ProcessCommunicator`.
+            `ProcessCommunicator`.
     """
     return ProcessCommunicator(store, rank, size, name=name, timeout=timeout, compares_shapes=False)
 

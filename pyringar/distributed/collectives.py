@@ -63,7 +63,7 @@ class Collectives(Delegated):
         UnsupportedError: There is no way to do this with these tensors; no rank was told.
         PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
 
-    Cost: as :class:`pyringar.ProcessCommunicator`'s calls. Lists of tensors to gather into or
+    Cost: as `pyringar.ProcessCommunicator`'s calls. Lists of tensors to gather into or
     scatter from are copied once more than the ``_into_tensor`` and ``_tensor`` forms.
     """
 
@@ -90,7 +90,7 @@ class Collectives(Delegated):
         return DoneWork(tensors)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Do :meth:`allreduce` of a list."""
+        """Do `allreduce` of a list."""
         return self.allreduce(tensors, opts)
 
     def _all_reduce_others(self, given: Any, opts: Any, error: Exception) -> Any:
@@ -195,7 +195,7 @@ class Collectives(Delegated):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        """Do :meth:`all_gather_single` of each pair."""
+        """Do `all_gather_single` of each pair."""
         operation = "all_gather_into_tensor_coalesced"
         _check_pairs(outputs, inputs, operation)
         names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -293,7 +293,7 @@ class Collectives(Delegated):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        """Do :meth:`reduce_scatter_single` of each pair."""
+        """Do `reduce_scatter_single` of each pair."""
         opts = given_or_default(opts, "ReduceScatterOptions")
         operation = "reduce_scatter_tensor_coalesced"
         _check_pairs(outputs, inputs, operation)
@@ -386,11 +386,11 @@ class Collectives(Delegated):
     # -- several calls with one work ---------------------------------------------------------------
 
     def start_coalescing(self, *_: Any) -> None:
-        """Begin calls that :meth:`end_coalescing` returns one work for; they run as they come."""
+        """Begin calls that `end_coalescing` returns one work for; they run as they come."""
         self._batch = []
 
     def end_coalescing(self, *_: Any) -> Any:
-        """Return the work of all calls since :meth:`start_coalescing`."""
+        """Return the work of all calls since `start_coalescing`."""
         works, self._batch = self._batch or [], None
         return self._pending([DelegatedPart(work) for work in works], [])
 

@@ -90,11 +90,11 @@ def copy_all(copies: Sequence[Copy]) -> None:
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:
-    """Return a tensor of one of :data:`NATIVE` that reduces to what ``tensor`` should.
+    """Return a tensor of one of `NATIVE` that reduces to what ``tensor`` should.
 
     Args:
         tensor: On the CPU, strided.
-        op: Of :data:`pyringar.comm.arguments.OPS`, or ``"band"``, ``"bor"``, ``"bxor"``.
+        op: Of `pyringar.comm.arguments.OPS`, or ``"band"``, ``"bor"``, ``"bxor"``.
 
     Raises:
         ArgumentError: It is expanded.
@@ -136,7 +136,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor of one of :data:`NATIVE` with the bytes of ``tensor``, or for them.
+    """Return a tensor of one of `NATIVE` with the bytes of ``tensor``, or for them.
 
     Args:
         tensor: On the CPU, strided.

@@ -9,9 +9,11 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from pyringar.comm.arguments import check_choice, check_timeout
+from pyringar.choices import check_choice
+from pyringar.comm.arguments import check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.process_communicator import ProcessCommunicator
+from pyringar.comm.shown import never_fails
 from pyringar.distributed.work import Completer, PendingWork
 
 __all__ = ["HookState", "ddp_hook"]
@@ -20,7 +22,7 @@ _OPS = ("mean", "sum")
 
 
 class HookState:
-    """Keep the state of :func:`ddp_hook`; one per DistributedDataParallel.
+    """Keep the state of `ddp_hook`; one per DistributedDataParallel.
 
     Args:
         comm: The communicator, or None: made with the first gradients, of all processes of the
@@ -48,6 +50,11 @@ class HookState:
                 name="ddp_hook", timeout=self._timeout_s, compares_shapes=False
             )
         return self._comm
+
+    @never_fails
+    def __repr__(self) -> str:
+        comm = "made with the first gradients" if self._comm is None else repr(self._comm)
+        return f"HookState(op={self.op!r}, comm: {comm})"
 
     def reduce(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
         """Return a future of ``gradients``, reduced in place in the background.
@@ -85,6 +92,6 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
         RuntimeError: From ``backward()``, in the words of PeerLostError or CollectiveTimeout, if a
             rank died or stayed away.
 
-    Cost: as :meth:`ProcessCommunicator.all_reduce`, beside the rest of backward.
+    Cost: as `ProcessCommunicator.all_reduce`, beside the rest of backward.
     """
     return state.reduce(bucket.buffer())

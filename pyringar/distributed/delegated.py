@@ -36,7 +36,7 @@ _CONNECTION = ("/transport/", "pair closure")
 
 
 class WatchedPart:
-    """A call of gloo's that runs, as a :class:`pyringar.distributed.work.Part`.
+    """A call of gloo's that runs, as a `pyringar.distributed.work.Part`.
 
     Args:
         comm: The group's communicator: knows who is there.
@@ -270,7 +270,7 @@ class Delegated:
             names: Of the backend's method, if not ``operation``; the first that it has.
             results: What the call writes, if not ``tensors``.
             peers: The ranks without which it cannot end, if not all.
-            waiters: See :class:`WatchedPart`.
+            waiters: See `WatchedPart`.
         """
         backend = self._fallback.for_tensors(tensors, operation)
         begin = partial(by_any_name(backend, *(names or (operation,))), *arguments)

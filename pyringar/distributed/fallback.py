@@ -66,7 +66,7 @@ class Fallback:
         return self.for_device(tensors[0].device.type if tensors else "cpu", operation)
 
     def for_device(self, device: str, operation: str) -> Any:
-        """Return the backend for tensors on a type of device. See :meth:`for_tensors`."""
+        """Return the backend for tensors on a type of device. See `for_tensors`."""
         if self._is_closed:
             raise RingarError(f"{operation}: this process group was destroyed")
         wanted = "gloo" if device == "cpu" else self._backend_of(device)
@@ -99,17 +99,17 @@ class Fallback:
     def add(self, *parts: Part) -> None:
         """Take note of a call of gloo's that runs, and of what follows it."""
         self._under_way.update(parts)
-        for part in tuple(self._under_way):
+        for part in list(self._under_way):
             if part.is_completed():
                 self._under_way.discard(part)
 
     def under_way(self) -> list[Part]:
         """Return gloo's calls that still run."""
-        return [part for part in tuple(self._under_way) if not part.is_completed()]
+        return [part for part in list(self._under_way) if not part.is_completed()]
 
     def finish(self) -> None:
         """Wait until gloo's calls are done, or fail."""
-        for part in tuple(self._under_way):
+        for part in list(self._under_way):
             with contextlib.suppress(RuntimeError):  # its work has it
                 part.wait()
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import check_choice
 from pyringar.comm.arguments import (
-    check_choice,
     check_list,
     check_plan,
     check_root,
@@ -36,6 +36,7 @@ from pyringar.comm.member import Member, ranks_by_node, where_nodes_are
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.reference import divide, wide
 from pyringar.comm.rendezvous import Rendezvous
+from pyringar.comm.shown import never_fails
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan
 from pyringar.comm.work import Work
@@ -71,7 +72,7 @@ def communicator_for(
     Raises:
         ArgumentError: An algorithm or order that several machines do not have.
 
-    See :class:`HierarchicalCommunicator` for the other arguments and errors.
+    See `HierarchicalCommunicator` for the other arguments and errors.
     """
     store, rank, world_size = checked_store(store, rank, world_size)
     with Rendezvous(store, rank, world_size, name, check_timeout(timeout)) as meeting:
@@ -92,7 +93,7 @@ def communicator_for(
 class HierarchicalCommunicator(OwnRank):
     """This process's rank in a group of processes on several machines, which reduce together.
 
-    It uses a :class:`pyringar.ProcessCommunicator` inside each machine; between machines, groups of
+    It uses a `pyringar.ProcessCommunicator` inside each machine; between machines, groups of
     torch.distributed, which need not be initialised: one for each local rank, of the ranks that
     have it on the machines. A machine is what has one ``node_id()``; ``PYRINGAR_NODE_ID`` overrides
     it.
@@ -108,7 +109,7 @@ class HierarchicalCommunicator(OwnRank):
         ArgumentError: Machines with different numbers of ranks, which are named: there is no part
             of the data for each. A backend other than gloo without torch.distributed.
 
-    See :class:`pyringar.ProcessCommunicator` for the other arguments and errors.
+    See `pyringar.ProcessCommunicator` for the other arguments and errors.
 
     Bits are equal on all ranks. Machines are added to each other after the ranks inside them, so
     they are not those of one machine with all ranks, but differ by rounding. 16-bit floats travel
@@ -224,7 +225,7 @@ class HierarchicalCommunicator(OwnRank):
             PeerLostError, CollectiveTimeout: A rank or machine is gone, or late. Tensors are as
                 they were; the communicator refuses further calls.
 
-        See :meth:`pyringar.Communicator.all_reduce` for the dtypes and the other arguments.
+        See `pyringar.Communicator.all_reduce` for the dtypes and the other arguments.
         """
         check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
         check_choice("order", "any" if order is None else order, ("any",))
@@ -244,7 +245,7 @@ class HierarchicalCommunicator(OwnRank):
         order: str | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce a list. See :meth:`all_reduce` for arguments and errors."""
+        """Reduce a list. See `all_reduce` for arguments and errors."""
         check_list(tensors)
         return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
 
@@ -252,10 +253,10 @@ class HierarchicalCommunicator(OwnRank):
         """Copy the tensor of rank ``root`` into every other rank's.
 
         Args:
-            tensor: One tensor, as :meth:`all_reduce` takes it.
+            tensor: One tensor, as `all_reduce` takes it.
             root: The rank whose tensor is copied.
 
-        See :meth:`all_reduce` for the other arguments and errors.
+        See `all_reduce` for the other arguments and errors.
 
         Cost: ``N`` bytes to every other machine.
         """
@@ -268,7 +269,7 @@ class HierarchicalCommunicator(OwnRank):
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
 
-        See :meth:`all_reduce` for ``async_op`` and errors.
+        See `all_reduce` for ``async_op`` and errors.
         """
 
         def meet() -> None:
@@ -313,7 +314,7 @@ class HierarchicalCommunicator(OwnRank):
     def close(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again.
 
-        Other ranks that go on calling get a :class:`PeerLostError`. What a signal handler raises,
+        Other ranks that go on calling get a `PeerLostError`. What a signal handler raises,
         such as KeyboardInterrupt, ends the wait, and calls with it. A handler may close a
         communicator for which this thread waits: the call then fails.
         """
@@ -332,7 +333,7 @@ class HierarchicalCommunicator(OwnRank):
             self._inter.close()
 
     def abort(self) -> None:
-        """Fail what runs, here and on the other ranks, then :meth:`close`."""
+        """Fail what runs, here and on the other ranks, then `close`."""
         if is_inherited(self):
             return
         self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
@@ -351,9 +352,11 @@ class HierarchicalCommunicator(OwnRank):
         if self._inter is not None:  # and on the others
             self._inter.abort()
 
+    @never_fails
     def __repr__(self) -> str:
+        closed = "closed, " if self._is_closed else ""
         return (
-            f"HierarchicalCommunicator(rank {self._rank} of {self._world_size}, machine "
+            f"HierarchicalCommunicator({closed}rank {self._rank} of {self._world_size}, machine "
             f"{self._node} of {len(self._nodes)}, name={self._name!r}, "
             f"timeout={self._timeout_s:g} s)"
         )
@@ -374,7 +377,7 @@ class HierarchicalCommunicator(OwnRank):
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
         job = self._jobs.submit(partial(self._run, what, call), in_words)
         if async_op:
-            return Work(job, {})
+            return Work(job, {}, what)
         try:
             job.wait()
         except BaseException as error:

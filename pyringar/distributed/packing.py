@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import kind_of
 from pyringar.comm.arguments import DTYPES
 from pyringar.errors import ArgumentError, UnsupportedError
 
@@ -41,7 +42,7 @@ def check_tensor(name: str, tensor: Any) -> None:
         UnsupportedError: Sparse, or of another dtype.
     """
     if not isinstance(tensor, Tensor):
-        raise ArgumentError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+        raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a tensor")
     if tensor.device.type != "cpu":
         raise ArgumentError(f"{name} is on {tensor.device}, expected cpu, this rank's device")
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:

@@ -91,7 +91,7 @@ class TorchInter:
             ) from error
 
     def all_reduce(self, tensor: Tensor, op: str) -> Wait:
-        """See :class:`Inter`."""
+        """See `Inter`."""
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, _THEIR_OPS[op])
         if op not in ("max", "min") or not tensor.is_floating_point():
@@ -106,7 +106,7 @@ class TorchInter:
         return wait
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        """See :class:`Inter`."""
+        """See `Inter`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
@@ -128,7 +128,7 @@ class TorchInter:
         return wait
 
     def abort(self) -> None:
-        """See :class:`Inter`; not every backend can."""
+        """See `Inter`; not every backend can."""
         group = self._group
         with suppress(RuntimeError, AttributeError):
             group.abort()  # what is under way fails, and is not waited for
@@ -141,7 +141,7 @@ class TorchInter:
         self.close()
 
     def close(self) -> None:
-        """See :class:`Inter`."""
+        """See `Inter`."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with suppress(RuntimeError, ValueError, AssertionError):  # it is none of its groups

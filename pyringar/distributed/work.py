@@ -51,7 +51,7 @@ class Part(Protocol):
 
 
 class DelegatedPart:
-    """Wrap a work of torch.distributed's as a :class:`Part`."""
+    """Wrap a work of torch.distributed's as a `Part`."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -68,7 +68,7 @@ class DelegatedPart:
 
 
 class StepPart:
-    """Wrap what follows another backend's call, in that backend's thread, as a :class:`Part`.
+    """Wrap what follows another backend's call, in that backend's thread, as a `Part`.
 
     Args:
         future: Of that call.
@@ -145,7 +145,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """Do as :meth:`wait`."""
+        """Do as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -211,7 +211,7 @@ class Completer:
     most one thread waits for a work; the others run callbacks, or are idle. When only one is idle
     and the callbacks do not return, because they wait for futures that are not completed yet, it
     starts another and goes on: there are as many threads as callbacks were blocked at once, and
-    two. The first future starts them, :meth:`close` ends them.
+    two. The first future starts them, `close` ends them.
     """
 
     def __init__(self, name: str) -> None:

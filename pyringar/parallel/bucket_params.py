@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
+from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.bucket_step import Step
 
@@ -24,10 +25,24 @@ def check_replicas(replicas: Any) -> list[Replica]:
     """
     if isinstance(replicas, nn.Module) or not isinstance(replicas, Sequence) or not replicas:
         raise ArgumentError(
-            f"replicas is a {type(replicas).__name__}, expected a list with one module, or one "
-            "list of parameters, per rank"
+            f"replicas is {kind_of(replicas)}, expected a list with one module, or one list of "
+            "parameters, per rank"
         )
-    return [r if isinstance(r, nn.Module) else list(r) for r in replicas]
+    return [_check_replica(f"replicas[{rank}]", replica) for rank, replica in enumerate(replicas)]
+
+
+def _check_replica(name: str, replica: Any) -> Replica:
+    if isinstance(replica, nn.Module):
+        return replica
+    if isinstance(replica, Tensor) or not isinstance(replica, Iterable):
+        raise ArgumentError(
+            f"{name} is {kind_of(replica)}, expected a module or a list of parameters"
+        )
+    params = list(replica)
+    for i, param in enumerate(params):
+        if not isinstance(param, Tensor):
+            raise ArgumentError(f"{name}[{i}] is {kind_of(param)}, expected a parameter")
+    return params
 
 
 def check_caps(**caps: Any) -> dict[str, int]:
@@ -46,7 +61,7 @@ class HookedParams:
     """The parameters of all replicas that require grad, each with a hook of the engine's.
 
     Args:
-        replicas: What :func:`check_replicas` returns.
+        replicas: What `check_replicas` returns.
 
     Attributes:
         by_rank: Parameters of each rank.

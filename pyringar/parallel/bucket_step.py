@@ -89,7 +89,7 @@ class Sent:
         return found
 
     def note_versions(self) -> None:
-        """From now on, :meth:`is_changed` notices changes."""
+        """From now on, `is_changed` notices changes."""
         self.versions = [list(map(_version, grads)) for grads in self.lists]
 
     def is_changed(self, params: Sequence[Sequence[Tensor]]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.shown import never_fails
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
 from pyringar.parallel.bucket_step import BucketStats, StepStats
@@ -31,13 +32,14 @@ class GradientBucketer:
         replicas: One module per rank, or one list of parameters per rank, alike in shapes and
             dtypes. Parameters that do not require grad when it is made are left alone.
         comm: What reduces; if not given, a communicator in rank order over the replicas' devices,
-            closed with the bucketer. A :class:`ProcessCommunicator`: one replica, this process's;
+            closed with the bucketer. A `ProcessCommunicator`: one replica, this process's;
             see below.
         bucket_cap_mb: A bucket closes once it holds this many megabytes (10**6 bytes) of one rank's
             gradients. Parameters are never split.
-        first_bucket_mb: The same for the first bucket: a small one leaves early.
-        op: How ranks are reduced: see :meth:`Communicator.all_reduce`.
-        overlap: False: reduce everything in :meth:`wait`. The bits are the same.
+        first_bucket_mb: The same for the first bucket: a small one leaves early. At most
+            ``bucket_cap_mb``.
+        op: How ranks are reduced: see `Communicator.all_reduce`.
+        overlap: False: reduce everything in `wait`. The bits are the same.
 
     Raises:
         ArgumentError: Replicas that differ, also in other processes; caps that are no positive
@@ -45,16 +47,16 @@ class GradientBucketer:
         UnsupportedError: Over processes, a reduction other than sum, mean and max.
 
     Gradients are what is reduced, as they are in ``param.grad`` when the last rank has them. After
-    steps under :meth:`no_sync` they hold what was accumulated. A parameter that some ranks did not
+    steps under `no_sync` they hold what was accumulated. A parameter that some ranks did not
     use counts as zeros there; one that no rank used is left alone.
 
-    A gradient that has left must stay as it is until :meth:`wait` returns: one that ``zero_grad``,
-    an optimizer or a later hook has changed makes :meth:`wait` raise, on all ranks (changes in
+    A gradient that has left must stay as it is until `wait` returns: one that ``zero_grad``,
+    an optimizer or a later hook has changed makes `wait` raise, on all ranks (changes in
     place of views of one buffer are not told from what backward does to other views). When a pass
     fails, what it had sent is waited for before the exception comes out of ``backward()``, so
     nothing writes to gradients behind the user's back. Then clear the gradients of all ranks
     (``zero_grad``, with or without ``set_to_none``) and run all passes of the step again; until
-    each is None, all zeros or another tensor of yours, :meth:`wait` and reductions of the next
+    each is None, all zeros or another tensor of yours, `wait` and reductions of the next
     step raise. To scale them, or to add to them in further passes, clears nothing.
 
     For example:
@@ -65,19 +67,19 @@ class GradientBucketer:
         bucketer.wait()
 
     With one rank per process, every rank makes a bucketer of its one replica, and calls
-    :meth:`wait` once a step, with samples or without. Gradients get the bits that one process with
+    `wait` once a step, with samples or without. Gradients get the bits that one process with
     all replicas would give them. All ranks reduce in one order, rank 0's of the first step, so a
-    bucket waits for those before it, and the last one for :meth:`wait`. Where a rank breaks off a
+    bucket waits for those before it, and the last one for `wait`. Where a rank breaks off a
     step that has begun to leave, it leaves the group: its communicator is closed, and the other
     ranks get a ``PeerLostError``.
 
     Cost: a call of a microsecond or less for every parameter and rank, one collective per bucket,
     over processes with one element more per parameter.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
-    Under compiled autograd everything is reduced in :meth:`wait`, and a pass that fails is not
+    Under compiled autograd everything is reduced in `wait`, and a pass that fails is not
     noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own, or
     that fails before the hook of its first parameter, as when the loss raises: clear the gradients
-    and run the step again before you call :meth:`wait`, which would count what is there.
+    and run the step again before you call `wait`, which would count what is there.
     ``backward(create_graph=True)`` sums values; the graph
     stays that of a rank's own part.
     Source: Li et al. 2020, "PyTorch Distributed"; the first bucket's own cap is theirs too.
@@ -107,12 +109,14 @@ class GradientBucketer:
         else:
             ranks = LocalRanks(params.by_rank, comm, op)
         self._process = os.getpid()
+        self._is_closed = False
+        self._ranks = ranks
         self._reducer = Reducer(
             params,
             ranks,
             overlap=bool(overlap),
             cap_bytes=caps["bucket_cap_mb"],
-            first_cap_bytes=caps["first_bucket_mb"],
+            first_cap_bytes=min(caps.values()),
         )
 
     @property
@@ -174,7 +178,14 @@ class GradientBucketer:
 
         In the middle of a step its gradients are left as after a backward pass that failed.
         """
+        self._is_closed = True
         self._reducer.close()
+
+    @never_fails
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else self._reducer.state()
+        count = f"{len(self.buckets)} bucket{'' if len(self.buckets) == 1 else 's'}"
+        return f"GradientBucketer({self._ranks}, {count}, {state})"
 
     def __enter__(self) -> GradientBucketer:
         return self

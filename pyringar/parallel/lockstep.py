@@ -172,7 +172,7 @@ class _Run:
         offer: Any,
         combine: Callable[[list[Any]], Sequence[Any]],
     ) -> Any:
-        """Wait until all positions are here; see :meth:`LockStep.meet`."""
+        """Wait until all positions are here; see `LockStep.meet`."""
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
         if self._finished or any(other != place for other, _ in self._offers):
@@ -216,7 +216,7 @@ class LockStep:
         self._begin_process()
 
     def run(self, functions: Mapping[int, Function]) -> dict[int, Any]:
-        """Run ``functions[rank]()`` in turns, each of which may call :meth:`meet`.
+        """Run ``functions[rank]()`` in turns, each of which may call `meet`.
 
         Returns:
             The results by rank.
@@ -258,7 +258,7 @@ class LockStep:
             This rank's answer.
 
         Raises:
-            RingarError: Outside of :meth:`run`, or another rank is somewhere else.
+            RingarError: Outside of `run`, or another rank is somewhere else.
         """
         part: tuple[_Run, int] | None = getattr(self._here, "part", None)
         if part is None:

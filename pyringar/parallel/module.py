@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyringar.choices import BATCHNORMS, check_choice
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.topology import check_devices
-from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.comm.topology import check_device, check_devices
+from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel import nested
 from pyringar.parallel.batchnorm import synchronise_batchnorm
 from pyringar.parallel.bucketer import GradientBucketer, StepStats
@@ -22,9 +23,7 @@ from pyringar.parallel.optimizer import ParamGroups, ReplicaOptimizer
 from pyringar.parallel.replicate import copy_buffers, copy_parameters, replicate
 from pyringar.parallel.shards import Device, shard_sizes
 
-__all__ = ["BATCHNORMS", "DataParallel"]
-
-BATCHNORMS = ("local", "sync")
+__all__ = ["DataParallel"]
 
 # What a copy makes anew.
 _REBUILT = (
@@ -38,8 +37,8 @@ class DataParallel(nn.Module):
 
     Every rank keeps a full copy of the module. A call cuts its tensors along their first dimension,
     runs the copies, and puts their outputs together; backward reaches all copies, whose gradients
-    are summed by a :class:`GradientBucketer` while it goes on. An optimizer made by
-    :meth:`optimizer` waits for them and updates each copy:
+    are summed by a `GradientBucketer` while it goes on. An optimizer made by
+    `optimizer` waits for them and updates each copy:
 
         net = pr.DataParallel(module, ["cuda:0", "cuda:1"])
         optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
@@ -49,9 +48,9 @@ class DataParallel(nn.Module):
             optimizer.step()
 
     Args:
-        module: What to train. Copied to all ranks (see :func:`replicate`), itself left as it is.
+        module: What to train. Copied to all ranks (see `replicate`), itself left as it is.
         devices: One device per rank; ranks may share one.
-        weights: Shares of the ranks in every batch; see :func:`split_batch`.
+        weights: Shares of the ranks in every batch; see `split_batch`.
         batchnorm: ``"local"``: every rank normalises with its own samples' statistics, as with
             ``nn.DataParallel``; the running statistics kept are rank 0's. ``"sync"``: with those of
             the whole batch, as the undivided module would.
@@ -60,7 +59,7 @@ class DataParallel(nn.Module):
         op: ``"sum"`` for one loss over all samples; ``"mean"`` for the mean of per-rank losses.
         comm: What reduces; if not given, a communicator in rank order of its own.
 
-    See :class:`GradientBucketer` for ``bucket_cap_mb``, ``first_bucket_mb`` and ``overlap``.
+    See `GradientBucketer` for ``bucket_cap_mb``, ``first_bucket_mb`` and ``overlap``.
 
     Raises:
         ArgumentError: Lazy parameters that have no values yet, a device that is not there, weights
@@ -69,14 +68,14 @@ class DataParallel(nn.Module):
             synchronised.
 
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
-    Whatever changes parameters or gradients must do so on all ranks: :meth:`optimizer`,
-    :meth:`clip_grad_norm_`, :meth:`zero_grad`, :meth:`apply` do; where something else did not, the
+    Whatever changes parameters or gradients must do so on all ranks: `optimizer`,
+    `clip_grad_norm_`, `zero_grad`, `apply` do; where something else did not, the
     next step or call raises. ``modules()`` gives the modules of all ranks, to set their modes and
     options: a loop that draws random parameters, or an optimizer of theirs, drives ranks apart,
     and the next call raises. Copies, pickled ones
     too, are made of rank 0's module and have a communicator of their own. Gradients that were
     reduced must be cleared before the next backward pass; to accumulate several, put all but the
-    last into :meth:`no_sync`. As with ``nn.DataParallel``, a rank that no sample is left for does
+    last into `no_sync`. As with ``nn.DataParallel``, a rank that no sample is left for does
     not run.
 
     Cost: a call copies no parameters, only samples and outputs between devices. On CPUs and on one
@@ -101,12 +100,12 @@ class DataParallel(nn.Module):
         super().__init__()
         self.devices = check_devices(devices)
         shard_sizes(0, len(self.devices), weights)  # says what is wrong with them
-        if not isinstance(batchnorm, str) or batchnorm not in BATCHNORMS:
-            raise ArgumentError(f"batchnorm is {batchnorm!r}, expected one of local, sync")
-        self._batchnorm = batchnorm
+        self._batchnorm = check_choice("batchnorm", batchnorm, BATCHNORMS)
         self._weights = weights
         self._gather = bool(gather)
-        self._output_device = None if output_device is None else check_devices([output_device])[0]
+        self._output_device = (
+            None if output_device is None else check_device(output_device, "output_device")
+        )
         self._bucketing: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "first_bucket_mb": first_bucket_mb,
@@ -129,8 +128,11 @@ class DataParallel(nn.Module):
             lockstep = LockStep(self._threads)
             if synchronise_batchnorm(self.replicas, lockstep):
                 self._lockstep = lockstep
-        self.bucketer = GradientBucketer(self.replicas, comm=comm, **self._bucketing)
+        self.bucketer = self._make_bucketer(comm)
         self._remember_parameters()
+
+    def _make_bucketer(self, comm: Communicator | RankCommunicator | None) -> GradientBucketer:
+        return GradientBucketer(self.replicas, comm=comm, **self._bucketing)
 
     @property
     def module(self) -> nn.Module:
@@ -227,10 +229,10 @@ class DataParallel(nn.Module):
         )
 
     def wait(self) -> None:
-        """Return when all gradients are reduced. :meth:`optimizer`'s steps do so themselves.
+        """Return when all gradients are reduced. `optimizer`'s steps do so themselves.
 
         Raises:
-            RingarError: As :meth:`GradientBucketer.wait`.
+            RingarError: As `GradientBucketer.wait`.
         """
         before = self.bucketer.stats()
         self.bucketer.wait()
@@ -317,7 +319,7 @@ class DataParallel(nn.Module):
         """Set the mode on all ranks.
 
         Turning to eval mode gives all ranks rank 0's buffers, so that running statistics, and with
-        them answers, are those of the module that :meth:`state_dict` would save.
+        them answers, are those of the module that `state_dict` would save.
 
         Args:
             mode: True to train, False to evaluate.
@@ -452,9 +454,12 @@ class DataParallel(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Show the devices and the module."""
+        """Show the ranks and, as a part, the module."""
         devices = ", ".join(map(str, self.devices))
-        return f"devices=[{devices}], module={self.module}"
+        options = f"devices=[{devices}], batchnorm={self._batchnorm!r}"
+        if self._weights is not None:
+            options += f", weights={list(self._weights)}"
+        return f"{options}\n{self.bucketer}\n(module): {self.module}"
 
     # -- life --------------------------------------------------------------------------------------
 

@@ -70,6 +70,15 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._groups = groups
 
+    def __repr__(self) -> str:
+        """Show it without a look at the gradients, for which `param_groups` would wait."""
+        kind = type(self.optimizers[0]).__name__
+        options = [
+            ", ".join(f"{name}={value!r}" for name, value in group.items() if name != "params")
+            for group in self._groups
+        ]
+        return f"ReplicaOptimizer({len(self.optimizers)} ranks, each {kind}: {'; '.join(options)})"
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not once the optimizer is made.
 
@@ -96,7 +105,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             What ``closure`` returned; None without one.
 
         Raises:
-            RingarError: As :meth:`GradientBucketer.wait`, or gradients were changed on some ranks
+            RingarError: As `GradientBucketer.wait`, or gradients were changed on some ranks
                 only; no parameter was changed.
         """
         loss = None
@@ -126,7 +135,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return self.optimizers[0].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into all ranks what :meth:`state_dict` gave, here or from a plain optimizer.
+        """Load into all ranks what `state_dict` gave, here or from a plain optimizer.
 
         Args:
             state_dict: Each rank takes a copy of its own.

@@ -76,10 +76,14 @@ class ProcessRanks(Ranks):
         self._comm = comm
         self._op = op
         self._failure = ""
+        self._text = f"{len(params)} parameters"
         self._device = params[0].device if params else torch.device("cpu")
         self.can_tell = self._device.type == "cpu"  # on a GPU, to look at results is to wait
         self._check_alike(params, {**caps, "op": OPS.index(name)})
         self._order: Sent | None = None  # rank 0's, once it is on its way
+
+    def __str__(self) -> str:
+        return f"rank {self._comm.rank} of {self._comm.world_size}, {self._text}"
 
     def check(self) -> None:
         """Refuse to go on once this rank has left, or lost the others.

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import kind_of
+from pyringar.comm.arguments import op_name
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
@@ -50,7 +52,7 @@ class Ranks:
     unwaited: str = ""
 
     def check(self) -> None:
-        """Raise :class:`RingarError` if these ranks can reduce nothing any more."""
+        """Raise `RingarError` if these ranks can reduce nothing any more."""
 
     def takes_part(self, *, has_marks: bool) -> bool:
         """Return whether ``wait()`` reduces, where this process had a backward pass or not."""
@@ -65,7 +67,7 @@ class Ranks:
             state: What is known about it.
 
         Raises:
-            RingarError: A gradient is gone, or :meth:`check` raises.
+            RingarError: A gradient is gone, or `check` raises.
         """
         raise NotImplementedError
 
@@ -121,17 +123,26 @@ class LocalRanks(Ranks):
         op: How gradients are reduced.
 
     Raises:
-        ArgumentError: The communicator has another number of ranks.
+        ArgumentError: The communicator has another number of ranks, or there is no such ``op``.
     """
 
     def __init__(self, params: Params, comm: Communicator | None, op: Any) -> None:
+        self._op = op_name(op)
         self._owned: Communicator | None = None
         if comm is None:
             devices = [mine[0].device if mine else "cpu" for mine in params]
             comm = self._owned = Communicator(devices, order="rank")
+        if not isinstance(comm, Communicator):
+            raise ArgumentError(
+                f"comm is {kind_of(comm)}, expected a Communicator, or a ProcessCommunicator"
+            )
         if comm.world_size != len(params):
             raise ArgumentError(f"comm has {comm.world_size} ranks for {len(params)} replicas")
-        self._comm, self._op = comm, op
+        self._comm = comm
+        self._text = f"{len(params)} replicas with {len(params[0])} parameters"
+
+    def __str__(self) -> str:
+        return self._text
 
     def pack(self, wanted: Sequence[int], params: Params, state: BucketState) -> Sent:
         """Take the gradients as they are; zeros where only other ranks have one."""

@@ -28,13 +28,13 @@ FAILED = "a backward pass failed"
 class Reducer:
     """Reduces the buckets of one step after the other.
 
-    All that is known about a step is in its :class:`Step`. Whoever works on one holds it, and sees
+    All that is known about a step is in its `Step`. Whoever works on one holds it, and sees
     that it was broken off meanwhile when it is not ``native.step`` any more.
 
     Args:
         params: Gets hooks.
         ranks: What reduces.
-        overlap: False: reduce everything in :meth:`wait`.
+        overlap: False: reduce everything in `wait`.
         cap_bytes: A bucket's cap.
         first_cap_bytes: The first bucket's.
 
@@ -81,8 +81,17 @@ class Reducer:
         )
         params.add_hooks(self.native)
 
+    def state(self) -> str:
+        """Say in a word or two where the step is."""
+        step = self.native.step
+        if self._broken:
+            return "the step failed"
+        if step.sent:
+            return f"{len(step.sent)} of {len(step.buckets)} buckets sent"
+        return "backward has begun" if step.has_marks() else "waits for backward"
+
     def wait(self) -> None:
-        """Do what :meth:`GradientBucketer.wait` says."""
+        """Do what `GradientBucketer.wait` says."""
         began_ns = time.perf_counter_ns()
         native = self.native
         if native.has_unfinished_pass():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyringar.choices import kind_of
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.shards import Device
@@ -41,7 +42,7 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
     never made.
     """
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"module is a {type(module).__name__}, expected a torch.nn.Module")
+        raise ArgumentError(f"module is {kind_of(module)}, expected a torch.nn.Module")
     targets = check_devices(devices)
     for name, tensor in _named_tensors(module):
         _check_initialised(name, tensor)
@@ -52,7 +53,7 @@ def copy_buffers(replicas: Sequence[nn.Module], root: int = 0) -> None:
     """Give all ranks the buffers of one, such as the running statistics of its batch norms.
 
     Args:
-        replicas: Modules as :func:`replicate` makes them.
+        replicas: Modules as `replicate` makes them.
         root: The rank whose buffers all others get.
     """
     _copy_from(root, [list(replica.buffers()) for replica in replicas])
@@ -62,7 +63,7 @@ def copy_parameters(replicas: Sequence[nn.Module], root: int = 0) -> None:
     """Give all ranks the parameters of one, as after it was initialised again.
 
     Args:
-        replicas: Modules as :func:`replicate` makes them.
+        replicas: Modules as `replicate` makes them.
         root: The rank whose parameters all others get.
     """
     _copy_from(root, [list(replica.parameters()) for replica in replicas])

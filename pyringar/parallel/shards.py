@@ -6,14 +6,16 @@ process drives all ranks: lists hold one entry per rank, in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyringar.comm.topology import check_devices
+from pyringar.choices import kind_of
+from pyringar.comm.arguments import is_count
+from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
 __all__ = [
@@ -31,6 +33,7 @@ Shards = tuple[Tensor, ...]
 SplitFunction = Callable[
     [Tensor, Tensor, Sequence[torch.device]], tuple[Sequence[Tensor], Sequence[Tensor]]
 ]
+Replica = Callable[[Tensor], Tensor]  # a module, too
 
 
 def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
@@ -50,11 +53,14 @@ def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
     Raises:
         ArgumentError: The device is not there, or a parameter cannot have gradients.
     """
-    target = _check_device("device", device)
+    target = check_device(device, "device")
+    if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
+        raise ArgumentError(
+            f"params is {kind_of(params)}, expected tensors: a list, or module.parameters()"
+        )
     copies = []
     for i, param in enumerate(params):
-        if not isinstance(param, Tensor):
-            raise ArgumentError(f"params[{i}] is {type(param).__name__}, expected a tensor")
+        _check_tensor(f"params[{i}]", param)
         if not (param.is_floating_point() or param.is_complex()):
             raise ArgumentError(
                 f"params[{i}] is {param.dtype}, expected floating point: others have no gradients"
@@ -78,9 +84,9 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
     Raises:
         ArgumentError: A count or weight is out of range.
     """
-    if n < 0 or num_shards < 1:
+    if not (is_count(n) and is_count(num_shards, 1)):
         raise ArgumentError(
-            f"n is {n} and num_shards {num_shards}, expected n >= 0 and num_shards >= 1"
+            f"n is {n!r} and num_shards {num_shards!r}, expected n >= 0 and num_shards >= 1"
         )
     if weights is None:
         small, left_over = divmod(n, num_shards)
@@ -97,9 +103,11 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
 
 
 def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
+    if isinstance(weights, (str, Mapping)) or not isinstance(weights, Sized):
+        raise ArgumentError(f"weights is {weights!r}, expected a list with one number per rank")
     if len(weights) != num_shards:
         raise ArgumentError(
-            f"weights has {len(weights)} entries ({list(weights)}), expected one for each of "
+            f"weights has {_entries(weights)} ({list(weights)}), expected one for each of "
             f"{num_shards} ranks"
         )
     exact = []
@@ -132,7 +140,7 @@ def split_batch(
         X: Samples, ``(n, ...)``.
         y: Labels, ``(n, ...)``.
         devices: One device per rank; ranks may share one.
-        weights: Shares of the ranks, for devices of unequal speed; see :func:`shard_sizes`. Sum
+        weights: Shares of the ranks, for devices of unequal speed; see `shard_sizes`. Sum
             the loss over the shards and divide by ``n``, and any split gives the same gradient.
 
     Returns:
@@ -144,6 +152,8 @@ def split_batch(
 
     Cost: a shard on the device where the batch lies is a view, without a copy.
     """
+    _check_tensor("X", X)
+    _check_tensor("y", y)
     if X.ndim == 0 or y.ndim == 0 or X.shape[0] != y.shape[0]:
         raise ArgumentError(
             f"X has shape {tuple(X.shape)} and y {tuple(y.shape)}, expected as many labels as "
@@ -160,7 +170,7 @@ def split_batch(
 
 
 def evaluate_accuracy_gpus(
-    replicas: Sequence[Callable[[Tensor], Tensor]],
+    replicas: Replica | Sequence[Replica],
     data_iter: Iterable[tuple[Tensor, Tensor]],
     split_f: SplitFunction = split_batch,
     *,
@@ -175,7 +185,8 @@ def evaluate_accuracy_gpus(
 
     Args:
         replicas: One module or function per rank: samples ``(n, ...)`` to scores
-            ``(n, classes)``.
+            ``(n, classes)``. Or a `pyringar.DataParallel`, whose ranks it uses, or, as in
+            the book, one module alone.
         data_iter: Batches ``(X, y)`` with class indices ``y`` of shape ``(n,)``.
         split_f: Cuts a batch for the ranks, called as ``split_f(X, y, devices)``.
         devices: One device per rank. Where it is not given, a module's is that of its first
@@ -185,7 +196,8 @@ def evaluate_accuracy_gpus(
         Correct answers divided by samples, 0 to 1.
 
     Raises:
-        ArgumentError: No replicas, no samples, or shapes that do not fit.
+        ArgumentError: No replicas, no samples, shapes that do not fit, or something else than
+            batches and functions.
 
     Cost: one pass over the data; ranks on GPUs work at the same time, and the host waits for them
     once, at the end.
@@ -195,36 +207,37 @@ def evaluate_accuracy_gpus(
 
 
 def count_correct(
-    replicas: Sequence[Callable[[Tensor], Tensor]],
+    replicas: Replica | Sequence[Replica],
     data_iter: Iterable[tuple[Tensor, Tensor]],
     split_f: SplitFunction = split_batch,
     *,
     devices: Sequence[Device] | None = None,
 ) -> tuple[int, int]:
-    """Count what :func:`evaluate_accuracy_gpus` divides.
+    """Count what `evaluate_accuracy_gpus` divides.
 
     Args:
-        replicas: As there; also a part of all ranks, if ``split_f`` gives the shards of that part.
-        data_iter: As there.
-        split_f: As there.
-        devices: As there.
+        replicas: One module or function per rank, or a `DataParallel`, or one module alone; also a
+            part of all ranks, if ``split_f`` gives the shards of that part.
 
     Returns:
         How many samples the replicas classify correctly, and how many there are in all.
 
     Raises:
-        ArgumentError: As there.
+        ArgumentError: What that refuses.
+
+    See `evaluate_accuracy_gpus` for the other arguments.
     """
-    if not replicas:
-        raise ArgumentError("replicas is empty, expected one per rank")
-    targets = _replica_devices(replicas, devices)
-    modules = [replica for replica in replicas if isinstance(replica, nn.Module)]
+    ranks = _check_replicas(replicas)
+    if not callable(split_f):
+        raise ArgumentError(f"split_f is {kind_of(split_f)}, expected a function of X, y, devices")
+    targets = _replica_devices(ranks, devices)
+    modules = [replica for replica in ranks if isinstance(replica, nn.Module)]
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
             module.eval()
         with torch.no_grad():
-            correct, total = _count_correct(replicas, data_iter, split_f, targets)
+            correct, total = _count_correct(ranks, data_iter, split_f, targets)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -233,16 +246,38 @@ def count_correct(
     return correct, total
 
 
+def _check_replicas(given: Any) -> Sequence[Replica]:
+    """Return one module or function per rank."""
+    if isinstance(getattr(given, "replicas", None), tuple):  # a DataParallel, of a floor above
+        given = given.replicas
+    if callable(given) and not isinstance(given, nn.ModuleList):
+        return [given]
+    if not isinstance(given, (list, tuple, nn.ModuleList)):
+        raise ArgumentError(
+            f"replicas is {kind_of(given)}, expected a module, a DataParallel, or a list with one "
+            "module per rank"
+        )
+    if not given:
+        raise ArgumentError("replicas is empty, expected one per rank")
+    for rank, replica in enumerate(given):
+        if not callable(replica):
+            raise ArgumentError(
+                f"replicas[{rank}] is {kind_of(replica)}, expected a module or a function"
+            )
+    return list(given)
+
+
 def _replica_devices(
-    replicas: Sequence[Callable[[Tensor], Tensor]], devices: Sequence[Device] | None
+    replicas: Sequence[Replica], devices: Sequence[Device] | None
 ) -> tuple[torch.device, ...]:
     if devices is not None:
-        if len(devices) != len(replicas):
+        checked = check_devices(devices)
+        if len(checked) != len(replicas):
             raise ArgumentError(
-                f"devices has {len(devices)} entries, expected one for each of "
+                f"devices has {_entries(checked)}, expected one for each of "
                 f"{len(replicas)} replicas"
             )
-        return check_devices(devices)
+        return checked
     found = []
     for replica in replicas:
         held: tuple[Tensor, ...] = ()
@@ -252,8 +287,19 @@ def _replica_devices(
     return tuple(found)
 
 
+def _batches(data_iter: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of which it is known that they are pairs, and how many labels they have."""
+    if not isinstance(data_iter, Iterable):
+        raise ArgumentError(f"data_iter is {kind_of(data_iter)}, expected batches (X, y)")
+    for i, batch in enumerate(data_iter):
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            raise ArgumentError(f"data_iter gave {kind_of(batch)} as batch {i}, expected (X, y)")
+        _check_tensor(f"y of batch {i}", batch[1])
+        yield batch[0], batch[1]
+
+
 def _count_correct(
-    replicas: Sequence[Callable[[Tensor], Tensor]],
+    replicas: Sequence[Replica],
     data_iter: Iterable[tuple[Tensor, Tensor]],
     split_f: SplitFunction,
     devices: Sequence[torch.device],
@@ -261,7 +307,7 @@ def _count_correct(
     # The counts stay on their devices until the end: reading one would wait for its GPU.
     counts = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
     total = 0
-    for samples, labels in data_iter:
+    for samples, labels in _batches(data_iter):
         sample_shards, label_shards = split_f(samples, labels, devices)
         if len(sample_shards) != len(replicas) or len(label_shards) != len(replicas):
             raise ArgumentError(
@@ -305,7 +351,7 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Compare every rank's tensors with rank 0's without waiting for the devices.
 
     Args:
-        replicas: As in :func:`check_replicas_equal`.
+        replicas: ``replicas[rank][i]``; tensor ``i`` has one shape and dtype on all ranks.
 
     Returns:
         One 0-dimensional bool tensor for each rank but the first, on the rank's device: True when
@@ -365,10 +411,19 @@ def _reals(tensor: Tensor) -> Tensor:
 
 
 def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
+    if not isinstance(replicas, (list, tuple)):
+        raise ArgumentError(f"replicas is {kind_of(replicas)}, expected a list per rank")
     if not replicas:
         raise ArgumentError("replicas is empty, expected one list of tensors per rank")
     first = replicas[0]
     for rank, tensors in enumerate(replicas):
+        if not isinstance(tensors, (list, tuple)):
+            raise ArgumentError(
+                f"replicas[{rank}] is {kind_of(tensors)}, expected a list of tensors, such as "
+                "list(module.parameters())"
+            )
+        for i, tensor in enumerate(tensors):
+            _check_tensor(f"replicas[{rank}][{i}]", tensor)
         if len(tensors) != len(first):
             raise ArgumentError(
                 f"replicas[{rank}] has {len(tensors)} tensors, rank 0 has {len(first)}"
@@ -399,8 +454,10 @@ def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
     return "the replicas have diverged, but were equal again when looked at: something still writes"
 
 
-def _check_device(name: str, device: Any) -> torch.device:
-    try:
-        return check_devices([device])[0]
-    except ArgumentError as error:
-        raise ArgumentError(str(error).replace("devices[0]", name, 1)) from None
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{name} is {kind_of(value)}, expected a tensor")
+
+
+def _entries(given: Sized) -> str:
+    return "1 entry" if len(given) == 1 else f"{len(given)} entries"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import gpu
 import pytest
 import torch
@@ -70,6 +73,14 @@ def test_allreduce_is_the_books(ranks_of):
 def test_the_grader_passes_it(device):
     report = pr.check_allreduce(pr.allreduce, devices=[device] * 8)
     assert report.passed, str(report)
+
+
+def test_the_grader_passes_it_in_a_process_of_its_own(device):
+    """Not in this process, which has a GPU already: one that forks has none."""
+    command = ["-m", "pyringar", "check", "pyringar:allreduce", "--timeout", "60"]
+    devices = ["--devices", f"{device},{device},cpu"]
+    done = subprocess.run([sys.executable, *command, *devices], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_autograd_notices(ranks_of, device):

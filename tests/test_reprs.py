@@ -1,0 +1,118 @@
+"""Does the repr of every public object say what state it is in, also when all has failed?"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import pyringar as pr
+from pyringar.choices import kind_of
+
+N = 2_000_000
+
+
+def ones(k: int = 2, n: int = 4) -> list[torch.Tensor]:
+    return [torch.ones(n) for _ in range(k)]
+
+
+@pytest.fixture
+def comm():
+    with pr.Communicator(["cpu"] * 2, timeout=5) as made:
+        yield made
+
+
+def test_work_says_what_it_does_and_how_far_it_is(comm):
+    comm.all_reduce(ones(n=N), async_op=True)
+    work = comm.all_reduce(ones(n=N), "mean", async_op=True)
+    before = repr(work)
+    work.wait()
+    assert before in ("Work(all_reduce, mean, fused, pending)", repr(work))
+    assert repr(work) == "Work(all_reduce, mean, fused, done)"
+    assert "naive, done" in repr(comm.all_reduce(ones(), algorithm="naive", async_op=True))
+    other = comm.all_gather(ones(n=8), ones(), async_op=True)
+    other.wait()
+    assert repr(other) == "Work(all_gather, fused, done)"
+
+
+@pytest.mark.parametrize(
+    ("native", "text"),
+    [
+        ({"is_completed": False, "exception": None}, "Work(broadcast, pending)"),
+        ({"is_completed": True, "exception": None}, "Work(broadcast, done)"),
+        (
+            {"is_completed": True, "exception": pr.PeerLostError("rank 1 is gone")},
+            "Work(broadcast, failed: PeerLostError: rank 1 is gone)",
+        ),
+        ({}, "<Work, not usable (AttributeError)>"),
+    ],
+)
+def test_work_in_every_state(native, text):
+    fake = SimpleNamespace(**{name: partial(lambda x: x, value) for name, value in native.items()})
+    assert repr(pr.Work(fake, {}, "broadcast")) == text
+
+
+def test_a_closed_communicator_says_so(comm):
+    assert repr(comm).startswith("Communicator(host: ranks [0, 1], algorithm='auto'")
+    comm.close()
+    assert repr(comm).startswith("Communicator(closed, host: ranks [0, 1]")
+    with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as alone:
+        assert repr(alone).startswith("ProcessCommunicator(rank 0 of 1, ")
+    assert repr(alone).startswith("ProcessCommunicator(closed, rank 0 of 1, ")
+
+
+def test_a_bucketer_says_where_its_step_is():
+    replicas = pr.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["cpu"] * 2)
+    with pr.GradientBucketer(replicas) as bucketer:
+        head = "GradientBucketer(2 replicas with 4 parameters, 1 bucket, "
+        assert repr(bucketer) == f"{head}waits for backward)"
+        replicas[0](torch.ones(1, 2)).sum().backward()
+        assert repr(bucketer) == f"{head}backward has begun)"
+        replicas[1](torch.ones(1, 2)).sum().backward()
+        assert repr(bucketer) == f"{head}1 of 1 buckets sent)"
+        bucketer.wait()
+        assert repr(bucketer) == f"{head}waits for backward)"
+        replicas[0].zero_grad()
+        replicas[1].zero_grad()
+        replicas[0](torch.ones(1, 2)).sum().backward()
+        replicas[1](torch.ones(1, 2)).sum().backward()
+        replicas[1].zero_grad()
+        with pytest.raises(pr.RingarError):
+            bucketer.wait()
+        assert repr(bucketer) == f"{head}the step failed)"
+    assert repr(bucketer) == f"{head}closed)"
+
+
+def test_data_parallel_is_shown_as_torch_shows_modules():
+    with pr.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu"] * 2, weights=[1, 2]) as net:
+        optimizer = net.optimizer(torch.optim.SGD, lr=0.5)
+        assert repr(net).splitlines() == [
+            "DataParallel(",
+            "  devices=[cpu, cpu], batchnorm='local', weights=[1, 2]",
+            "  GradientBucketer(2 replicas with 2 parameters, 1 bucket, waits for backward)",
+            "  (module): Sequential(",
+            "    (0): Linear(in_features=2, out_features=2, bias=True)",
+            "  )",
+            ")",
+        ]
+        net(torch.ones(2, 2)).sum().backward()
+        before = repr(net)
+        text = repr(optimizer)
+        assert text.startswith("ReplicaOptimizer(2 ranks, each SGD: lr=0.5, momentum=0")
+        assert repr(net) == before, "repr waited for gradients"
+        net.wait()
+    assert "1 bucket, closed)" in repr(net)
+
+
+def test_an_object_that_was_never_made_is_shown_all_the_same():
+    for cls in (pr.Communicator, pr.ProcessCommunicator, pr.GradientBucketer, pr.Work):
+        text = repr(object.__new__(cls))
+        assert text == f"<{cls.__name__}, not usable (AttributeError)>"
+
+
+def test_kinds():
+    kinds = {None: "None", 3: "an int", "x": "a str", 1.5: "a float"}
+    assert {value: kind_of(value) for value in kinds} == kinds

@@ -1,0 +1,96 @@
+"""Does a program outside that uses every public name pass mypy --strict, and are its types real?"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyringar as pr
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"pr": pr, "pr.train": pr.train, "pr.predict": pr.predict}
+if hasattr(pr, "distributed"):
+    PACKAGES["pr.distributed"] = pr.distributed
+
+PROGRAM = """
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import pyringar as pr
+from pyringar import *
+
+tensors = [torch.ones(3), torch.ones(3)]
+allreduce(tensors, op="mean")
+with Communicator(["cpu"] * 2, algorithm="ring") as comm:
+    work: Work | None = comm.all_reduce(tensors, async_op=True)
+    if work is not None:
+        ended: bool = work.wait(timeout=3)
+        error: BaseException | None = work.exception()
+    again: Callable[[], None] = comm.bind(tensors)
+    plan: Plan = comm.plan(1000)
+    steps: int = plan.steps
+replicas: list[nn.Module] = replicate(nn.Linear(2, 2), ["cpu"] * 2)
+with GradientBucketer(replicas, comm=comm) as bucketer, bucketer.no_sync():
+    buckets: list[list[int]] = bucketer.buckets
+net = DataParallel(nn.Linear(2, 2), ["cpu"])
+accuracy: float = evaluate_accuracy_gpus(net, [])
+accuracy = evaluate_accuracy_gpus(replicas, [], split_batch)
+accuracy = evaluate_accuracy_gpus(lambda X: X, [])
+optimizer: torch.optim.Optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
+result: pr.train.TrainResult = pr.train.train(2, 64, 0.1, epochs=1)
+passed: bool = check_allreduce(pr.allreduce).passed
+try:
+    pass
+except (CollectiveTimeout, PeerLostError) as late:
+    raise RingarError(str(late)) from late
+"""
+
+
+@pytest.mark.slow  # half a minute: mypy reads torch
+def test_a_program_that_uses_every_public_name(tmp_path):
+    pytest.importorskip("mypy")
+    names = [f"{where}.{name}" for where, package in PACKAGES.items() for name in package.__all__]
+    reveal = "".join(f"reveal_type({name})\n" for name in names)
+    (tmp_path / "program.py").write_text(PROGRAM + reveal)
+    (tmp_path / "wrong.py").write_text("import pyringar as pr\n\npr.nothing\npr.allreduce(3)\n")
+    # As an installed package: found along sys.path, taken for its py.typed.
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "program.py", "wrong.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    errors = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert [line.partition(":")[0] for line in errors] == ["wrong.py", "wrong.py"], done.stdout
+    assert "pyringar" not in errors[0].partition("error:")[0]
+    revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert len(revealed) == len(names)
+    unknown = [name for name, found in zip(names, revealed, strict=True) if found == "Any"]
+    assert not unknown
+
+
+@pytest.mark.parametrize("package", ["", "train/"])
+def test_names_for_type_checkers_are_those_at_run_time(package):
+    """A lazy package says its names three times: at run time, to type checkers, and by home."""
+    tree = ast.parse((ROOT / f"pyringar/{package}__init__.py").read_text())
+    module = pr.train if package else pr
+    homes = {
+        (f"{module.__name__}.{home}", n) for home, names in module._HOMES.items() for n in names
+    }
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    shown = {(node.module, alias.name) for node in imports for alias in node.names}
+    assert homes <= shown
+    assert {name for _, name in homes} == set(module.__all__)
+
+
+def test_the_marker_is_part_of_the_package():
+    assert (Path(pr.__file__).parent / "py.typed").is_file()

@@ -1,0 +1,235 @@
+"""Does every public callable answer what is plainly wrong with an ArgumentError that names it?"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pyringar as pr
+from pyringar.parallel.shards import count_correct, mismatch_flags, shard_sizes
+
+T = torch.ones(3)
+WRONG = {
+    **{"None": None, "int": 3, "float": 1.5, "str": "ab", "tensor": T, "object": object()},
+    **{"empty list": [], "nested lists": [[[T]]], "ints": [1, 2], "Nones": [None], "dict": {1: T}},
+}
+X, Y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+NET = nn.Linear(2, 2)
+C = pr.Communicator
+NUMBER, NOTHING, SIZES = {"int", "float"}, {"None"}, {"int", "ints", "empty list"}
+
+
+@functools.cache
+def ranks() -> pr.Communicator:
+    return pr.Communicator(["cpu"] * 2)
+
+
+def ones(k: int = 2, n: int = 3) -> list[torch.Tensor]:
+    return [torch.ones(n) for _ in range(k)]
+
+
+def accuracy(*args: Any) -> float:
+    return pr.evaluate_accuracy_gpus(*args)
+
+
+def bucketer(**options: Any) -> None:
+    pr.GradientBucketer([NET], **options).close()
+
+
+def process(*args: Any, **options: Any) -> None:
+    pr.ProcessCommunicator(*args, **options).close()
+
+
+def alone(**options: Any) -> None:
+    process(torch.distributed.HashStore(), 0, 1, **options)
+
+
+# Callable, the argument that its message names, what of WRONG is right there, and the call.
+CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
+    (pr.allreduce, "tensors", set(), lambda v: pr.allreduce(v)),
+    (pr.allreduce, "op", set(), lambda v: pr.allreduce(ones(), v)),
+    (pr.Communicator, "devices", set(), lambda v: pr.Communicator(v)),
+    (pr.Communicator, "algorithm", set(), lambda v: pr.Communicator(["cpu"], algorithm=v)),
+    (pr.Communicator, "order", set(), lambda v: pr.Communicator(["cpu"], order=v)),
+    (pr.Communicator, "timeout", NUMBER, lambda v: pr.Communicator(["cpu"], timeout=v)),
+    (C.all_reduce, "tensors", set(), lambda v: ranks().all_reduce(v)),
+    (C.all_reduce, "op", set(), lambda v: ranks().all_reduce(ones(), v)),
+    (
+        pr.Communicator.all_reduce,
+        "algorithm",
+        NOTHING,
+        lambda v: ranks().all_reduce(ones(), algorithm=v),
+    ),
+    (C.all_reduce, "order", NOTHING, lambda v: ranks().all_reduce(ones(), order=v)),
+    (
+        pr.Communicator.all_reduce_coalesced,
+        "lists",
+        set(),
+        lambda v: ranks().all_reduce_coalesced(v),
+    ),
+    (
+        pr.Communicator.all_reduce_coalesced,
+        "lists",
+        set(),
+        lambda v: ranks().all_reduce_coalesced([ones(), v]),
+    ),
+    (
+        pr.Communicator.reduce_scatter,
+        "outputs",
+        set(),
+        lambda v: ranks().reduce_scatter(v, ones(2, 6)),
+    ),
+    (C.reduce_scatter, "inputs", set(), lambda v: ranks().reduce_scatter(ones(), v)),
+    (C.all_gather, "outputs", set(), lambda v: ranks().all_gather(v, ones())),
+    (C.all_gather, "inputs", set(), lambda v: ranks().all_gather(ones(2, 6), v)),
+    (C.broadcast, "tensors", set(), lambda v: ranks().broadcast(v)),
+    (C.broadcast, "root", set(), lambda v: ranks().broadcast(ones(), v)),
+    (C.bind, "tensors", set(), lambda v: ranks().bind(v)),
+    (C.plan, "nbytes", {"int"}, lambda v: ranks().plan(v)),
+    (C.plan, "dtype", set(), lambda v: ranks().plan(3, v)),
+    (pr.ProcessCommunicator, "store", NOTHING, lambda v: process(v, 0, 1)),
+    (pr.ProcessCommunicator, "name", {"str"}, lambda v: alone(name=v)),
+    (pr.ProcessCommunicator, "algorithm", set(), lambda v: alone(algorithm=v)),
+    (pr.ProcessCommunicator, "timeout", NUMBER, lambda v: alone(timeout=v)),
+    (pr.ProcessCommunicator, "device", NOTHING, lambda v: alone(device=v)),
+    (pr.GradientBucketer, "replicas", set(), lambda v: pr.GradientBucketer(v)),
+    (pr.GradientBucketer, "comm", NOTHING, lambda v: pr.GradientBucketer([NET], comm=v)),
+    (pr.GradientBucketer, "op", set(), lambda v: pr.GradientBucketer([NET], op=v)),
+    *(
+        (
+            pr.GradientBucketer,
+            cap,
+            NUMBER,
+            lambda v, cap=cap: pr.GradientBucketer([NET], **{cap: v}),
+        )
+        for cap in ("bucket_cap_mb", "first_bucket_mb")
+    ),
+    (pr.DataParallel, "module", set(), lambda v: pr.DataParallel(v, ["cpu"])),
+    (pr.DataParallel, "devices", set(), lambda v: pr.DataParallel(NET, v)),
+    (pr.DataParallel, "weights", NOTHING, lambda v: pr.DataParallel(NET, ["cpu"], weights=v)),
+    (pr.DataParallel, "batchnorm", set(), lambda v: pr.DataParallel(NET, ["cpu"], batchnorm=v)),
+    (pr.DataParallel, "comm", NOTHING, lambda v: pr.DataParallel(NET, ["cpu"], comm=v)),
+    (
+        *(pr.DataParallel, "output_device", NOTHING),
+        lambda v: pr.DataParallel(NET, ["cpu"], output_device=v),
+    ),
+    (pr.replicate, "module", set(), lambda v: pr.replicate(v, ["cpu"])),
+    (pr.replicate, "devices", set(), lambda v: pr.replicate(NET, v)),
+    (pr.get_params, "params", {"empty list"}, lambda v: pr.get_params(v, "cpu")),
+    (pr.get_params, "device", set(), lambda v: pr.get_params([T], v)),
+    (pr.split_batch, "X", set(), lambda v: pr.split_batch(v, Y, ["cpu"])),
+    (pr.split_batch, "y", set(), lambda v: pr.split_batch(X, v, ["cpu"])),
+    (pr.split_batch, "devices", set(), lambda v: pr.split_batch(X, Y, v)),
+    (pr.split_batch, "weights", NOTHING, lambda v: pr.split_batch(X, Y, ["cpu"], v)),
+    (shard_sizes, "n", {"int"}, lambda v: shard_sizes(v, 2)),
+    (shard_sizes, "num_shards", {"int"}, lambda v: shard_sizes(2, v)),
+    (
+        pr.evaluate_accuracy_gpus,
+        "replicas",
+        set(),
+        lambda v: accuracy(v, [(X, Y)]),
+    ),
+    (count_correct, "data_iter", set(), lambda v: count_correct([NET], v)),
+    (count_correct, "split_f", set(), lambda v: count_correct([NET], [(X, Y)], v)),
+    (count_correct, "devices", NOTHING, lambda v: count_correct([NET], [(X, Y)], devices=v)),
+    (pr.check_replicas_equal, "replicas", set(), lambda v: pr.check_replicas_equal(v)),
+    (mismatch_flags, "replicas", set(), lambda v: mismatch_flags(v)),
+    (pr.check_allreduce, "fn", set(), lambda v: pr.check_allreduce(v)),
+    (pr.check_allreduce, "devices", NOTHING, lambda v: pr.check_allreduce(pr.allreduce, v)),
+    (pr.shared_empty, "shape", SIZES, lambda v: pr.shared_empty(v)),
+    (pr.shared_empty, "dtype", set(), lambda v: pr.shared_empty(3, v)),
+    (pr.Topology, "devices", set(), lambda v: pr.Topology.of(v)),
+]
+
+
+def name_of(case: Any) -> str:
+    return f"{case[0].__qualname__}({case[1]})"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_what_is_plainly_wrong_is_named(case):
+    _, argument, right, call = case
+    for kind, value in WRONG.items():
+        if kind in right:
+            continue
+        with pytest.raises(pr.ArgumentError) as refused:
+            call(value)
+        text = str(refused.value)
+        assert re.search(rf"\b{argument}\b", text), (kind, text)
+        assert not re.search(r"\ba (int|object|ndarray)\b|NoneType|\b1 entries", text), text
+
+
+def test_the_table_has_every_public_callable():
+    public = {name: getattr(pr, name) for name in pr.__all__}
+    callables = {
+        name
+        for name, found in public.items()
+        if not (inspect.isclass(found) and issubclass(found, Exception))
+    }
+    assert callables - {case[0].__name__ for case in CASES} == {"Work", "Plan"}  # ours to make
+
+
+def test_arrays_of_other_libraries_are_named_among_what_is_taken():
+    array = np.ones(3, np.float32)
+    pr.allreduce([array, array.copy()])
+    with pytest.raises(pr.ArgumentError, match="expected a tensor, or an array of NumPy or CuPy"):
+        pr.allreduce([array, [1.0]])
+
+
+@pytest.mark.parametrize(
+    ("call", "near"),
+    [
+        (lambda: ranks().all_reduce(ones(), "avg"), "mean"),
+        (lambda: ranks().all_reduce(ones(), "MEAN"), "mean"),
+        (lambda: ranks().all_reduce(ones(), "summ"), "sum"),
+        (lambda: ranks().all_reduce(ones(), "product"), "prod"),
+        (lambda: pr.allreduce(ones(), "avg"), "mean"),
+        (lambda: pr.Communicator(["cpu"], algorithm="rings"), "ring"),
+        (lambda: pr.Communicator(["cpu"], order="ranks"), "rank"),
+        (lambda: pr.Communicator(["gpu:0"]), "cuda:0"),
+        (lambda: pr.Communicator(["CPU"]), "cpu"),
+        (lambda: pr.Communicator(["cup"]), "cpu"),
+        (lambda: pr.DataParallel(NET, ["cpu"], batchnorm="synced"), "sync"),
+        (lambda: pr.train.TrainConfig(dtype="half"), "float16"),
+    ],
+)
+def test_the_nearest_name_is_told(call, near):
+    with pytest.raises(pr.ArgumentError, match=rf"; did you mean '{near}'\?$"):
+        call()
+
+
+@pytest.mark.parametrize("op", ["", "xyzzy", b"mean", ["mean"]])
+def test_what_is_near_to_nothing_gets_no_hint(op):
+    with pytest.raises(pr.ArgumentError, match="expected one of") as refused:
+        ranks().all_reduce(ones(), op)
+    assert "did you mean" not in str(refused.value)
+
+
+class TestTheBooksSignature:
+    """``evaluate_accuracy_gpus(net, data_iter, split_f)``."""
+
+    DATA = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
+
+    def test_a_module_and_a_data_parallel_one_answer_as_replicas_do(self):
+        net = nn.Identity()
+        assert pr.evaluate_accuracy_gpus(net, self.DATA) == 0.75
+        assert pr.evaluate_accuracy_gpus(net, self.DATA, pr.split_batch) == 0.75
+        assert pr.evaluate_accuracy_gpus(lambda scores: scores, self.DATA) == 0.75
+        assert pr.evaluate_accuracy_gpus(nn.ModuleList([net, net]), self.DATA) == 0.75
+        seen = []
+        layer = nn.Linear(4, 4)
+        with pr.DataParallel(layer, ["cpu"] * 3) as parallel:
+            for replica in parallel.replicas:
+                replica.register_forward_hook(lambda *_: seen.append(1))
+            found = pr.evaluate_accuracy_gpus(parallel, self.DATA)
+            assert parallel.training
+        assert found == pr.evaluate_accuracy_gpus([layer], self.DATA)
+        assert len(seen) == 3, "every rank has its share"
