@@ -1,0 +1,446 @@
+"""Draw what the chapter shows, in a line or two: lines, bars, tables, timelines, the ring's steps.
+
+    from pyringar import figures
+
+    traffic = figures.Lines([2, 4, 8], {"naive": [1, 3, 7], "ring": [1, 1.5, 1.75]}, "ranks k")
+    figures.draw(traffic)
+
+`draw` puts panels side by side: `Lines`, `Bars`, `Table`,
+`Timeline`. Each function returns a `Picture`, which a notebook shows when it is the
+last value of a cell. matplotlib's own state (pyplot, rcParams) is left as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyringar.errors import ArgumentError
+
+__all__ = [
+    "COLORS",
+    "Bars",
+    "Lines",
+    "Picture",
+    "Table",
+    "Timeline",
+    "draw",
+    "images",
+    "ring_steps",
+    "splits",
+]
+
+COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")
+"""Of ranks 0 to 3, and of the first four curves; further ones begin anew."""
+
+_WAITING = "#b3423a"
+_STYLES = ("-", "--", "-.", ":")  # so that curves are told apart without colours, too
+_MARKERS = "osD^"
+_MAX_MARKED = 20  # points of a curve; more would hide the line
+_MAX_TICKS = 10  # positions that all get a tick
+_DECADES = 1000  # a logarithmic axis that reaches further has its ticks at powers of ten alone
+_DPI = 100
+_WIDTH, _NARROW = 9.5, 6.0  # inches: of several panels side by side, of a single one
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A finished figure. A notebook shows it, as PNG with 100 dots per inch.
+
+    Attributes:
+        figure: matplotlib's, to be changed at will.
+    """
+
+    figure: Any
+
+    def save(self, path: str | Path, dpi: int = _DPI) -> None:
+        """Write the picture to a file.
+
+        Args:
+            path: Its ending chooses the format: ``.png``, ``.svg``, ``.pdf``.
+            dpi: Dots per inch, where the format has dots.
+        """
+        self.figure.savefig(path, dpi=dpi)
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
+        return file.getvalue()
+
+
+# -- panels ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves over common positions, and what belongs to them.
+
+    A curve that lies on another one is still seen: each has a line style and a marker of its own,
+    and later ones have smaller markers.
+
+    Attributes:
+        x: Positions, of all curves.
+        curves: By name, one value per position.
+        xlabel: What ``x`` counts; each position gets a tick if there are 10 or fewer.
+        ylabel: What the values are.
+        title: Of the panel.
+        log: Which axes are logarithmic: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
+        ylim: Lowest and highest value shown; chosen by matplotlib if not given.
+        points: Single measurements by name, pairs ``(x, y)``, drawn as dots; in the colour of the
+            curve with that name, if there is one.
+        levels: Horizontal lines by name.
+        marks: Vertical lines by name; in the colour of the curve with that name, if there is one.
+
+    Raises:
+        ArgumentError: A curve has more or fewer values than there are positions.
+    """
+
+    x: Sequence[float]
+    curves: Mapping[str, Sequence[float]]
+    xlabel: str = ""
+    ylabel: str = ""
+    title: str = ""
+    log: str = ""
+    ylim: tuple[float, float] | None = None
+    points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)
+    marks: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in self.curves.items():
+            if len(values) != len(self.x):
+                raise ArgumentError(
+                    f"curves[{name!r}] has {len(values)} values, expected {len(self.x)}, as in x"
+                )
+
+    def draw(self, axes: Any) -> None:
+        """Draw into one set of axes.
+
+        Args:
+            axes: matplotlib's.
+        """
+        names = list(dict.fromkeys([*self.curves, *self.points]))
+        color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
+        is_marked = len(self.x) <= _MAX_MARKED
+        for i, (name, values) in enumerate(self.curves.items()):
+            marker = _MARKERS[i % len(_MARKERS)] if is_marked else ""
+            line = _STYLES[i % len(_STYLES)] if is_marked else "-"
+            size = max(3.0, 8.0 - 2 * i)
+            axes.plot(self.x, values, line, marker=marker, ms=size, color=color[name], label=name)
+        for i, (name, pairs) in enumerate(self.points.items()):
+            label = None if name in self.curves else name
+            size = 5 if name in self.curves else max(4, 9 - 3 * i)
+            axes.plot(
+                *zip(*pairs, strict=True), "o", ms=size, color=color[name], alpha=0.6, label=label
+            )
+        for i, (name, y) in enumerate(self.levels.items()):
+            axes.axhline(y, color="#444444", ls=_STYLES[i % len(_STYLES)], lw=1.2, label=name)
+        for name, x in self.marks.items():
+            label = None if name in color else name
+            axes.axvline(x, color=color.get(name, "#888888"), ls=":", label=label)
+        self._scale(axes)
+
+    def _scale(self, axes: Any) -> None:
+        for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+            if name in self.log:
+                _scale_by_powers(axes, axis, name)
+        if len(self.x) <= _MAX_TICKS:
+            axes.set_xticks(self.x, [f"{x:g}" for x in self.x], minor=False)
+        axes.minorticks_off()
+        axes.set(xlabel=self.xlabel, ylabel=self.ylabel, title=self.title)
+        if self.ylim is not None:
+            axes.set_ylim(*self.ylim)
+        axes.grid(alpha=0.3)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar per name, labelled with its value.
+
+    Attributes:
+        values: By name, from top to bottom.
+        xlabel: What the values are.
+        title: Of the panel.
+        form: How a value is written, as in ``format(value, form)``.
+        hatched: Names whose bars are hatched.
+        is_log: Whether the axis is logarithmic.
+    """
+
+    values: Mapping[str, float]
+    xlabel: str = ""
+    title: str = ""
+    form: str = ".3g"
+    hatched: Sequence[str] = ()
+    is_log: bool = False
+
+    def draw(self, axes: Any) -> None:
+        """Draw into one set of axes.
+
+        Args:
+            axes: matplotlib's.
+        """
+        for i, (name, value) in enumerate(self.values.items()):
+            hatch = "///" if name in self.hatched else None
+            color = COLORS[i % len(COLORS)]
+            (bar,) = axes.barh(name, value, color=color, hatch=hatch, ec="white", lw=0)
+            axes.bar_label(axes.containers[-1], [format(value, self.form)], padding=3, fontsize=9)
+            bar.set_height(0.7)
+        if self.is_log:
+            axes.set_xscale("log")
+        axes.margins(x=0.15)
+        axes.invert_yaxis()
+        axes.set(xlabel=self.xlabel, title=self.title)
+        axes.grid(axis="x", alpha=0.3)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers in rows and columns, the larger the darker.
+
+    Attributes:
+        rows: What the rows stand for.
+        columns: What the columns stand for.
+        values: ``values[row][column]``.
+        xlabel: What ``columns`` are.
+        ylabel: What ``rows`` are.
+        title: Of the panel.
+    """
+
+    rows: Sequence[float]
+    columns: Sequence[float]
+    values: Sequence[Sequence[float]]
+    xlabel: str = ""
+    ylabel: str = ""
+    title: str = ""
+
+    def draw(self, axes: Any) -> None:
+        """Draw into one set of axes.
+
+        Args:
+            axes: matplotlib's.
+        """
+        axes.imshow(self.values, cmap="Blues", aspect="auto")
+        low = min(map(min, self.values))
+        high = max(map(max, self.values))
+        for i, row in enumerate(self.values):
+            for j, value in enumerate(row):
+                color = "white" if value > (low + high) / 2 else "black"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=color)
+        axes.set_xticks(range(len(self.columns)), [f"{name:g}" for name in self.columns])
+        axes.set_yticks(range(len(self.rows)), [f"{name:g}" for name in self.rows])
+        axes.set(xlabel=self.xlabel, ylabel=self.ylabel, title=self.title)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step: the computation, and below it when every bucket of gradients was reduced.
+
+    Attributes:
+        title: Of the panel; how long the step waits after the computation is added.
+        compute_s: Until the computation ends.
+        exposed_s: How long the last reduction takes after that.
+        buckets: For each, in the order in which they leave, ``(nbytes, ready_s, begin_s, end_s)``;
+            an end of None is the step's.
+        xlabel: What the axis counts.
+    """
+
+    title: str
+    compute_s: float
+    exposed_s: float
+    buckets: Sequence[tuple[int, float, float, float | None]]
+    xlabel: str = "milliseconds"
+
+    def draw(self, axes: Any) -> None:
+        """Draw into one set of axes.
+
+        Args:
+            axes: matplotlib's.
+        """
+        compute_ms, exposed_ms = self.compute_s * 1e3, self.exposed_s * 1e3
+        total_ms = compute_ms + exposed_ms
+        axes.barh(0, compute_ms, color=COLORS[0], label="computation")
+        axes.barh(0, exposed_ms, left=compute_ms, color=_WAITING, label="waiting after it")
+        names = ["compute"]
+        for row, (nbytes, ready_s, begin_s, end_s) in enumerate(self.buckets, 1):
+            begin_ms = begin_s * 1e3
+            took_ms = (total_ms if end_s is None else end_s * 1e3) - begin_ms
+            label = "reduction" if row == 1 else None
+            axes.barh(row, took_ms, left=begin_ms, color=COLORS[1], ec=COLORS[1], label=label)
+            label = "last gradient came" if row == 1 else None
+            axes.plot(ready_s * 1e3, row, "k|", ms=10, label=label)
+            names.append(f"{nbytes / 1e6:.1f} MB")
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.axvline(compute_ms, color="gray", ls=":")
+        axes.invert_yaxis()
+        axes.set_xlim(0, total_ms * 1.02)
+        axes.set(xlabel=self.xlabel)
+        axes.set_title(f"{self.title}: {exposed_ms:.1f} ms exposed", fontsize=10)
+
+
+def draw(
+    *panels: Lines | Bars | Table | Timeline, height: float = 3.2, legend: str = "inside"
+) -> Picture:
+    """Draw panels side by side.
+
+    Args:
+        *panels: From left to right.
+        height: Of the picture, in inches.
+        legend: ``"inside"`` every panel, or one for all, ``"below"``.
+
+    Raises:
+        ArgumentError: There is no panel, or ``legend`` is neither.
+    """
+    if not panels:
+        raise ArgumentError("panels is empty, expected one or more")
+    if legend not in ("inside", "below"):
+        raise ArgumentError(f"legend is {legend!r}, expected 'inside' or 'below'")
+    figure = _figure(_NARROW if len(panels) == 1 else _WIDTH, height)
+    handles: dict[str, Any] = {}
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel.draw(axes)
+        axes.title.set_fontsize(10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+        found = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        handles |= found
+        if found and legend == "inside":
+            axes.legend(frameon=False, fontsize=8)
+    if handles and legend == "below":
+        place = {"loc": "outside lower center", "ncols": min(len(handles), 4)}
+        place["ncols"] = place["ncols"] if max(map(len, handles)) < 30 else 2
+        figure.legend([*handles.values()], [*handles], frameon=False, fontsize=9, **place)
+    return Picture(figure)
+
+
+# -- pictures of their own -------------------------------------------------------------------------
+
+
+def images(tensors: Any) -> Picture:
+    """Show images in a row.
+
+    Args:
+        tensors: ``(n, 1, height, width)``, the larger the darker.
+    """
+    figure = _figure(_WIDTH, 1.2)
+    for axes, image in zip(
+        figure.subplots(1, len(tensors), squeeze=False)[0], tensors, strict=True
+    ):
+        axes.imshow(image[0].tolist(), cmap="gray_r")
+        axes.axis("off")
+    return Picture(figure)
+
+
+def splits() -> Picture:
+    """Draw three ways to divide four layers of four channels among four devices."""
+    figure = _figure(_WIDTH, 3.0)
+    titles = ("through the network", "through the layers", "through the data")
+    for way, (axes, title) in enumerate(zip(figure.subplots(1, 3), titles, strict=True)):
+        for box in itertools.product(range(4), repeat=3):
+            layer, channel, quarter = box
+            corner = (quarter + 0.05, layer + 0.1 + 0.2 * channel)
+            axes.add_patch(_rectangle(corner, 0.9, 0.2, color=COLORS[box[way]]))
+        axes.set(xlim=(0, 4), ylim=(-0.1, 4), xlabel="quarters of a batch")
+        axes.set_title(title, fontsize=10)
+        axes.set_xticks([])
+        axes.set_yticks([i + 0.5 for i in range(4)], [f"layer {i + 1}" for i in range(4)])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    _legend_of_colors(figure, [f"device {i}" for i in range(4)])
+    return Picture(figure)
+
+
+_CENTERS = ((0.0, 1.0), (1.35, 0.0), (0.0, -1.0), (-1.35, 0.0))  # clockwise from the top
+_CELL = 0.17  # side of a contribution's square
+
+
+def ring_steps(frames: Sequence[Sequence[Sequence[Sequence[int]]]], schedule: Any) -> Picture:
+    """Draw a ring of four ranks at its start and after every step.
+
+    Args:
+        frames: ``frames[step][rank][chunk]`` lists the ranks whose contributions are inside.
+        schedule: The messages of every step, as `ring_schedule` returns them.
+
+    Raises:
+        ArgumentError: There are not four ranks.
+    """
+    if len(frames[0]) != len(_CENTERS):
+        raise ArgumentError(f"frames has {len(frames[0])} ranks, expected {len(_CENTERS)}")
+    figure = _figure(11.0, 5.4)
+    start, *others = figure.subplots(2, 4).flatten()
+    _draw_ranks(start, "at the start", frames[0])
+    for step, moves in enumerate(schedule, 1):
+        what = "add what arrives" if moves[0].is_reduction else "keep what arrives"
+        _draw_ranks(others[step - 1], f"step {step}: {what}", frames[step])
+        for move in moves:
+            _draw_message(others[step - 1], move)
+    for axes in others[len(schedule) :]:
+        axes.axis("off")
+    places = ("top", "right", "bottom", "left")
+    names = [f"from rank {rank} ({place})" for rank, place in enumerate(places)]
+    _legend_of_colors(figure, names)
+    return Picture(figure)
+
+
+def _draw_ranks(axes: Any, title: str, held: Sequence[Sequence[Sequence[int]]]) -> None:
+    for (x, y), chunks in zip(_CENTERS, held, strict=True):
+        left, bottom = x - 2 * _CELL, y - 2 * _CELL
+        frame = {"fill": False, "color": "#999999", "zorder": 3}
+        axes.add_patch(_rectangle((left, bottom), 4 * _CELL, 4 * _CELL, **frame))
+        for chunk, inside in enumerate(chunks):
+            for height, rank in enumerate(inside):
+                corner = (left + chunk * _CELL, bottom + height * _CELL)
+                axes.add_patch(_rectangle(corner, _CELL, _CELL, fc=COLORS[rank], ec="white"))
+    axes.set(xlim=(-1.9, 1.9), ylim=(-1.5, 1.5), aspect="equal")
+    axes.set_title(title, fontsize=9)
+    axes.axis("off")
+
+
+def _draw_message(axes: Any, move: Any) -> None:
+    (x0, y0), (x1, y1) = _CENTERS[move.src], _CENTERS[move.dst]
+    begin, end = (
+        (0.68 * x0 + 0.32 * x1, 0.68 * y0 + 0.32 * y1),
+        (0.3 * x0 + 0.7 * x1, 0.3 * y0 + 0.7 * y1),
+    )
+    axes.annotate("", end, begin, arrowprops={"arrowstyle": "-|>", "color": "black"})
+    where = (0.7 * (x0 + x1), 0.66 * (y0 + y1))
+    axes.annotate(f"chunk {move.chunk}", where, ha="center", va="center", fontsize=8)
+
+
+# -- matplotlib ------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float) -> Any:
+    """Return a figure that belongs to nobody: no window, no display, no state left behind."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _scale_by_powers(axes: Any, axis: Any, name: str) -> None:
+    """Make an axis logarithmic, with ticks at 1, 2 and 5 unless it reaches far."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    getattr(axes, f"set_{name}scale")("log")
+    low, high = axis.get_view_interval()
+    if high < _DECADES * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _rectangle(corner: tuple[float, float], width: float, height: float, **style: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, width, height, **style)
+
+
+def _legend_of_colors(figure: Any, names: Sequence[str]) -> None:
+    patches = [_rectangle((0, 0), 1, 1, color=color) for color in COLORS]
+    place = {"loc": "outside lower center", "ncols": len(names), "fontsize": 9}
+    figure.legend(patches, names, frameon=False, **place)

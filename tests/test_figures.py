@@ -1,0 +1,170 @@
+"""Do the chapter's pictures show what they are given, whole, and leave matplotlib as it was?"""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import matplotlib as mpl
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from pyringar import ArgumentError, figures
+from pyringar.comm.ring_schedule import ring_schedule
+
+FRAMES = [[[[rank]] * 4 for rank in range(4)]] * 7
+
+
+def lines(**options):
+    curves = {"naive": [1.0, 3.0, 7.0], "ring": [1.0, 1.5, 1.75]}
+    return figures.Lines([2, 4, 8], curves, "ranks k", "MB", "Traffic", **options)
+
+
+def timeline(end_s=0.005):
+    buckets = [(400_000, 0.001, 0.002, 0.003), (4_000, 0.003, 0.003, end_s)]
+    return figures.Timeline("ring", 0.004, 0.001, buckets)
+
+
+PANELS = {
+    "lines": lines(),
+    "logarithmic": lines(log="xy", ylim=(0.5, 100)),
+    "single points": lines(points={"naive": [(2, 1.5)], "other": [(4, 2.0)]}),
+    "levels": lines(levels={"limit": 2.0}, marks={"ring": 3.0, "middle": 5.0}),
+    "points alone": figures.Lines([1, 2], {}, points={"rank 0": [(1, 0.5), (2, 0.6)]}),
+    "one position": figures.Lines([1], {"k = 1": [0.5]}, "epoch", "loss"),
+    "bars": figures.Bars({"naive": 85.3, "ring": 5.5}, "ms", "One allreduce"),
+    "bars far apart": figures.Bars({"naive": 7297.0, "ring": 7.3}, "ms", form=",.1f", is_log=True),
+    "table": figures.Table([16, 64], [0.1, 0.2, 0.4], [[1, 2, 3], [4, 5, 6]], "rate", "batch"),
+    "timeline": timeline(),
+    "timeline without an end": timeline(None),
+}
+PICTURES = {
+    **{name: (panel,) for name, panel in PANELS.items()},
+    "side by side": (lines(), PANELS["bars"]),
+}
+
+
+def pixels(picture):
+    """Every pixel's colour, as the notebook would show it."""
+    with Image.open(io.BytesIO(picture._repr_png_())) as image:
+        return image.convert("RGB")
+
+
+def colors_in(picture):
+    return {color for _, color in pixels(picture).getcolors(1 << 20)}
+
+
+@pytest.mark.parametrize(
+    ("name", "legend"),
+    [*((name, "inside") for name in PICTURES), ("levels", "below"), ("side by side", "below")],
+)
+def test_nothing_is_cut_off(name, legend):
+    picture = figures.draw(*PICTURES[name], legend=legend)
+    picture._repr_png_()
+    drawn = picture.figure.get_tightbbox()  # in inches
+    assert -0.01 <= drawn.x0 <= drawn.x1 <= picture.figure.get_figwidth() + 0.01
+    assert -0.01 <= drawn.y0 <= drawn.y1 <= picture.figure.get_figheight() + 0.01
+    for axes in picture.figure.axes:
+        assert axes.yaxis.label.get_window_extent().height <= axes.get_window_extent().height
+
+
+def test_a_curve_on_another_is_seen():
+    same = figures.Lines([1, 2], {"k = 1": [1.8, 1.2], "k = 16": [1.8, 1.2]})
+    shown = colors_in(figures.draw(same))
+    for color in figures.COLORS[:2]:
+        assert tuple(round(255 * part) for part in to_rgb(color)) in shown
+
+
+def test_ticks_can_be_read():
+    many = figures.Lines([i / 16 for i in range(17)], {"k = 1": range(1, 18)}, log="y")
+    picture = figures.draw(many, lines(log="xy"))
+    picture._repr_png_()
+    for axes in picture.figure.axes:
+        x, y = axes.get_xticklabels(), axes.get_yticklabels()
+        ends = [label.get_window_extent() for label in x if label.get_text()]
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(ends))
+        assert {"1", "2", "5"} <= {label.get_text() for label in y}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8"]
+
+
+def test_points_and_marks_have_their_curves_colour_and_are_named_once():
+    panel = lines(points={"ring": [(4, 2.0)]}, marks={"ring": 3.0})
+    (axes,) = figures.draw(panel).figure.axes
+    of_ring = [line for line in axes.lines if mpl.colors.same_color(line.get_color(), "#f28e2b")]
+    assert len(of_ring) == 3
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["naive", "ring"]
+
+
+def test_bars_are_labelled_and_hatched_as_asked():
+    bars = figures.Bars({"naive": 7297.0, "ring/ring": 7.37}, form=",.1f", hatched=["ring/ring"])
+    (axes,) = figures.draw(bars).figure.axes
+    shown = {text.get_text() for text in axes.texts}
+    assert shown == {"7,297.0", "7.4"}
+    assert [bar.get_hatch() for bar in axes.patches] == [None, "///"]
+
+
+def test_a_timeline_says_how_long_the_step_waits():
+    (axes,) = figures.draw(timeline(None)).figure.axes
+    assert axes.get_title() == "ring: 1.0 ms exposed"
+    last = axes.patches[-1]
+    assert last.get_x() + last.get_width() == pytest.approx(5.0)  # milliseconds: the step's end
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["compute", "0.4 MB", "0.0 MB"]
+
+
+def test_a_table_can_be_read_where_it_is_dark():
+    (axes,) = figures.draw(PANELS["table"]).figure.axes
+    assert {text.get_text(): text.get_color() for text in axes.texts} == {
+        **{"1.00": "black", "2.00": "black", "3.00": "black"},
+        **{"4.00": "white", "5.00": "white", "6.00": "white"},
+    }
+
+
+def test_the_ring_shows_every_message():
+    picture = figures.ring_steps(FRAMES, ring_schedule(4))
+    labels = [text.get_text() for axes in picture.figure.axes for text in axes.texts]
+    assert sum(label.startswith("chunk ") for label in labels) == 6 * 4
+    titles = [axes.get_title() for axes in picture.figure.axes]
+    assert titles[0] == "at the start"
+    assert titles[3:5] == ["step 3: add what arrives", "step 4: keep what arrives"]
+
+
+def test_splits_give_every_device_a_quarter():
+    for axes in figures.splits().figure.axes:
+        colors = [mpl.colors.to_hex(box.get_facecolor()) for box in axes.patches]
+        assert {colors.count(color) for color in figures.COLORS} == {16}
+
+
+def test_images_are_shown_in_a_row():
+    import torch
+
+    picture = figures.images(torch.arange(12.0).reshape(3, 1, 2, 2))
+    shown = [axes.get_images()[0].get_array().tolist() for axes in picture.figure.axes]
+    assert shown == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: figures.Lines([1, 2], {"a": [1]}), r"curves\['a'\] has 1 values, expected 2"),
+        (lambda: figures.draw(), "panels is empty"),
+        (lambda: figures.draw(lines(), legend="left"), "legend is 'left', expected 'inside'"),
+        (lambda: figures.ring_steps([[[[0]] * 3] * 3], []), "frames has 3 ranks, expected 4"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_saved_pictures_are_of_the_kind_that_the_name_says(tmp_path, ending):
+    path = tmp_path / f"picture.{ending}"
+    figures.draw(lines()).save(path)
+    assert path.read_bytes()[:1024].lower().find(ending.encode()) >= 0
+
+
+def test_matplotlib_is_left_as_it_was():
+    before = mpl.rcParams.copy()
+    figures.draw(lines(), PANELS["bars"], PANELS["table"], timeline())._repr_png_()
+    assert mpl.rcParams.copy() == before
