@@ -37,7 +37,7 @@ _spec.loader.exec_module(build_api)
 NOT_MADE_BY_CALLERS = {"Work"}
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
 # Where a docstring says once that the rest of it stands.
-SEE = re.compile(r"\bSee\s+:(?:meth|class|func):`([\w.]+)`")
+SEE = re.compile(r"\bSee\s+(?::\w+:)?`([\w.]+)`")
 SEE_TORCH = re.compile(r"\bSee\s+``(torch\.[\w.]+)``")  # its arguments are torch's
 
 
@@ -313,6 +313,46 @@ def test_markup_is_rendered(reference: Path) -> None:
         page = re.sub(r"<(script|style|pre)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
         seen = re.findall(r".*(?::\w+:`|`|~pyringar|::\s*$|\bArgs:).*", text_of(page), re.MULTILINE)
         assert not seen, path.name
+
+
+def sections_in(page: Path) -> list[str]:
+    return re.findall(r'<section id="(\w+)"', page.read_text())
+
+
+def test_what_users_need_first_is_on_top_and_errors_are_last(reference: Path) -> None:
+    for module in build_api.MODULES:
+        shown = sections_in(reference / f"{module.replace('.', '/')}.html")
+        imported = importlib.import_module(module)
+        first = build_api.FIRST.get(module, ())
+        assert tuple(shown[: len(first)]) == first, f"{module}: FIRST names what is not there"
+        kinds = [getattr(imported, name) for name in shown if hasattr(imported, name)]
+        are_errors = [isinstance(k, type) and issubclass(k, BaseException) for k in kinds]
+        assert are_errors == sorted(are_errors), module
+    assert sections_in(reference / "pyringar.html")[0] == "allreduce"
+
+
+def test_only_names_that_users_import_are_shown(reference: Path) -> None:
+    known = {*build_api.MODULES, *build_api.public_names(build_api.MODULES).values()}
+    for path in reference.rglob("*.html"):
+        page = re.sub(r"<(script|style)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"\bpyringar(?:\.\w+)+", text_of(page)):
+            assert any(name == n or name.startswith(f"{n}.") for n in known - {"pyringar"}), name
+        assert "Submodules" not in page
+
+
+def test_what_a_class_has_from_internal_bases_is_shown_as_its_own(reference: Path) -> None:
+    page = (reference / "pyringar.html").read_text()
+    for name in ("Communicator.close", "ProcessCommunicator.close", "Communicator.all_reduce"):
+        assert f'<div id="{name}" class="classattr">' in page
+    (bases,) = re.findall(r'<span class="name">DataParallel</span>(<wbr>.*?):', page, re.DOTALL)
+    assert "torch.nn.modules.module.Module" in text_of(bases)
+
+
+def test_examples_of_packages_are_code(reference: Path) -> None:
+    for module in ("", "/train", "/distributed"):
+        page = (reference / f"pyringar{module}.html").read_text()
+        info = page.split('<section class="module-info">')[1].split("</section>")[0]
+        assert "import" in "".join(re.findall(r"<pre>(.*?)</pre>", info, re.DOTALL)), module
 
 
 def test_a_warning_of_pdocs_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
