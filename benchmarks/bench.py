@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import rows as files
+from benchmarks.busy import Watch, others_now, refusal
 from benchmarks.candidates import CANDIDATES
 from benchmarks.machine import describe_machine, machine_in_words
-from benchmarks.rows import Results, Row
+from benchmarks.rows import Results, Row, limits, share_of_limit
+from benchmarks.script import exit_with
 from benchmarks.timing import SETTLE_S, Timing, torch_threads
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1}
@@ -175,8 +177,13 @@ class Run:
 
     def measure(self) -> Results:
         """Run all cases."""
-        with torch_threads(self.benchmark.threads):
-            self.benchmark.measure(self)
+        watch = Watch()
+        try:
+            with torch_threads(self.benchmark.threads):
+                self.benchmark.measure(self)
+        finally:
+            if not self.is_smoke:
+                self.results.others = asdict(watch.others())
         return self.results
 
     def rows(
@@ -260,8 +267,10 @@ def format_s(seconds: float) -> str:
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Print a line for each row, under HEADER."""
+    are_limits = limits(rows)
     for row in rows:
-        numbers = (row.speedup, row.limit_share, row.algbw_gbps, row.busbw_gbps)
+        share = share_of_limit(row, are_limits)
+        numbers = (row.speedup, share, row.algbw_gbps, row.busbw_gbps)
         cells = " ".join(f"{'-' if n is None else f'{n:.2f}':>8}" for n in numbers)
         parts = "".join(f"  {name} {format_s(s)}" for name, s in row.parts_s.items())
         name = f"{row.candidate}, {row.clock}" if row.clock else row.candidate
@@ -289,6 +298,7 @@ def parse_arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argpars
     effort.add_argument(
         "--dry-run", action="store_true", help="tiny, on the CPU: a trial of this script"
     )
+    parser.add_argument("--allow-busy", action="store_true", help="even beside other programs")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     ranks, sizes, names = list_of(int), list_of(parse_size), list_of(candidate_name)
     parser.add_argument("--ranks", type=ranks, help="2,4,...: cases of so many ranks")
@@ -342,7 +352,12 @@ def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Run a benchmark; exit status 1: a result was wrong or none came, 2: it cannot run."""
+    """Run a benchmark.
+
+    Returns:
+        The exit status. 1: a result was wrong, none came, or other programs disturbed it. 2: it
+        cannot run. 3: it was not begun, because of other programs.
+    """
     args = parse_arguments(benchmark, argv)
     if benchmark.why_not and not args.dry_run:
         print(f"{benchmark.why_not}: nothing to measure (--dry-run tries the script itself)")
@@ -352,6 +367,9 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     if not run.cases:
         print("no case has such a name and number of ranks", file=sys.stderr)
         return 2
+    if not (args.allow_busy or args.dry_run) and (why := refusal(others_now())):
+        print(why, file=sys.stderr)
+        return 3
     changes = {"rounds": args.rounds, "budget_s": args.budget_s}
     run.effort = replace(run.effort, **{k: v for k, v in changes.items() if v is not None})
     machine = run.results.machine
@@ -368,7 +386,10 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         from benchmarks.report.plots import draw_speedups
 
         draw_speedups(results, args.plot)
-    return int(bool(results.wrong) or not results.rows)
+    if results.disturbed_by:
+        print(f"BUSY MACHINE: other programs used {results.disturbed_by}")
+    spoilt = results.disturbed_by and not args.allow_busy
+    return int(bool(results.wrong or spoilt) or not results.rows)
 
 
 # -- goals -----------------------------------------------------------------------------------------
@@ -462,4 +483,4 @@ def is_sum(name: str, got: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]])
 
 def run_as_script(benchmark: Benchmark) -> None:
     """Run the benchmark with the process's own command line."""
-    sys.exit(main(benchmark))
+    exit_with(lambda: main(benchmark))

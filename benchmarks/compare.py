@@ -10,7 +10,8 @@ gloo and naive, judge nobody: that they moved says that the machine did. --all s
 rows that are the same.
 
 Exit status: 0 nothing of ours is slower; 1 something is, or is wrong; 2 a file cannot be used. On
-unequal machines medians say nothing about versions: then only wrong results give 1.
+unequal machines, or beside other programs, medians say nothing about versions: then only wrong
+results give 1.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 from benchmarks.bench import format_s
 from benchmarks.machine import machine_in_words
 from benchmarks.rows import InputError, Row, Sections, read_sections
+from benchmarks.script import exit_with
 
 THRESHOLD = 0.10
 # What makes two machines the same, and what may differ between versions on one machine.
@@ -145,12 +147,12 @@ def summary(pairs: Sequence[Pair]) -> str:
     return "\n".join(lines)
 
 
-def exit_status(pairs: Sequence[Pair], is_one_machine: bool) -> int:
-    """Return 1 where something of ours is slower, on one machine, or anything is wrong."""
+def exit_status(pairs: Sequence[Pair], is_fair: bool) -> int:
+    """Return 1 where something of ours is slower, on equal machines, or anything is wrong."""
     if any(pair.verdict == "wrong" for pair in pairs):
         return 1
     slower = any(pair.verdict == "slower" and pair.row.is_ours for pair in pairs)
-    return int(slower and is_one_machine)
+    return int(slower and is_fair)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -199,14 +201,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     unequal = differences(old, new, HARDWARE)
     if unequal:
         print(f"UNEQUAL MACHINES ({'; '.join(unequal)}): this compares machines, not versions")
+    busy = [
+        f"{name}: {section}: other programs used {results.disturbed_by}"
+        for name, sections in (("old", old), ("new", new))
+        for section, results in sections.items()
+        if results.disturbed_by
+    ]
+    for line in busy:
+        print(f"BUSY MACHINE: {line}")
     shown = [p for p in pairs if args.all or (p.verdict != "same" and p.row.is_ours)]
     print(f"\n{table(shown)}\n" if shown else "")
     print(summary(pairs))
     failed = [f"{name}: {results.failed}" for name, results in new.items() if results.failed]
     for line in failed:
         print(f"FAILED: {line}")
-    return 1 if failed else exit_status(pairs, not unequal)
+    return 1 if failed else exit_status(pairs, is_fair=not (unequal or busy))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

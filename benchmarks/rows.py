@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.busy import Others
 from benchmarks.candidates import candidate_of
 
 VERSION = 2
+NOISE = 0.02  # by which a row may lie below its limit
 TIMES = ("median_s", "min_s", "q1_s", "q3_s", "max_s")
 
 
@@ -107,6 +109,7 @@ class Results:
         effort: ``full``, ``quick`` or ``smoke``.
         not_run: ``{"what", "why"}`` of everything that could not be measured.
         failed: The error that ended the section, if one did.
+        others: What other programs did meanwhile: the fields of `busy.Others`.
         facts: What only this section knows.
     """
 
@@ -116,12 +119,19 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     not_run: list[dict[str, str]] = field(default_factory=list)
     failed: str | None = None
+    others: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def wrong(self) -> list[Row]:
         """The rows that did not pass their check."""
         return [row for row in self.rows if not row.correct]
+
+    @property
+    def disturbed_by(self) -> Others | None:
+        """Return what other programs did meanwhile, if that was too much."""
+        others = Others(**self.others) if self.others else None
+        return others if others and others.are_many else None
 
     @property
     def digest(self) -> str:
@@ -143,6 +153,26 @@ def by_key(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
+
+
+def limits(rows: Iterable[Row]) -> dict[tuple[object, ...], float]:
+    """Return the limits that are one, by case, ranks and clock: those that no row is faster than.
+
+    What stands for a limit is a call of its own, with a call's overhead: of small tensors another
+    call may be faster.
+    """
+    found = {}
+    for key, same in by_key(rows, lambda row: (row.case, row.world_size, row.clock)).items():
+        limit_s = max((row.limit_s or 0 for row in same), default=0)
+        if limit_s and min(row.median_s for row in same) > limit_s * (1 - NOISE):
+            found[key] = limit_s
+    return found
+
+
+def share_of_limit(row: Row, found: Mapping[tuple[object, ...], float]) -> float | None:
+    """Return the share of the limit that a row reached, where `limits` found one; at most 1."""
+    limit_s = found.get((row.case, row.world_size, row.clock))
+    return min(1.0, limit_s / row.median_s) if limit_s and row.limit_s else None
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -191,10 +221,24 @@ def read(path: str | Path) -> Results:
         raise InputError(f"{path}: is not of version {VERSION}")
     if not isinstance(head.get("machine"), dict) or not head["machine"].get("cpu"):
         raise InputError(f"{path}: does not name its machine")
+    others = head.get("others")
+    if others is not None and not _is_others(others):
+        raise InputError(f"{path}: line 1: others is {others!r}, expected a share and two loads")
     unknown = set(head) - {field.name for field in fields(Results) if field.name != "rows"}
     if unknown or "section" not in head:
         raise InputError(f"{path}: line 1 is not the head of a section: {sorted(unknown)}")
     return Results(**head, rows=[_row_of(path, n, row) for n, row in enumerate(rows, start=2)])
+
+
+def _is_others(found: Any) -> bool:
+    names = {field.name for field in fields(Others)}
+    return (
+        isinstance(found, dict)
+        and set(found) == names
+        and all(
+            isinstance(n, (int, float)) or (n is None and k == "share") for k, n in found.items()
+        )
+    )
 
 
 def _row_of(path: str | Path, line: int, values: Any) -> Row:

@@ -1,19 +1,20 @@
 """Run every benchmark that this machine allows, and write one report.
 
     python benchmarks/run_all.py --out DIR             # 20 minutes or so on two cores
-    python benchmarks/run_all.py --out DIR --quick     # 4 minutes; every section, rough figures
+    python benchmarks/run_all.py --out DIR --quick     # 2 minutes; every section, rough figures
     python benchmarks/run_all.py --out DIR --only allreduce,ddp
 
 DIR then holds report.md, which is for people, its pictures, and a results file per section, which
 benchmarks/compare.py and benchmarks/tables.py read. All are written anew after every section, so
-that an aborted run leaves the sections that were over. Run it on an otherwise idle machine. Exit
-status: 0 all well, 1 a result was wrong or a section failed, 2 wrong arguments, 130 aborted.
+that an aborted run leaves the sections that were over. It does not begin beside other programs
+that use the processors; a section that some disturbed is marked, and makes the run a failure.
+--allow-busy measures nevertheless, and only marks. Exit status: 0 all well, 1 a result was wrong,
+or a section failed or was disturbed, 2 wrong arguments, 3 other programs run, 130 aborted.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 import traceback
@@ -24,9 +25,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 
 from benchmarks import rows as files
 from benchmarks.bench import Benchmark, Run
+from benchmarks.busy import others_now, refusal
 from benchmarks.machine import describe_machine, machine_in_words
 from benchmarks.report import page, plots
 from benchmarks.rows import Results, Row
+from benchmarks.script import exit_with
 from benchmarks.sections import SECTIONS
 
 FIGURES = "figures"
@@ -51,10 +54,12 @@ class Report:
         text = page.render(self.sections, figures, FIGURES)
         files.write_atomically(self._folder / "report.md", text)
 
-    @property
-    def is_good(self) -> bool:
-        """True where nothing failed and nothing was wrong."""
-        return not any(results.failed or results.wrong for results in self.sections.values())
+    def is_good(self, allows_busy: bool) -> bool:
+        """Say whether nothing failed, was wrong or, unless that is allowed, disturbed."""
+        return not any(
+            results.failed or results.wrong or (results.disturbed_by and not allows_busy)
+            for results in self.sections.values()
+        )
 
 
 def not_run(benchmark: Benchmark, effort: str, why: str) -> Results:
@@ -90,15 +95,24 @@ def summarize(results: Results) -> str:
     if results.failed:
         return f"{results.section}: FAILED: {results.failed}"
     wrong = "; ".join(row.about for row in results.wrong)
+    busy = results.disturbed_by
     names = len({row.candidate for row in results.rows})
     return (
         f"{results.section}: {len(results.rows)} rows of {names} candidates, "
         f"{f'WRONG: {wrong}' if wrong else 'all right'}, {results.facts['seconds']:.0f} s"
+        f"{f', BUSY MACHINE: other programs used {busy}' if busy else ''}"
     )
 
 
-def run(chosen: Sequence[Benchmark], effort: str, folder: Path, is_quiet: bool = False) -> int:
+def run(
+    chosen: Sequence[Benchmark],
+    effort: str,
+    folder: Path,
+    is_quiet: bool = False,
+    allows_busy: bool = False,
+) -> int:
     """Measure sections one after the other; return the exit status."""
+    begin_s = time.monotonic()
     report = Report(folder)
     waiting = list(chosen)
     try:
@@ -115,8 +129,8 @@ def run(chosen: Sequence[Benchmark], effort: str, folder: Path, is_quiet: bool =
             report.add(not_run(benchmark, effort, "the run was aborted"))
         print(f"aborted; what was over is in {folder}", file=sys.stderr)
         return 130
-    print(folder / "report.md")
-    return 0 if report.is_good else 1
+    print(f"{folder / 'report.md'}: {(time.monotonic() - begin_s) / 60:.1f} minutes")
+    return 0 if report.is_good(allows_busy) else 1
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -129,6 +143,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, every section")
     parser.add_argument("--only", metavar="NAME,...", help=f"some sections of {','.join(SECTIONS)}")
+    parser.add_argument("--allow-busy", action="store_true", help="even beside other programs")
     # A trial of the program, for its tests: seconds, one tiny case per section.
     parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -144,12 +159,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, and say how it went."""
     args = parse_arguments(argv)
-    load = os.getloadavg()[0]
-    print(f"{machine_in_words(describe_machine())}, load {load:.1f}")
-    if load > 0.5 and args.effort == "full":
-        print("something else is running here: figures will say so, too", file=sys.stderr)
-    return run(args.sections, args.effort, Path(args.out), is_quiet=not sys.stderr.isatty())
+    print(machine_in_words(describe_machine()))
+    if not args.allow_busy and args.effort != "smoke" and (why := refusal(others_now())):
+        print(why, file=sys.stderr)
+        return 3
+    is_quiet = not sys.stderr.isatty()
+    return run(args.sections, args.effort, Path(args.out), is_quiet, args.allow_busy)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

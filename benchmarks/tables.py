@@ -22,6 +22,7 @@ from benchmarks.machine import machine_in_words
 from benchmarks.report import page, plots
 from benchmarks.report.summary import headlines
 from benchmarks.rows import InputError, read_sections
+from benchmarks.script import exit_with
 from benchmarks.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "report.md"
 FIGURES = ROOT / "docs" / "figures"
+DRAWN_BY_HAND = {"timeline.png"}  # by the command in docs/tasks.md
 BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
 PAGE_NOTE = (
     "<!-- Written by `python benchmarks/tables.py` from benchmarks/results; do not edit. -->\n\n"
@@ -68,8 +70,8 @@ def stale() -> list[str]:
 
 
 def extra(figures: Sequence[plots.Figure]) -> list[Path]:
-    """Return the pictures that nothing here would draw."""
-    wanted = {figure.filename for figure in figures}
+    """Return the pictures that nothing would draw."""
+    wanted = {figure.filename for figure in figures} | DRAWN_BY_HAND
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
 
 
@@ -77,7 +79,8 @@ def take_over(folder: str) -> list[str]:
     """Make a report's sections the results files; say what was taken.
 
     Raises:
-        InputError: There is no report, or one of a failed, wrong, aborted or not full run.
+        InputError: There is no report, or one of a failed, wrong, aborted or not full run, or of a
+            busy machine.
     """
     sections = read_sections(folder)
     for name, results in sections.items():
@@ -85,6 +88,11 @@ def take_over(folder: str) -> list[str]:
             raise InputError(f"{folder}: section {name!r} is none of {', '.join(SECTIONS)}")
         if results.effort != "full":
             raise InputError(f"{folder}: {name} is a {results.effort} run, expected a full one")
+        if results.disturbed_by:
+            raise InputError(
+                f"{folder}: {name} was measured on a busy machine: other programs used "
+                f"{results.disturbed_by}"
+            )
         if results.failed:
             raise InputError(f"{folder}: the section {name} failed: {results.failed}")
         if results.wrong:
@@ -127,4 +135,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -55,6 +55,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Report:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_every_section_is_measured_and_right(smoke: Report) -> None:
     assert smoke.status == 0, [results.failed for results in smoke.sections.values()]
     assert set(smoke.sections) == set(CPU_SECTIONS)
@@ -67,6 +68,7 @@ def test_every_section_is_measured_and_right(smoke: Report) -> None:
         assert results.facts["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_rows_hold_their_spread_and_the_limit(smoke: Report) -> None:
     for results in smoke.sections.values():
         for row in results.rows:
@@ -77,6 +79,7 @@ def test_rows_hold_their_spread_and_the_limit(smoke: Report) -> None:
                 assert row.limit_share == pytest.approx(row.limit_s / row.median_s)
 
 
+@pytest.mark.slow
 def test_peers_stand_beside_ours(smoke: Report) -> None:
     found = {name: {row.candidate for row in r.rows} for name, r in smoke.sections.items()}
     assert {"naive", "stack", "sharded", "fused", "direct", "ring", "auto"} <= found["allreduce"]
@@ -87,6 +90,7 @@ def test_peers_stand_beside_ours(smoke: Report) -> None:
         assert candidate_of(name).name in CANDIDATES, name
 
 
+@pytest.mark.slow
 def test_the_page_has_each_section_and_its_pictures(smoke: Report) -> None:
     for name in CPU_SECTIONS:
         assert f"## {SECTIONS[name].title}" in smoke.text
@@ -103,6 +107,7 @@ def test_the_page_has_each_section_and_its_pictures(smoke: Report) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
+@pytest.mark.slow
 def test_what_cannot_run_is_listed_with_its_reason(smoke: Report, tmp_path: Path) -> None:
     report = run_smoke(tmp_path, "allreduce_cuda", "training_cuda")
     assert report.status == 0
@@ -245,6 +250,7 @@ def test_the_report_says_when_auto_took_another_algorithm(takes: str | None, oth
     assert (f"| `{takes}` | `fused` |" in text) is (takes is not None)
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn_anew_when_its_data_changed(smoke: Report, tmp_path: Path) -> None:
     training = smoke.sections["training"]
     path = tmp_path / "training-time.png"
@@ -258,6 +264,7 @@ def test_a_picture_is_drawn_anew_when_its_data_changed(smoke: Report, tmp_path: 
     assert plots.source_in(path) != source
 
 
+@pytest.mark.slow
 def test_a_file_of_several_sections_is_read_by_section(smoke: Report, tmp_path: Path) -> None:
     rows = [row for name in ("ddp", "training") for row in smoke.sections[name].rows]
     path = tmp_path / "all.jsonl"

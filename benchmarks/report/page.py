@@ -8,26 +8,31 @@ from benchmarks.bench import format_s
 from benchmarks.machine import machine_in_words
 from benchmarks.report.plots import Figure
 from benchmarks.report.summary import FAR, auto_rows, summary_lines
-from benchmarks.rows import Results, Row, Sections, by_key
+from benchmarks.rows import Results, Row, Sections, by_key, limits, share_of_limit
 from benchmarks.sections import SECTIONS
 
 METHOD = (
     "Candidates take turns in one run, after warming up; times are medians, their spread is in the "
     "results files and in the pictures. Every row was checked for the right result in the same "
     "run. The physical limit of a case, where one is known, was measured in the same process; in "
-    "brackets the share of it that was reached. Bold: the fastest of ours."
+    "brackets the share of it that was reached. Where a call was faster than what stands for the "
+    "limit, whose own overhead is in it, there is no limit. Bold: the fastest of ours."
 )
 
 
 def render(sections: Sections, figures: Sequence[Figure], folder: str) -> str:
     """Return the whole page. Pictures are linked as ``folder/name.png``."""
     measured = {name: sections[name] for name in SECTIONS if name in sections}
-    parts = ["# Benchmark report", *_head(measured), *_faults(measured)]
-    parts += ["\n".join(f"- {line}" for line in summary_lines(measured))]
+    is_busy = any(results.disturbed_by for results in measured.values())
+    mark = "On a busy machine: " if is_busy else ""
+    parts = ["# Benchmark report", *_disturbed(measured), *_head(measured), *_faults(measured)]
+    parts += ["\n".join(f"- {mark}{line}" for line in summary_lines(measured))]
     for name, results in measured.items():
         if results.rows:
             parts += [f"## {SECTIONS[name].title}"]
             parts += [f"![{f.title}]({folder}/{f.filename})" for f in figures if f.section == name]
+            busy = results.disturbed_by
+            parts += [f"**Busy machine: other programs used {busy}.**"] if busy else []
             parts += [SECTIONS[name].about, table(results)]
     parts += ["## auto against the best algorithm", auto_table(measured)]
     parts += _not_run(measured)
@@ -49,6 +54,16 @@ def _head(sections: Sections) -> Iterator[str]:
         yield f"`auto` followed a table that is gone since: {machine['auto_table']}."
     for effort in {results.effort for results in sections.values()} - {"full"}:
         yield f"A **{effort}** run: few rounds, so that figures are rough."
+
+
+def _disturbed(sections: Sections) -> Iterator[str]:
+    """Yield that other programs ran meanwhile, where they did."""
+    found = [f"{name}: {r.disturbed_by}" for name, r in sections.items() if r.disturbed_by]
+    if found:
+        yield (
+            "**These figures are not to be published: other programs used the processors.** "
+            f"{'; '.join(found)}."
+        )
 
 
 def _faults(sections: Sections) -> Iterator[str]:
@@ -75,14 +90,18 @@ def table(results: Results) -> str:
     cases = by_key(results.rows, lambda row: (row.case, row.world_size, row.clock))
     names = list(dict.fromkeys(row.candidate for row in results.rows))
     needs_limit = not has_limit_column(results)
+    are_limits = limits(results.rows)
     lines = []
     for (case, k, clock), rows in cases.items():
         found = {row.candidate: row for row in rows}
         best = min((r.median_s for r in rows if r.is_ours), default=None)
-        limit_s = rows[0].limit_s if needs_limit else None
+        limit_s = are_limits.get((case, k, clock)) if needs_limit else None
         limit = format_s(limit_s) if limit_s else ""
         heads = {"case": case, "ranks": k, "clock": clock, "limit": limit}
-        cells = {f"`{name}`": _cell(found.get(name), best) for name in names}
+        shares = {row.candidate: share_of_limit(row, are_limits) for row in rows}
+        cells = {f"`{n}`": _cell(found.get(n), best, shares.get(n)) for n in names}
+        if (case, k, clock) not in are_limits and "`limit`" in cells:
+            cells["`limit`"] = ""
         lines.append(heads | cells)
     columns = [name for name in lines[0] if any(line[name] for line in lines)]
     return markdown_table(columns, [[line[name] for name in columns] for line in lines])
@@ -94,7 +113,7 @@ def has_limit_column(results: Results) -> bool:
     return any(all(row.limit_share == 1 for row in rows) for rows in candidates)
 
 
-def _cell(row: Row | None, best_s: float | None) -> str:
+def _cell(row: Row | None, best_s: float | None, share: float | None) -> str:
     """Write the time, in brackets the share of the limit or what is known of its parts."""
     if row is None:
         return ""
@@ -102,7 +121,7 @@ def _cell(row: Row | None, best_s: float | None) -> str:
     time = f"**{time}**" if row.median_s == best_s else time
     if row.parts_s:
         return f"{time} ({', '.join(f'{name} {format_s(s)}' for name, s in row.parts_s.items())})"
-    return f"{time} ({row.limit_share:.0%})" if row.limit_share else time
+    return time if share is None else f"{time} ({share:.0%})"
 
 
 def auto_table(sections: Sections) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.candidates import CANDIDATES, candidate_of
 from benchmarks.machine import machine_in_words
-from benchmarks.rows import Results, Row, Sections, by_key
+from benchmarks.rows import Results, Row, Sections, by_key, limits
 from benchmarks.sections import SECTIONS
 
 SOURCE = "Source"  # the PNG's text field that names what it was drawn from
@@ -166,10 +166,19 @@ def _draw_line(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_limit(axes: Any, rows: Sequence[Row]) -> None:
-    limits = {row.size_bytes: row.limit_s * 1e6 for row in rows if row.limit_s}
-    if len(limits) >= 2:
+    """Draw the limit where it is one, dashed; with gaps where a call is faster."""
+    found = limits(rows)
+    places = {row.size_bytes: found.get((row.case, row.world_size, row.clock)) for row in rows}
+    heights = [math.nan if s is None else s * 1e6 for s in places.values()]
+    if found:
         style = CANDIDATES["limit"]
-        axes.plot(list(limits), list(limits.values()), "--", color=style.color, label=style.label)
+        axes.plot(
+            *(list(places), heights, "--"),
+            color=style.color,
+            label=style.label,
+            marker="_",
+            markersize=6,
+        )
 
 
 def draw_speedups(results: Results, path: str | Path) -> None:
@@ -308,7 +317,9 @@ def _finish(figure: Any, panels: Sequence[Any], path: str | Path, results: Resul
         fontsize=8,
     )
     machine = results.machine
+    busy = results.disturbed_by
     title = f"{machine_in_words(machine)}, {machine['date']}"
+    title += f"\nBUSY MACHINE: other programs used {busy}" if busy else ""
     figure.suptitle(title, fontsize=8, color="#555555")
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=DPI)

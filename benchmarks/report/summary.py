@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.bench import format_s
-from benchmarks.rows import Row, Sections, by_key
+from benchmarks.rows import Row, Sections, by_key, limits, share_of_limit
 
 FAR = 1.10  # auto's time over the best algorithm's, above which a row is flagged
 LARGE_BYTES = 16 * 2**20
@@ -84,9 +84,11 @@ def _range(ratios: list[tuple[float, str]]) -> str:
     """Give the median and the ends of speed-ups."""
     low, high = min(ratios), max(ratios)
     middle = statistics.median(ratio for ratio, _ in ratios)
+    digits = 1 if high[0] >= 2 else 2
+    how_fast = f"{middle:.1f} times as fast" if abs(middle - 1) >= 0.05 else "equally fast"
     return (
-        f"{middle:.1f} times as fast in the median of {len(ratios)} cases, from {low[0]:.2f} "
-        f"({low[1]}) to {high[0]:.1f} ({high[1]})"
+        f"{how_fast} in the median of {len(ratios)} cases, from {low[0]:.2f} ({low[1]}) to "
+        f"{high[0]:.{digits}f} ({high[1]})"
     )
 
 
@@ -97,12 +99,14 @@ def _against(peer: Row, own: Row) -> tuple[float, str]:
 def _lists(sections: Sections) -> Iterator[str]:
     pairs: dict[str, list[tuple[float, str]]] = {"naive": [], "stack": []}
     shares = []
+    are_limits = limits(sections["allreduce"].rows) if "allreduce" in sections else {}
     for rows in _cases(sections, "allreduce"):
         own = next((rows[n] for n in ("auto", "fused", "allreduce") if n in rows), None)
         if own is None:
             continue
-        if (own.size_bytes or 0) >= LARGE_BYTES and own.limit_share:
-            shares.append(own.limit_share)
+        share = share_of_limit(own, are_limits)
+        if (own.size_bytes or 0) >= LARGE_BYTES and share:
+            shares.append(share)
         for peer, ratios in pairs.items():
             if peer in rows:
                 ratios.append(_against(rows[peer], own))
@@ -112,7 +116,8 @@ def _lists(sections: Sections) -> Iterator[str]:
     if shares:
         yield (
             f"From 16 MiB on a call reaches {min(shares):.0%} to {max(shares):.0%} of the rate at "
-            f"which memory is read and written once (median {statistics.median(shares):.0%})."
+            f"which memory is read and written once (median {statistics.median(shares):.0%}; in "
+            f"{len(shares)} cases that rate is known)."
         )
 
 
