@@ -1,9 +1,8 @@
 """The harness of all tests whose ranks are processes.
 
 A `Rank` is a process that runs functions of test files, one at a time; a `Crew` is ranks 0 to
-k - 1. Ranks are forked, in milliseconds, from the `ForkServer`: a process that has imported torch,
-pyringar and the running test's module, and has started no thread. They die with it, as it does with
-the tests. Functions, arguments and results are pickled.
+k - 1. Ranks are forked, in milliseconds, from a process that has imported torch, pyringar and the
+running test's module; see fork_server.py. Functions, arguments and results are pickled.
 
 - `Crew.run`, `on_ranks`: ``function(state, **arguments)``; ``state`` lives as long as the process
 - `Crew.check`: ``function(rank, world_size, store, *args)``, with a store of that call
@@ -13,10 +12,8 @@ the tests. Functions, arguments and results are pickled.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import itertools
@@ -25,10 +22,7 @@ import pickle
 import select
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,9 +35,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from fork_server import ForkServer, servers
 
-HERE = Path(__file__).resolve().parent
-_PR_SET_PDEATHSIG = 1
 # Longer than anything a test lets a rank do; a rank that takes longer hangs.
 LONG_S = 60.0
 _group_numbers = itertools.count()
@@ -83,53 +76,9 @@ class Died(int):
 # -- seen from the tests ---------------------------------------------------------------------------
 
 
-class ForkServer:
-    """The process that ranks are forked from."""
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "ranks.py"), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            cwd=HERE,
-        )
-        theirs.close()
-        self._control.settimeout(LONG_S)
-        self._replies = self._control.makefile("r")
-        assert self._replies.readline() == "ready\n", "the fork server did not start"
-
-    def fork(self) -> Rank:
-        """Make a rank, which has the running test's module imported."""
-        test = os.environ.get("PYTEST_CURRENT_TEST", "oracle.py")
-        ours, theirs = socket.socketpair()
-        message = f"fork {Path(test.split('::')[0]).stem}\n"
-        socket.send_fds(self._control, [message.encode()], [theirs.fileno()])
-        theirs.close()
-        return Rank(self, int(self._replies.readline()), Connection(ours.detach()))
-
-    def reap(self, pid: int) -> int:
-        """Wait for its end; the exit code."""
-        self._control.sendall(f"reap {pid}\n".encode())
-        reply = self._replies.readline()
-        assert reply, f"process {pid} does not end"
-        return os.waitstatus_to_exitcode(int(reply))
-
-    def children(self) -> set[int]:
-        """Its ranks, and whatever they left behind; zombies included."""
-        pid = self._process.pid
-        return {
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        }
-
-
-@functools.cache
 def fork_server() -> ForkServer:
-    if sys.platform != "linux":
-        pytest.skip("ranks in processes need Linux")
-    from pyringar.engine import load
-
-    load.engine()  # built once, before a process that waits for another needs it
-    return ForkServer()
+    """The process that ranks are forked from."""
+    return servers()["ranks"]
 
 
 @functools.cache
@@ -140,13 +89,16 @@ def store() -> Any:
 
 
 class Rank:
-    """One process, seen from the tests."""
+    """One process, seen from the tests; it has the running test's module imported."""
 
-    def __init__(self, server: ForkServer, pid: int, channel: Connection) -> None:
-        self.pid = pid
+    def __init__(self) -> None:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "oracle.py")
+        ours, theirs = socket.socketpair()
+        self._server = fork_server()
+        self.pid = self._server.fork(Path(test.split("::")[0]).stem, [theirs.fileno()])
+        theirs.close()
         self.exit_code: int | None = None
-        self._server = server
-        self._channel = channel
+        self._channel = Connection(ours.detach())
 
     def start(self, function: Function, /, *args: Any, **arguments: Any) -> None:
         """Have it begin; `outcome` waits for the end."""
@@ -229,7 +181,7 @@ class Crew:
     """Ranks 0 to k - 1 of one group after another, in one process each."""
 
     def __init__(self, world_size: int) -> None:
-        self.ranks = [fork_server().fork() for _ in range(world_size)]
+        self.ranks = [Rank() for _ in range(world_size)]
         self.world_size = world_size
         self.port = store().port
         self.is_whole = True  # false once a function failed: who knows what the others wait for
@@ -386,7 +338,7 @@ def run_group(
     *args: Any,
     backend: str = "ringar",
     timeout_s: float = 30.0,
-    limit_s: float = 40.0,
+    limit_s: float = 90.0,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """What ``function(rank, size, *args)`` returned in a process group, or `Failed` or `Died`."""
@@ -512,9 +464,8 @@ def _outcome_of(state: SimpleNamespace, task: bytes) -> bytes:
         return outcome(classes=classes, text=str(error), trace=traceback.format_exc())
 
 
-def _work(channel: Connection) -> None:
+def work(channel: Connection) -> None:
     """Run what comes through the channel until it is closed."""
-    _die_with_parent()
     # Where the tests run in the background of a script, SIGINT came to them as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     state = SimpleNamespace(ends=False)
@@ -524,59 +475,3 @@ def _work(channel: Connection) -> None:
         except EOFError:
             return
         channel.send_bytes(_outcome_of(state, task))
-
-
-# -- in the fork server ----------------------------------------------------------------------------
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _fork(module: str, channel: int, control: socket.socket) -> int:
-    if module not in sys.modules:
-        with contextlib.suppress(BaseException):  # it is the ranks that say what is wrong with it
-            importlib.import_module(module)
-        gc.freeze()  # what was imported: ranks need not look at it again
-    pid = os.fork()
-    if pid == 0:
-        control.close()
-        code = 1
-        try:
-            _work(Connection(channel))
-            threading._shutdown()  # type: ignore[attr-defined]
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(channel)
-    return pid
-
-
-def _serve(control: socket.socket) -> None:
-    _die_with_parent()
-    import torch
-    import torch._dynamo  # seconds, which optimizers and DistributedDataParallel take at first use
-
-    torch.set_num_threads(1)
-    from pyringar.engine import load
-
-    load.engine()
-    control.sendall(b"ready\n")
-    while True:
-        message, descriptors, *_ = socket.recv_fds(control, 256, 1)
-        if not message:
-            return
-        verb, what = message.decode().split()
-        reply = (
-            _fork(what, descriptors[0], control) if verb == "fork" else os.waitpid(int(what), 0)[1]
-        )
-        control.sendall(f"{reply}\n".encode())
-
-
-if __name__ == "__main__":
-    # By its own name, so that ranks find the functions that tests name.
-    sys.modules["ranks"] = sys.modules["__main__"]
-    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,174 @@
+"""Processes for tests, forked in milliseconds: importing torch takes seconds of a core.
+
+One process imports torch and pyringar, starts no thread, and forks programs (tests/programs.py).
+Its child, which has also imported what optimizers take at first use, forks ranks (tests/ranks.py).
+All die with the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import programs
+import pytest
+
+HERE = Path(__file__).resolve().parent
+START_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+# -- seen from the tests ---------------------------------------------------------------------------
+
+
+class ForkServer:
+    """A process that others are forked from."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._control.settimeout(START_S)
+        self._replies = self._control.makefile("r")
+        ready = self._replies.readline()
+        assert ready, "the fork server did not start"
+        self._pid = int(ready)
+        self._lock = threading.Lock()  # one question at a time
+
+    def fork(self, what: str, descriptors: Sequence[int]) -> int:
+        """Make a rank that has a module imported, or a program; its process id."""
+        with self._lock:
+            socket.send_fds(self._control, [f"fork {what}\n".encode()], descriptors)
+            return int(self._replies.readline())
+
+    def reap(self, pid: int) -> int:
+        """Wait for its end; the exit code."""
+        with self._lock:
+            self._control.sendall(f"reap {pid}\n".encode())
+            reply = self._replies.readline()
+        assert reply, f"process {pid} does not end"
+        return os.waitstatus_to_exitcode(int(reply))
+
+    def children(self) -> set[int]:
+        """Those forked, and whatever they left behind; zombies included."""
+        children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text()
+        return {int(child) for child in children.split()}
+
+
+@functools.cache
+def servers() -> dict[str, ForkServer]:
+    """The servers of "programs" and of "ranks"."""
+    if sys.platform != "linux":
+        pytest.skip("ranks in processes need Linux")
+    from pyringar.engine import load
+
+    load.engine()  # built once, before a process that waits for another needs it
+    pairs = {what: socket.socketpair() for what in ("programs", "ranks")}
+    theirs = [pair[1].fileno() for pair in pairs.values()]
+    command = [sys.executable, str(HERE / "fork_server.py"), *map(str, theirs)]
+    subprocess.Popen(command, pass_fds=theirs, cwd=HERE)
+    for _, their in pairs.values():
+        their.close()
+    return {what: ForkServer(ours) for what, (ours, _) in pairs.items()}
+
+
+# -- in the servers --------------------------------------------------------------------------------
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _import(module: str) -> None:
+    if module not in sys.modules:
+        with contextlib.suppress(BaseException):  # it is the ranks that say what is wrong with it
+            importlib.import_module(module)
+        gc.freeze()  # what was imported: ranks need not look at it again
+
+
+def _mend_torch() -> None:
+    """Have torch replace its thread pool here: after a fork, two threads at once would crash."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _be_rank(channel: int) -> None:
+    import ranks
+
+    code = 1
+    try:
+        ranks.work(Connection(channel))
+        threading._shutdown()  # type: ignore[attr-defined]
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _serve(control: socket.socket) -> None:
+    """Fork what is asked for until nobody asks any more; returns in a program that has ended."""
+    control.sendall(f"{os.getpid()}\n".encode())
+    while True:
+        message, descriptors, *_ = socket.recv_fds(control, 256, 4)
+        if not message:
+            return
+        verb, what = message.decode().split()
+        if verb == "reap":
+            reply = os.waitpid(int(what), 0)[1]
+        else:
+            if what != "program":
+                _import(what)
+            reply = os.fork()
+            if reply == 0:
+                control.close()
+                _die_with_parent()
+                _mend_torch()
+                if what == "program":
+                    os.setsid()
+                return programs.become(descriptors) if what == "program" else _be_rank(*descriptors)
+            for fd in descriptors:
+                os.close(fd)
+        control.sendall(f"{reply}\n".encode())
+
+
+def _main(for_programs: socket.socket, for_ranks: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's: programs and ranks take it back
+    _die_with_parent()
+    import torch
+
+    torch.set_num_threads(1)
+    from pyringar.engine import load
+
+    load.engine()
+    gc.freeze()  # also shortens the end of programs
+    if os.fork():
+        for_ranks.close()
+        return _serve(for_programs)
+    for_programs.close()
+    _die_with_parent()
+    import torch._dynamo  # seconds, which optimizers and DistributedDataParallel take at first use
+
+    import pyringar
+
+    for name in pyringar.__all__:
+        getattr(pyringar, name)  # or each rank would import it, one that has become nobody in vain
+    gc.freeze()
+    return _serve(for_ranks)
+
+
+if __name__ == "__main__":
+    _main(*(socket.socket(fileno=int(word)) for word in sys.argv[1:]))
