@@ -70,7 +70,7 @@ def test_ranks_may_be_columns_of_one_tensor(no_compiler):
 def test_wrong_arguments_change_nothing(no_compiler):
     comm = pr.Communicator(["cpu"] * 3, algorithm="naive")
     x, y, z = inputs()
-    base = torch.ones(90)
+    base = torch.ones(120)
     wrong = {
         "expected one per rank, 3": [x, y],
         "tensors is a Tensor": x,
@@ -80,7 +80,9 @@ def test_wrong_arguments_change_nothing(no_compiler):
         r"tensors\[1\] shares memory with tensors\[0\]": [base[:60], base[30:90], z.view(60)],
         r"tensors\[0\] has elements that share memory": [torch.ones(1).expand(60)] * 3,
         r"tensors\[1\] has elements that share": [x[:4, :2], base.as_strided((4, 2), (3, 6)), z],
-        r"tensors\[2\] shares memory with tensors\[0\]": [base[::3], y.view(60)[:30], base[:30]],
+        r"tensors\[2\] shares memory with tensors\[0\]": [
+            base[at : at + 90 : 3] for at in (0, 1, 30)
+        ],
         r"tensors\[1\] requires grad": [x, y.clone().requires_grad_(), z],
         r"tensors\[0\] has dtype torch.bool": [t > 3 for t in (x, y, z)],
         r"tensors\[1\] is on meta, expected cpu": [x, y.to("meta"), z],
