@@ -11,8 +11,9 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,19 @@ def leave_nothing(state) -> None:
         del state.comm
     gc.collect()
     assert open_memories() + mapped_memories() == []
+
+
+def thread_ids() -> set[str]:
+    """Ids of this process's threads; the kernel lists one for a moment after it was joined."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def settled(read: Callable[[], Any], want: object) -> Any:
+    """What ``read`` returns as soon as that is ``want``, or else after five seconds."""
+    deadline = time.monotonic() + 5
+    while (value := read()) != want and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return value
 
 
 def exit_code_of(child: int) -> int:

@@ -10,17 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from process_checks import exit_code_of
+from process_checks import exit_code_of, settled, thread_ids
 
 import pyringar as pr
 
 
 def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:
     return [torch.arange(numel, dtype=torch.float32) + r for r in range(k)]
-
-
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
@@ -217,6 +213,7 @@ def test_a_closed_communicator_refuses_everything():
         lambda: comm.all_gather(four, two),
         lambda: comm.broadcast(two),
         lambda: comm.bind(two),
+        lambda: comm.bind_coalesced([[t] for t in two]),
     )
     for call in calls:
         with pytest.raises(pr.RingarError, match="closed"):
@@ -228,20 +225,24 @@ def test_a_closed_communicator_refuses_everything():
 def test_threads_end_with_the_communicator():
     pr.allreduce(ranks(2, 2_000_000))
     torch.zeros(10).sum()
-    before = num_threads()
+    before = thread_ids()
+
+    def new_threads() -> set[str]:
+        return thread_ids() - before
+
     for _ in range(3):
         comm = pr.Communicator(["cpu"] * 4)
         comm.all_reduce(ranks(4, 500_000))
         comm.all_reduce(ranks(4), algorithm="ring")
         comm.all_reduce(ranks(4), async_op=True).wait()
-        assert num_threads() > before
+        assert new_threads()
         comm.close()
-        assert num_threads() == before
+        assert settled(new_threads, set()) == set()
     comm = pr.Communicator(["cpu"] * 4)
     comm.all_reduce(ranks(4), algorithm="direct")
     del comm
     gc.collect()
-    assert num_threads() == before
+    assert settled(new_threads, set()) == set()
 
 
 @linux

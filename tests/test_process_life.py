@@ -12,7 +12,15 @@ from unittest import mock
 import pytest
 import torch
 from oracle import OPS, assert_bits, random, reduced
-from process_checks import ALGORITHMS, exit_code_of, mapped_memories, needs_linux, open_memories
+from process_checks import (
+    ALGORITHMS,
+    exit_code_of,
+    mapped_memories,
+    needs_linux,
+    open_memories,
+    settled,
+    thread_ids,
+)
 from programs import run_programs
 from ranks import another, connect, new_name, on_ranks
 
@@ -48,6 +56,7 @@ def refusals(comm) -> list:
         (lambda: comm.all_reduce([overlapping[:4], overlapping[3:]]), r"tensors\[[01]\]"),
         (lambda: comm.all_reduce([good, good]), r"tensors\[[01]\]"),
         (lambda: comm.all_reduce_coalesced(good), "tensors is a Tensor, expected a list"),
+        (lambda: comm.bind_coalesced(good), "bind_coalesced: tensors is a Tensor, expected a list"),
         (lambda: comm.bind(good, "mode"), "op is 'mode'"),
         (lambda: comm.bind(twice), "bind"),
         (lambda: comm.broadcast(good, -1), "root is -1, expected a rank from 0 to"),
@@ -220,6 +229,7 @@ def test_a_closed_communicator_refuses_everything(state):
         lambda: comm.broadcast(two),
         lambda: comm.barrier(),
         lambda: comm.bind(two),
+        lambda: comm.bind_coalesced([two]),
         lambda: comm.register(pr.shared_empty(3)),
         bound,
     )
@@ -233,13 +243,11 @@ def test_a_closed_communicator_refuses_everything(state):
 def test_nothing_is_held_when_communicators_go(state):
     """Communicators come and go, closed or dropped; what they held goes too."""
 
-    def held() -> list[int]:
+    first = thread_ids()
+
+    def held() -> tuple[int, set[str], list[str]]:
         gc.collect()
-        return [
-            len(os.listdir("/proc/self/fd")),
-            len(os.listdir("/proc/self/task")),
-            len(mapped_memories()),
-        ]
+        return len(os.listdir("/proc/self/fd")), thread_ids() - first, mapped_memories()
 
     before = held()
     for turn in range(8):
@@ -249,10 +257,8 @@ def test_nothing_is_held_when_communicators_go(state):
         if turn % 2:
             comm.close()
         del comm
-    ends = time.monotonic() + 5
-    while held() != before and time.monotonic() < ends:
-        time.sleep(0.01)  # the kernel lists a thread that has just ended
-    assert held() == before, f"{before} before, {held()} now"
+    after = settled(held, before)
+    assert after == before, f"{before} before, {after} now"
 
 
 @on_ranks(2)

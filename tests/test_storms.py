@@ -21,6 +21,8 @@ from process_checks import (
     leave_nothing,
     named_shared_memory,
     reduce,
+    settled,
+    thread_ids,
 )
 from ranks import Crew, connect, fork_server, value_of
 
@@ -249,10 +251,7 @@ def on_rank_storms(state, seed: int, seconds: float) -> dict[str, int]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     beside.close()
     assert not report.wrong, (seed, report.wrong[:3])
-    end = time.monotonic() + 5.0  # join() returns before the system has ended the thread
-    while (num_threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < end:
-        time.sleep(0.01)
-    return {**vars(report), "threads": num_threads}
+    return {**vars(report), "threads": settled(lambda: len(thread_ids()), 1)}
 
 
 @pytest.mark.parametrize(
