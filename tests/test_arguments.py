@@ -243,6 +243,7 @@ def test_python_algorithms_know_all_reduce_only():
         t = ranks(2, (4,))
         for call in (
             lambda: comm.bind(t),
+            lambda: comm.bind_coalesced([[x] for x in t]),
             lambda: comm.all_gather(ranks(2, (4,)), ranks(2, (2,))),
             lambda: comm.reduce_scatter(ranks(2, (2,)), ranks(2, (4,))),
         ):

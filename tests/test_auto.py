@@ -8,7 +8,7 @@ import torch
 
 import pyringar as pr
 from pyringar.comm import communicator
-from pyringar.comm.auto import RING_FROM_BYTES, choose, depends_on_size
+from pyringar.comm.auto import choose
 from pyringar.comm.topology import Topology
 from pyringar.engine import load
 
@@ -31,24 +31,17 @@ def test_places(devices, place):
 def test_the_table_is_what_documents_say():
     taken = {"host": "fused", "gpu": "fused", "gpus": "direct", "mixed": "direct"}
     taken["processes"] = "direct"
-    for place in PLACES:
-        for order in ("any", "rank"):
-            assert choose(place, order, RING_FROM_BYTES - 1)[0] == taken[place]
-            is_ring = (place, order) == ("gpus", "any")
-            assert choose(place, order, 2**63)[0] == ("ring" if is_ring else taken[place])
-            assert depends_on_size(place, order) is is_ring
-    assert choose("gpus", "any", RING_FROM_BYTES)[0] == "ring"
+    assert {place: choose(place)[0] for place in PLACES} == taken
 
 
-@pytest.mark.parametrize("given", [("moon", "any"), ("host", "best")])
-def test_unknown_places_and_orders_are_refused(given):
-    with pytest.raises(pr.ArgumentError, match=f"place is '{given[0]}' and order '{given[1]}'"):
-        choose(*given, 0)
+def test_unknown_places_are_refused():
+    with pytest.raises(pr.ArgumentError, match="place is 'moon', expected one of host, gpu, gpus"):
+        choose("moon")
 
 
 def test_a_plan_says_what_is_taken_and_why(make_comm):
     plan = make_comm(4).plan(4000)
-    assert (plan.algorithm, plan.reason) == choose("host", "any", 4000)
+    assert (plan.algorithm, plan.reason) == choose("host")
 
 
 class Group:
@@ -73,38 +66,23 @@ class Group:
 def between_gpus(monkeypatch):
     """A communicator that believes its two ranks to be on two GPUs."""
     monkeypatch.setattr(Topology, "place", "gpus")
-    monkeypatch.setattr(communicator, "_make_group", lambda devices, timeout: Group())
+    monkeypatch.setattr(communicator, "_make_group", lambda *arguments: Group())
     with pr.Communicator(["cpu"] * 2) as comm:
         yield comm
 
 
 @pytest.mark.parametrize("order", ["any", "rank"])
-def test_between_gpus_the_bytes_of_one_rank_decide(between_gpus, order):
-    comm, half = between_gpus, RING_FROM_BYTES // 8
-    for extra in (-1, 0):
-        numel = 2 * half + extra
-        whole = [torch.zeros(numel) for _ in range(2)]
-        comm.all_reduce(whole, order=order)
-        comm.all_reduce_coalesced([[torch.zeros(half), torch.zeros(half + extra)]] * 2, order=order)
-        comm.bind(whole, order=order)
-        comm.all_reduce([np.zeros(numel, np.float32)] * 2, order=order)
-    taken = comm._group.taken
-    assert taken == ["direct"] * 4 + ["ring" if order == "any" else "direct"] * 4
-
-
-def test_between_gpus_the_other_collectives_count_a_whole_buffer(between_gpus):
+def test_between_gpus_every_call_takes_what_lets_no_kernel_wait(between_gpus, order):
     comm = between_gpus
-    for numel in (RING_FROM_BYTES // 4 - 2, RING_FROM_BYTES // 4):
+    for numel in (2, 1 << 20):
         whole, half = ([torch.zeros(n) for _ in range(2)] for n in (numel, numel // 2))
+        comm.all_reduce(whole, order=order)
+        comm.all_reduce_coalesced([half, half], order=order)
+        comm.bind(whole, order=order)
         comm.reduce_scatter(half, whole)
         comm.all_gather(whole, half)
-    assert comm._group.taken == ["direct", "direct", "ring", "ring"]
-
-
-@pytest.mark.parametrize("bad", [None, [], 7, [None], {}, "ab", [torch.ones(2).to_sparse()]])
-def test_what_is_no_data_is_the_engines_to_refuse(between_gpus, bad):
-    between_gpus.all_reduce(bad)
-    assert between_gpus._group.taken == ["direct"]
+        comm.all_reduce([np.zeros(numel, np.float32)] * 2, order=order)
+    assert comm._group.taken == ["direct"] * 12
 
 
 @pytest.mark.parametrize("algorithm", ["auto", ("fused", 5, "ring"), ["fused"], 3])

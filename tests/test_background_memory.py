@@ -55,7 +55,7 @@ CALLS: dict[str, Start] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_new_data_while_it_waits(call):
     with pr.Communicator(["cpu"] * 2) as comm:
-        comm._group.delay_rank(1, 1.0)
+        comm._group.delay_rank(1, 20.0)
         before = [torch.ones(8), torch.ones(8)]
         first = comm.all_reduce(before, algorithm="ring", async_op=True)
         large, small = Memory(2), Memory(2, NUMEL // 2)
@@ -65,6 +65,7 @@ def test_new_data_while_it_waits(call):
         assert not first.is_completed(), "too late to see anything"
         is_used = call in ("reduce_scatter", "all_gather")
         assert [large.num_alive(), small.num_alive()] == [2, 2 if is_used else 0]
+        comm._group.end_delay()
         work.wait()
         assert work.is_completed()
         del work

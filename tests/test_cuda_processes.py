@@ -230,6 +230,36 @@ def on_rank_streams(state) -> None:
             assert result.unique().tolist() == [2 * total], round_
 
 
+def on_rank_gradients_on_side_streams(state) -> None:
+    """The backward pass of an operation is on the stream of its forward pass, and late here."""
+    net = torch.nn.ParameterList(torch.zeros(1000, device="cuda") for _ in range(3))
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, grad):
+            torch.cuda._sleep(3_000_000)
+            return grad * (state.rank + 1)
+
+    with pr.GradientBucketer([net], state.comm, op="sum") as bucketer:
+        for round_ in range(5):
+            parts = []
+            for stream, param in zip(streams, net, strict=True):
+                with torch.cuda.stream(stream):
+                    parts.append(Late.apply(param).sum())
+            torch.cuda.synchronize()
+            sum(parts).backward()
+            bucketer.wait()
+            total = sum(range(1, state.world_size + 1))
+            for param in net:
+                assert param.grad.unique().tolist() == [total], round_
+                param.grad = None
+
+
 def on_rank_capture(state) -> None:
     mine = torch.ones(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -289,6 +319,7 @@ CASES = [
     on_rank_layouts,
     on_rank_others,
     on_rank_streams,
+    on_rank_gradients_on_side_streams,
     on_rank_capture,
     on_rank_arguments,
     on_rank_bind_and_stats,
@@ -445,11 +476,11 @@ def on_rank_set_allocator(state) -> None:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def on_rank_expandable(state) -> str:
+def on_rank_expandable(state) -> bool:
     mine = torch.ones(3_000_000, device="cuda")
     state.comm.all_reduce(mine)
     assert mine.unique().tolist() == [state.world_size]
-    return os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
 
 @gpu
@@ -459,4 +490,4 @@ def test_expandable_segments(new_crew):
     load.cuda_engine()
     crew.run(on_rank_set_allocator)
     crew.join(device="cuda:0")
-    assert crew.run(on_rank_expandable) == ["expandable_segments:True"] * 2
+    assert crew.run(on_rank_expandable) == [True] * 2, "torch did not take the setting"

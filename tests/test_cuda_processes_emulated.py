@@ -1,77 +1,49 @@
 """Are ranks in processes with GPUs right, all below Python, on devices that are host memory?
 
-Everything below Python, bit for bit against the oracle: the kernels' own source, slots and events
-on streams that run as late and as far out of order as CUDA allows. Then with mistakes planted, each
-of which must be noticed. All are slow.
+Everything below Python, bit for bit against the oracle: the kernels' own source, slots and words
+on streams of a modelled runtime, which run as late and as far out of order as CUDA allows, and
+ranks that die, are late or fail. Then with mistakes planted, each of which must be noticed. All are
+slow.
 """
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
-from test_cuda_emulated import EMULATED, FLAGS, PLAIN, planted
-from test_layering import cuda_includes
-from test_stress import (
-    BASE_FLAGS,
-    COMPILE_TIMEOUT_S,
-    CSRC,
-    ENGINE_SOURCES,
-    RUN_TIMEOUT_S,
-    STRESS,
-    compile_all,
-    require,
-    run,
-)
+from cuda_model import Builder, check_noticed, check_right
+from test_cuda_emulated import planted
+from test_stress import COMPILE_TIMEOUT_S, CSRC, ENGINE_SOURCES, RUN_TIMEOUT_S, STRESS
 
 pytestmark = pytest.mark.slow
 
-HERE = STRESS / "cuda_processes"
 # Those in which mistakes are planted, and what includes them.
 CHANGING = [
-    "cuda/folds.cpp",
-    "cuda_process/engine.cpp",
-    "cuda_process/staging.cpp",
-    "cuda_process/group.cpp",
-]
-CONSTANT = [
-    *("cuda/kernels.cpp", "cuda/kernels_float.cu", "cuda/kernels_half.cu"),
-    *("cuda/kernels_integer.cu", "cuda/runtime.cpp"),
-    *(path.relative_to(CSRC).as_posix() for path in ENGINE_SOURCES),
-]
-TEST_SOURCES = [
-    *(EMULATED / "cuda_emulator.cpp", STRESS / "check.cpp", STRESS / "oracle.cpp"),
-    *sorted(HERE.glob("*.cpp")),
+    *(CSRC / f"cuda/{name}.cpp" for name in ("folds", "runtime", "stream_memory")),
+    *(CSRC / f"cuda_process/{name}.cpp" for name in ("device_watch", "engine", "staging", "group")),
 ]
 ROUNDS = 40
 
 ENGINE, STAGING = "cuda_process/engine.cpp", "cuda_process/staging.h"
-GROUP = "cuda_process/group.cpp"
+GROUP, WATCH = "cuda_process/group.cpp", "cuda_process/device_watch.cpp"
+STAGED = "cuda_process/staging.cpp"
 MISTAKES = {
+    # -- words and slots
     "announced-not-awaited": (ENGINE, {"    staging_.await_announced(n, stream_);\n": ""}),
     "reduced-not-awaited": (ENGINE, {"    staging_.await_reduced(n, stream_);\n": ""}),
-    "event-before-copy": (
+    "word-before-copy": (
         ENGINE,
         {
-            "    staging_.record_announced(n, stream_);\n    Staged": "    Staged",
-            "    if (world_size_ == 1) return;\n": "    staging_.record_announced(n, stream_);\n"
+            "    staging_.write_announced(n, stream_);\n    Staged": "    Staged",
+            "    if (world_size_ == 1) return;\n": "    staging_.write_announced(n, stream_);\n"
             "    if (world_size_ == 1) return;\n",
         },
     ),
-    "event-before-reduction": (
+    "word-before-reduction": (
         ENGINE,
         {
-            "    if (n != base_) staging_.record_reduced(n, stream_);\n": "",
-            "    fold(piece, n, slice": "    staging_.record_reduced(n, stream_);\n"
+            "    if (n != base_) staging_.write_reduced(n, stream_);  // else the host brings its "
+            "own up\n": "",
+            "    fold(piece, n, slice": "    staging_.write_reduced(n, stream_);\n"
             "    fold(piece, n, slice",
-        },
-    ),
-    "host-before-event": (
-        ENGINE,
-        {
-            "    staging_.record_announced(n, stream_);\n    StagedCounters::announce(n);\n": "    "
-            "StagedCounters::announce(n);\n    staging_.record_announced(n, stream_);\n"
         },
     ),
     "stream-before-host": (
@@ -82,18 +54,40 @@ MISTAKES = {
             "staging_.await_announced(n, stream_);\n    return StagedCounters::wait_announced(n);",
         },
     ),
-    "slot-off-by-one": (ENGINE, {"return slot(rank_, n); }": "return slot(rank_, n + 1); }"}),
-    "slot-too-few": (STAGING, {"message % kStagingSlots * own": "message % 3 * own"}),
-    "events-too-few": (
+    "awaits-the-one-before": (
         STAGING,
         {
-            "own_.announced[message % kStagingSlots]": "own_.announced[message % 2]",
-            "peer.announced[message % kStagingSlots]": "peer.announced[message % 2]",
+            ".announced.value, message, stream);\n    }": ""
+            ".announced.value, message - 1, stream);\n    }"
         },
     ),
-    "event-recorded-again": (ENGINE, {"    if (n != base_) staging_": "    staging_"}),
-    "calls-not-in-order": (ENGINE, {"    staging.begin(stream);\n": ""}),
-    "end-not-recorded": (ENGINE, {"    staging.end(stream);\n": ""}),
+    "awaits-equality": (
+        "cuda/stream_memory.cpp",
+        {"CU_STREAM_WAIT_VALUE_GEQ": "CU_STREAM_WAIT_VALUE_EQ"},
+    ),
+    "written-without-a-fence": (
+        "cuda/stream_memory.cpp",
+        {"CU_STREAM_WRITE_VALUE_DEFAULT": "CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER"},
+    ),
+    "reduced-stays-behind": (
+        STAGED,
+        {"  if (is_far_behind) staging_.write_reduced(last_, stream_);\n": ""},
+    ),
+    "slot-off-by-one": (ENGINE, {"return slot(rank_, n); }": "return slot(rank_, n + 1); }"}),
+    "slot-too-few": (STAGING, {"message % kStagingSlots * own": "message % 3 * own"}),
+    "calls-not-in-order": (
+        STAGED,
+        {"  staging_.last_call_.make_wait(stream, staging_.own_.device);\n": ""},
+    ),
+    "end-not-recorded": (STAGED, {"  staging_.last_call_.record(stream_);\n": ""}),
+    "finished-not-in-order": (
+        STAGED,
+        {
+            "  staging_.last_call_.record(stream_);\n": "",
+            "  is_open_ = false;\n": "  is_open_ = false;\n"
+            "  staging_.last_call_.record(stream_);\n",
+        },
+    ),
     "last-rank-first": (
         ENGINE,
         {
@@ -101,7 +95,40 @@ MISTAKES = {
             "static_cast<std::size_t>(world_size_ - 1 - rank)] ="
         },
     ),
-    "not-after-the-caller": (GROUP, {"    ready->make_wait(stream_->get(), device_);\n": ""}),
+    "reducer-waits-for-nobody": (
+        STAGING,
+        {
+            "    watch_->expect_announced(message);\n": "    if (plan().shares_gpu && rank_ == 0) "
+            "return;\n    watch_->expect_announced(message);\n"
+        },
+    ),
+    "everybody-is-the-reducer": (ENGINE, {"owner == 0 ? last": "owner == rank_ ? last"}),
+    # -- ranks that are lost or late
+    "not-released-after-death": (WATCH, {"  release(culprit);\n": ""}),
+    "released-whatever-fails": (
+        WATCH,
+        {
+            "const char* how = host_.how_gone(rank)": "const char* how = "
+            'host_.shared_failure().empty() ? host_.how_gone(rank) : "failed"'
+        },
+    ),
+    "void-not-kept": (
+        WATCH,
+        {
+            "  line.released.compare_exchange_strong(none, kIsReleased | "
+            "value_of(line.finished));\n": ""
+        },
+    ),
+    "raised-only-below": (WATCH, {"!reached(now, wanted) &&": "now < wanted &&"}),
+    "late-not-noticed": (WATCH, {"!stillness_.is_late(culprit)) return": "culprit < 999) return"}),
+    "busy-is-late": (WATCH, {"releases_all_ || !has_come()": "releases_all_"}),
+    "void-not-told": (GROUP, {"    raise_untold();\n  } else": "  } else"}),
+    # -- one rank's own
+    "not-after-the-caller": (GROUP, {"        ready->make_wait(stream_->get(), device_);\n": ""}),
+    "abort-waits-for-calls": (
+        GROUP,
+        {"  if (leaving == Leaving::kAborting) release_streams();\n": ""},
+    ),
     "freed-while-open": (GROUP, {"!(is_idle && all_others_are_gone(*host_))) {": "false) {"}),
     "unmapped-while-read": (GROUP, {"staging_ == nullptr || wait_until_idle()": "true"}),
     "digest-too-soon": (
@@ -112,7 +139,12 @@ MISTAKES = {
         GROUP,
         {"if (!cuda::is_capturing(stream, device_))": "if (stream != nullptr || device_ >= 0)"},
     ),
-    "probe-unread": ("cuda_process/staging.cpp", {"differs.first != found.end()": "false"}),
+    "failed-call-counts-as-done": (
+        GROUP,
+        {"[&] { done->record": "[&] { if (is_enqueued) done->record"},
+    ),
+    "blocks-without-a-limit": (ENGINE, {"staging_.max_blocks()": "kAnyBlocks"}),
+    "probe-unread": (STAGED, {"differs.first != found.end()": "false"}),
     "bits-not-kept": (
         "cuda/folds.cpp",
         {"as = copied_as(item_bytes(dtype));": "as = bytes > 0 ? dtype : copied_as(1);"},
@@ -120,58 +152,20 @@ MISTAKES = {
 }
 
 
-class Builder:
-    """Compiles once what no mistake is planted in."""
-
-    def __init__(self, folder: Path, headers: tuple[Path, ...]):
-        includes = [f"-I{path}" for path in (STRESS, EMULATED, HERE)]
-        system = [f"-isystem{path}" for path in headers]
-        # BASE_FLAGS name CSRC, after the copy that has a mistake.
-        self.compiler = ["g++", *includes, *system, *FLAGS, *PLAIN.flags, "-Wno-psabi", "-x", "c++"]
-        self.folder = folder
-        self.constant = self.compile([*(CSRC / s for s in CONSTANT), *TEST_SOURCES], CSRC, folder)
-
-    def compile(self, sources: list[Path], csrc: Path, folder: Path) -> list[Path]:
-        objects = [folder / f"{i}_{source.name}.o" for i, source in enumerate(sources)]
-        compile_all(
-            [
-                [self.compiler[0], f"-I{csrc}", *BASE_FLAGS, *self.compiler[1:], "-c", s, "-o", o]
-                for s, o in zip(sources, objects, strict=True)
-            ]
-        )
-        return objects
-
-    def build(self, csrc: Path, folder: Path) -> Path:
-        """The program, with what may hold a mistake from below ``csrc``."""
-        changing = self.compile([csrc / source for source in CHANGING], csrc, folder)
-        program = folder / "group_test"
-        compile_all([["g++", "-pthread", *changing, *self.constant, "-o", program]])
-        return program
-
-
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory):
-    require("g++")
-    return Builder(tmp_path_factory.mktemp("processes"), cuda_includes())
+    folder = tmp_path_factory.mktemp("processes")
+    return Builder(folder, STRESS / "cuda_processes", CHANGING, ENGINE_SOURCES)
 
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-def test_ranks_in_processes_on_devices_of_memory(builder, tmp_path):
-    program = builder.build(CSRC, tmp_path)
-    for seed in range(1, 6):
-        done = run([program, str(seed), str(ROUNDS)], RUN_TIMEOUT_S)
-        assert done.returncode == 0, done.stdout
-        assert f"ok: {ROUNDS} rounds" in done.stdout
+def test_ranks_in_processes_on_devices_of_memory(builder):
+    check_right(builder.build(), ROUNDS)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_noticed(builder, tmp_path, name):
-    program = builder.build(planted(tmp_path, *MISTAKES[name]), tmp_path)
-    try:
-        done = run([program, "1", str(ROUNDS)], 60)
-    except subprocess.TimeoutExpired:
-        return  # a hang is noticed too
-    print(done.stdout[:2000])
-    assert done.returncode != 0, f"{name} went unnoticed"
+    file, edits = MISTAKES[name]
+    check_noticed(builder.build(name, planted(tmp_path, file, edits), file), ROUNDS, name)

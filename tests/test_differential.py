@@ -25,7 +25,7 @@ import pyringar as pr
 SEED = int(os.environ.get("PYRINGAR_TEST_SEED", "1"))
 LONG_RUN = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 ALGORITHMS = ("fused", "direct", "ring", "naive", "sharded", "auto")
-ENTRIES = ("allreduce", "all_reduce", "async", "bind", "coalesced", "other")
+ENTRIES = ("allreduce", "all_reduce", "async", "bind", "bind lists", "coalesced", "other")
 
 
 def seed_of(is_long: bool) -> int:
@@ -66,14 +66,14 @@ def one_call(comm_of, seed: int, number: int) -> None:
     rng = np.random.default_rng([seed, number])
     k = int(rng.integers(1, 7))
     entry, op, algorithm = pick(rng, ENTRIES), pick(rng, OPS), pick(rng, ALGORITHMS)
-    if entry == "bind" and algorithm in ("naive", "sharded"):
+    if entry.startswith("bind") and algorithm in ("naive", "sharded"):
         algorithm = "fused"
     flushes = rng.random() < 0.3
     context = f"seed {seed}, call {number}: {entry} {op} {algorithm} k={k} flushes={flushes}"
     comm = comm_of(k)
     if entry == "other":
         return other_collective(rng, comm, op, flushes, context)
-    many = int(rng.integers(1, 5)) if entry == "coalesced" else 1
+    many = int(rng.integers(1, 5)) if entry in ("coalesced", "bind lists") else 1
     parameters = [Parameter(rng, k) for _ in range(many)]
     placed = [[p.place(rng, rank) for p in parameters] for rank in range(k)]
     container = pick(rng, (list, tuple))
@@ -105,11 +105,15 @@ def make_call(comm, entry: str, first, placed, parameters, op: str, **options: s
         pr.allreduce(first, op)
     elif entry == "coalesced":
         comm.all_reduce_coalesced([[p.tensor for p in row] for row in placed], op, **options)
-    elif entry == "bind":
-        bound = comm.bind(first, op, **options)
+    elif entry.startswith("bind"):
+        if entry == "bind":
+            bound = comm.bind(first, op, **options)
+        else:
+            bound = comm.bind_coalesced([[p.tensor for p in row] for row in placed], op, **options)
         bound()
         for rank, row in enumerate(placed):  # once more, from the start
-            row[0].write(parameters[0].inputs[rank])
+            for parameter, mine in zip(parameters, row, strict=True):
+                mine.write(parameter.inputs[rank])
         bound()
     else:
         work = comm.all_reduce(first, op, async_op=entry == "async", **options)

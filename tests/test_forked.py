@@ -58,7 +58,8 @@ def _outcome_in_child(call: Callable[[], Any]) -> str:
 
 
 def methods_of(group: Any) -> set[str]:
-    return {name for name in dir(type(group)) if not name.startswith("_")}
+    public = {name: value for name, value in vars(type(group)).items() if not name.startswith("_")}
+    return {name for name, value in public.items() if not isinstance(value, type)}
 
 
 def assert_told(outcomes: dict[str, str], harmless: set[str]) -> None:
@@ -85,11 +86,15 @@ def calls_of_threads(group, two, four) -> dict:
         "all_gather": lambda: group.all_gather(four, two, "ring", {}),
         "broadcast": lambda: group.broadcast(two, 0, None),
         "bind": lambda: group.bind(two, "sum", "fused"),
+        "bind_coalesced": lambda: group.bind_coalesced([[t] for t in two], "sum", "fused"),
+        "remember": lambda: group.remember([[t] for t in two], "sum", "fused"),
         "check": lambda: group.check(two),
+        "check_usable": group.check_usable,
         "check_coalesced": lambda: group.check_coalesced([[t] for t in two]),
         "close": group.close,
         "stats": group.stats,
         "delay_rank": lambda: group.delay_rank(0, 0.0),
+        "end_delay": group.end_delay,
     }
 
 
@@ -101,11 +106,14 @@ def test_every_method_of_a_group_of_threads():
     bound = comm.bind(two)
     done = comm.all_reduce(two, async_op=True)
     done.wait()
-    group.delay_rank(1, 2.0)
+    group.delay_rank(1, 20.0)
     work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
     group_calls = calls_of_threads(group, two, four)
     assert set(group_calls) == methods_of(group)
+    lists = [[t] for t in two]
+    remembered = group.remember(lists, "sum", "fused")
     others = {
+        "remembered": lambda: remembered.begin(lists, {}),
         "work.wait": work.wait,
         "work.is_completed": work.is_completed,
         "work.exception": work.exception,
@@ -124,9 +132,10 @@ def test_every_method_of_a_group_of_threads():
     outcomes = outcomes_in_children({**others, **group_calls})
     assert_told(
         outcomes,
-        {"close", "comm.close", "plan", "repr", "allreduce"}
+        {"close", "end_delay", "comm.close", "plan", "repr", "allreduce"}
         | {"done.wait", "done.is_completed", "done.exception"},
     )
+    group.end_delay()
     assert work.wait(), "the parent goes on"
     comm.close()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pyringar.engine import toolchain
+from pyringar.engine import compile, toolchain
 from pyringar.errors import BuildError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +37,7 @@ ORDER = {
             "arguments",
             "work",
             "base",
+            "operators",
             "plain_group",
             "communicator",
             "member",
@@ -44,6 +45,7 @@ ORDER = {
         *["stores", "rendezvous"],
         *["shared_tensors", "process_communicator"],
     ],
+    "ops": [],
     "parallel": [
         *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step", "reducer"],
         *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
@@ -68,7 +70,7 @@ FLOORS = [
     for module in (modules or [""])
 ]
 GROUND = {"errors", "choices", "lazy"}  # whoever wants may stand on it
-MAX_ARROWS = 26  # between the other rooms
+MAX_ARROWS = 28  # between the other rooms
 MAX_FILE_LINES = 600
 # What `pip install .` runs before torch is there.
 WITHOUT_TORCH = ["errors", "choices", "lazy", *(f"engine/{module}" for module in ORDER["engine"])]
@@ -88,12 +90,7 @@ INCLUDES = {
 }
 CUDA_BINDINGS = "bindings/cuda_"  # these files may include the CUDA floors
 CUDA_FLOORS = {"cuda", "cuda_process"}
-CUDA_HEADERS = {"cuda.h", "cuda_runtime.h"}
-# Headers that need the CUDA toolkit's.
-WITH_CUDA_RUNTIME = {
-    f"cuda/{name}.h" for name in ("runtime", "devices", "staging", "ring_links", "group", "folds")
-}
-WITH_CUDA_RUNTIME |= {f"cuda_process/{name}.h" for name in ("staging", "engine", "group")}
+CUDA_HEADERS = {"cuda.h", "cuda_runtime.h", "nvtx3/nvToolsExt.h"}
 # Where nvcc does not compile the kernels, the tests' emulator brings CUDA's words.
 EMULATED_FILE, EMULATOR = "cuda/device.cuh", "cuda_emulator.h"
 # How the CUDA engine orders memory is one file's business.
@@ -327,6 +324,18 @@ def test_planted_include_is_caught(tmp_path, floor, line):
     assert len(wrong_includes(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("kind", [compile.CPU, compile.CUDA], ids=lambda kind: kind.module)
+def test_an_engine_is_made_of_all_that_it_includes(kind):
+    csrc = ROOT / "csrc"
+    files = {path.relative_to(csrc).as_posix() for path in compile.Recipe(csrc, kind=kind).files()}
+    included = {
+        name
+        for file in files
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', (csrc / file).read_text(), re.M)
+    }
+    assert included - files - {EMULATOR} == set()
+
+
 def test_bindings_are_what_knows_python():
     """The files that include Python, themselves or through another of the bindings."""
     for file in CSRC_FILES:
@@ -370,6 +379,13 @@ def compiler() -> str | None:
     return wanted or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
 
 
+def needs_cuda(header: str) -> bool:
+    """Whether a header needs the CUDA toolkit's, itself or by what it includes."""
+    path = ROOT / "csrc" / header
+    names = re.findall(r'^#include [<"](.+)[>"]', path.read_text(), re.M) if path.exists() else []
+    return not {"cuda.h", "cuda_runtime.h"}.isdisjoint(names) or any(map(needs_cuda, names))
+
+
 def cuda_includes() -> tuple[Path, ...]:
     """Where cuda_runtime.h is; skips the test where there is no CUDA toolkit."""
     try:
@@ -390,7 +406,7 @@ def test_header_compiles_alone(tmp_path, header):
     unit.write_text(f'#include "{header}"\n#include "{header}"\n')
     flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
     flags += ["-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]  # hidden: pybind11 wants it
-    if header in WITH_CUDA_RUNTIME:
+    if needs_cuda(header):
         flags += [f"-isystem{folder}" for folder in cuda_includes()]
     if header.startswith("bindings/"):
         flags += [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"]

@@ -257,12 +257,15 @@ def test_mixed_layouts_in_the_other_calls(comm_of, name):
     assert_mixed(tensors, expected(flats, "sum", "fused"), shape, "the book's call")
     for algorithm in NATIVE:
         tensors, flats, shape = mixed(name)
-        bound = comm.bind(tensors, algorithm=algorithm)
-        for _ in range(2):
-            for tensor, flat in zip(tensors, flats, strict=True):
-                tensor.copy_(flat.view(shape))
-            bound()
-            assert_mixed(tensors, expected(flats, "sum", algorithm), shape, algorithm)
+        for bound in (
+            comm.bind(tensors, algorithm=algorithm),
+            comm.bind_coalesced([[t] for t in tensors], algorithm=algorithm),
+        ):
+            for _ in range(2):
+                for tensor, flat in zip(tensors, flats, strict=True):
+                    tensor.copy_(flat.view(shape))
+                bound()
+                assert_mixed(tensors, expected(flats, "sum", algorithm), shape, algorithm)
     for root in range(3):
         tensors, flats, shape = mixed(name)
         comm.broadcast(tensors, root)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyringar as pr
+from pyringar.comm.auto import choose
 from pyringar.comm.reference import shard_owners
 from pyringar.engine.load import engine
 from pyringar.predict import (
@@ -413,14 +414,13 @@ def test_a_measured_backward_is_in_order():
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("numel", "order", "taken"),
-    [(10**6, "any", "ring"), (100, "any", "direct"), (10**6, "rank", "direct")],
-)
-def test_the_choice_is_the_communicators_own(numel, order, taken):
+def test_the_choice_is_the_communicators_own():
     networks = [Network(k, LINKS["pcie4"]) for k in (1, 4)]
-    choices = predict(Workload("x", (numel,), order=order), networks).choices
-    assert [choice.algorithm for choice in choices] == ["fused", taken]
+    choices = predict(Workload("x", (10**6,)), networks).choices
+    assert [(choice.algorithm, choice.reason) for choice in choices] == [
+        choose("gpu"),
+        choose("gpus"),
+    ]
 
 
 def test_tensor_by_tensor_or_packed():

@@ -53,7 +53,7 @@ def test_the_sixteen_gpu_machine(capsys):
     for row in rows.values():
         assert float(row[2]) == pytest.approx(120 + float(row[3]), rel=5e-3)
         assert float(row[4].rstrip("%")) == pytest.approx(100 * 120 / float(row[2]), abs=0.5)
-    assert "16 ranks: `auto` takes ring: between memories a ring moves the least" in text
+    assert "16 ranks: `auto` takes direct: each GPU reduces a slice" in text
     assert text.count("  fastest\n") == 1
 
 

@@ -115,7 +115,7 @@ def test_bound_calls(state):
     found = []
     for algorithm in ALGORITHMS:
         mine = [parts[state.rank][:1000].clone(), parts[state.rank][1000:].clone()]
-        call = state.comm.bind(mine, "max", algorithm=algorithm)
+        call = state.comm.bind_coalesced(mine, "max", algorithm=algorithm)
         version = mine[0]._version
         for _ in range(5):
             assert call() is None

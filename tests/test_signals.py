@@ -260,14 +260,16 @@ def raise_alarm(*_: object) -> None:
     raise Alarm
 
 
-def delayed(comm: pr.Communicator, seconds: float = 1.5) -> pr.Work:
-    comm._group.delay_rank(1, seconds)
+def delayed(comm: pr.Communicator) -> pr.Work:
+    """Begin what runs until ``end_delay`` of the communicator's group."""
+    comm._group.delay_rank(1, 20.0)
     return comm.all_reduce([torch.ones(8), torch.ones(8)], algorithm="ring", async_op=True)
 
 
 @pytest.mark.parametrize("what", ["close", "call", "work", "check"])
 def test_waits_for_the_background_of_one_process_end_with_a_signal(what):
     comm = pr.Communicator(["cpu"] * 2)
+    group = comm._group
     work = delayed(comm)
     pair = [torch.ones(8), torch.ones(8)]
     later = comm.all_reduce(pair, async_op=True)
@@ -280,6 +282,7 @@ def test_waits_for_the_background_of_one_process_end_with_a_signal(what):
     with signal_after(0.2, raise_alarm), pytest.raises(Alarm):
         waits[what]()
     assert not work.is_completed()
+    group.end_delay()
     comm.close()
     assert work.wait()
     if what == "close":  # what had not begun does not begin any more
@@ -298,9 +301,11 @@ def test_a_communicator_that_is_dropped_keeps_tensors_when_interrupted(monkeypat
     monkeypatch.setattr(sys, "unraisablehook", lambda args: unraisable.append(args.exc_type))
     monkeypatch.setattr(base, "_interrupted", kept := [])
     comm = pr.Communicator(["cpu"] * 2)
-    work = delayed(comm, 1.0)
+    group = comm._group
+    work = delayed(comm)
     with signal_after(0.2, raise_alarm):
         del comm
+    group.end_delay()
     assert unraisable == [Alarm]
     assert len(kept) == 1
     assert work.wait()
@@ -309,9 +314,10 @@ def test_a_communicator_that_is_dropped_keeps_tensors_when_interrupted(monkeypat
 def test_stats_do_not_wait_for_what_runs():
     with pr.Communicator(["cpu"] * 2) as comm:
         comm.all_reduce([torch.ones(8), torch.ones(8)])
-        work = delayed(comm, 1.0)
+        work = delayed(comm)
         assert comm.stats()["fused"]["calls"] == 1
         assert not work.is_completed()
+        comm._group.end_delay()
         work.wait()
 
 

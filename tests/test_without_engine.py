@@ -60,6 +60,14 @@ def test_what_needs_the_engine_says_so(no_compiler, monkeypatch):
             call()
 
 
+def test_check_is_there_and_tells_of_closing(no_compiler):
+    comm = pr.Communicator(["cpu"] * 3, algorithm="naive")
+    comm.check()
+    comm.close()
+    with pytest.raises(RingarError, match="closed"):
+        comm.check()
+
+
 def test_ranks_may_be_columns_of_one_tensor(no_compiler):
     base = torch.arange(60.0).view(20, 3)
     total = base.sum(1)
@@ -91,7 +99,7 @@ def test_wrong_arguments_change_nothing(no_compiler):
     for message, given in wrong.items():
         with pytest.raises((ArgumentError, UnsupportedError), match=message):
             comm.all_reduce(given)
-    with pytest.raises(ArgumentError, match=r"lists\[1\] is a list, expected"):
+    with pytest.raises(ArgumentError, match=r"lists\[1\] has 2 entries, expected 1"):
         comm.all_reduce_coalesced([[x], [y, y], [z]])
     wide = torch.zeros(3, 9, dtype=torch.float64)
     halves = wide.view(torch.float32)[:, 1::2].unbind()

@@ -17,6 +17,7 @@
 #include <optional>
 
 #include "bindings/convert.h"
+#include "bucket/ready_hook.h"
 #include "bucket/step.h"
 
 namespace pyringar {
@@ -24,10 +25,14 @@ namespace pyringar {
 // What Python is told. Callables take: on_complete(step, bucket), None if all buckets leave in
 // wait(); on_trouble(mark, rank, param, pass), whose exceptions come out of backward(); and
 // on_failed() once a pass has failed.
+//
+// make_ready(sizes of the buckets): a C function that returns what notes gradients on GPUs, or
+// None.
 struct Callbacks {
   py::object on_complete;
   py::object on_trouble;
   py::object on_failed;
+  py::object make_ready;
 };
 
 // One step: its counts, and what its owner notes.
@@ -36,6 +41,8 @@ struct BoundStep {
   py::list buckets;
   py::dict sent = py::dict();  // what has left, by bucket
   bool has_new_params = false;
+  py::object ready = py::none();  // from when on gradients are there, on GPUs
+  const ReadyHook* ready_hook = nullptr;
 };
 using StepPtr = std::shared_ptr<BoundStep>;
 
@@ -61,9 +68,32 @@ struct BoundBucketer {
 };
 using BucketerPtr = std::shared_ptr<BoundBucketer>;
 
-inline StepPtr new_step(int world_size, int num_params, const py::list& buckets) {
-  return StepPtr(
-      new BoundStep{Step(world_size, num_params, buckets.cast<std::vector<Bucket>>()), buckets});
+// before: the step before, or none.
+inline StepPtr new_step(int world_size, int num_params, const Callbacks& callbacks,
+                        const py::list& buckets, const StepPtr& before = nullptr) {
+  const auto plan = buckets.cast<std::vector<Bucket>>();
+  StepPtr step(new BoundStep{Step(world_size, num_params, plan), buckets});
+  if (callbacks.make_ready.is_none()) return step;
+  if (before != nullptr && before->buckets.is(buckets)) {
+    step->ready = before->ready;
+    step->ready_hook = before->ready_hook;
+  } else {
+    py::list sizes;
+    for (const Bucket& bucket : plan) sizes.append(bucket.size());
+    step->ready = callbacks.make_ready(sizes);
+    const py::object capsule = step->ready.attr("hook")();
+    step->ready_hook =
+        static_cast<const ReadyHook*>(PyCapsule_GetPointer(capsule.ptr(), ReadyHook::kCapsule));
+    if (step->ready_hook == nullptr) throw_python_error();
+  }
+  step->ready_hook->start_step(step->ready_hook->self);
+  return step;
+}
+
+inline void note_ready(const BoundStep& step, int rank, int param, bool is_new) {
+  if (step.ready_hook == nullptr) return;
+  const int bucket = step.core.bucket_of(param);
+  if (!step.ready_hook->note(step.ready_hook->self, bucket, rank, is_new)) throw_python_error();
 }
 
 // The number of the backward pass that calls this hook; torch counts from 0.
@@ -88,7 +118,8 @@ inline bool in_compiled_autograd() {
 // Ends the step: what it has sent, and which gradients it leaves, is for the owner to see to.
 inline void break_off(BoundBucketer& bucketer, const py::str& reason, std::int64_t spared_pass,
                       bool is_known) {
-  StepPtr next = new_step(bucketer.world_size, bucketer.num_params, bucketer.step->buckets);
+  StepPtr next = new_step(bucketer.world_size, bucketer.num_params, bucketer.callbacks,
+                          bucketer.step->buckets, bucketer.step);
   bucketer.unsettled.append(py::make_tuple(reason, bucketer.step, spared_pass != 0, is_known));
   bucketer.passes.break_off(spared_pass);
   bucketer.step = std::move(next);
@@ -98,8 +129,8 @@ inline void break_off(BoundBucketer& bucketer, const py::str& reason, std::int64
 inline bool finish(BoundBucketer& bucketer, const StepPtr& step,
                    const std::optional<py::list>& buckets) {
   if (bucketer.step != step) return false;
-  StepPtr next =
-      new_step(bucketer.world_size, bucketer.num_params, buckets ? *buckets : step->buckets);
+  StepPtr next = new_step(bucketer.world_size, bucketer.num_params, bucketer.callbacks,
+                          buckets ? *buckets : step->buckets, step);
   if (buckets) bucketer.is_first_step = false;
   bucketer.passes.forget_running();
   bucketer.is_reported = false;
@@ -214,6 +245,9 @@ inline void count(const BucketerPtr& bucketer, int rank, int param) {
     bucketer->callbacks.on_trouble(mark, rank, param, pass);
     mark = bucketer->step->core.mark(rank, param, pass, bucketer->passes);
   }
+  if (mark < Mark::kStillRuns) {
+    note_ready(*bucketer->step, rank, param, mark != Mark::kAgain);
+  }
   if (mark == Mark::kComplete && has_end) complete(bucketer, bucketer->step->core.bucket_of(param));
 }
 
@@ -251,16 +285,15 @@ inline py::object make_hook(const BucketerPtr& bucketer, int rank, int param) {
 
 inline BucketerPtr make_bucketer(int world_size, int num_params, const py::list& buckets,
                                  bool in_turns, py::object on_complete, py::object on_trouble,
-                                 py::object on_failed) {
+                                 py::object on_failed, py::object make_ready) {
   const py::object variable = py::module_::import("torch.autograd").attr("Variable");
-  return BucketerPtr(
-      new BoundBucketer{world_size,
-                        num_params,
-                        in_turns,
-                        {std::move(on_complete), std::move(on_trouble), std::move(on_failed)},
-                        py::module_::import("torch._C").attr("_current_graph_task_id"),
-                        variable.attr("_execution_engine").attr("queue_callback"),
-                        new_step(world_size, num_params, buckets)});
+  Callbacks callbacks{std::move(on_complete), std::move(on_trouble), std::move(on_failed),
+                      std::move(make_ready)};
+  StepPtr first = new_step(world_size, num_params, callbacks, buckets);
+  return BucketerPtr(new BoundBucketer{
+      world_size, num_params, in_turns, std::move(callbacks),
+      py::module_::import("torch._C").attr("_current_graph_task_id"),
+      variable.attr("_execution_engine").attr("queue_callback"), std::move(first)});
 }
 
 inline void bind_step(py::module_& m) {
@@ -277,6 +310,12 @@ inline void bind_step(py::module_& m) {
            [](BoundStep& s, int bucket, const py::object& sent) {
              s.core.launched(bucket);
              s.sent[py::int_(bucket)] = sent;
+           })
+      // What says when a complete bucket's gradients are there, for the call that reduces it.
+      .def("after",
+           [](const BoundStep& s, int bucket) -> py::object {
+             if (s.ready.is_none()) return py::none();
+             return py::make_tuple(s.ready, bucket);
            })
       .def("has_marks", [](const BoundStep& s) { return s.core.begin_ns() != 0; })
       .def("is_marked",
@@ -297,7 +336,7 @@ inline void bind_bucketer(py::module_& m) {
   py::class_<BoundBucketer, BucketerPtr>(m, "Bucketer")
       .def(py::init(&make_bucketer), py::arg("world_size"), py::arg("num_params"),
            py::arg("buckets"), py::arg("in_turns"), py::arg("on_complete"), py::arg("on_trouble"),
-           py::arg("on_failed"))
+           py::arg("on_failed"), py::arg("make_ready"))
       .def("hook", &make_hook, py::arg("rank"), py::arg("param"))
       .def("retire_hooks", [](BoundBucketer& b) { ++b.num_retired; })
       .def_readwrite("is_counting", &BoundBucketer::is_counting)

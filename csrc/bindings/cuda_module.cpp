@@ -9,8 +9,11 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <mutex>
 
+#include "bindings/cuda_ready.h"
 #include "bindings/group_binding.h"
+#include "cuda/background.h"
 #include "cuda/group.h"
 #include "cuda/peers.h"
 #include "cuda/runtime.h"
@@ -22,35 +25,44 @@ namespace {
 
 using Streams = std::vector<cudaStream_t>;
 
+// The current streams of devices, which frameworks know.
+Streams current_streams(const std::vector<int>& devices) {
+  Streams streams;
+  for (const int device : devices) {
+    streams.push_back(static_cast<cudaStream_t>(current_stream(device)));
+  }
+  return streams;
+}
+
+// With the GIL, while no other thread is in the group, perhaps for long.
+void check_usable(cuda::Group& group) {
+  if (group.try_check_usable()) return;
+  const PythonCall python_call;
+  group.check_usable();
+}
+
 // A call that is under way on the communicator's own streams.
 class CudaWork {
  public:
-  CudaWork(std::shared_ptr<cuda::Group> group, std::vector<cuda::Event> done)
-      : group_(std::move(group)), done_(std::move(done)) {}
-  CudaWork(const CudaWork&) = delete;
-  CudaWork& operator=(const CudaWork&) = delete;
+  // latest: the capture that the group's latest call was in.
+  CudaWork(std::shared_ptr<cuda::Group> group, std::shared_ptr<cuda::Done> done,
+           std::shared_ptr<const cuda::CaptureId> latest)
+      : group_(std::move(group)), done_(std::move(done)), latest_(std::move(latest)) {}
 
-  // While a stream is captured nobody may ask an event: not yet, then.
-  bool is_completed() {
-    for (std::size_t d = 0; d < done_.size(); ++d) {
-      const int device = group_->devices()[d];
-      const auto stream = static_cast<cudaStream_t>(current_stream(device));
-      if (cuda::is_capturing(stream, device) || !done_[d].is_done()) return false;
-    }
-    return true;
+  // One that is captured is over with its capture, which a call outside of it shows: what it reads
+  // and writes is for the owner of the graph to keep from then on.
+  bool is_completed() const {
+    return done_->capture() == 0 ? done_->is_done() : done_->capture() != *latest_;
   }
   // Orders the current streams after it; the host goes on.
   bool wait() {
-    for (std::size_t d = 0; d < done_.size(); ++d) {
-      const int device = group_->devices()[d];
-      done_[d].make_wait(static_cast<cudaStream_t>(current_stream(device)), device);
-    }
-    group_->check_usable();
+    done_->make_wait(current_streams(group_->devices()));
+    check_usable(*group_);
     return true;
   }
   py::object exception() {
     try {
-      if (is_completed()) group_->check_usable();
+      if (is_completed()) check_usable(*group_);
     } catch (...) {
       return as_exception(std::current_exception());
     }
@@ -59,75 +71,79 @@ class CudaWork {
 
  private:
   const std::shared_ptr<cuda::Group> group_;
-  const std::vector<cuda::Event> done_;
+  const std::shared_ptr<cuda::Done> done_;
+  const std::shared_ptr<const cuda::CaptureId> latest_;
 };
 
-// A group with the streams that its asynchronous calls run on.
+// A group, and its calls in the background.
 class StreamedGroup {
  public:
-  StreamedGroup(std::vector<int> devices, double timeout_s)
+  StreamedGroup(std::vector<int> devices, cuda::GroupOptions options)
       : devices_(std::move(devices)),
-        group_(std::make_shared<cuda::Group>(devices_, to_nanoseconds(timeout_s))) {}
+        group_(std::make_shared<cuda::Group>(devices_, options)),
+        background_(group_) {}
   StreamedGroup(const StreamedGroup&) = delete;
   StreamedGroup& operator=(const StreamedGroup&) = delete;
 
   Ranks ranks() const { return {static_cast<int>(devices_.size()), &devices_}; }
   bool forked() const { return fork_generation() != fork_generation_; }
   bool has_this_thread() const { return false; }
-  void check_usable() { group().check_usable(); }
+  void check_usable() { pyringar::check_usable(group()); }
   // CUDA does not live through fork(), and a thread may have held the group's lock.
   cuda::Group& group() {
     if (forked()) fail_forked();
     return *group_;
   }
 
-  void run(const Collective& collective) { launch(collective, current_streams()); }
-
-  py::object submit(const Collective& collective) {
-    const Streams current = current_streams();
-    if (own_.empty()) {
-      for (const int device : group_->devices()) own_.emplace_back(device);
-    }
-    Streams own;
-    for (std::size_t d = 0; d < own_.size(); ++d) {
-      own.push_back(own_[d].get());
-      const cuda::Event ready(group_->devices()[d]);
-      ready.record(current[d]);
-      ready.make_wait(own[d], group_->devices()[d]);
-    }
-    launch(collective, own);
-    return work(own);
-  }
-
-  // The work of all that is on the current streams.
-  py::object enqueued() const { return work(current_streams()); }
-
- private:
-  Streams current_streams() const {
-    Streams streams;
-    for (const int device : group_->devices()) {
-      streams.push_back(static_cast<cudaStream_t>(current_stream(device)));
-    }
-    return streams;
-  }
-  void launch(const Collective& collective, const Streams& streams) {
+  void run(const Collective& collective) {
+    const Streams streams = current_streams(group_->devices());
     const PythonCall python_call;
     group_->run(collective, streams);
   }
-  py::object work(const Streams& streams) const {
-    std::vector<cuda::Event> done;
-    for (std::size_t d = 0; d < streams.size(); ++d) {
-      done.emplace_back(group_->devices()[d]);
-      done.back().record(streams[d]);
+  py::object submit(const Collective& collective, cuda::Bucket bucket) {
+    const Streams streams = current_streams(group_->devices());
+    std::shared_ptr<cuda::Done> done;
+    {
+      const PythonCall python_call;
+      const std::lock_guard<std::mutex> lock(background_mutex_);
+      done = background_.submit(collective, streams, bucket);
     }
-    return py::cast(std::make_shared<CudaWork>(group_, std::move(done)));
+    return work(std::move(done));
+  }
+  // What the background's calls read and write is let go of afterwards.
+  void close() {
+    {
+      const std::lock_guard<std::mutex> lock(background_mutex_);
+      background_.wait_for();
+    }
+    group().close();
+  }
+  // The work of all that is on the current streams.
+  py::object enqueued() const {
+    const Streams streams = current_streams(group_->devices());
+    return work(std::make_shared<cuda::Done>(group_->devices(), streams));
+  }
+
+ private:
+  py::object work(std::shared_ptr<cuda::Done> done) const {
+    *latest_capture_ = done->capture();
+    return py::cast(std::make_shared<CudaWork>(group_, std::move(done), latest_capture_));
   }
 
   const std::vector<int> devices_;  // by rank
   const std::uint32_t fork_generation_ = fork_generation();
   const std::shared_ptr<cuda::Group> group_;
-  std::vector<cuda::Stream> own_;
+  std::mutex background_mutex_;
+  cuda::Background background_;
+  const std::shared_ptr<cuda::CaptureId> latest_capture_ = std::make_shared<cuda::CaptureId>(0);
 };
+
+// (ready, bucket), or None for what is on the current streams.
+cuda::Bucket parse_after(py::handle after) {
+  if (after.is_none()) return {};
+  const auto pair = py::reinterpret_borrow<py::tuple>(after);
+  return pair[0].cast<const BoundReady&>().bucket(pair[1].cast<int>());
+}
 
 struct Engine {
   using Group = StreamedGroup;
@@ -136,8 +152,12 @@ struct Engine {
   static Group& host(Group& group) { return group; }
   static Ranks ranks(const Group& group) { return group.ranks(); }
   static void run(Group& group, const Collective& collective) { group.run(collective); }
-  static py::object submit(const GroupPtr& group, const Collective& collective) {
-    return group->submit(collective);
+  static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
+    return group->submit(collective, parse_after(after));
+  }
+  static py::object submit(const GroupPtr& group, const std::shared_ptr<const Collective>& shared,
+                           py::handle after) {
+    return group->submit(*shared, parse_after(after));
   }
   static py::object enqueued(const GroupPtr& group) { return group->enqueued(); }
   static void wait_for_turn(Group&) {}
@@ -147,29 +167,52 @@ void bind_group(py::module_& m) {
   py::class_<StreamedGroup, Engine::GroupPtr> group(m, "Group");
   def_rank_calls<Engine>(group);
   group
-      .def(py::init([](std::vector<int> devices, double timeout_s) {
-             return Engine::GroupPtr(new StreamedGroup(std::move(devices), timeout_s),
+      .def(py::init([](std::vector<int> devices, double timeout_s, int max_blocks) {
+             const cuda::GroupOptions options{to_nanoseconds(timeout_s), max_blocks};
+             const PythonCall python_call;  // peers are tried
+             return Engine::GroupPtr(new StreamedGroup(std::move(devices), options),
                                      GroupDeleter<Engine>{});
            }),
-           py::arg("devices"), py::arg("timeout_s"))
-      .def("check_usable", &StreamedGroup::check_usable)
+           py::arg("devices"), py::arg("timeout_s"), py::arg("max_blocks") = cuda::kAnyBlocks)
+      .def("abort",
+           [](StreamedGroup& self) {
+             const PythonCall python_call;
+             self.group().abort();
+           })
+      .def("make_ready",
+           [](const StreamedGroup& self, std::vector<int> bucket_sizes) {
+             return std::make_unique<BoundReady>(*self.ranks().devices, std::move(bucket_sizes));
+           })
       .def("has_peers", [](StreamedGroup& self) { return self.group().has_peers(); })
       .def("stats",
            [](StreamedGroup& self) {
-             return stats_dict(self.group().stats(), &algorithm_name, false);
+             const auto stats = [&] {
+               const PythonCall python_call;
+               return self.group().stats();
+             }();
+             return stats_dict(stats, &algorithm_name, false);
            })
-      .def("withhold_rank", [](StreamedGroup& self, int rank) { self.group().withhold_rank(rank); })
+      .def("withhold_rank",
+           [](StreamedGroup& self, int rank) {
+             const PythonCall python_call;
+             self.group().withhold_rank(rank);
+           })
       .def("close", [](StreamedGroup& self) {
         if (self.forked()) return false;
         const PythonCall python_call;
-        self.group().close();
+        self.close();
         return true;
       });
 }
 
 py::list peer_matrix(std::vector<int> devices) {
+  const auto tried = [&] {
+    const PythonCall python_call;
+    const auto launches = cuda::lock_launches();
+    return cuda::peer_links(devices);
+  }();
   py::list links;
-  for (const cuda::PeerLink& link : cuda::peer_links(devices)) {
+  for (const cuda::PeerLink& link : tried) {
     links.append(py::make_tuple(link.from, link.to, link.can_access, link.delivers));
   }
   return links;
@@ -185,6 +228,9 @@ PYBIND11_MODULE(_cuda_engine, m) {
       .def("exception", &CudaWork::exception)
       .def("finished_ns", [](CudaWork&) { return 0; })  // nobody on the host waits for it
       .def("wait", [](CudaWork& work, double) { return work.wait(); });
+  py::class_<BoundReady>(m, "Ready")
+      .def("hook", &BoundReady::hook)
+      .def("make_wait", &BoundReady::make_wait, py::arg("bucket"), py::arg("rank"));
   bind_group(m);
   bind_cuda_process_group(m);
   m.def("end_reading", &Reading::end);

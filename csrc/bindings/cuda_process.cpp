@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "bindings/group_binding.h"
+#include "bindings/cuda_ready.h"
 #include "cuda_process/group.h"
 
 namespace pyringar {
@@ -30,7 +30,6 @@ cudaStream_t stream_of(const CudaProcessGroup& group) {
 // A call that is under way on the communicator's own stream, or will be.
 class CudaProcessWork {
  public:
-  // enqueued: none, if it is already.
   CudaProcessWork(std::shared_ptr<CudaProcessGroup> group, CudaProcessGroup::Submitted submitted)
       : group_(std::move(group)), submitted_(std::move(submitted)) {}
 
@@ -41,19 +40,24 @@ class CudaProcessWork {
   }
   // Orders the current stream after it; the host waits until it is enqueued.
   bool wait(double timeout_s) {
-    if (submitted_.enqueued != nullptr && !wait_for(*submitted_.enqueued, timeout_s)) {
-      return false;
+    try {
+      if (submitted_.enqueued != nullptr && !wait_for(*submitted_.enqueued, timeout_s)) {
+        return false;
+      }
+    } catch (const Error&) {
+      group_->failure_of(submitted_);  // close() need not say it again
+      throw;
     }
     submitted_.done->make_wait(stream_of(*group_), group_->device());
+    if (const std::exception_ptr failure = group_->failure_of(submitted_)) {
+      std::rethrow_exception(failure);
+    }
     return true;
   }
   std::string describe() {
     return submitted_.enqueued != nullptr ? submitted_.enqueued->describe() : "";
   }
-  py::object exception() {
-    return submitted_.enqueued != nullptr ? as_exception(submitted_.enqueued->exception())
-                                          : py::none();
-  }
+  py::object exception() { return as_exception(group_->failure_of(submitted_)); }
 
  private:
   const std::shared_ptr<CudaProcessGroup> group_;
@@ -82,9 +86,7 @@ struct Engine {
     return work(group, group->submit(std::move(call), stream_of(*group)));
   }
   static py::object enqueued(const GroupPtr& group) {
-    auto done = std::make_shared<cuda::Event>(group->device());
-    done->record(stream_of(*group));
-    return work(group, {nullptr, std::move(done)});
+    return work(group, group->enqueued(stream_of(*group)));
   }
 
  private:
@@ -97,15 +99,17 @@ py::dict limits() {
   const CudaProcessOptions options;
   py::dict bytes;
   bytes["process_slot"] = options.slot_bytes;
+  bytes["process_shared_slot"] = options.most_shared_slot_bytes;
   bytes["process_exchange"] = options.exchange_bytes;
   return bytes;
 }
 
 Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, bool checks_digests, int device) {
+                            double timeout_s, bool checks_digests, int device, int max_blocks) {
   const Segment segment =
       Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const CudaProcessOptions options{to_nanoseconds(timeout_s), checks_digests, &look_at_signals};
+  const CudaProcessOptions options{to_nanoseconds(timeout_s), checks_digests, &look_at_signals,
+                                   max_blocks};
   return Engine::GroupPtr(new CudaProcessGroup(std::move(memory), segment, rank, device, options),
                           GroupDeleter<Engine>{});
 }
@@ -133,17 +137,24 @@ void bind_cuda_process_group(py::module_& m) {
   def_process_calls<Engine>(group);
   group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"), py::arg("device"))
+           py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"), py::arg("device"),
+           py::arg("max_blocks") = cuda::kAnyBlocks)
       .def("connect",
            [](CudaProcessGroup& group) {
              const PythonCall python_call(group.host().turn());
              group.connect();
+           })
+      .def("make_ready",
+           [](const CudaProcessGroup& group, std::vector<int> bucket_sizes) {
+             const std::vector<int> devices = {group.device()};
+             return std::make_unique<BoundReady>(devices, std::move(bucket_sizes));
            })
       .def("plan",
            [](const CudaProcessGroup& group, std::size_t nbytes, py::handle, py::handle algorithm) {
              check_no_ring(algorithm, "plan");
              return process_plan_dict(group.plan(nbytes));
            })
+      .def("slot_bytes", &CudaProcessGroup::slot_bytes)
       .def("stats", [](CudaProcessGroup& group) {
         return stats_dict(group.stats(), &process_algorithm_name);
       });

@@ -5,7 +5,8 @@
 //             Group, GroupPtr    the class that Python sees, held by a shared_ptr
 //             host(group)        answers forked(), has_this_thread(), check_usable()
 //             run(group, call)   now; on GPUs the work is enqueued when this returns
-//             submit(group, call)   in the background; returns the work as a Python object
+//             submit(group, call)   in the background; returns the work as a Python object. Ranks
+//                                   in one process: also a call that is shared
 //             enqueued(group)    GPUs only: the work of all that is on the current streams
 //           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
 //           written before the first write: a call that fails half-way has written too.
@@ -81,11 +82,21 @@ inline void copy_back(const py::list& copies) {
   }
 }
 
+// after: None, or what an engine of devices waits for in place of what is on the current streams.
+template <typename Engine, typename Call>
+py::object submit(const typename Engine::GroupPtr& group, Call&& call, py::handle after) {
+  if constexpr (requires { Engine::submit(group, std::forward<Call>(call), after); }) {
+    return Engine::submit(group, std::forward<Call>(call), after);
+  } else {
+    return Engine::submit(group, std::forward<Call>(call));
+  }
+}
+
 // Runs now and returns None, or, with a dict for what is in flight, returns a work: the caller may
 // drop its lists, or change them.
 template <typename Engine, typename Call>
 py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> prepared,
-                         py::handle in_flight) {
+                         py::handle in_flight, py::handle after = Py_None) {
   Engine::host(*group).check_usable();
   mark_written(prepared.written.ptr());
   if (in_flight.is_none()) {
@@ -104,7 +115,7 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> 
     }
   }
   if (py::len(prepared.copies) > 0) fail(ErrorKind::kState, "this engine cannot copy back");
-  py::object work = Engine::submit(group, std::move(prepared.call));
+  py::object work = submit<Engine>(group, std::move(prepared.call), after);
   return keep_until_done(in_flight, std::move(work), std::move(storages));
 }
 
@@ -115,6 +126,7 @@ struct BoundCall {
   Call call;
   py::object written;
   py::list storages;
+  py::list references;
 
   static constexpr const char* kCapsule = "pyringar.bound";
 
@@ -144,12 +156,55 @@ py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prep
   static PyMethodDef method = {"bound_all_reduce", &Bound::run, METH_NOARGS,
                                "Reduce the bound tensors in place."};
   py::list storages = storages_of({prepared.written});
-  std::unique_ptr<Bound> bound(
-      new Bound{group, std::move(prepared.call), std::move(prepared.written), std::move(storages)});
+  py::list references = references_to(prepared.written);
+  std::unique_ptr<Bound> bound(new Bound{group, std::move(prepared.call),
+                                         std::move(prepared.written), std::move(storages),
+                                         std::move(references)});
   const py::capsule capsule(bound.release(), Bound::kCapsule, [](PyObject* c) {
     delete static_cast<Bound*>(PyCapsule_GetPointer(c, Bound::kCapsule));
   });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+}
+
+// A reduction of lists that may be made again, in the background, while the tensors lie where they
+// did: the memory stays, the tensors may go.
+template <typename Engine>
+struct Remembered {
+  typename Engine::GroupPtr group;
+  std::shared_ptr<const Collective> call;
+  py::list storages;
+  std::vector<Place> places;
+
+  // lists: one for each rank, as many tensors in each.
+  bool holds(const std::vector<py::list>& lists) const {
+    const Reading reading;
+    auto place = places.begin();
+    for (const py::list& list : lists) {
+      for (const py::handle tensor : list) {
+        if (place == places.end() || !(place++)->is_of(tensor.ptr())) return false;
+      }
+    }
+    return place == places.end();
+  }
+
+  py::object begin(const std::vector<py::list>& lists, py::handle in_flight,
+                   py::handle after) const {
+    Engine::host(*group).check_usable();
+    for (const py::list& list : lists) mark_written(list.ptr());
+    return keep_until_done(in_flight, submit<Engine>(group, call, after), storages);
+  }
+};
+
+// Null where tensors are copied for the call.
+template <typename Engine>
+std::unique_ptr<Remembered<Engine>> remember(const typename Engine::GroupPtr& group,
+                                             Prepared<Collective> prepared) {
+  if (py::len(prepared.copies) > 0) return nullptr;
+  std::vector<Place> places;
+  for (const py::handle tensor : prepared.written) places.emplace_back(tensor.ptr());
+  auto call = std::make_shared<const Collective>(std::move(prepared.call));
+  return std::unique_ptr<Remembered<Engine>>(new Remembered<Engine>{
+      group, std::move(call), storages_of({prepared.written}), std::move(places)});
 }
 
 // {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
@@ -170,6 +225,35 @@ py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorit
 
 // -- ranks in one process -------------------------------------------------------------------------
 
+template <typename Engine, typename Class>
+void def_bound_calls(Class& cls) {
+  using Ptr = const typename Engine::GroupPtr&;
+  cls.def("bind",
+          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {
+            Engine::host(*group).check_usable();
+            return bind_call<Engine>(
+                group, prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
+                                          Engine::ranks(*group), "bind"));
+          })
+      .def("bind_coalesced",
+           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm) {
+             Engine::host(*group).check_usable();
+             return bind_call<Engine>(group, prepare_all_reduce_coalesced(
+                                                 lists, parse_op(op), parse_algorithm(algorithm),
+                                                 Engine::ranks(*group), "bind_coalesced"));
+           })
+      .def("remember", [](Ptr group, py::handle lists, py::handle op, py::handle algorithm) {
+        Engine::host(*group).check_usable();
+        return remember<Engine>(
+            group, prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
+                                                Engine::ranks(*group), "all_reduce_coalesced"));
+      });
+  py::class_<Remembered<Engine>>(cls, "Remembered", py::module_local())
+      .def("holds", &Remembered<Engine>::holds)
+      .def("begin", &Remembered<Engine>::begin, py::arg("lists"), py::arg("in_flight"),
+           py::arg("after") = py::none());
+}
+
 // Engine brings, besides:
 //   ranks(group)            how many there are, and where
 //   wait_for_turn(group)    for the algorithms in Python: the next to run, as run() would be
@@ -185,15 +269,19 @@ void def_rank_calls(Class& cls) {
                                    Engine::ranks(*group), "all_reduce"),
                 in_flight);
           })
-      .def("all_reduce_coalesced",
-           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm,
-              py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group,
-                 prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
-                                              Engine::ranks(*group)),
-                 in_flight);
-           })
+      .def(
+          "all_reduce_coalesced",
+          [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle in_flight,
+             py::handle after) {
+            return run_or_submit<Engine>(
+                group,
+                prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
+                                             Engine::ranks(*group), "all_reduce_coalesced"),
+                in_flight, after);
+          },
+          py::arg("lists"), py::arg("op"), py::arg("algorithm"), py::arg("in_flight"),
+          py::arg("after") = py::none())
+      .def("check_usable", [](Ptr group) { Engine::host(*group).check_usable(); })
       .def("reduce_scatter",
            [](Ptr group, py::handle outputs, py::handle inputs, py::handle op, py::handle algorithm,
               py::handle in_flight) {
@@ -217,13 +305,6 @@ void def_rank_calls(Class& cls) {
              return run_or_submit<Engine>(
                  group, prepare_broadcast(tensors, root, Engine::ranks(*group)), in_flight);
            })
-      .def("bind",
-           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {
-             Engine::host(*group).check_usable();
-             return bind_call<Engine>(
-                 group, prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
-                                           Engine::ranks(*group), "bind"));
-           })
       .def("check",
            [](Ptr group, py::handle tensors) {
              Engine::host(*group).check_usable();
@@ -233,10 +314,12 @@ void def_rank_calls(Class& cls) {
            })
       .def("check_coalesced", [](Ptr group, py::handle lists) {
         Engine::host(*group).check_usable();
-        const PreparedCollective prepared = prepare_all_reduce_coalesced(
-            lists, ReduceOp::kSum, Algorithm::kFused, Engine::ranks(*group));
+        const PreparedCollective prepared =
+            prepare_all_reduce_coalesced(lists, ReduceOp::kSum, Algorithm::kFused,
+                                         Engine::ranks(*group), "all_reduce_coalesced");
         Engine::wait_for_turn(*group);
       });
+  def_bound_calls<Engine>(cls);
 }
 
 // -- ranks in processes ---------------------------------------------------------------------------

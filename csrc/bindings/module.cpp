@@ -38,8 +38,9 @@ struct Engine {
     const PythonCall python_call;
     group.run(collective);
   }
-  static py::object submit(const GroupPtr& group, Collective collective) {
-    return py::cast(group->submit(std::move(collective)));
+  template <typename Call>  // a Collective, or one that is shared
+  static py::object submit(const GroupPtr& group, Call call) {
+    return py::cast(group->submit(std::move(call)));
   }
   static void wait_for_turn(Group& group) {
     const PythonCall python_call;
@@ -125,7 +126,8 @@ void bind_group(py::module_& m) {
           [](Group& group, int rank, double seconds) {
             group.delay_rank(rank, to_nanoseconds(seconds));
           },
-          py::call_guard<PythonCall>());
+          py::call_guard<PythonCall>())
+      .def("end_delay", &Group::end_delay);
 }
 
 }  // namespace

@@ -185,17 +185,16 @@ PreparedCollective prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm
 }
 
 PreparedCollective prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
-                                                Ranks who) {
-  constexpr const char* kOperation = "all_reduce_coalesced";
-  const Sequence ranks(lists, kOperation, "lists", expected_ranks(who.world_size), "list per rank");
-  check_some_rank(ranks, kOperation, "lists");
+                                                Ranks who, const char* operation) {
+  const Sequence ranks(lists, operation, "lists", expected_ranks(who.world_size), "list per rank");
+  check_some_rank(ranks, operation, "lists");
   const int k = static_cast<int>(ranks.size());
-  Builder builder(kOperation, op, k, who.devices);
+  Builder builder(operation, op, k, who.devices);
   py::list written;
   std::vector<Sequence> tensors;
   for (int rank = 0; rank < k; ++rank) {
     const Py_ssize_t expected = rank == 0 ? -1 : tensors[0].size();
-    tensors.emplace_back(ranks[rank], kOperation, join("lists[", rank, "]"), expected,
+    tensors.emplace_back(ranks[rank], operation, join("lists[", rank, "]"), expected,
                          "tensor per parameter, as in lists[0]");
     tensors.back().adopt_arrays();
     if (rank == 0) builder.reserve(static_cast<std::size_t>(k * tensors[0].size()));

@@ -27,7 +27,7 @@ struct Ranks {
 PreparedCollective prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
                                       Ranks ranks, const char* operation);
 PreparedCollective prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
-                                                Ranks ranks);
+                                                Ranks ranks, const char* operation);
 PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
                                           Algorithm algorithm, Ranks ranks);
 PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,

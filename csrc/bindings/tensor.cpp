@@ -4,6 +4,8 @@
 
 #include "bindings/tensor.h"
 
+#include <pybind11/cast.h>
+
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -141,6 +143,7 @@ struct TorchNames {
   py::object increment_version = find_increment_version();
   TensorQuestion requires_grad{tensor_type, "requires_grad"};
   TensorQuestion is_neg{tensor_type, "is_neg"};
+  py::object to_dlpack = attribute(import_module("torch.utils.dlpack").ptr(), "to_dlpack");
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
@@ -290,6 +293,37 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
   }
   view->is_negated = TorchNames::get().is_neg(object);
   view->is_dense = !view->is_negated && is_dense(*view);
+}
+
+Place::Place(PyObject* tensor) : tensor_(tensor) {
+  TensorView view;
+  read_tensor(tensor, "bind", {"tensor"}, &view);
+  data_ = view.data;
+  device_ = view.device;
+  dtype_ = view.dtype;
+  is_negated_ = view.is_negated;
+  layout_.assign(view.shape, view.shape + view.ndim);
+  layout_.insert(layout_.end(), view.strides, view.strides + view.ndim);
+}
+
+bool Place::is_of(PyObject* object) const {
+  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
+  if (api == nullptr) return false;
+  dlpack::Tensor raw{};
+  if (api->dltensor_from_py_object(object, &raw) != 0) {
+    PyErr_Clear();  // what it is now is for the checks of a call to say
+    return false;
+  }
+  DType dtype;
+  const auto ndim = static_cast<std::size_t>(raw.ndim);
+  const bool is_same = static_cast<const std::byte*>(raw.data) + raw.byte_offset == data_ &&
+                       (raw.device_type == dlpack::kCpu ? kHost : raw.device_id) == device_ &&
+                       read_dtype(raw, &dtype) && dtype == dtype_ && 2 * ndim == layout_.size() &&
+                       std::equal(raw.shape, raw.shape + ndim, layout_.begin()) &&
+                       std::equal(raw.strides, raw.strides + ndim, layout_.begin() + raw.ndim);
+  // The sign, which costs more than all the rest, is not asked of the same object: only a `.data`
+  // that is the negative of the very memory could change it.
+  return is_same && (object == tensor_ || TorchNames::get().is_neg(object) == is_negated_);
 }
 
 std::string device_name(int device) { return device == kHost ? "cpu" : join("cuda:", device); }
@@ -458,5 +492,13 @@ py::list storages_of(std::initializer_list<py::handle> lists) {
 }
 
 void mark_written(PyObject* tensors) { call(TorchNames::get().increment_version, tensors); }
+
+py::list references_to(py::handle tensors) {
+  py::list references;
+  for (const py::handle tensor : tensors) {
+    references.append(call(TorchNames::get().to_dlpack, tensor.ptr()));
+  }
+  return references;
+}
 
 }  // namespace pyringar

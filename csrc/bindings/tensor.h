@@ -76,6 +76,22 @@ bool lie_alike(const TensorView& view, const TensorView& first);
 // Whether elements lie side by side in the order of their index.
 bool has_index_order(const TensorView& view);
 
+// Where a tensor's elements lie: tells without any other check whether a tensor, the same or
+// another, still lies there.
+class Place {
+ public:
+  explicit Place(PyObject* tensor);
+  bool is_of(PyObject* object) const;
+
+ private:
+  const PyObject* tensor_;  // compared, never followed: it may be gone
+  const std::byte* data_;
+  int device_;
+  DType dtype_;
+  bool is_negated_;
+  std::vector<std::int64_t> layout_;  // sizes, then strides
+};
+
 // A thread that reads tensors. torch gives the GIL away meanwhile, and a daemon thread that comes
 // back for it after the interpreter's end is told to exit, which aborts the process: it unwinds
 // through frames of torch that let nothing pass.
@@ -147,5 +163,10 @@ py::list storages_of(std::initializer_list<py::handle> lists);
 
 // Tells autograd that these tensors (a Python list or tuple) were written in place.
 void mark_written(PyObject* tensors);
+
+// References to these tensors as torch's C++ code holds them. Where none but Python's own object
+// has one, torch goes through Python's locks each time that it touches the tensor: mark_written()
+// then takes four times as long.
+py::list references_to(py::handle tensors);
 
 }  // namespace pyringar

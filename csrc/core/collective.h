@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/dtype.h"
@@ -80,6 +81,8 @@ struct Collective {
   std::vector<Buffers> tensors;
   std::vector<void*> pointers;  // reserved, never regrown
   std::vector<int> ranks;       // whose memory each of them is
+  // Noted by the group that runs it, which asks the driver: bound calls run again and again.
+  mutable std::optional<bool> needs_staging;
 
   // Where in `pointers` a table begins.
   std::size_t index_of(const void* const* table) const {

@@ -127,28 +127,41 @@ PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int
   }
 }
 
+// What follows from a program, worked out once.
+struct RingCut {
+  Chunks chunks;
+  // Of each chunk, that this runner takes. No memory holds 2^32 for every rank.
+  std::uint32_t pieces;
+  std::uint32_t ticks;
+  int first_action;
+  int last_action;
+};
+
+PYRINGAR_HD constexpr RingCut ring_cut(const RingProgram& program) {
+  const int first = ring_first_action(program.phases, program.world_size);
+  const int last = ring_last_action(program.phases, program.world_size);
+  const auto pieces = static_cast<std::uint32_t>(ring_num_own_pieces(program));
+  return {chunks_of(program.numel, program.world_size), pieces,
+          pieces == 0 ? 0 : pieces + static_cast<std::uint32_t>(last - first), first, last};
+}
+
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable
 #endif
 template <class Engine>
-PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program) {
-  const int k = program.world_size;
-  const int first = ring_first_action(program.phases, k);
-  const int last = ring_last_action(program.phases, k);
-  const std::size_t pieces = ring_num_own_pieces(program);
-  const std::size_t ticks = pieces == 0 ? 0 : pieces + static_cast<std::size_t>(last - first);
+PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program, const RingCut& cut) {
   std::uint32_t received = program.base;
   std::uint32_t sent = program.base;
-  for (std::size_t tick = 0; tick < ticks; ++tick) {
-    for (int action = first; action <= last; ++action) {
-      const std::size_t age = static_cast<std::size_t>(action - first);
-      if (age > tick || tick - age >= pieces) continue;
-      const bool receives = action > first;
-      const bool sends = action < last;
-      const Range chunk =
-          chunk_range(program.numel, k, ring_step(program.rank, k, action).send_chunk);
-      const std::size_t piece = program.first_piece + (tick - age) * program.piece_stride;
-      const Range range = piece_range(chunk, program.piece_elems, piece);
+  for (std::uint32_t tick = 0; tick < cut.ticks; ++tick) {
+    for (int action = cut.first_action; action <= cut.last_action; ++action) {
+      const auto age = static_cast<std::uint32_t>(action - cut.first_action);
+      if (age > tick || tick - age >= cut.pieces) continue;
+      const bool receives = action > cut.first_action;
+      const bool sends = action < cut.last_action;
+      const int chunk = ring_step(program.rank, program.world_size, action).send_chunk;
+      const std::size_t piece =
+          program.first_piece + std::size_t{tick - age} * program.piece_stride;
+      const Range range = piece_range(cut.chunks[chunk], program.piece_elems, piece);
       if (receives && !engine.wait_message(++received, action)) return false;
       if (sends && !engine.wait_slot(++sent, action)) return false;
       run_ring_action(engine, program, action, range, received, sent);
@@ -157,6 +170,11 @@ PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program) {
     }
   }
   return true;
+}
+
+template <class Engine>
+bool run_ring(Engine& engine, const RingProgram& program) {
+  return run_ring(engine, program, ring_cut(program));
 }
 
 }  // namespace pyringar

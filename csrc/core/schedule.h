@@ -47,14 +47,26 @@ struct Range {
   PYRINGAR_HD constexpr std::size_t size() const { return end - begin; }
 };
 
-// Chunk c of k: contiguous, in order, sizes differ by at most one element, the longer ones first.
-PYRINGAR_HD constexpr Range chunk_range(std::size_t numel, int world_size, int chunk) {
+// Chunks of a buffer, contiguous, in order; sizes differ by at most one element, the longer ones
+// first.
+struct Chunks {
+  std::size_t small;   // elements of the shorter ones
+  std::size_t longer;  // how many have one more
+  PYRINGAR_HD constexpr Range operator[](int chunk) const {
+    const std::size_t c = static_cast<std::size_t>(chunk);
+    const std::size_t begin = c * small + (c < longer ? c : longer);
+    return {begin, begin + small + (c < longer ? 1 : 0)};
+  }
+};
+
+// Worth keeping: on a GPU a 64-bit division is a call.
+PYRINGAR_HD constexpr Chunks chunks_of(std::size_t numel, int world_size) {
   const std::size_t k = static_cast<std::size_t>(world_size);
-  const std::size_t c = static_cast<std::size_t>(chunk);
-  const std::size_t small = numel / k;
-  const std::size_t longer = numel % k;
-  const std::size_t begin = c * small + (c < longer ? c : longer);
-  return {begin, begin + small + (c < longer ? 1 : 0)};
+  return {numel / k, numel % k};
+}
+
+PYRINGAR_HD constexpr Range chunk_range(std::size_t numel, int world_size, int chunk) {
+  return chunks_of(numel, world_size)[chunk];
 }
 
 static_assert(chunk_range(7, 3, 0).size() == 3 && chunk_range(7, 3, 2).end == 7, "7 = 3 + 2 + 2");

@@ -130,7 +130,7 @@ void Group::finish_team_run(const Collective& collective, Watch& watch) {
 }
 
 void Group::sleep_if_delayed(int rank) {
-  if (rank == delayed_rank_) std::this_thread::sleep_for(delay_);
+  if (rank == delayed_rank_) (void)end_delay_.try_acquire_for(delay_);
 }
 
 void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
@@ -141,17 +141,21 @@ void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
 }
 
 std::shared_ptr<Work> Group::submit(Collective collective) {
+  return submit(std::make_shared<const Collective>(std::move(collective)));
+}
+
+// Shared, since a std::function must be copyable, and the pointer tables must not move.
+std::shared_ptr<Work> Group::submit(std::shared_ptr<const Collective> collective) {
   check_usable();
-  // Shared, since a std::function must be copyable, and its pointer tables must not move.
-  auto shared = std::make_shared<Collective>(std::move(collective));
   return queue_.submit(
-      [this, shared] {
+      [this, collective] {
         const Turn::Held turn = turn_.take([this] { check_usable(); });
-        run_locked(*shared);
+        run_locked(*collective);
       },
-      [this, shared](bool has_begun) {
-        return join(shared->operation, " of ", shared->bytes, " bytes per rank over ", world_size_,
-                    " ranks, which ", has_begun ? "runs" : "waits for the calls before it");
+      [this, collective](bool has_begun) {
+        return join(collective->operation, " of ", collective->bytes, " bytes per rank over ",
+                    world_size_, " ranks, which ",
+                    has_begun ? "runs" : "waits for the calls before it");
       });
 }
 

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <semaphore>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,8 @@ class Group {
   // False, and nothing done, when another collective is running or waiting to.
   bool try_run(const Collective& collective);
   std::shared_ptr<Work> submit(Collective collective);
+  // One that may be submitted again.
+  std::shared_ptr<Work> submit(std::shared_ptr<const Collective> collective);
   // Waits for everything submitted, then joins all threads; run() and submit() throw from then on.
   // Where on_nap ends the wait, what has not begun is refused too; close() may be called again.
   // False in a forked child: it is the parent's to close.
@@ -54,8 +57,10 @@ class Group {
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
 
-  // Fault injection for tests: the rank sleeps before its next direct or ring collective.
+  // Fault injection for tests: the rank sleeps before its next direct or ring collective, at most
+  // until end_delay(), which may be called once for each.
   void delay_rank(int rank, std::chrono::nanoseconds delay);
+  void end_delay() { end_delay_.release(); }
 
  private:
   void check_not_forked() const;
@@ -82,6 +87,7 @@ class Group {
   ErrorKind failure_kind_ = ErrorKind::kState;
   int delayed_rank_ = -1;
   std::chrono::nanoseconds delay_{};
+  std::binary_semaphore end_delay_{0};
 
   std::mutex stats_mutex_;  // never held while one waits
   GroupStats stats_;

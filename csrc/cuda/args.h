@@ -16,19 +16,18 @@ namespace pyringar::cuda {
 
 // -- waiting --------------------------------------------------------------------------------------
 
-// A flag has a cache line of its own, kFlagStride words from one to the next in an array; the
-// second word says that its writer is under way (see cuda/flag.cuh).
+// A flag has a cache line of its own, kFlagStride words from one to the next in an array.
 inline constexpr int kFlagStride = 32;
 
-enum class Awaited : std::int32_t { kMessage, kSlot, kBarrier };
+enum class Awaited : std::int32_t { kMessage, kSlot };
 
 // Written by the device, read by the host, in memory of the host that both can see.
 struct Failure {
   std::uint32_t is_set;  // last, after all the others
   Awaited what;
-  std::int32_t rank;  // who waited; at a barrier: index of the device
+  std::int32_t rank;  // who waited
   std::int32_t peer;  // for whom
-  std::int32_t step;  // of the ring; at a barrier: 0 for the first, 1 for the second
+  std::int32_t step;  // of the ring
   std::uint32_t seen;
   std::uint32_t wanted;
 };
@@ -38,27 +37,16 @@ struct Patience {
   std::uint64_t timeout_ns;  // without progress of who is waited for
   std::uint32_t* gave_up;    // one word on this device: 0, or 1 once somebody has failed
   Failure* failure;
-  std::int32_t withheld;  // rank, or device of a barrier, that does not take part; -1 for none
-};
-
-// -- direct ---------------------------------------------------------------------------------------
-
-inline constexpr int kMaxDevices = 16;
-
-// The barrier as one device sees it. Flags are [from device][block], kFlagStride words apart.
-struct BarrierPorts {
-  std::uint32_t* arrived;                     // here: written by the other devices
-  std::uint32_t* arrived_there[kMaxDevices];  // the same of every other device
-  std::uint32_t* count;                       // here: barriers passed, [block]
-  std::int32_t device;
-  std::int32_t num_devices;
-  std::int32_t max_blocks;
+  std::int32_t withheld;  // rank that does not take part; -1 for none
 };
 
 // -- ring -----------------------------------------------------------------------------------------
 
 inline constexpr int kRingThreads = 512;
+inline constexpr int kRingBlocksEach = 2;  // of a multiprocessor: one moves data while one waits
 inline constexpr int kMaxLocalRanks = 64;
+
+inline constexpr std::size_t kFlagBytes = kFlagStride * sizeof(std::uint32_t);
 
 // The links of one rank, as seen on its device. Flags are kFlagStride words apart per channel;
 // slots are [channel][slot].
@@ -70,6 +58,9 @@ struct RingPorts {
   std::uint32_t* out_flag;  // next's in_flag
   const std::uint32_t* out_taken;
   std::uint32_t* base;  // messages carried so far
+  // Where the neighbours are among this device's ranks; -1: on another device.
+  std::int32_t prev_local;
+  std::int32_t next_local;
 };
 
 struct RingArgs {

@@ -1,6 +1,6 @@
 // devices: see the header.
 //
-// Tests     tests/cpp/cuda_host/group_test.cpp
+// Tests     tests/cpp/cuda_host
 
 #include "cuda/devices.h"
 
@@ -8,13 +8,11 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/ring_program.h"
 #include "cuda/peers.h"
 
 namespace pyringar::cuda {
 
-Devices::Devices(std::vector<int> of_rank, std::chrono::nanoseconds timeout)
-    : of_rank_(std::move(of_rank)), timeout_(timeout) {
+Devices::Devices(std::vector<int> of_rank) : of_rank_(std::move(of_rank)) {
   for (const int index : of_rank_) {
     if (index == kHost) {
       has_host_ranks_ = true;
@@ -23,63 +21,40 @@ Devices::Devices(std::vector<int> of_rank, std::chrono::nanoseconds timeout)
     }
   }
   if (indices_.empty()) fail(ErrorKind::kArgument, "no rank is on a CUDA device");
-  if (indices_.size() > kMaxDevices) {
-    fail(ErrorKind::kUnsupported, indices_.size(), " devices, supported are ", kMaxDevices);
-  }
-  for (const int a : indices_) {
-    for (const int b : indices_) has_peers_ = has_peers_ && enable_peers(a, b);
-  }
-  for (const int index : indices_) devices_.push_back(make_device(index));
-  wire_barriers();
-}
-
-Device Devices::make_device(int index) const {
-  const OnDevice guard(index);
-  const std::size_t flags = (indices_.size() + 1) * kMaxWaitingBlocks;
-  Device device{index,
-                0,
-                {},
-                device_memory(index, sizeof(std::uint32_t)),
-                host_memory(sizeof(Failure)),
-                shared_memory(index, has_peers_, flags * kFlagBytes),
-                {}};
-  check(cudaDeviceGetAttribute(&device.num_multiprocessors, cudaDevAttrMultiProcessorCount, index),
-        "cudaDeviceGetAttribute", index);
-  for (int rank = 0; rank < world_size(); ++rank) {
-    if (of_rank_[static_cast<std::size_t>(rank)] == index) device.ranks.push_back(rank);
-  }
-  return device;
-}
-
-void Devices::wire_barriers() {
-  const std::size_t count_at = indices_.size() * kMaxWaitingBlocks * kFlagBytes;
-  for (std::size_t d = 0; d < size(); ++d) {
-    BarrierPorts& ports = devices_[d].ports;
-    ports.device = static_cast<std::int32_t>(d);
-    ports.num_devices = static_cast<std::int32_t>(size());
-    ports.max_blocks = kMaxWaitingBlocks;
-    ports.arrived = as<std::uint32_t>(devices_[d].barrier);
-    ports.count = as<std::uint32_t>(devices_[d].barrier, count_at);
-    for (std::size_t peer = 0; peer < size(); ++peer) {
-      ports.arrived_there[peer] = as<std::uint32_t>(devices_[peer].barrier);
+  {
+    const auto launches = lock_launches();  // peers are tried with memory of their own
+    for (const int a : indices_) {
+      for (const int b : indices_) has_peers_ = has_peers_ && enable_peers(a, b);
     }
   }
+  for (const int index : indices_) {
+    const OnDevice guard(index);
+    Device device{index, 0, {}};
+    check(
+        cudaDeviceGetAttribute(&device.num_multiprocessors, cudaDevAttrMultiProcessorCount, index),
+        "cudaDeviceGetAttribute", index);
+    for (int rank = 0; rank < world_size(); ++rank) {
+      if (of_rank_[static_cast<std::size_t>(rank)] == index) device.ranks.push_back(rank);
+    }
+    devices_.push_back(std::move(device));
+  }
 }
-
-void Devices::release() { devices_.clear(); }
 
 std::size_t Devices::position_of(int index) const {
   return static_cast<std::size_t>(std::find(indices_.begin(), indices_.end(), index) -
                                   indices_.begin());
 }
 
-// On every device, so that no kernel is loaded while another device's already waits for it.
 const std::vector<int>& Devices::most_blocks(const void* kernel, int threads) {
   const auto known = most_blocks_.find(kernel);
   if (known != most_blocks_.end()) return known->second;
   std::vector<int> blocks;
   for (const Device& device : devices_) {
     const OnDevice guard(device.index);
+    const BesideCaptures beside;
+    // Loads it: a first launch would do so while another device's kernel already waits for it.
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes", device.index);
     int per_multiprocessor = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor", device.index);
@@ -88,58 +63,36 @@ const std::vector<int>& Devices::most_blocks(const void* kernel, int threads) {
   return most_blocks_.emplace(kernel, std::move(blocks)).first->second;
 }
 
-Patience Devices::patience(std::size_t d) const {
-  return {static_cast<std::uint64_t>(timeout_.count()), as<std::uint32_t>(devices_[d].gave_up),
-          as<Failure>(devices_[d].failure), withheld_rank_};
+Events::Events(const Devices& devices) : devices_(devices) {
+  for (const int index : devices.indices()) events_.emplace_back(index);
 }
 
-// Without exceptions: a device that does not answer has nothing under way.
-void Devices::synchronize() const {
-  int before = 0;
-  if (cudaGetDevice(&before) != cudaSuccess) return;
-  for (const Device& device : devices_) {
-    if (cudaSetDevice(device.index) == cudaSuccess) cudaDeviceSynchronize();
-  }
-  cudaSetDevice(before);
+void Events::record(Streams streams) {
+  for (std::size_t d = 0; d < events_.size(); ++d) events_[d].record(streams[d]);
 }
 
-// Who waits for the earliest step waits for the culprit; the others wait for that rank.
-const Failure* Devices::earliest_failure() const {
-  const auto turn = [](const Failure* f) { return std::pair(f->step, f->what); };
-  const Failure* earliest = nullptr;
-  for (const Device& device : devices_) {
-    const auto* failure = as<const Failure>(device.failure);
-    if (__atomic_load_n(&failure->is_set, __ATOMIC_ACQUIRE) == 0) continue;
-    if (earliest == nullptr || turn(failure) < turn(earliest)) earliest = failure;
+void Events::make_wait(Streams streams) const {
+  for (std::size_t d = 0; d < events_.size(); ++d) {
+    events_[d].make_wait(streams[d], devices_[d].index);
   }
-  return earliest;
 }
 
-std::string Devices::describe(const Failure& failure, const char* operation) const {
-  const double seconds = std::chrono::duration<double>(timeout_).count();
-  const std::string progress = join(" (", failure.seen, " of ", failure.wanted, ")");
-  if (failure.what == Awaited::kBarrier) {
-    return join(operation, ": cuda:", indices_[static_cast<std::size_t>(failure.rank)], " waited ",
-                seconds, " s for cuda:", indices_[static_cast<std::size_t>(failure.peer)], " to ",
-                failure.step == 0 ? "begin" : "end", progress);
+// By way of the first: fewer calls than from all to all.
+void Events::meet(Streams streams) {
+  for (std::size_t d = 1; d < events_.size(); ++d) {
+    events_[d].record(streams[d]);
+    events_[d].make_wait(streams[0], devices_[0].index);
   }
-  const auto name_of = [&](int rank) {
-    return join("rank ", rank, " (cuda:", of_rank_[static_cast<std::size_t>(rank)], ")");
-  };
-  return join(operation, ": ", name_of(failure.rank), " waited ", seconds, " s for ",
-              name_of(failure.peer), " to ", failure.what == Awaited::kMessage ? "send" : "receive",
-              " at step ", failure.step, " of ", ring_num_steps(world_size()), progress);
+  events_[0].record(streams[0]);
+  for (std::size_t d = 1; d < events_.size(); ++d) {
+    events_[0].make_wait(streams[d], devices_[d].index);
+  }
 }
+
+void Events::wait_for() const { wait_for_all(events_); }
 
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes) {
-  return is_reachable ? device_memory(device, bytes) : host_memory(bytes);
-}
-
-void check_may_allocate(bool capturing, const char* operation) {
-  if (!capturing) return;
-  fail(ErrorKind::kState, operation,
-       ": the first call of this kind allocates memory, which a CUDA graph cannot capture; call it "
-       "once with these sizes before the capture begins");
+  return is_reachable ? device_memory(device, bytes) : host_memory(device, bytes);
 }
 
 }  // namespace pyringar::cuda

@@ -1,28 +1,20 @@
-// devices: which device each rank is on, what launches on several devices share, and the failures
-// that kernels report.
+// devices: which device each rank is on, and in which order the devices' streams go on.
 //
-// Contract  a barrier's flags lie on the devices if all reach each other, else in the host's
-//           memory. A failure stays until the group ends.
-// Threads   one at a time, but indices(), which never changes.
-// Tests     tests/cpp/cuda_host/group_test.cpp
+// Contract  What a Group tells of its devices never changes. meet() orders all streams after all;
+//           nothing waits but streams, for events that are recorded already.
+// Threads   any for what is const; the rest one at a time.
+// Tests     tests/cpp/cuda_host
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <map>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "core/collective.h"
-#include "cuda/args.h"
 #include "cuda/runtime.h"
 
 namespace pyringar::cuda {
-
-// Blocks that wait for other devices must all be on the device at once.
-inline constexpr int kMaxWaitingBlocks = 512;
-inline constexpr std::size_t kFlagBytes = kFlagStride * sizeof(std::uint32_t);
 
 using Streams = std::span<const cudaStream_t>;  // one per device, in the order of Devices
 
@@ -30,17 +22,12 @@ struct Device {
   int index;
   int num_multiprocessors;
   std::vector<int> ranks;
-  Memory gave_up;  // one word
-  Memory failure;  // in the host's memory
-  Memory barrier;  // arrived[from][block], then count[block]
-  BarrierPorts ports;
 };
 
 class Devices {
  public:
   // of_rank[r]: the index of rank r's device, or kHost.
-  Devices(std::vector<int> of_rank, std::chrono::nanoseconds timeout);
-  void release();  // memory; only the constant answers are right from then on
+  explicit Devices(std::vector<int> of_rank);
 
   int world_size() const { return static_cast<int>(of_rank_.size()); }
   int of_rank(std::size_t rank) const { return of_rank_[rank]; }
@@ -51,35 +38,36 @@ class Devices {
 
   std::size_t size() const { return devices_.size(); }
   const Device& operator[](std::size_t d) const { return devices_[d]; }
-  // Blocks of a kernel that fit on each device at once.
+  // Blocks of a kernel that fit on each device at once. It is loaded there from then on.
   const std::vector<int>& most_blocks(const void* kernel, int threads);
-  Patience patience(std::size_t d) const;
-  void withhold_rank(int rank) { withheld_rank_ = rank; }
-  void synchronize() const;
-
-  // Of the rank that waited for the culprit; none: nullptr.
-  const Failure* earliest_failure() const;
-  std::string describe(const Failure& failure, const char* operation) const;
 
  private:
-  Device make_device(int index) const;
-  void wire_barriers();
-
   const std::vector<int> of_rank_;
-  const std::chrono::nanoseconds timeout_;
   std::vector<int> indices_;
   bool has_host_ranks_ = false;
   bool has_peers_ = true;
-  int withheld_rank_ = -1;
   std::vector<Device> devices_;
   std::map<const void*, std::vector<int>> most_blocks_;  // by kernel
 };
 
-// Where another device reads or writes it: on the device if it can be reached there, else in the
+// An event on each device, used again and again. In a capture use one of its own: what a capture
+// recorded nobody else may wait for.
+class Events {
+ public:
+  explicit Events(const Devices& devices);
+
+  void record(Streams streams);
+  void make_wait(Streams streams) const;  // each for its own device's
+  void meet(Streams streams);             // every stream goes on after all of them
+  void wait_for() const;                  // on the host, for what was recorded last
+
+ private:
+  const Devices& devices_;
+  std::vector<Event> events_;
+};
+
+// For a device and those that it shares it with: on the device if they reach it there, else in the
 // host's memory.
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes);
-
-// What a call allocates it cannot allocate while it is captured in a graph.
-void check_may_allocate(bool capturing, const char* operation);
 
 }  // namespace pyringar::cuda

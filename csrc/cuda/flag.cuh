@@ -3,21 +3,33 @@
 // Floor     cuda: device code. Without nvcc the same lines compile for host threads, which is how
 //           the kernels run under ThreadSanitizer.
 // Units     nanoseconds on the device's global clock.
-// Contract  signal() publishes everything that the threads of the block wrote before it, to every
-//           device and to the host; whoever has seen it through wait() reads what was written.
-//           Counters only grow (modulo 2^32). A wait ends: with the counter, with somebody else's
-//           failure, or when nothing that is waited for has moved for the timeout (a little longer
-//           for later steps, see kNsPerStep), which is reported once per device. Who works for
-//           long between two signals says that it is under way, by progressed().
+// Contract  settle(), then signal(): everything that the threads of the block wrote and read before
+//           is over for whoever has seen the counter through wait(): it reads what was written, and
+//           may overwrite what was read. Counters only grow (modulo 2^32). A wait ends: with the
+//           counter, with somebody else's failure, or when nothing that is waited for has moved for
+//           the timeout (a little longer for later steps, see kNsPerStep), which is reported once
+//           per device. Data moves past L1, which other multiprocessors do not see.
 //
-//             all threads   write payload, fence (system)        one thread's fence alone orders
-//             block         barrier                              its own writes; barrier and fence
-//             thread 0      store flag, release, system scope    together order all of them
+//             all threads   write payload, read slots        (weak)
+//             block         barrier                          settle(): bar.sync orders what all
+//             thread 0      fence, acq_rel                   threads did before the fence
+//             thread 0      store flags, relaxed             signal(): any number after one fence
 //
-//             thread 0      load flag, acquire, system scope     the acquire also drops what the
-//             block         barrier                              multiprocessor's L1 has kept
-//             all threads   read payload, past L1
-// Source    PTX ISA, memory consistency model: release and acquire patterns, causality order.
+//             thread 0      load flag, acquire               wait()
+//             block         barrier
+//             all threads   read payload, write slots        (weak)
+//
+//           Why one fence of one thread is enough, in the words of PTX ISA, "Memory Consistency
+//           Model": a fence and a strong write behind it in program order are a release pattern on
+//           every location so written (8.8); it synchronizes with an acquire that reads the write,
+//           as do the threads of a bar.sync with each other (8.9.4); causality order goes through
+//           both (8.9.5), so that a read can miss no write before it, and see none behind it
+//           (8.10.6). Flags of both directions share the fence: "taken" alone would do without one
+//           only if nothing overtook the loads before a barrier, which holds for all GPUs that we
+//           know of (NCCL relies on it) but is not in the model. Fence and flags have one scope:
+//           the device, where both neighbours are on it, else the system. Flags in the host's
+//           memory belong to links between devices, so they are of system scope.
+// Source    PTX ISA 9, chapter 8, sections as above. NCCL: prims_simple.h, postPeer.
 // Tests     tests/cpp/cuda/, tests/cuda
 #pragma once
 
@@ -38,35 +50,152 @@ PYRINGAR_DEVICE inline std::uint64_t now_ns() {
 #endif
 }
 
-PYRINGAR_DEVICE inline std::uint32_t load_acquire(const std::uint32_t* flag) {
-#if defined(__CUDA_ARCH__)
-  std::uint32_t value;
-  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+// -- data -----------------------------------------------------------------------------------------
+
+inline constexpr int kPackBytes = 16;
+
+struct alignas(kPackBytes) Bytes16 {
+  std::uint32_t word[4];
+};
+
+#if !defined(__CUDACC__)
+// As a GPU would.
+inline void trap_unless_aligned(const void* pointer) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % kPackBytes != 0) __builtin_trap();
+}
+#endif
+
+// Volatile keeps each behind the wait before it and ahead of the fence after it; loads may still be
+// in flight together, which a clobber of all memory would not hinder but would have the kernel's
+// arguments loaded again and again.
+template <bool kEvictsFirst = false>
+PYRINGAR_DEVICE Bytes16 load16(const void* from) {
+#if defined(__CUDACC__)
+  Bytes16 b;
+  if constexpr (kEvictsFirst) {
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b.word[0]), "=r"(b.word[1]), "=r"(b.word[2]), "=r"(b.word[3])
+                 : "l"(from));
+  } else {
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b.word[0]), "=r"(b.word[1]), "=r"(b.word[2]), "=r"(b.word[3])
+                 : "l"(from));
+  }
+  return b;
+#else
+  trap_unless_aligned(from);
+  Bytes16 bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return bytes;
+#endif
+}
+
+PYRINGAR_DEVICE inline void store16(Bytes16 bytes, void* to) {
+#if defined(__CUDACC__)
+  asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bytes.word[0]),
+               "r"(bytes.word[1]), "r"(bytes.word[2]), "r"(bytes.word[3])
+               : "memory");
+#else
+  trap_unless_aligned(to);
+  __builtin_memcpy(to, &bytes, sizeof bytes);
+#endif
+}
+
+template <typename T>
+PYRINGAR_DEVICE T load_element(const T* from) {
+#if defined(__CUDACC__)
+  T value;
+  if constexpr (sizeof(T) == 8) {
+    std::uint64_t bits;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(bits) : "l"(from));
+    __builtin_memcpy(&value, &bits, sizeof value);
+  } else if constexpr (sizeof(T) == 4) {
+    std::uint32_t bits;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(bits) : "l"(from));
+    __builtin_memcpy(&value, &bits, sizeof value);
+  } else if constexpr (sizeof(T) == 2) {
+    std::uint16_t bits;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(from));
+    __builtin_memcpy(&value, &bits, sizeof value);
+  } else {
+    std::uint32_t bits;
+    asm volatile("ld.global.cg.u8 %0, [%1];" : "=r"(bits) : "l"(from));
+    value = static_cast<T>(bits);
+  }
   return value;
 #else
-  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+  return *from;
 #endif
 }
 
-PYRINGAR_DEVICE inline void store_release(std::uint32_t* flag, std::uint32_t value) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+// -- order ----------------------------------------------------------------------------------------
+
+// Who takes part in an order: blocks of one device, or also other devices and the host.
+enum class Scope { kDevice, kSystem };
+
+PYRINGAR_DEVICE inline std::uint32_t load_acquire(const std::uint32_t* word) {
+#if defined(__CUDACC__)
+  std::uint32_t value;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
 #else
-  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 #endif
 }
 
-PYRINGAR_DEVICE inline void fence_system() {
-#if defined(__CUDA_ARCH__)
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
+PYRINGAR_DEVICE inline void store_release(std::uint32_t* word, std::uint32_t value) {
+#if defined(__CUDACC__)
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 #else
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+#endif
+}
+
+PYRINGAR_DEVICE inline std::uint32_t load_flag(const std::uint32_t* flag, Scope scope) {
+#if defined(__CUDACC__)
+  if (scope == Scope::kSystem) return load_acquire(flag);
+  std::uint32_t value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  emulator::check_scope(flag, scope == Scope::kSystem);
+  return load_acquire(flag);
+#endif
+}
+
+// Ordered by the fence before it alone.
+PYRINGAR_DEVICE inline void store_flag(std::uint32_t* flag, std::uint32_t value, Scope scope) {
+#if defined(__CUDACC__)
+  if (scope == Scope::kSystem) {
+    asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+  } else {
+    asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+  }
+#else
+  emulator::check_scope(flag, scope == Scope::kSystem);
+  if (emulator::has_fenced()) {
+    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+  } else {
+    __atomic_store_n(flag, value, __ATOMIC_RELAXED);
+  }
+#endif
+}
+
+PYRINGAR_DEVICE inline void fence([[maybe_unused]] Scope scope) {
+#if defined(__CUDACC__)
+  if (scope == Scope::kSystem) {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+  } else {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  }
+#else
+  emulator::fence();
 #endif
 }
 
 // True for the first caller on this device.
 PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
   return atomicCAS(word, 0u, 1u) == 0u;
 #else
   std::uint32_t zero = 0;
@@ -74,40 +203,17 @@ PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
 #endif
 }
 
-// Everything the block wrote, then the flag. Called by all threads of the block.
-PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value) {
-  fence_system();
+// Called by all threads of the block: what they did comes before the flags that follow.
+PYRINGAR_DEVICE inline void settle(Scope scope) {
   block_barrier();
-  if (thread_index() == 0) store_release(flag, value);
+  if (thread_index() == 0) fence(scope);
 }
 
-// The block has read everything it was to read, and wrote nothing that the other side reads.
-PYRINGAR_DEVICE inline void acknowledge(std::uint32_t* flag, std::uint32_t value) {
-  block_barrier();
-  if (thread_index() == 0) store_release(flag, value);
+PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value, Scope scope) {
+  if (thread_index() == 0) store_flag(flag, value, scope);
 }
 
-// Beside a flag, on its line: how often its writer has said that it is under way. It orders
-// nothing.
-PYRINGAR_DEVICE inline void progressed(std::uint32_t* flag, std::uint32_t count) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(flag + 1), "r"(count) : "memory");
-#else
-  __atomic_store_n(flag + 1, count, __ATOMIC_RELAXED);
-#endif
-}
-
-PYRINGAR_DEVICE inline std::uint32_t progress_of(const std::uint32_t* flag) {
-#if defined(__CUDA_ARCH__)
-  std::uint32_t count;
-  asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(count) : "l"(flag + 1) : "memory");
-  return count;
-#else
-  return __atomic_load_n(flag + 1, __ATOMIC_RELAXED);
-#endif
-}
-
-// Looks at the clock, at others' failures and at the writer's progress only every so often.
+// Looks at the clock and at others' failures only every so often.
 inline constexpr unsigned kSpinsPerLook = 64;
 
 // Ranks that all began to wait together would give up together, but only one reports: it should be
@@ -116,24 +222,21 @@ inline constexpr std::uint64_t kNsPerStep = 5'000'000;
 
 // One thread waits. `report` fills in who waited for whom.
 template <typename Report>
-PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, std::uint32_t wanted, int step,
+PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, Scope scope, std::uint32_t wanted, int step,
                           const Patience& patience, Report&& report) {
   const std::uint64_t timeout_ns =
       patience.timeout_ns + static_cast<std::uint64_t>(step) * kNsPerStep;
   std::uint64_t still_since_ns = 0;  // 0: not looked yet
   std::uint32_t last_seen = 0;
-  std::uint32_t last_progress = 0;
   for (unsigned spins = 1;; ++spins) {
-    const std::uint32_t seen = load_acquire(flag);
+    const std::uint32_t seen = load_flag(flag, scope);
     if (reached(seen, wanted)) return true;
     if (spins % kSpinsPerLook != 0) continue;
     if (load_acquire(patience.gave_up) != 0) return false;
     const std::uint64_t now = now_ns();
-    const std::uint32_t progress = progress_of(flag);
-    if (still_since_ns == 0 || seen != last_seen || progress != last_progress) {
+    if (still_since_ns == 0 || seen != last_seen) {
       still_since_ns = now;
       last_seen = seen;
-      last_progress = progress;
     }
     if (now - still_since_ns < timeout_ns) {
       spin_pause();
@@ -144,34 +247,28 @@ PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, std::uint32_t wanted, int s
       failure.seen = seen;
       failure.wanted = wanted;
       report(failure);
-      fence_system();
       store_release(&failure.is_set, 1);
     }
     return false;
   }
 }
 
-// A block's waits: thread 0 looks, all learn. Two answers in turn, so that one barrier is enough.
+// A block's waits: thread 0 looks, all learn.
 class BlockWaits {
  public:
-  PYRINGAR_DEVICE BlockWaits(const Patience& patience, std::uint32_t* two_shared_words)
-      : patience_(patience), answers_(two_shared_words) {}
+  PYRINGAR_DEVICE BlockWaits(const Patience& patience, Scope scope)
+      : patience_(patience), scope_(scope) {}
 
   template <typename Report>
   PYRINGAR_DEVICE bool wait(const std::uint32_t* flag, std::uint32_t wanted, int step,
-                            Report&& report) {
-    turn_ ^= 1;
-    if (thread_index() == 0) {
-      answers_[turn_] = spin(flag, wanted, step, patience_, report) ? 1u : 0u;
-    }
-    block_barrier();
-    return answers_[turn_] != 0;
+                            Report&& report) const {
+    const bool came = thread_index() == 0 && spin(flag, scope_, wanted, step, patience_, report);
+    return block_told(came);
   }
 
  private:
   const Patience& patience_;
-  std::uint32_t* const answers_;
-  int turn_ = 0;
+  const Scope scope_;
 };
 
 }  // namespace pyringar::cuda

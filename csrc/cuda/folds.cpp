@@ -5,7 +5,6 @@
 #include "cuda/folds.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "cuda/kernels.h"
 #include "cuda/runtime.h"
@@ -14,9 +13,6 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Enough for every multiprocessor several times over; more blocks only wait in line.
-constexpr std::uint32_t kMaxBlocks = 4096;
-
 // Whose sum of one source is that source, bit by bit.
 DType copied_as(std::size_t item) {
   return item == 8 ? DType::kInt64 : item == 4 ? DType::kInt32 : DType::kUInt8;
@@ -24,16 +20,19 @@ DType copied_as(std::size_t item) {
 
 }  // namespace
 
-void launch_fused(const TensorList& list, int device, cudaStream_t stream) {
-  const OnDevice guard(device);
-  launch_tables(list, 1, [&]<typename T>(DType dtype, T* table) {
-    const KernelKind kind =
-        std::is_same_v<T, SmallTable> ? KernelKind::kFusedSmall : KernelKind::kFusedLarge;
-    void* arguments[] = {table};
-    check(cudaLaunchKernel(kernel_function(dtype, list.fold.op, kind),
-                           dim3(std::min(kMaxBlocks, table->num_tiles)), dim3(kThreads), arguments,
-                           0, stream),
-          "launch of fused", device);
+void launch_fused(const TensorList& list, std::span<const int> devices,
+                  std::span<const cudaStream_t> streams, int max_blocks) {
+  const auto most = static_cast<std::uint32_t>(std::min(kFused.max_blocks, max_blocks));
+  launch_tables(list, devices.size(), [&]<typename T>(DType dtype, T* tables) {
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      if (!has_elements(tables[d])) continue;
+      const OnDevice guard(devices[d]);
+      void* arguments[] = {&tables[d]};
+      check(cudaLaunchKernel(kernel_function(dtype, list.fold.op, kFusedWith<T>),
+                             dim3(std::min(most, tables[d].num_tiles)), dim3(kThreads), arguments,
+                             0, streams[d]),
+            "launch of fused", devices[d]);
+    }
   });
 }
 
@@ -51,14 +50,14 @@ void Folds::add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DT
   add(as, sources, {to}, bytes / item_bytes(as));
 }
 
-void Folds::launch(int device, cudaStream_t stream) const {
+void Folds::launch(int device, cudaStream_t stream, int max_blocks) const {
   std::vector<Buffers> tensors;
   for (const Item& item : items_) {
     void* const* pointers = pointers_.data() + item.pointers;
     tensors.push_back({pointers, pointers + num_sources_, num_sources_, num_destinations_,
                        item.numel, item.dtype});
   }
-  launch_fused({tensors, fold_, "fold"}, device, stream);
+  launch_fused({tensors, fold_, "fold"}, {&device, 1}, {&stream, 1}, max_blocks);
 }
 
 }  // namespace pyringar::cuda

@@ -20,8 +20,11 @@
 
 namespace pyringar::cuda {
 
+// Each device folds its slice of every tensor on its stream, at most so many blocks at once.
 // Enqueues without waiting; the caller's list is not needed afterwards.
-void launch_fused(const TensorList& list, int device, cudaStream_t stream);
+inline constexpr int kAnyBlocks = 1 << 30;
+void launch_fused(const TensorList& list, std::span<const int> devices,
+                  std::span<const cudaStream_t> streams, int max_blocks);
 
 class Folds {
  public:
@@ -33,7 +36,7 @@ class Folds {
            std::initializer_list<std::byte*> destinations, std::size_t numel);
   // dtype: of what lies there; its bits are kept, also those of a NaN.
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType dtype);
-  void launch(int device, cudaStream_t stream) const;
+  void launch(int device, cudaStream_t stream, int max_blocks) const;
 
  private:
   struct Item {

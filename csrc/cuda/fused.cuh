@@ -64,14 +64,15 @@ class Folder {
     Pack<E> sum[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (is_mine(u)) sum[u] = Pack<E>::from_elements(load16(source(0) + at(u)));
+      if (is_mine(u))
+        sum[u] = Pack<E>::from_elements(load16<kFused.evicts_first>(source(0) + at(u)));
     }
 #pragma unroll 2
     for (int r = 1; r < table_.num_sources; ++r) {
       Bytes16 bytes[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) bytes[u] = load16(source(r) + at(u));
+        if (is_mine(u)) bytes[u] = load16<kFused.evicts_first>(source(r) + at(u));
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -110,20 +111,14 @@ class Folder {
   void* const* const destinations_;
 };
 
-// All tiles of the block; folded(tile) follows each, on every thread.
-template <typename E, typename Op, typename Folded>
-PYRINGAR_DEVICE void fold_tiles(const TableView& table, Folded&& folded) {
+template <typename E, typename Op, typename T>
+PYRINGAR_KERNEL(kThreads, blocks_each(sizeof(typename E::Element)))
+fused_kernel(PYRINGAR_KERNEL_ARG T arguments) {
+  const TableView table = arguments.view();
   for (std::uint32_t tile = block_index(); tile < table.num_tiles; tile += num_blocks()) {
     const Segment& segment = table.segments[find_segment(table, tile)];
     Folder<E, Op>(table, segment).run_tile(tile - segment.first_tile);
-    folded(tile);
   }
-}
-
-template <typename E, typename Op, typename T>
-PYRINGAR_KERNEL(kThreads)
-fused_kernel(PYRINGAR_KERNEL_ARG T table) {
-  fold_tiles<E, Op>(table.view(), [](std::uint32_t) {});
 }
 
 }  // namespace pyringar::cuda

@@ -4,16 +4,23 @@
 //           enqueued, not done, and tensors must live until it is.
 // Contract  Work starts after what is on each device's stream, and the streams go on after it; the
 //           host never waits, except for ranks in the host's memory.
-//           One device: `fused` is one launch for everything that a kernel's arguments hold,
-//           `direct` the same. Several: `direct` and `ring` are one launch per device and tensor
-//           table; launches of one process that wait across devices follow each other in one order
-//           on all devices, so that two communicators cannot wait for each other.
-//           No allocation, host wait or lock on the device while a stream is captured; what a first
-//           call allocates is refused there with the advice to call once before.
-//           A kernel's failed wait is found by the next call: the group then refuses everything
-//           with that reason. The devices stay usable.
-// Threads   any; calls of one group run one at a time.
-// Tests     tests/cpp/cuda_host/group_test.cpp, tests/cuda
+//           One device: `fused` and `direct` are one launch for everything that a kernel's
+//           arguments hold. Several: all streams meet, every device folds its slice of every
+//           tensor, and the streams meet again; no kernel waits. `ring` is one launch per device
+//           and tensor, whose blocks wait for each other; between devices such calls of a process
+//           follow each other. Captures: all streams in one capture, or none; else the call is
+//           refused before anything is enqueued, and so is a ring between devices. What a captured
+//           call needs is made for it, lives as long as the graph, and is nobody else's: graphs are
+//           replayed beside eager calls, and after close(), from when on nobody is told of a wait
+//           that fails there. Memory of the group's own is used by one call after the other,
+//           whatever their streams. A kernel's failed wait is found by the next call,
+//           check_usable() and close(): the group then refuses everything with that reason, as
+//           after abort(). The devices stay usable.
+//           A ring between devices is enqueued on one after the other, and the first waits for the
+//           last: what waits for a device meanwhile, such as another library's cudaFree, can hold
+//           both up until the timeout. `direct` has no such waits.
+// Threads   any; calls of one group run one at a time. abort() waits for none of them.
+// Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
 
 #include <chrono>
@@ -24,46 +31,81 @@
 
 #include "core/collective.h"
 #include "cuda/devices.h"
+#include "cuda/folds.h"
 #include "cuda/ring_links.h"
 #include "cuda/staging.h"
 
 namespace pyringar::cuda {
 
+struct GroupOptions {
+  std::chrono::nanoseconds timeout{};
+  int max_blocks = kAnyBlocks;  // of one call on each device; a ring takes one a rank at least
+};
+
 class Group {
  public:
   // device_of_rank[r]: its index, or kHost.
-  Group(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout);
+  Group(std::vector<int> device_of_rank, GroupOptions options);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  const std::vector<int>& devices() const { return devices_.indices(); }  // each once
-  bool has_host_ranks() const { return devices_.has_host_ranks(); }
-  bool has_peers() const { return devices_.has_peers(); }
+  const std::vector<int>& devices() const { return devices_->indices(); }  // each once
+  bool has_host_ranks() const { return devices_->has_host_ranks(); }
+  bool has_peers() const { return devices_->has_peers(); }
 
   // streams[i] belongs to devices()[i]. Tensors with gaps have been packed before.
   void run(const Collective& collective, Streams streams);
 
   void check_usable();
+  bool try_check_usable();  // false, and nothing looked at, while another thread calls
+  // What captures the streams; 0: nothing. Refuses where that is not the same for all of them.
+  CaptureId check_captures(const Collective& collective, Streams streams) const;
   GroupStats stats();
+  // Waits for calls that use memory of the group's own. Raises a failure that nobody was told.
   void close();
+  // Kernels that wait leave, with anything in the tensors; every call raises from now on. Ends
+  // calls that wait for such kernels, close() included.
+  void abort();
   void withhold_rank(int rank);  // for tests: the rank's blocks leave at once; -1 for none
 
  private:
+  struct CapturedRing {
+    std::weak_ptr<RingLinks> links;
+    CaptureId capture = 0;
+    std::unique_ptr<Events> last;
+  };
+
   void check_usable_locked();
-  void enqueue(const Collective& collective, Streams streams, bool capturing);
-  void run_tables(const Collective& collective, Streams streams);
-  template <typename T>
-  void launch_direct(DType dtype, ReduceOp op, T* tables, Streams streams);
+  std::string new_failure();
+  void check_ring(CaptureId capture) const;
+  void run_ring(const Collective& collective, Streams streams);
+  void run_captured_ring(const Collective& collective, Streams streams, CaptureId capture);
+  void run_staged(const Collective& collective, Streams streams, CaptureId capture);
+  void run_tables(const Collective& collective, Streams streams, Events& meeting) const;
+  void launch_ring(RingLinks& links, const Collective& collective, Streams streams) const;
+  std::shared_ptr<RingLinks> make_links();
+  bool is_aborted();
+
+  const std::shared_ptr<Devices> devices_;
+  const GroupOptions options_;
 
   std::mutex mutex_;  // held while a call is enqueued; guards all below
-  Devices devices_;
-  Staging staging_;
-  std::unique_ptr<RingLinks> ring_;
+  std::unique_ptr<Events> meeting_;
+  std::unique_ptr<Events> last_use_;  // of the memory of the next two
+  std::shared_ptr<Staging> staging_;
+  std::shared_ptr<RingLinks> ring_;
+  std::vector<CapturedRing> captured_rings_;
   bool is_closed_ = false;
   std::string failure_;
+  ErrorKind failure_kind_ = ErrorKind::kTimeout;
   const char* operation_ = "collective";  // the last one
+  int withheld_rank_ = -1;
   GroupStats stats_;
+
+  std::mutex abort_mutex_;  // never held for long; guards the next two
+  bool is_aborted_ = false;
+  std::vector<std::weak_ptr<RingLinks>> links_;  // all that live, those of graphs, too
 };
 
 }  // namespace pyringar::cuda

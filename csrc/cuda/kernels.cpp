@@ -9,14 +9,23 @@ namespace pyringar::cuda {
 const void* kernel_function(DType dtype, ReduceOp op, KernelKind kind) {
   switch (dtype) {
     case DType::kFloat64:
+      return kernel_of<DType::kFloat64>(op, kind);
     case DType::kFloat32:
-      return float_kernel(dtype, op, kind);
+      return kernel_of<DType::kFloat32>(op, kind);
     case DType::kFloat16:
+      return kernel_of<DType::kFloat16>(op, kind);
     case DType::kBFloat16:
-      return half_kernel(dtype, op, kind);
-    default:
-      return integer_kernel(dtype, op, kind);
+      return kernel_of<DType::kBFloat16>(op, kind);
+    case DType::kInt8:
+      return kernel_of<DType::kInt8>(op, kind);
+    case DType::kUInt8:
+      return kernel_of<DType::kUInt8>(op, kind);
+    case DType::kInt32:
+      return kernel_of<DType::kInt32>(op, kind);
+    case DType::kInt64:
+      return kernel_of<DType::kInt64>(op, kind);
   }
+  return nullptr;
 }
 
 }  // namespace pyringar::cuda

@@ -1,24 +1,31 @@
 // kernels: which kernel runs a dtype and a reduction, for hosts that launch it.
 //
-// Contract  the arguments of each kind, in order: fused (table), direct (table, BarrierPorts,
-//           Patience), ring (RingArgs); the tables are those of cuda/table.h.
+// Contract  the argument of each kind: fused a table of cuda/table.h, ring RingArgs.
 // Threads   pure functions, any.
-// Tests     tests/build/test_cuda_build.py reads registers and SASS, tests/cuda runs them
+// Tests     tests/build/test_cuda_kernels.py reads registers and SASS, tests/cuda runs them
 #pragma once
 
 #include "core/dtype.h"
+#include "cuda/table.h"
 
 namespace pyringar::cuda {
 
-enum class KernelKind { kFusedSmall, kFusedLarge, kDirectSmall, kDirectLarge, kRing };
-inline constexpr int kNumKernelKinds = 5;
+enum class KernelKind { kFusedSmall, kFusedMiddle, kFusedLarge, kRing };
+inline constexpr int kNumKernelKinds = 4;
+
+// The kind that takes a table of this type.
+template <typename T>
+inline constexpr KernelKind kFusedWith = KernelKind::kFusedLarge;
+template <>
+inline constexpr KernelKind kFusedWith<SmallTable> = KernelKind::kFusedSmall;
+template <>
+inline constexpr KernelKind kFusedWith<MiddleTable> = KernelKind::kFusedMiddle;
 
 // What cudaLaunchKernel and cudaLaunchCooperativeKernel take.
 const void* kernel_function(DType dtype, ReduceOp op, KernelKind kind);
 
-// A file per kind of element: nvcc compiles them side by side.
-const void* float_kernel(DType dtype, ReduceOp op, KernelKind kind);
-const void* half_kernel(DType dtype, ReduceOp op, KernelKind kind);
-const void* integer_kernel(DType dtype, ReduceOp op, KernelKind kind);
+// In a file per dtype: nvcc compiles them side by side.
+template <DType dtype>
+const void* kernel_of(ReduceOp op, KernelKind kind);
 
 }  // namespace pyringar::cuda

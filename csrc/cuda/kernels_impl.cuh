@@ -4,7 +4,6 @@
 // Tests     see cuda/kernels.h
 #pragma once
 
-#include "cuda/direct.cuh"
 #include "cuda/fused.cuh"
 #include "cuda/kernels.h"
 #include "cuda/ring.cuh"
@@ -16,12 +15,10 @@ const void* kernel_for(KernelKind kind) {
   switch (kind) {
     case KernelKind::kFusedSmall:
       return reinterpret_cast<const void*>(&fused_kernel<E, Op, SmallTable>);
+    case KernelKind::kFusedMiddle:
+      return reinterpret_cast<const void*>(&fused_kernel<E, Op, MiddleTable>);
     case KernelKind::kFusedLarge:
       return reinterpret_cast<const void*>(&fused_kernel<E, Op, LargeTable>);
-    case KernelKind::kDirectSmall:
-      return reinterpret_cast<const void*>(&direct_kernel<E, Op, SmallTable>);
-    case KernelKind::kDirectLarge:
-      return reinterpret_cast<const void*>(&direct_kernel<E, Op, LargeTable>);
     case KernelKind::kRing:
       return reinterpret_cast<const void*>(&ring_kernel<E, Op>);
   }

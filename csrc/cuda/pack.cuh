@@ -3,8 +3,7 @@
 // Floor     cuda: device code.
 // Contract  the arithmetic of the CPU engine, bit for bit, for everything that is not a NaN: 16-bit
 //           floats in fp32 and rounded once, integers wrap, no contraction, no flushing (see the
-//           compiler flags in pyringar/engine/build.py). Loads go past L1: other multiprocessors,
-//           other devices and the host write what is read here.
+//           compiler flags in pyringar/engine/compile.py).
 // Threads   pure functions, any.
 // Tests     tests/cpp/cuda/, tests/cuda compares CPU bits with GPU bits
 #pragma once
@@ -13,72 +12,62 @@
 #include <type_traits>
 
 #include "core/half.h"
-#include "cuda/device.cuh"
+#include "cuda/flag.cuh"
 
 namespace pyringar::cuda {
 
-inline constexpr int kPackBytes = 16;
+// Elements as they lie in memory: some times sixteen bytes, or a single one.
+template <typename T, int kSize>
+struct Lanes {
+  static_assert(kSize * sizeof(T) % kPackBytes == 0);
+  Bytes16 bytes[kSize * sizeof(T) / kPackBytes];
 
-struct alignas(16) Bytes16 {
-  std::uint32_t word[4];
+  static PYRINGAR_DEVICE Lanes of(const T (&values)[kSize]) {
+    Lanes lanes;
+    __builtin_memcpy(lanes.bytes, values, sizeof values);
+    return lanes;
+  }
+  PYRINGAR_DEVICE void read(T (&values)[kSize]) const {
+    __builtin_memcpy(values, bytes, sizeof values);
+  }
 };
 
-#if !defined(__CUDA_ARCH__)
-// As a GPU would.
-PYRINGAR_DEVICE inline void trap_unless_aligned(const void* pointer) {
-  if (reinterpret_cast<std::uintptr_t>(pointer) % kPackBytes != 0) __builtin_trap();
-}
-#endif
-
-PYRINGAR_DEVICE inline Bytes16 load16(const void* from) {
-#if defined(__CUDA_ARCH__)
-  const uint4 v = __ldcg(static_cast<const uint4*>(from));
-  return {{v.x, v.y, v.z, v.w}};
-#else
-  trap_unless_aligned(from);
-  Bytes16 bytes;
-  __builtin_memcpy(&bytes, from, sizeof bytes);
-  return bytes;
-#endif
-}
-
-PYRINGAR_DEVICE inline void store16(Bytes16 bytes, void* to) {
-#if defined(__CUDA_ARCH__)
-  __stcg(static_cast<uint4*>(to),
-         make_uint4(bytes.word[0], bytes.word[1], bytes.word[2], bytes.word[3]));
-#else
-  trap_unless_aligned(to);
-  __builtin_memcpy(to, &bytes, sizeof bytes);
-#endif
-}
-
 template <typename T>
-PYRINGAR_DEVICE T load_element(const T* from) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(T) == 8) {
-    const auto bits = __ldcg(reinterpret_cast<const unsigned long long*>(from));
-    T value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-  } else if constexpr (sizeof(T) == 4) {
-    const auto bits = __ldcg(reinterpret_cast<const unsigned*>(from));
-    T value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-  } else if constexpr (sizeof(T) == 2) {
-    const auto bits = __ldcg(reinterpret_cast<const unsigned short*>(from));
-    T value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
+struct Lanes<T, 1> {
+  T value;
+
+  static PYRINGAR_DEVICE Lanes of(const T (&values)[1]) { return {values[0]}; }
+  PYRINGAR_DEVICE void read(T (&values)[1]) const { values[0] = value; }
+};
+
+PYRINGAR_DEVICE inline bool is_vector(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % kPackBytes == 0;
+}
+
+template <int kSize, typename T>
+PYRINGAR_DEVICE Lanes<T, kSize> load_lanes(const T* from) {
+  Lanes<T, kSize> lanes;
+  if constexpr (kSize == 1) {
+    lanes.value = load_element(from);
   } else {
-    const auto bits = __ldcg(reinterpret_cast<const unsigned char*>(from));
-    T value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
+#pragma unroll
+    for (std::size_t i = 0; i < sizeof lanes / kPackBytes; ++i) {
+      lanes.bytes[i] = load16(reinterpret_cast<const Bytes16*>(from) + i);
+    }
   }
-#else
-  return *from;
-#endif
+  return lanes;
+}
+
+template <typename T, int kSize>
+PYRINGAR_DEVICE void store_lanes(const Lanes<T, kSize>& lanes, T* to) {
+  if constexpr (kSize == 1) {
+    *to = lanes.value;
+  } else {
+#pragma unroll
+    for (std::size_t i = 0; i < sizeof lanes / kPackBytes; ++i) {
+      store16(lanes.bytes[i], reinterpret_cast<Bytes16*>(to) + i);
+    }
+  }
 }
 
 // What an element is added in, and the way there and back.
@@ -217,26 +206,6 @@ struct Pack {
     __builtin_memcpy(&bytes, elements, sizeof bytes);
     return bytes;
   }
-  // Partials as they lie in a slot: one or two times sixteen bytes.
-  static constexpr int kPartialBytes = kSize * static_cast<int>(sizeof(typename E::Partial));
-  static PYRINGAR_DEVICE Pack from_partials(const void* from) {
-    Bytes16 bytes[kPartialBytes / kPackBytes];
-#pragma unroll
-    for (int i = 0; i < kPartialBytes / kPackBytes; ++i) {
-      bytes[i] = load16(static_cast<const char*>(from) + i * kPackBytes);
-    }
-    Pack pack;
-    __builtin_memcpy(pack.lane, bytes, sizeof bytes);
-    return pack;
-  }
-  PYRINGAR_DEVICE void to_partials(void* to) const {
-    Bytes16 bytes[kPartialBytes / kPackBytes];
-    __builtin_memcpy(bytes, lane, sizeof bytes);
-#pragma unroll
-    for (int i = 0; i < kPartialBytes / kPackBytes; ++i) {
-      store16(bytes[i], static_cast<char*>(to) + i * kPackBytes);
-    }
-  }
   template <typename Op>
   PYRINGAR_DEVICE void combine(const Pack& other) {
 #pragma unroll
@@ -245,6 +214,15 @@ struct Pack {
   }
   template <typename Op>
   PYRINGAR_DEVICE void divide(int divisor) {
+    using Partial = typename E::Partial;
+    if constexpr (std::is_same_v<Op, Sum> && std::is_floating_point_v<Partial>) {
+      if ((divisor & (divisor - 1)) == 0) {  // a power of two: the same bits, and cheaper
+        const Partial factor = 1 / static_cast<Partial>(divisor);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) lane[i] *= factor;
+        return;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) lane[i] = divided<Op>(lane[i], divisor);
   }

@@ -29,7 +29,7 @@ __global__ void probe_kernel(std::uint32_t* remote, std::uint32_t seed, std::uin
   for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
     remote[i] = pattern(seed, i);
   }
-  fence_system();
+  fence(Scope::kSystem);
   block_barrier();
   for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
     // What another thread wrote: the own line could come out of a buffer on the way.
@@ -45,14 +45,20 @@ __global__ void verify_kernel(const std::uint32_t* local, std::uint32_t seed,
   }
 }
 
-std::uint32_t read_word(const Memory& word, int device) {
+std::uint32_t read_word(const Memory& word, int device, const Stream& stream) {
   const OnDevice guard(device);
   std::uint32_t value = 0;
-  check(cudaMemcpy(&value, word.get(), sizeof value, cudaMemcpyDeviceToHost), "cudaMemcpy", device);
+  check(cudaMemcpyAsync(&value, word.get(), sizeof value, cudaMemcpyDeviceToHost, stream.get()),
+        "cudaMemcpyAsync", device);
+  check(cudaStreamSynchronize(stream.get()), "peer probe", device);
   return value;
 }
 
 bool probe(int from, int to) {
+  const BesideCaptures beside;
+  // Of its own: the default stream would meet those that are captured.
+  const Stream stream_from(from);
+  const Stream stream_to(to);
   const Memory remote = device_memory(to, kProbeWords * sizeof(std::uint32_t));
   const Memory wrong_there = device_memory(from, sizeof(std::uint32_t));
   const Memory wrong_here = device_memory(to, sizeof(std::uint32_t));
@@ -60,16 +66,17 @@ bool probe(int from, int to) {
                                                static_cast<unsigned>(to));
   {
     const OnDevice guard(from);
-    probe_kernel<<<1, kThreadsOfProbe>>>(as<std::uint32_t>(remote), seed,
-                                         as<std::uint32_t>(wrong_there));
+    probe_kernel<<<1, kThreadsOfProbe, 0, stream_from.get()>>>(as<std::uint32_t>(remote), seed,
+                                                               as<std::uint32_t>(wrong_there));
     check(cudaGetLastError(), "peer probe", from);
-    check(cudaStreamSynchronize(nullptr), "peer probe", from);
+    check(cudaStreamSynchronize(stream_from.get()), "peer probe", from);
   }
   const OnDevice guard(to);
-  verify_kernel<<<1, kThreadsOfProbe>>>(as<std::uint32_t>(remote), seed,
-                                        as<std::uint32_t>(wrong_here));
+  verify_kernel<<<1, kThreadsOfProbe, 0, stream_to.get()>>>(as<std::uint32_t>(remote), seed,
+                                                            as<std::uint32_t>(wrong_here));
   check(cudaGetLastError(), "peer probe", to);
-  return read_word(wrong_here, to) == 0 && read_word(wrong_there, from) == 0;
+  return read_word(wrong_here, to, stream_to) == 0 &&
+         read_word(wrong_there, from, stream_from) == 0;
 }
 
 PeerLink try_link(int from, int to) {
@@ -118,20 +125,9 @@ std::vector<PeerLink> peer_links(std::span<const int> devices) {
 }
 
 bool is_peer_visible(const void* memory) {
-  using GetAttribute = CUresult (*)(void*, CUpointer_attribute, CUdeviceptr);
-  static const auto get_attribute = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    check(cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &entry, 12000,
-                                           cudaEnableDefault, &found),
-          "cudaGetDriverEntryPoint");
-#else
-    check(cudaGetDriverEntryPoint("cuPointerGetAttribute", &entry, cudaEnableDefault, &found),
-          "cudaGetDriverEntryPoint");
-#endif
-    return reinterpret_cast<GetAttribute>(entry);
-  }();
+  static const auto get_attribute =
+      reinterpret_cast<CUresult (*)(void*, CUpointer_attribute, CUdeviceptr)>(
+          driver_function("cuPointerGetAttribute"));
   int from_cuda_malloc = 0;
   const CUresult status =
       get_attribute(&from_cuda_malloc, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,

@@ -3,259 +3,294 @@
 // Floor     cuda: device code.
 // Contract  one block per (local rank, channel), all co-resident (a cooperative launch); channel c
 //           takes pieces c, c + C, ... of every chunk, with slots and flags of its own, so the
-//           order of addition is the one of the CPU's ring. A rank touches only its own tensors and
-//           the slots, so tensors need not be visible to other devices. The messages that a
-//           channel's links have carried lie in device memory and advance by themselves: a replayed
-//           graph goes on where the last replay ended.
+//           order of addition is the one of the CPU's ring. The messages that a channel's links
+//           have carried lie in device memory and advance by themselves: a replayed graph goes on
+//           where the last replay ended.
 //
 //             where          what                               who writes
 //             reader's side  slots, flag                        the writer (prev)
 //             writer's side  taken                              the reader (next)
 //             own            base                               the rank itself, at its end
 //
+//           Between ranks of one device a message is its flag where its data stays: a rank's own
+//           part is read in its input, a result in its output, as on the CPU (cpu/ring.cpp says why
+//           both stay), and the launch ends for all of them together. What lies in slots, partials
+//           and everything between devices, needs no tensor to be visible to another device.
 //           In a slot, element i of a piece lies at index shift + i, so that what is 16-byte
 //           aligned in an aligned tensor is so in the slot.
-// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda
+// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda;
+//           tests/build/test_cuda_kernels.py reads registers, loads in flight and fences
 #pragma once
 
 #include "cuda/flag.cuh"
-#include "cuda/pack.cuh"
+#include "cuda/ring_moves.cuh"
 
 namespace pyringar::cuda {
+
+PYRINGAR_DEVICE inline int prev_of(const RingProgram& program) {
+  return (program.rank + program.world_size - 1) % program.world_size;
+}
+
+// What a block is about, the same for its threads and out of the way of their registers.
+struct RingShared {
+  struct Tensor {
+    const void* input;
+    void* output;
+    // Where a rank's part of a gather, or its result of a scatter, begins: at its own chunk.
+    std::size_t first_input;
+    std::size_t first_output;
+  };
+  RingProgram program;
+  RingCut cut;
+  RingPorts ports;  // of the block's channel
+  Tensor own;
+  Tensor prev;          // where it is on this device
+  Range first_of_prev;  // the chunk that prev sends first
+  Scope scope;
+
+  PYRINGAR_DEVICE bool sees_prev() const { return ports.prev_local >= 0; }
+  PYRINGAR_DEVICE bool sees_next() const { return ports.next_local >= 0; }
+
+  PYRINGAR_DEVICE void fill(const RingArgs& args, int local, int channel) {
+    const std::size_t slots = static_cast<std::size_t>(channel) * args.num_slots * args.slot_bytes;
+    const std::size_t flags = static_cast<std::size_t>(channel) * kFlagStride;
+    ports = args.ports[local];
+    ports.in_slots += slots;
+    ports.out_slots += slots;
+    for (const std::uint32_t** flag : {&ports.in_flag, &ports.out_taken}) *flag += flags;
+    for (std::uint32_t** flag : {&ports.out_flag, &ports.in_taken, &ports.base}) *flag += flags;
+    own = tensor(args, local);
+    if (sees_prev()) prev = tensor(args, ports.prev_local);
+    scope = sees_prev() && sees_next() ? Scope::kDevice : Scope::kSystem;
+    program = {args.rank[local],
+               args.world_size,
+               args.numel,
+               args.piece_elems,
+               args.phases,
+               load_acquire(ports.base),
+               static_cast<std::size_t>(channel),
+               static_cast<std::size_t>(args.num_channels)};
+    cut = ring_cut(program);
+    first_of_prev = cut.chunks[ring_step(prev_of(program), args.world_size, 0).send_chunk];
+  }
+
+ private:
+  static PYRINGAR_DEVICE Tensor tensor(const RingArgs& args, int local) {
+    const std::size_t chunk = chunk_range(args.numel, args.world_size, args.rank[local]).begin;
+    return {args.input[local], args.output[local],
+            args.phases == RingPhases::kAllGather ? chunk : 0,
+            args.phases == RingPhases::kReduceScatter ? chunk : 0};
+  }
+};
+
+// What a message's data is made of and goes to, as run_ring_action decides: an engine for it that
+// moves nothing.
+template <typename E>
+class RingMove {
+ public:
+  using Element = typename E::Element;
+  using Partial = typename E::Partial;
+  static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(Element));
+  enum class Kind { kNothing, kWiden, kAdd, kFinish, kCopy };
+
+  Kind kind = Kind::kNothing;
+  bool is_own_part = false;      // theirs: elements of prev's input, not partials
+  const void* theirs = nullptr;  // of prev, in its tensors or in a slot
+  const Element* own = nullptr;  // of this rank's input
+  Element* kept = nullptr;       // in its output
+  void* sent = nullptr;          // in a slot of its next
+  bool is_shared = true;         // neighbours must be told when it is done
+
+  PYRINGAR_DEVICE RingMove(const RingArgs& args, const RingShared& shared)
+      : args_(args), shared_(shared) {}
+
+  PYRINGAR_DEVICE void send_own(Range range, std::uint32_t n_out) {
+    if (shared_.sees_next()) return;
+    kind = Kind::kWiden;
+    own = input(shared_.own, range);
+    sent = out_slot<Partial>(n_out, range);
+  }
+  PYRINGAR_DEVICE void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
+    add(Kind::kAdd, range, n_in);
+    sent = out_slot<Partial>(n_out, range);
+  }
+  PYRINGAR_DEVICE void reduce_finish(Range range, std::uint32_t n_in) {
+    add(Kind::kFinish, range, n_in);
+    kept = output(shared_.own, range);
+  }
+  PYRINGAR_DEVICE void reduce_finish_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
+    reduce_finish(range, n_in);
+    send_result(range, n_out);
+  }
+  PYRINGAR_DEVICE void gather_own(Range range, std::uint32_t n_out) {
+    kind = Kind::kCopy;
+    own = input(shared_.own, range);
+    kept = output(shared_.own, range);
+    send_result(range, n_out);
+  }
+  PYRINGAR_DEVICE void copy_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
+    copy_last(range, n_in);
+    is_shared = true;
+    send_result(range, n_out);
+  }
+  PYRINGAR_DEVICE void copy_last(Range range, std::uint32_t n_in) {
+    kind = Kind::kCopy;
+    own = shared_.sees_prev() ? output(shared_.prev, range) : in_slot<Element>(n_in, range);
+    kept = output(shared_.own, range);
+    is_shared = !shared_.sees_prev();
+  }
+
+ private:
+  using Tensor = RingShared::Tensor;
+  static PYRINGAR_DEVICE const Element* input(const Tensor& tensor, Range range) {
+    return static_cast<const Element*>(tensor.input) + (range.begin - tensor.first_input);
+  }
+  static PYRINGAR_DEVICE Element* output(const Tensor& tensor, Range range) {
+    return static_cast<Element*>(tensor.output) + (range.begin - tensor.first_output);
+  }
+  // Bytes from the channel's first slot to where a range's data begins.
+  template <typename T>
+  PYRINGAR_DEVICE std::size_t slot_offset(std::uint32_t n, Range range) const {
+    return std::size_t{n % args_.num_slots} * args_.slot_bytes +
+           range.begin % kPackElems * sizeof(T);
+  }
+  template <typename T>
+  PYRINGAR_DEVICE const T* in_slot(std::uint32_t n, Range range) const {
+    return reinterpret_cast<const T*>(shared_.ports.in_slots + slot_offset<T>(n, range));
+  }
+  template <typename T>
+  PYRINGAR_DEVICE T* out_slot(std::uint32_t n, Range range) const {
+    return reinterpret_cast<T*>(shared_.ports.out_slots + slot_offset<T>(n, range));
+  }
+  PYRINGAR_DEVICE void add(Kind how, Range range, std::uint32_t n_in) {
+    kind = how;
+    own = input(shared_.own, range);
+    // What prev sends first is its own part, to which nothing was added.
+    const Range first = shared_.first_of_prev;
+    is_own_part = shared_.sees_prev() && first.begin <= range.begin && range.begin < first.end;
+    theirs = in_slot<Partial>(n_in, range);
+    if (is_own_part) theirs = input(shared_.prev, range);
+  }
+  PYRINGAR_DEVICE void send_result(Range range, std::uint32_t n_out) {
+    if (!shared_.sees_next()) sent = out_slot<Element>(n_out, range);
+  }
+
+  const RingArgs& args_;
+  const RingShared& shared_;
+};
 
 template <typename E, typename Op>
 class BlockRing {
  public:
   using Element = typename E::Element;
   using Partial = typename E::Partial;
-  static constexpr std::size_t kPackElems = 16 / sizeof(Element);
 
-  PYRINGAR_DEVICE BlockRing(const RingArgs& args, int local, int channel)
-      : args_(args),
-        ports_(args.ports[local]),
-        rank_(args.rank[local]),
-        flag_at_(static_cast<std::size_t>(channel) * kFlagStride),
-        slots_at_(static_cast<std::size_t>(channel) * args.num_slots * args.slot_bytes),
-        input_(static_cast<const Element*>(args.input[local])),
-        output_(static_cast<Element*>(args.output[local])),
-        waits_(args.patience, block_words()) {}
+  PYRINGAR_DEVICE BlockRing(const RingArgs& args, const RingShared& shared)
+      : args_(args), shared_(shared), waits_(args.patience, shared.scope) {}
 
-  PYRINGAR_DEVICE bool wait_message(std::uint32_t n, int action) {
-    return waits_.wait(ports_.in_flag + flag_at_, n, action - 1, [&](Failure& failure) {
-      failure.rank = rank_;
-      failure.peer = (rank_ + args_.world_size - 1) % args_.world_size;
+  PYRINGAR_DEVICE bool wait_message(std::uint32_t n, int action) const {
+    return waits_.wait(shared_.ports.in_flag, n, action - 1, [&](Failure& failure) {
+      failure.rank = shared_.program.rank;
+      failure.peer = prev_of(shared_.program);
       failure.step = action - 1;
       failure.what = Awaited::kMessage;
     });
   }
   // Its patience ends after that of any message: what is missing shows there first.
-  PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) {
+  PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
+    const bool is_partial = 0 < action && action < args_.world_size - 1;
+    if (shared_.sees_next() && !is_partial) return true;  // it stays where it is
     const std::uint32_t wanted = n - args_.num_slots;
     const int step = 2 * args_.world_size + action;
-    return waits_.wait(ports_.out_taken + flag_at_, wanted, step, [&](Failure& failure) {
-      failure.rank = rank_;
-      failure.peer = (rank_ + 1) % args_.world_size;
+    return waits_.wait(shared_.ports.out_taken, wanted, step, [&](Failure& failure) {
+      failure.rank = shared_.program.rank;
+      failure.peer = (shared_.program.rank + 1) % args_.world_size;
       failure.step = action;
       failure.what = Awaited::kSlot;
     });
   }
-  PYRINGAR_DEVICE void publish(std::uint32_t n) { signal(ports_.out_flag + flag_at_, n); }
-  PYRINGAR_DEVICE void free_message(std::uint32_t n) { acknowledge(ports_.in_taken + flag_at_, n); }
+  PYRINGAR_DEVICE void publish(std::uint32_t n) { tell(shared_.ports.out_flag, n); }
+  PYRINGAR_DEVICE void free_message(std::uint32_t n) { tell(shared_.ports.in_taken, n); }
 
-  PYRINGAR_DEVICE void send_own(Range range, std::uint32_t n_out) {
-    std::byte* slot = out_slot(n_out);
-    for_each(
-        range, input(range),
-        [&](const auto& own, std::size_t j, std::size_t) { put(slot, j, own); },
-        [&](Partial own, std::size_t j, std::size_t) { partials(slot)[j] = own; });
-  }
-  PYRINGAR_DEVICE void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
-    const std::byte* theirs = in_slot(n_in);
-    std::byte* slot = out_slot(n_out);
-    for_each(
-        range, input(range),
-        [&](const auto& own, std::size_t j, std::size_t) { put(slot, j, added(theirs, j, own)); },
-        [&](Partial own, std::size_t j, std::size_t) {
-          partials(slot)[j] = added_one(theirs, j, own);
-        });
-  }
-  PYRINGAR_DEVICE void reduce_finish(Range range, std::uint32_t n_in) {
-    finish<false>(range, n_in, nullptr);
-  }
-  PYRINGAR_DEVICE void reduce_finish_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
-    finish<true>(range, n_in, out_slot(n_out));
-  }
-  PYRINGAR_DEVICE void gather_own(Range range, std::uint32_t n_out) {
-    std::byte* slot = out_slot(n_out);
-    Element* kept = output(range);
-    copy(
-        range, input(range),
-        [&](Bytes16 bytes, std::size_t j, std::size_t i) {
-          store_pack(bytes, kept + i);
-          store16(bytes, elements(slot) + j);
-        },
-        [&](Element x, std::size_t j, std::size_t i) { elements(slot)[j] = kept[i] = x; });
-  }
-  PYRINGAR_DEVICE void copy_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
-    receive<true>(range, n_in, out_slot(n_out));
-  }
-  PYRINGAR_DEVICE void copy_last(Range range, std::uint32_t n_in) {
-    receive<false>(range, n_in, nullptr);
+  PYRINGAR_DEVICE void run_action(int action, Range range, std::uint32_t n_in,
+                                  std::uint32_t n_out) {
+    RingMove<E> move(args_, shared_);
+    pyringar::run_ring_action(move, shared_.program, action, range, n_in, n_out);
+    if (move.kind == Kind::kNothing) return;
+    perform(move, static_cast<int>(range.size()),
+            static_cast<int>(range.begin % RingMove<E>::kPackElems));
+    if (move.is_shared) is_settled_ = false;
   }
 
  private:
-  // Where a rank's part of a gather, or its result of a scatter, is its own chunk alone.
-  PYRINGAR_DEVICE std::size_t first_elem(RingPhases one_chunk) const {
-    if (args_.phases != one_chunk) return 0;
-    return chunk_range(args_.numel, args_.world_size, rank_).begin;
-  }
-  PYRINGAR_DEVICE const Element* input(Range range) const {
-    return input_ + (range.begin - first_elem(RingPhases::kAllGather));
-  }
-  PYRINGAR_DEVICE Element* output(Range range) const {
-    return output_ + (range.begin - first_elem(RingPhases::kReduceScatter));
-  }
-  PYRINGAR_DEVICE const std::byte* in_slot(std::uint32_t n) const {
-    return ports_.in_slots + slots_at_ + std::size_t{n % args_.num_slots} * args_.slot_bytes;
-  }
-  PYRINGAR_DEVICE std::byte* out_slot(std::uint32_t n) const {
-    return ports_.out_slots + slots_at_ + std::size_t{n % args_.num_slots} * args_.slot_bytes;
-  }
-  static PYRINGAR_DEVICE Partial* partials(std::byte* slot) {
-    return reinterpret_cast<Partial*>(slot);
-  }
-  static PYRINGAR_DEVICE Element* elements(std::byte* slot) {
-    return reinterpret_cast<Element*>(slot);
-  }
-  static PYRINGAR_DEVICE bool is_aligned(const void* pointer) {
-    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
-  }
-  static PYRINGAR_DEVICE void put(std::byte* slot, std::size_t j, const Pack<E>& pack) {
-    pack.to_partials(partials(slot) + j);
-  }
-  static PYRINGAR_DEVICE Pack<E> added(const std::byte* theirs, std::size_t j, const Pack<E>& own) {
-    Pack<E> sum = Pack<E>::from_partials(theirs + j * sizeof(Partial));
-    sum.template combine<Op>(own);
-    return sum;
-  }
-  static PYRINGAR_DEVICE Partial added_one(const std::byte* theirs, std::size_t j, Partial own) {
-    return Op::template apply<Partial>(load_element(reinterpret_cast<const Partial*>(theirs) + j),
-                                       own);
-  }
-  static PYRINGAR_DEVICE Bytes16 load_pack(const Element* from) {
-    if (is_aligned(from)) return load16(from);
-    Element some[kPackElems];
-#pragma unroll
-    for (std::size_t i = 0; i < kPackElems; ++i) some[i] = load_element(from + i);
-    Bytes16 bytes;
-    __builtin_memcpy(&bytes, some, sizeof bytes);
-    return bytes;
-  }
-  static PYRINGAR_DEVICE void store_pack(Bytes16 bytes, Element* to) {
-    if (is_aligned(to)) return store16(bytes, to);
-    Element some[kPackElems];
-    __builtin_memcpy(some, &bytes, sizeof bytes);
-#pragma unroll
-    for (std::size_t i = 0; i < kPackElems; ++i) to[i] = some[i];
+  using Kind = typename RingMove<E>::Kind;
+
+  // One fence for both flags of an action, none where nobody else is concerned.
+  PYRINGAR_DEVICE void tell(std::uint32_t* flag, std::uint32_t n) {
+    if (!is_settled_) settle(shared_.scope);
+    is_settled_ = true;
+    signal(flag, n, shared_.scope);
   }
 
-  // Calls with sixteen bytes of own elements, or one, with its index in the slot and in the range.
-  template <typename OnPack, typename OnElement>
-  PYRINGAR_DEVICE void copy(Range range, const Element* own, OnPack&& on_pack,
-                            OnElement&& on_element) const {
-    const std::size_t n = range.size();
-    const std::size_t shift = range.begin % kPackElems;
-    const std::size_t first = (kPackElems - shift) % kPackElems;
-    const std::size_t head = first < n ? first : n;
-    const std::size_t packs = (n - head) / kPackElems;
-    for (std::size_t p = thread_index(); p < packs; p += num_threads()) {
-      const std::size_t i = head + p * kPackElems;
-      on_pack(load_pack(own + i), shift + i, i);
-    }
-    const std::size_t tail = head + packs * kPackElems;
-    for (std::size_t s = thread_index(); s < head + (n - tail); s += num_threads()) {
-      const std::size_t i = s < head ? s : tail + (s - head);
-      on_element(load_element(own + i), shift + i, i);
+  PYRINGAR_DEVICE void perform(const RingMove<E>& move, int n, int shift) const {
+    if (move.kind == Kind::kCopy) {
+      move_range(n, shift,
+                 Transfer<E, Element>{move.own, move.kept, static_cast<Element*>(move.sent)});
+    } else if (move.kind == Kind::kWiden) {
+      move_range(n, shift,
+                 Transfer<E, Partial>{move.own, nullptr, static_cast<Partial*>(move.sent)});
+    } else if (!std::is_same_v<Element, Partial> && move.is_own_part) {
+      reduce<Element>(move, n, shift);
+    } else {
+      reduce<Partial>(move, n, shift);
     }
   }
-
-  template <typename OnPack, typename OnElement>
-  PYRINGAR_DEVICE void for_each(Range range, const Element* own, OnPack&& on_pack,
-                                OnElement&& on_element) const {
-    copy(
-        range, own,
-        [&](Bytes16 bytes, std::size_t j, std::size_t i) {
-          on_pack(Pack<E>::from_elements(bytes), j, i);
-        },
-        [&](Element x, std::size_t j, std::size_t i) { on_element(E::widened(x), j, i); });
+  template <typename Theirs>
+  PYRINGAR_DEVICE void reduce(const RingMove<E>& move, int n, int shift) const {
+    if (move.kind == Kind::kAdd) {
+      reduce_to<Theirs, Outcome::kPartial>(move, n, shift);
+    } else if (std::is_same_v<Op, Sum> && args_.divisor != 1) {
+      reduce_to<Theirs, Outcome::kMean>(move, n, shift);
+    } else {
+      reduce_to<Theirs, Outcome::kResult>(move, n, shift);
+    }
   }
-
-  template <bool kForward>
-  PYRINGAR_DEVICE void finish(Range range, std::uint32_t n_in, std::byte* slot) {
-    const std::byte* theirs = in_slot(n_in);
-    Element* kept = output(range);
-    for_each(
-        range, input(range),
-        [&](const Pack<E>& own, std::size_t j, std::size_t i) {
-          Pack<E> sum = added(theirs, j, own);
-          sum.template divide<Op>(args_.divisor);
-          const Bytes16 bytes = sum.to_elements();
-          store_pack(bytes, kept + i);
-          if constexpr (kForward) store16(bytes, elements(slot) + j);
-        },
-        [&](Partial own, std::size_t j, std::size_t i) {
-          const Element x = E::narrowed(divided<Op>(added_one(theirs, j, own), args_.divisor));
-          kept[i] = x;
-          if constexpr (kForward) elements(slot)[j] = x;
-        });
-  }
-
-  template <bool kForward>
-  PYRINGAR_DEVICE void receive(Range range, std::uint32_t n_in, std::byte* slot) {
-    const auto* theirs = reinterpret_cast<const Element*>(in_slot(n_in)) + range.begin % kPackElems;
-    Element* kept = output(range);
-    copy(
-        range, theirs,
-        [&](Bytes16 bytes, std::size_t j, std::size_t i) {
-          store_pack(bytes, kept + i);
-          if constexpr (kForward) store16(bytes, elements(slot) + j);
-        },
-        [&](Element x, std::size_t j, std::size_t i) {
-          kept[i] = x;
-          if constexpr (kForward) elements(slot)[j] = x;
-        });
+  template <typename Theirs, Outcome kOutcome>
+  PYRINGAR_DEVICE void reduce_to(const RingMove<E>& move, int n, int shift) const {
+    using Job = Reduction<E, Op, Theirs, kOutcome>;
+    move_range(n, shift,
+               Job{static_cast<const Theirs*>(move.theirs), move.own, move.kept,
+                   static_cast<typename Job::Sent*>(move.sent), args_.divisor});
   }
 
   const RingArgs& args_;
-  const RingPorts ports_;
-  const int rank_;
-  const std::size_t flag_at_;
-  const std::size_t slots_at_;
-  const Element* const input_;
-  Element* const output_;
-  BlockWaits waits_;
+  const RingShared& shared_;
+  const BlockWaits waits_;
+  bool is_settled_ = true;  // nothing was moved since the last fence
 };
 
+// What run_ring calls for this engine: one place that moves data, whatever the action.
 template <typename E, typename Op>
-PYRINGAR_KERNEL(kRingThreads)
+PYRINGAR_DEVICE void run_ring_action(BlockRing<E, Op>& engine, const RingProgram&, int action,
+                                     Range range, std::uint32_t n_in, std::uint32_t n_out) {
+  engine.run_action(action, range, n_in, n_out);
+}
+
+template <typename E, typename Op>
+PYRINGAR_KERNEL(kRingThreads, kRingBlocksEach)
 ring_kernel(PYRINGAR_KERNEL_ARG RingArgs args) {
   const int local = static_cast<int>(block_index()) / args.num_channels;
   const int channel = static_cast<int>(block_index()) % args.num_channels;
-  const int rank = args.rank[local];
-  if (args.patience.withheld == rank) return;
-  std::uint32_t* base = args.ports[local].base + static_cast<std::size_t>(channel) * kFlagStride;
-  const RingProgram program = {rank,
-                               args.world_size,
-                               args.numel,
-                               args.piece_elems,
-                               args.phases,
-                               load_acquire(base),
-                               static_cast<std::size_t>(channel),
-                               static_cast<std::size_t>(args.num_channels)};
-  BlockRing<E, Op> engine(args, local, channel);
-  if (!run_ring(engine, program)) return;
+  if (args.patience.withheld == args.rank[local]) return;
+  RingShared& shared = block_shared<RingShared>();
+  if (thread_index() == 0) shared.fill(args, local, channel);
   block_barrier();
-  if (thread_index() == 0) store_release(base, program.base + ring_num_messages(program));
+  BlockRing<E, Op> engine(args, shared);
+  if (!run_ring(engine, shared.program, shared.cut)) return;
+  block_barrier();
+  if (thread_index() == 0) {
+    store_release(shared.ports.base, shared.program.base + ring_num_messages(shared.program));
+  }
 }
 
 }  // namespace pyringar::cuda

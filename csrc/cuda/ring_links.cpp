@@ -1,6 +1,6 @@
 // ring_links: see the header.
 //
-// Tests     tests/cpp/cuda_host/group_test.cpp
+// Tests     tests/cpp/cuda_host
 
 #include "cuda/ring_links.h"
 
@@ -16,33 +16,92 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Slots of all links together: a third of the L2 of an A100 or H200, so that pieces stay in it.
-constexpr std::size_t kSlotsBytes = std::size_t{16} << 20;
+// Slots of all links together. What a link reads next has just been written and is still in L2,
+// also where all slots are not; a message costs the same time to announce however small it is, so
+// that more in each is worth more than all in L2 (docs/cuda-kernels.md).
+constexpr std::size_t kSlotsBytes = std::size_t{64} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
-constexpr int kMaxChannels = 128;
+constexpr int kMaxChannels = 256;
+// Blocks that wait for other devices: what a link of 450 GB/s has in flight in 2 us, 0.9 MB, 32 KB
+// a block. More would take multiprocessors from whatever the other devices wait for.
+constexpr int kMaxWaitingBlocks = 32;
 // Slots and pieces are multiples of these.
 constexpr std::size_t kSlotStepBytes = 256;
 constexpr std::size_t kPieceStepElems = 256;
 
 }  // namespace
 
-RingLinks::RingLinks(Devices& devices, const char* operation)
-    : devices_(devices),
-      num_ranks_(static_cast<std::size_t>(devices.world_size())),
-      num_slots_(ring_num_slots(devices.world_size())),
+RingLinks::RingLinks(std::shared_ptr<Devices> devices, std::chrono::nanoseconds timeout,
+                     int max_blocks, const char* operation)
+    : owned_(std::move(devices)),
+      devices_(*owned_),
+      timeout_(timeout),
+      num_ranks_(static_cast<std::size_t>(devices_.world_size())),
+      num_slots_(ring_num_slots(devices_.world_size())),
       num_channels_(kMaxChannels) {
-  choose_channels(operation);
+  choose_channels(devices_.size() > 1 ? std::min(max_blocks, kMaxWaitingBlocks) : max_blocks,
+                  operation);
   const std::size_t all_slots = num_ranks_ * static_cast<std::size_t>(num_channels_) * num_slots_;
   slot_bytes_ =
       static_cast<std::uint32_t>(std::clamp(kSlotsBytes / all_slots, kMinSlotBytes, kMaxSlotBytes) /
                                  kSlotStepBytes * kSlotStepBytes);
   for (std::size_t rank = 0; rank < num_ranks_; ++rank) ends_.push_back(make_end(rank));
-  for (std::size_t d = 0; d < devices.size(); ++d) ports_.push_back(make_ports(devices[d]));
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    ports_.push_back(make_ports(devices_[d]));
+    records_.push_back({device_memory(devices_[d].index, sizeof(std::uint32_t)),
+                        host_memory(devices_[d].index, sizeof(Failure))});
+  }
+}
+
+Patience RingLinks::patience(std::size_t d, int withheld_rank) const {
+  return {static_cast<std::uint64_t>(timeout_.count()), as<std::uint32_t>(records_[d].gave_up),
+          as<Failure>(records_[d].failure), withheld_rank};
+}
+
+// By copies: they need no multiprocessor, and all may be taken by what waits.
+void RingLinks::abort() const {
+  const std::uint32_t yes = 1;
+  for (std::size_t d = 0; d < devices_.size(); ++d) {
+    const int device = devices_[d].index;
+    try {
+      const OnDevice guard(device);
+      const BesideCaptures beside;
+      const Stream stream(device);
+      check(cudaMemcpyAsync(records_[d].gave_up.get(), &yes, sizeof yes, cudaMemcpyHostToDevice,
+                            stream.get()),
+            "cudaMemcpyAsync", device);
+      check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
+    } catch (const Error&) {  // nothing runs on a device that has failed; the others must hear
+    }
+  }
+}
+
+// Who waits for the earliest step waits for the culprit; the others wait for that rank.
+std::string RingLinks::failure(const char* operation) const {
+  const auto turn = [](const Failure* f) { return std::pair(f->step, f->what); };
+  const Failure* earliest = nullptr;
+  for (const Records& records : records_) {
+    const auto* failure = as<const Failure>(records.failure);
+    if (__atomic_load_n(&failure->is_set, __ATOMIC_ACQUIRE) == 0) continue;
+    if (earliest == nullptr || turn(failure) < turn(earliest)) earliest = failure;
+  }
+  return earliest == nullptr ? "" : describe(*earliest, operation);
+}
+
+std::string RingLinks::describe(const Failure& failure, const char* operation) const {
+  const double seconds = std::chrono::duration<double>(timeout_).count();
+  const auto name_of = [&](int rank) {
+    return join("rank ", rank, " (cuda:", devices_.of_rank(static_cast<std::size_t>(rank)), ")");
+  };
+  return join(operation, ": ", name_of(failure.rank), " waited ", seconds, " s for ",
+              name_of(failure.peer), " to ", failure.what == Awaited::kMessage ? "send" : "receive",
+              " at step ", failure.step, " of ", ring_num_steps(devices_.world_size()), " (",
+              failure.seen, " of ", failure.wanted, ")");
 }
 
 // As many as all ranks of every device can have on it at once, whatever the dtype.
-void RingLinks::choose_channels(const char* operation) {
+void RingLinks::choose_channels(int max_blocks, const char* operation) {
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int index = devices_[d].index;
     const auto local = static_cast<int>(devices_[d].ranks.size());
@@ -50,6 +109,7 @@ void RingLinks::choose_channels(const char* operation) {
       fail(ErrorKind::kUnsupported, operation, ": ", local, " ranks on cuda:", index,
            "; ring supports ", kMaxLocalRanks, ", fused and direct more");
     }
+    num_channels_ = std::min(num_channels_, std::max(1, max_blocks / local));
     for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
       const void* kernel =
           kernel_function(static_cast<DType>(dtype), ReduceOp::kSum, KernelKind::kRing);
@@ -75,25 +135,34 @@ RingLinks::End RingLinks::make_end(std::size_t rank) const {
 }
 
 Memory RingLinks::make_ports(const Device& device) const {
+  const auto place_of = [&](std::size_t rank) {
+    const auto found = std::find(device.ranks.begin(), device.ranks.end(), static_cast<int>(rank));
+    return found == device.ranks.end() ? -1
+                                       : static_cast<std::int32_t>(found - device.ranks.begin());
+  };
   std::vector<RingPorts> ports;
   for (const int rank : device.ranks) {
-    const End& own = ends_[static_cast<std::size_t>(rank)];
-    const End& prev = ends_[prev_of(static_cast<std::size_t>(rank))];
-    const End& next = ends_[next_of(static_cast<std::size_t>(rank))];
+    const auto r = static_cast<std::size_t>(rank);
+    const End& own = ends_[r];
+    const End& prev = ends_[prev_of(r)];
+    const End& next = ends_[next_of(r)];
     ports.push_back({as<std::byte>(own.slots), as<std::uint32_t>(own.flag),
                      as<std::uint32_t>(prev.taken), as<std::byte>(next.slots),
                      as<std::uint32_t>(next.flag), as<std::uint32_t>(own.taken),
-                     as<std::uint32_t>(own.base)});
+                     as<std::uint32_t>(own.base), place_of(prev_of(r)), place_of(next_of(r))});
   }
   const std::size_t bytes = ports.size() * sizeof(RingPorts);
   Memory memory = device_memory(device.index, bytes);
   const OnDevice guard(device.index);
-  check(cudaMemcpy(memory.get(), ports.data(), bytes, cudaMemcpyHostToDevice), "cudaMemcpy",
-        device.index);
+  const BesideCaptures beside;
+  const Stream stream(device.index);
+  check(cudaMemcpyAsync(memory.get(), ports.data(), bytes, cudaMemcpyHostToDevice, stream.get()),
+        "cudaMemcpyAsync", device.index);
+  check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device.index);
   return memory;
 }
 
-// Short chunks are cut finer, so that every channel has a piece.
+// As even as slots allow: all channels have about as many pieces, also of short chunks.
 RingLinks::Cut RingLinks::cut(const Buffers& tensor, const std::vector<int>& most_blocks) const {
   const std::size_t capacity = slot_bytes_ / partial_bytes(tensor.dtype) - kSlotSpareElems;
   const std::size_t chunk = chunk_range(tensor.numel, devices_.world_size(), 0).size();
@@ -103,7 +172,9 @@ RingLinks::Cut RingLinks::cut(const Buffers& tensor, const std::vector<int>& mos
         std::min(channels, static_cast<std::size_t>(most_blocks[d]) / devices_[d].ranks.size());
   }
   const std::size_t even = (chunk + channels - 1) / channels;
-  const std::size_t rounded = (even + kPieceStepElems - 1) / kPieceStepElems * kPieceStepElems;
+  const std::size_t rounds = std::max<std::size_t>(1, (even + capacity - 1) / capacity);
+  const std::size_t each = (even + rounds - 1) / rounds;
+  const std::size_t rounded = (each + kPieceStepElems - 1) / kPieceStepElems * kPieceStepElems;
   const std::size_t piece = std::clamp(rounded, kPieceStepElems, capacity);
   const std::size_t pieces = num_pieces(tensor.numel, devices_.world_size(), piece);
   return {piece, static_cast<int>(std::min(channels, pieces))};
@@ -121,7 +192,6 @@ RingArgs RingLinks::arguments(std::size_t d, const Buffers& tensor, Fold fold,
   args.num_channels = cut.num_channels;
   args.divisor = fold.divisor;
   args.phases = tensor.phases;
-  args.patience = devices_.patience(d);
   const std::vector<int>& ranks = devices_[d].ranks;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     args.rank[i] = ranks[i];
@@ -131,12 +201,13 @@ RingArgs RingLinks::arguments(std::size_t d, const Buffers& tensor, Fold fold,
   return args;
 }
 
-void RingLinks::launch(const Buffers& tensor, Fold fold, Streams streams) {
+void RingLinks::launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank) {
   const void* kernel = kernel_function(tensor.dtype, fold.op, KernelKind::kRing);
   const Cut parts = cut(tensor, devices_.most_blocks(kernel, kRingThreads));
   if (parts.num_channels == 0) return;
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     RingArgs args = arguments(d, tensor, fold, parts);
+    args.patience = patience(d, withheld_rank);
     const auto blocks =
         static_cast<unsigned>(devices_[d].ranks.size()) * static_cast<unsigned>(parts.num_channels);
     const OnDevice guard(devices_[d].index);

@@ -3,27 +3,44 @@
 //
 // Contract  one launch per device and tensor, all blocks on the devices at once. A link's slots and
 //           flags lie on a device if the one at its other end reaches them there, else in the
-//           host's memory. Message counts go on from launch to launch.
+//           host's memory. Message counts go on from launch to launch, so that launches must follow
+//           each other: whoever calls sees to that. A failed wait stays on record.
+// Threads   one at a time.
 // Source    core/ring_program.h, cuda/ring.cuh
-// Tests     tests/cpp/cuda_host/group_test.cpp
+// Tests     tests/cpp/cuda_host
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "core/collective.h"
+#include "cuda/args.h"
 #include "cuda/devices.h"
 
 namespace pyringar::cuda {
 
 class RingLinks {
  public:
-  // All ranks are on devices. operation: for messages.
-  RingLinks(Devices& devices, const char* operation);
-  void launch(const Buffers& tensor, Fold fold, Streams streams);
+  // All ranks are on devices. max_blocks: on each of them. operation: for messages.
+  RingLinks(std::shared_ptr<Devices> devices, std::chrono::nanoseconds timeout, int max_blocks,
+            const char* operation);
+  void launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank);
+
+  // Blocks that wait leave; those of later launches, too.
+  void abort() const;
+  // What is wrong, of a call that waited for too long; "": nothing.
+  std::string failure(const char* operation) const;
 
  private:
+  // What kernels of one device tell.
+  struct Records {
+    Memory gave_up;  // one word
+    Memory failure;  // in the host's memory
+  };
   // What a rank owns, per channel.
   struct End {
     Memory slots;  // it reads
@@ -36,7 +53,9 @@ class RingLinks {
     int num_channels;  // 0: there is nothing to send
   };
 
-  void choose_channels(const char* operation);
+  void choose_channels(int max_blocks, const char* operation);
+  Patience patience(std::size_t d, int withheld_rank) const;
+  std::string describe(const Failure& failure, const char* operation) const;
   End make_end(std::size_t rank) const;
   Memory make_ports(const Device& device) const;
   Cut cut(const Buffers& tensor, const std::vector<int>& most_blocks) const;
@@ -44,13 +63,16 @@ class RingLinks {
   std::size_t next_of(std::size_t rank) const { return (rank + 1) % num_ranks_; }
   std::size_t prev_of(std::size_t rank) const { return (rank + num_ranks_ - 1) % num_ranks_; }
 
+  const std::shared_ptr<Devices> owned_;
   Devices& devices_;
+  const std::chrono::nanoseconds timeout_;
   const std::size_t num_ranks_;
   const std::uint32_t num_slots_;
   int num_channels_;
   std::uint32_t slot_bytes_ = 0;
-  std::vector<End> ends_;      // by rank
-  std::vector<Memory> ports_;  // by device
+  std::vector<End> ends_;         // by rank
+  std::vector<Memory> ports_;     // by device
+  std::vector<Records> records_;  // by device
 };
 
 }  // namespace pyringar::cuda

@@ -4,48 +4,157 @@
 
 #include "cuda/runtime.h"
 
+#include <cuda.h>
+
+#include <atomic>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "core/error.h"
 
 namespace pyringar::cuda {
 
+namespace {
+
+// After these every call of the process fails, whatever it is.
+bool is_sticky(cudaError_t status) {
+  switch (status) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorHardwareStackError:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Of the driver's functions, those that fail as the runtime's do.
+void check_driver(CUresult status, const char* call, int device) {
+  if (status == CUDA_SUCCESS) return;
+  fail(ErrorKind::kCuda, call, " on cuda:", device, ": error ", static_cast<int>(status));
+}
+
+bool has_context(int device) {
+  static const auto get_state = reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(
+      driver_function("cuDevicePrimaryCtxGetState"));
+  unsigned flags = 0;
+  int is_active = 0;
+  return get_state(device, &flags, &is_active) == CUDA_SUCCESS && is_active != 0;
+}
+
+// Retained for good: the runtime's own context of the device.
+CUcontext context_of(int device) {
+  static const auto retain = reinterpret_cast<decltype(&cuDevicePrimaryCtxRetain)>(
+      driver_function("cuDevicePrimaryCtxRetain"));
+  static std::mutex mutex;
+  static std::map<int, CUcontext> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  CUcontext context = nullptr;
+  check_driver(retain(&context, device), "cuDevicePrimaryCtxRetain", device);
+  return known.emplace(device, context).first->second;
+}
+
+void push_context(int device) {
+  static const auto push =
+      reinterpret_cast<CUresult (*)(CUcontext)>(driver_function("cuCtxPushCurrent"));
+  check_driver(push(context_of(device)), "cuCtxPushCurrent", device);
+}
+
+void pop_context() {
+  static const auto pop =
+      reinterpret_cast<CUresult (*)(CUcontext*)>(driver_function("cuCtxPopCurrent"));
+  CUcontext popped = nullptr;
+  pop(&popped);
+}
+
+}  // namespace
+
 void check(cudaError_t status, const char* call, int device) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // not sticky: the next call shall not be blamed for this one
+  cudaGetLastError();  // the next call shall not be blamed for this one
   const std::string where = device < 0 ? "" : join(" on cuda:", device);
+  const char* advice =
+      is_sticky(status)
+          ? "; a kernel of this process has failed, perhaps an earlier one of another library, and "
+            "every call fails until the process is restarted"
+          : "";
   fail(ErrorKind::kCuda, call, where, ": ", cudaGetErrorString(status), " (",
-       cudaGetErrorName(status), ")");
+       cudaGetErrorName(status), ")", advice);
+}
+
+void* driver_function(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  check(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found), name);
+#else
+  check(cudaGetDriverEntryPoint(name, &entry, cudaEnableDefault, &found), name);
+#endif
+  if (entry == nullptr) fail(ErrorKind::kCuda, "the CUDA driver has no ", name);
+  return entry;
 }
 
 OnDevice::OnDevice(int device) {
   check(cudaGetDevice(&before_), "cudaGetDevice");
-  if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice", device);
+  if (before_ == device) return;
+  if (has_context(before_)) {
+    check(cudaSetDevice(device), "cudaSetDevice", device);
+    way_ = Way::kSet;
+  } else {
+    push_context(device);
+    way_ = Way::kPush;
+  }
 }
 
 OnDevice::~OnDevice() {
-  int now = before_;
-  if (cudaGetDevice(&now) == cudaSuccess && now != before_) cudaSetDevice(before_);
+  if (way_ == Way::kSet) cudaSetDevice(before_);
+  if (way_ == Way::kPush) pop_context();
 }
 
 namespace {
 
-// Without exceptions, for what releases.
+// Without exceptions, for what releases: a device that does not answer has nothing to give back.
 template <typename Action>
 void do_on_device(int device, Action&& action) {
-  int before = device;
-  cudaGetDevice(&before);
-  cudaSetDevice(device);
-  action();
-  cudaSetDevice(before);
+  try {
+    const OnDevice guard(device);
+    const BesideCaptures beside;
+    action();
+  } catch (const Error&) {
+  }
 }
 
 }  // namespace
 
 void Release::operator()(void* memory) const {
-  if (device < 0) {
-    cudaFreeHost(memory);
-  } else {
-    do_on_device(device, [&] { cudaFree(memory); });
-  }
+  do_on_device(device, [&] {
+    if (is_on_host) {
+      cudaFreeHost(memory);
+    } else {
+      cudaFree(memory);
+    }
+  });
+}
+
+void Destroy::operator()(cudaEvent_t event) const {
+  do_on_device(device, [&] { cudaEventDestroy(event); });
+}
+
+void Destroy::operator()(cudaStream_t stream) const {
+  do_on_device(device, [&] { cudaStreamDestroy(stream); });
 }
 
 void Unmap::operator()(void* memory) const {
@@ -54,19 +163,23 @@ void Unmap::operator()(void* memory) const {
 
 Memory device_memory(int device, std::size_t bytes) {
   const OnDevice guard(device);
+  const BesideCaptures beside;
   void* raw = nullptr;
   check(cudaMalloc(&raw, bytes), "cudaMalloc", device);
-  Memory memory(raw, Release{device});
-  check(cudaMemset(raw, 0, bytes), "cudaMemset", device);
-  // A memset of device memory may return before it is done, and our kernels run on other streams.
-  check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize", device);
+  Memory memory(raw, Release{device, false});
+  // On a stream of its own: the default stream would meet those that are captured.
+  const Stream stream(device);
+  check(cudaMemsetAsync(raw, 0, bytes, stream.get()), "cudaMemsetAsync", device);
+  check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
   return memory;
 }
 
-Memory host_memory(std::size_t bytes) {
+Memory host_memory(int device, std::size_t bytes) {
+  const OnDevice guard(device);
+  const BesideCaptures beside;
   void* raw = nullptr;
   check(cudaHostAlloc(&raw, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
-  Memory memory(raw, Release{});
+  Memory memory(raw, Release{device, true});
   __builtin_memset(raw, 0, bytes);
   return memory;
 }
@@ -74,6 +187,7 @@ Memory host_memory(std::size_t bytes) {
 cudaIpcMemHandle_t ipc_handle(const Memory& memory) {
   const int device = memory.get_deleter().device;
   const OnDevice guard(device);
+  const BesideCaptures beside;
   cudaIpcMemHandle_t handle{};
   check(cudaIpcGetMemHandle(&handle, memory.get()), "cudaIpcGetMemHandle", device);
   return handle;
@@ -81,33 +195,18 @@ cudaIpcMemHandle_t ipc_handle(const Memory& memory) {
 
 MappedMemory map_memory(int device, const cudaIpcMemHandle_t& handle) {
   const OnDevice guard(device);
+  const BesideCaptures beside;
   void* raw = nullptr;
   check(cudaIpcOpenMemHandle(&raw, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle",
         device);
   return {raw, Unmap{device}};
 }
 
-Event::Event(int device, Visible visible) : device_(device) {
+Event::Event(int device) : device_(device) {
   const OnDevice guard(device);
-  const unsigned flags =
-      cudaEventDisableTiming | (visible == Visible::kToProcesses ? cudaEventInterprocess : 0u);
   cudaEvent_t made = nullptr;
-  check(cudaEventCreateWithFlags(&made, flags), "cudaEventCreate", device);
-  event_.reset(made);
-}
-
-Event::Event(int device, const cudaIpcEventHandle_t& handle) : device_(device) {
-  const OnDevice guard(device);
-  cudaEvent_t opened = nullptr;
-  check(cudaIpcOpenEventHandle(&opened, handle), "cudaIpcOpenEventHandle", device);
-  event_.reset(opened);
-}
-
-cudaIpcEventHandle_t Event::ipc_handle() const {
-  const OnDevice guard(device_);
-  cudaIpcEventHandle_t handle{};
-  check(cudaIpcGetEventHandle(&handle, event_.get()), "cudaIpcGetEventHandle", device_);
-  return handle;
+  check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreate", device);
+  event_ = {made, Destroy{device}};
 }
 
 void Event::record(cudaStream_t stream) const {
@@ -121,13 +220,33 @@ void Event::make_wait(cudaStream_t stream, int device) const {
 }
 
 bool Event::is_done() const {
+  const OnDevice guard(device_);
+  const BesideCaptures beside;
   const cudaError_t status = cudaEventQuery(event_.get());
-  if (status == cudaErrorNotReady || status == cudaErrorCapturedEvent) {
+  if (status == cudaErrorNotReady) {
     cudaGetLastError();
-    return status == cudaErrorCapturedEvent;
+    return false;
   }
   check(status, "cudaEventQuery", device_);
   return true;
+}
+
+void Event::wait_for() const {
+  const OnDevice guard(device_);
+  const BesideCaptures beside;
+  check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize", device_);
+}
+
+void wait_for_all(std::span<const Event> events) {
+  std::exception_ptr failure;
+  for (const Event& event : events) {
+    try {
+      event.wait_for();
+    } catch (const Error&) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 Stream::Stream(int device) {
@@ -139,7 +258,7 @@ Stream::Stream(int device) {
   cudaStream_t made = nullptr;
   check(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, highest),
         "cudaStreamCreateWithPriority", device);
-  stream_.reset(made);
+  stream_ = {made, Destroy{device}};
 }
 
 int num_devices() {
@@ -151,11 +270,80 @@ int num_devices() {
   return count;
 }
 
-bool is_capturing(cudaStream_t stream, int device) {
+// -- captures -------------------------------------------------------------------------------------
+
+namespace {
+
+struct Captured {
+  CaptureId id = 0;
+  cudaGraph_t graph = nullptr;
+};
+
+Captured captured(cudaStream_t stream, int device) {
   const OnDevice guard(device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
+  Captured found;
+#if CUDART_VERSION >= 13000
+  check(cudaStreamGetCaptureInfo(stream, &status, &found.id, &found.graph),
+#else
+  check(cudaStreamGetCaptureInfo_v2(stream, &status, &found.id, &found.graph),
+#endif
+        "cudaStreamGetCaptureInfo", device);
+  return status == cudaStreamCaptureStatusNone ? Captured{} : found;
+}
+
+struct Leftovers {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<void, void (*)(void*)>> entries;
+  std::atomic<bool> are_there{false};
+
+  static Leftovers& get() {
+    static auto* leftovers = new Leftovers;  // never destroyed: graphs may end after it
+    return *leftovers;
+  }
+};
+
+// CUDA calls it, where it allows no call of CUDA.
+void CUDART_CB drop(void* kept) { delete static_cast<std::shared_ptr<void>*>(kept); }
+
+}  // namespace
+
+CaptureId capture_of(cudaStream_t stream, int device) { return captured(stream, device).id; }
+
+void keep_with_graph(cudaStream_t stream, int device, std::shared_ptr<void> what) {
+  const OnDevice guard(device);
+  const cudaGraph_t graph = captured(stream, device).graph;
+  cudaUserObject_t object = nullptr;
+  auto* kept = new std::shared_ptr<void>(std::move(what));
+  const cudaError_t status =
+      cudaUserObjectCreate(&object, kept, &drop, 1, cudaUserObjectNoDestructorSync);
+  if (status != cudaSuccess) delete kept;
+  check(status, "cudaUserObjectCreate", device);
+  const cudaError_t retained = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+  if (retained != cudaSuccess) cudaUserObjectRelease(object, 1);
+  check(retained, "cudaGraphRetainUserObject", device);
+}
+
+void free_later(std::unique_ptr<void, void (*)(void*)> what) {
+  Leftovers& leftovers = Leftovers::get();
+  const std::lock_guard<std::mutex> lock(leftovers.mutex);
+  leftovers.entries.push_back(std::move(what));
+  leftovers.are_there = true;
+}
+
+void free_leftovers() {
+  Leftovers& leftovers = Leftovers::get();
+  if (!leftovers.are_there) return;
+  const auto launches = lock_launches();  // until all of them are freed
+  std::vector<std::unique_ptr<void, void (*)(void*)>> entries;
+  const std::lock_guard<std::mutex> lock(leftovers.mutex);
+  entries.swap(leftovers.entries);
+  leftovers.are_there = false;
+}
+
+std::unique_lock<std::mutex> lock_launches() {
+  static auto* mutex = new std::mutex;  // never destroyed: calls may come at the program's end
+  return std::unique_lock<std::mutex>(*mutex);
 }
 
 }  // namespace pyringar::cuda

@@ -1,21 +1,40 @@
 // runtime: the CUDA runtime with owners and exceptions: devices, streams, events, memory.
 //
 // Contract  every failed call is an Error of kind kCuda that names the call, the device and CUDA's
-//           reason. Owners release on the device they were made on and never throw.
+//           reason. Owners release on the device they were made on and never throw. No device gets
+//           a context but those that are named here. Whatever other threads capture goes on: memory
+//           is allocated, freed and cleared, and events are asked, beside captures.
 // Threads   any; the current device of the calling thread is left as it was.
-// Tests     tests/cuda
+// Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
 
 namespace pyringar::cuda {
 
 void check(cudaError_t status, const char* call, int device = -1);
 
-// Makes a device current, and the one before it again.
+// What was enqueued before an error runs, and others must come after it all the same.
+template <typename Body, typename End>
+void run_and_always(Body&& body, End&& end) {
+  try {
+    body();
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
+// Makes a device current, and the one before it again. A thread that has used no device yet counts
+// as on device 0, where cudaSetDevice would make a context: there it goes by the driver's stack.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -24,18 +43,34 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  enum class Way { kNone, kSet, kPush };
+  Way way_ = Way::kNone;
   int before_ = 0;
+};
+
+// While it lives this thread may do what a capture of any thread would otherwise forbid.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 // Stays until the process ends when its device does not answer any more.
 struct Release {
-  int device = -1;  // of the host's memory: none
+  int device = -1;
+  bool is_on_host = false;
   void operator()(void* memory) const;
 };
 using Memory = std::unique_ptr<void, Release>;
 
 Memory device_memory(int device, std::size_t bytes);  // zeroed
-Memory host_memory(std::size_t bytes);                // zeroed; pinned, and every device sees it
+// Zeroed, pinned, and seen by every device; made by way of this one.
+Memory host_memory(int device, std::size_t bytes);
 
 template <typename T>
 T* as(const Memory& memory, std::size_t offset_bytes = 0) {
@@ -52,28 +87,28 @@ using MappedMemory = std::unique_ptr<void, Unmap>;
 cudaIpcMemHandle_t ipc_handle(const Memory& memory);  // what device_memory() made
 MappedMemory map_memory(int device, const cudaIpcMemHandle_t& handle);
 
-enum class Visible { kHere, kToProcesses };
-
 // Of a stream or an event.
 struct Destroy {
-  void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
-  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
+  int device = -1;
+  void operator()(cudaEvent_t event) const;
+  void operator()(cudaStream_t stream) const;
 };
 
 class Event {
  public:
-  explicit Event(int device, Visible visible = Visible::kHere);
-  // What another process made, for processes.
-  Event(int device, const cudaIpcEventHandle_t& handle);
+  explicit Event(int device);
   void record(cudaStream_t stream) const;                 // a stream of the same device
   void make_wait(cudaStream_t stream, int device) const;  // a stream of any device
-  bool is_done() const;  // one that was recorded in a capture counts as done
-  cudaIpcEventHandle_t ipc_handle() const;
+  bool is_done() const;   // not for one that was recorded in a capture
+  void wait_for() const;  // on the host
 
  private:
   int device_;
   std::unique_ptr<CUevent_st, Destroy> event_;
 };
+
+// On the host, for all of them, also where one's device has failed; raises the first failure.
+void wait_for_all(std::span<const Event> events);
 
 class Stream {
  public:
@@ -85,6 +120,34 @@ class Stream {
 };
 
 int num_devices();  // 0 without a driver
-bool is_capturing(cudaStream_t stream, int device);
+
+// The capture that a stream is in; 0: none.
+using CaptureId = unsigned long long;
+CaptureId capture_of(cudaStream_t stream, int device);
+inline bool is_capturing(cudaStream_t stream, int device) {
+  return capture_of(stream, device) != 0;
+}
+
+// Held while launches that wait for each other across devices are enqueued: two such calls could
+// begin in another order on each device. And while memory is allocated or freed, which waits for
+// devices: between two launches of a call it would wait for ever.
+std::unique_lock<std::mutex> lock_launches();
+
+// What owns memory that kernels wait in. Its last owner may let go of it anywhere, also where CUDA
+// may not be called; the next free_leftovers() frees it, in turn with launches.
+void free_later(std::unique_ptr<void, void (*)(void*)> what);
+void free_leftovers();
+template <typename T, typename... Arguments>
+std::shared_ptr<T> freed_later(Arguments&&... arguments) {
+  return {new T(std::forward<Arguments>(arguments)...),
+          [](T* what) { free_later({what, [](void* it) { delete static_cast<T*>(it); }}); }};
+}
+
+// What a graph's replays need lives as long as the graph that the stream is captured in, and as
+// what is made of it.
+void keep_with_graph(cudaStream_t stream, int device, std::shared_ptr<void> what);
+
+// A function of the driver, which this library does not link against.
+void* driver_function(const char* name);
 
 }  // namespace pyringar::cuda

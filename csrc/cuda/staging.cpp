@@ -1,11 +1,12 @@
 // staging: see the header.
 //
-// Tests     tests/cpp/cuda_host/group_test.cpp
+// Tests     tests/cpp/cuda_host
 
 #include "cuda/staging.h"
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/error.h"
 #include "cuda/peers.h"
@@ -40,10 +41,11 @@ void for_each_pointer(const Collective& collective, Visit&& visit) {
 
 }  // namespace
 
-Staging::Staging(const Devices& devices)
-    : devices_(devices),
-      is_on_host_(devices.has_host_ranks() || !devices.has_peers()),
-      buffers_(static_cast<std::size_t>(devices.world_size())) {}
+Staging::Staging(std::shared_ptr<const Devices> devices)
+    : owned_(std::move(devices)),
+      devices_(*owned_),
+      is_on_host_(devices_.has_host_ranks() || !devices_.has_peers()),
+      buffers_(static_cast<std::size_t>(devices_.world_size())) {}
 
 bool Staging::is_needed(const Collective& collective) const {
   if (is_on_host_) return true;
@@ -53,16 +55,20 @@ bool Staging::is_needed(const Collective& collective) const {
       [](const void* pointer) { return pointer != nullptr && !is_peer_visible(pointer); });
 }
 
-void Staging::reserve(std::size_t rank, std::size_t bytes, bool capturing, const char* operation) {
+void Staging::reserve(std::size_t rank, std::size_t bytes, const Events* last_use) {
   Buffer& buffer = buffers_[rank];
   if (buffer.bytes >= bytes) return;
-  check_may_allocate(capturing, operation);
-  if (buffer.memory != nullptr) devices_.synchronize();  // kernels under way may use the old one
-  buffer.memory = shared_memory(devices_.of_rank(rank), !is_on_host_, bytes);
-  buffer.bytes = bytes;
+  if (last_use != nullptr) last_use->wait_for();  // cudaFreeHost is not said to
+  // To free and to allocate waits for the device: seldom, then.
+  const std::size_t wanted = std::max(bytes, 2 * buffer.bytes);
+  const auto lock = lock_launches();
+  buffer = {};
+  const int device = devices_.of_rank(rank) == kHost ? devices_[0].index : devices_.of_rank(rank);
+  buffer.memory = shared_memory(device, !is_on_host_, wanted);
+  buffer.bytes = wanted;
 }
 
-std::vector<std::size_t> Staging::lay_out(const Collective& collective, bool capturing) {
+std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Events* last_use) {
   std::vector<std::size_t> used(buffers_.size());
   std::vector<std::size_t> offsets(collective.pointers.size());
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use) {
@@ -71,17 +77,13 @@ std::vector<std::size_t> Staging::lay_out(const Collective& collective, bool cap
     next += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   });
   for (std::size_t rank = 0; rank < used.size(); ++rank) {
-    reserve(rank, used[rank], capturing, collective.operation);
+    reserve(rank, used[rank], last_use);
   }
   return offsets;
 }
 
-Collective Staging::copy_in(const Collective& collective, Streams streams, bool capturing) {
-  if (capturing && devices_.has_host_ranks()) {
-    fail(ErrorKind::kUnsupported, collective.operation,
-         ": ranks in the host's memory cannot be captured");
-  }
-  const std::vector<std::size_t> offsets = lay_out(collective, capturing);
+Collective Staging::copy_in(const Collective& collective, Streams streams, const Events* last_use) {
+  const std::vector<std::size_t> offsets = lay_out(collective, last_use);
   Collective staged;
   staged.operation = collective.operation;
   staged.fold = collective.fold;
@@ -118,6 +120,7 @@ void Staging::copy_out(const Collective& collective, const Collective& staged,
   // The host's tensors are results now or never: nothing orders their readers after a stream.
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const OnDevice guard(devices_[d].index);
+    const BesideCaptures beside;
     check(cudaStreamSynchronize(streams[d]), "cudaStreamSynchronize", devices_[d].index);
   }
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {

@@ -24,8 +24,33 @@ inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // of the CPU's, in 
 inline constexpr int kThreads = 256;
 #endif
 
-// 16-byte loads in flight per thread and source. 8-bit elements take four times the registers.
-PYRINGAR_HD constexpr int packs_per_thread(std::size_t item) { return item == 1 ? 2 : 4; }
+// How the fused kernels use a device. Which shape is the fastest no GPU has told yet:
+// docs/cuda-kernels.md says what speaks for each, and how to choose.
+struct FusedShape {
+  int packs;          // 16-byte loads in flight per thread and source
+  int blocks_each;    // of a multiprocessor: registers are kept to what so many have
+  bool evicts_first;  // what is loaded leaves the L2 cache first
+  int max_blocks;     // of a launch; its tiles are dealt to them in turn
+};
+inline constexpr FusedShape kFusedShapes[] = {
+    {4, 1, false, 4096},     // each multiprocessor is dealt blocks several times
+    {2, 4, false, 4096},     // a thread has half the loads, a multiprocessor twice the threads
+    {4, 1, true, 4096},      // what is read is not read again
+    {4, 1, false, 1 << 30},  // a block per tile: no tail of blocks with one tile more
+    {4, 1, false, 264},      // two blocks on each multiprocessor of an H100, which stay
+};
+#if !defined(PYRINGAR_FUSED_SHAPE)
+#define PYRINGAR_FUSED_SHAPE 0
+#endif
+inline constexpr FusedShape kFused = kFusedShapes[PYRINGAR_FUSED_SHAPE];
+
+// 8-bit elements take four times the registers.
+PYRINGAR_HD constexpr int packs_per_thread(std::size_t item) {
+  return item == 1 ? kFused.packs / 2 : kFused.packs;
+}
+constexpr int blocks_each(std::size_t item) {
+  return item == 1 && kFused.blocks_each > 1 ? kFused.blocks_each - 1 : kFused.blocks_each;
+}
 PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {
   return static_cast<std::size_t>(kThreads * packs_per_thread(item)) * (16 / item);
 }
@@ -98,12 +123,21 @@ struct Table {
   }
 };
 
-// Kernel parameters are copied at every launch: most launches need few. The large table is the most
-// that CUDA 12.1 and newer pass (32,764 bytes) beside a kernel's other arguments: all of ResNet-18
-// for 32 ranks.
+// Kernel parameters are copied at every launch: most launches need few. The middle table holds
+// all of ResNet-18 for 8 ranks, in place. The large one is the most that CUDA 12.1 and newer pass
+// (32,764 bytes) beside a kernel's other arguments: ResNet-18 for 37.
 using SmallTable = Table<96, 24>;
+using MiddleTable = Table<640, 120>;
 using LargeTable = Table<2860, 390>;
-static_assert(sizeof(SmallTable) < 1400 && sizeof(LargeTable) + 400 <= 32764);
+static_assert(sizeof(SmallTable) < 1400 && sizeof(MiddleTable) < 8192 &&
+              sizeof(LargeTable) + 400 <= 32764);
+
+// Of one tensor: sources and destinations that are the same list (in place) are stored once.
+inline std::uint32_t pointers_wanted(const void* const* sources, void* const* destinations,
+                                     int num_sources, int num_destinations) {
+  const bool in_place = sources == destinations && num_sources == num_destinations;
+  return static_cast<std::uint32_t>(num_sources + (in_place ? 0 : num_destinations));
+}
 
 // Tensors of a call that go into one launch: add() says whether there was room.
 template <typename T>
@@ -116,22 +150,22 @@ class TableBuilder {
     table_.divisor = divisor;
   }
 
-  // Of every tensor, numel elements from offset_bytes on. Sources and destinations that are the
-  // same list (in place) are stored once.
+  // Of every tensor, numel elements from offset_bytes on.
   bool add(const void* const* sources, void* const* destinations, std::size_t numel,
            std::size_t offset_bytes = 0) {
     const auto num_sources = static_cast<std::uint32_t>(table_.num_sources);
     const auto num_destinations = static_cast<std::uint32_t>(table_.num_destinations);
-    const bool in_place = sources == destinations && num_sources == num_destinations;
-    const std::uint32_t wanted = num_sources + (in_place ? 0 : num_destinations);
+    const std::uint32_t wanted =
+        pointers_wanted(sources, destinations, table_.num_sources, table_.num_destinations);
     if (table_.num_segments == T::kMaxSegments ||
         table_.num_pointers + wanted > static_cast<std::uint32_t>(T::kMaxPointers)) {
       return false;
     }
     Segment& segment = table_.segments[table_.num_segments++];
     segment = {numel, table_.num_tiles, push(sources, num_sources, offset_bytes), 0, 0, 0, 0};
-    segment.destinations =
-        in_place ? segment.sources : push(destinations, num_destinations, offset_bytes);
+    segment.destinations = wanted == num_sources
+                               ? segment.sources
+                               : push(destinations, num_destinations, offset_bytes);
     align(segment, wanted);
     table_.num_tiles += num_tiles(segment, item_);
     return true;

@@ -2,7 +2,7 @@
 //
 // Contract  as few launches as tables allow, a dtype at a time. All tensors have the same number of
 //           sources, and of destinations. Over several devices each gets its slice of every tensor,
-//           the same tensors in each table, so that all devices pass the same barriers.
+//           the same tensors in each table.
 // Tests     tests/cpp/cuda_host/group_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
@@ -49,6 +49,13 @@ bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   return true;
 }
 
+// Short tensors leave nothing to the last devices.
+template <typename T>
+bool has_elements(const T& table) {
+  return std::any_of(table.segments, table.segments + table.num_segments,
+                     [](const Segment& segment) { return segment.numel > 0; });
+}
+
 template <typename T, typename Launch>
 void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, Launch&& launch) {
   const Buffers& first = list.tensors.front();
@@ -73,20 +80,35 @@ void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, 
   }
 }
 
+// What the tensors of a dtype take of a table.
+struct Room {
+  std::size_t segments = 0;
+  std::size_t pointers = 0;
+
+  template <typename T>
+  bool fits() const {
+    return segments <= T::kMaxSegments && pointers <= T::kMaxPointers;
+  }
+};
+
 // launch(dtype, tables), with a table per device, until all tensors are launched.
 template <typename Launch>
 void launch_tables(const TensorList& list, std::size_t num_devices, Launch&& launch) {
-  if (list.tensors.empty()) return;
-  std::array<std::size_t, kNumDTypes> counts{};
-  for (const Buffers& tensor : list.tensors) ++counts[static_cast<std::size_t>(tensor.dtype)];
-  const Buffers& first = list.tensors.front();
-  const auto pointers_each = static_cast<std::size_t>(first.num_sources + first.num_destinations);
+  std::array<Room, kNumDTypes> rooms{};
+  for (const Buffers& tensor : list.tensors) {
+    Room& room = rooms[static_cast<std::size_t>(tensor.dtype)];
+    room.segments += 1;
+    room.pointers += pointers_wanted(tensor.sources, tensor.destinations, tensor.num_sources,
+                                     tensor.num_destinations);
+  }
   for (int i = 0; i < kNumDTypes; ++i) {
     const auto dtype = static_cast<DType>(i);
-    const std::size_t count = counts[static_cast<std::size_t>(i)];
-    if (count == 0) continue;
-    if (count <= SmallTable::kMaxSegments && count * pointers_each <= SmallTable::kMaxPointers) {
+    const Room& room = rooms[static_cast<std::size_t>(i)];
+    if (room.segments == 0) continue;
+    if (room.fits<SmallTable>()) {
       launch_dtype<SmallTable>(list, dtype, num_devices, launch);
+    } else if (room.fits<MiddleTable>()) {
+      launch_dtype<MiddleTable>(list, dtype, num_devices, launch);
     } else {
       launch_dtype<LargeTable>(list, dtype, num_devices, launch);
     }

@@ -63,7 +63,7 @@ class TensorLine {
   std::size_t bytes_ = 0;
 };
 
-// What every engine does alike: on the device first, then on the host, and the other way round.
+// What every engine does alike: on the stream first, then on the host, and the other way round.
 class StagedEngine : public StagedCounters {
  public:
   StagedEngine(const ProcessCall& call, ProcessRank& self, const ProcessStaging& staging,
@@ -76,7 +76,7 @@ class StagedEngine : public StagedCounters {
         rank_(self.rank) {}
 
   void announce(std::uint32_t n) {
-    staging_.record_announced(n, stream_);
+    staging_.write_announced(n, stream_);
     StagedCounters::announce(n);
   }
   bool wait_announced(std::uint32_t n) {
@@ -85,8 +85,7 @@ class StagedEngine : public StagedCounters {
     return true;
   }
   void publish_reduced(std::uint32_t n) {
-    // What a call before has left behind nobody waits for; its event may still be asked for.
-    if (n != base_) staging_.record_reduced(n, stream_);
+    if (n != base_) staging_.write_reduced(n, stream_);  // else the host brings its own up
     StagedCounters::publish_reduced(n);
   }
   bool wait_reduced(std::uint32_t n) {
@@ -98,7 +97,9 @@ class StagedEngine : public StagedCounters {
  protected:
   std::byte* slot(int rank, std::uint32_t n) const { return staging_.slot(rank, n); }
   std::byte* own_slot(std::uint32_t n) const { return slot(rank_, n); }
-  void launch(const Folds& folds) const { folds.launch(staging_.device(), stream_); }
+  void launch(const Folds& folds) const {
+    folds.launch(staging_.device(), stream_, staging_.max_blocks());
+  }
 
   const ProcessCall& call_;
   const ProcessStaging& staging_;
@@ -114,7 +115,7 @@ class ReduceEngine : public StagedEngine {
                const ProcessStaging& staging, cudaStream_t stream)
       : StagedEngine(call, self, staging, stream), is_direct_(is_direct) {}
 
-  std::size_t num_pieces() const { return pieces_of(line_.bytes(), staging_.slot_bytes()); }
+  std::size_t num_pieces() const { return pieces_of(line_.bytes(), staging_.plan().slot_bytes); }
 
   void copy_in(std::size_t piece, std::uint32_t n) const {
     if (world_size_ == 1) return;
@@ -149,13 +150,15 @@ class ReduceEngine : public StagedEngine {
   }
 
  private:
-  std::size_t begin(std::size_t piece) const { return piece * staging_.slot_bytes(); }
+  std::size_t begin(std::size_t piece) const { return piece * staging_.plan().slot_bytes; }
   std::size_t end(std::size_t piece) const {
-    return std::min(begin(piece) + staging_.slot_bytes(), line_.bytes());
+    return std::min(begin(piece) + staging_.plan().slot_bytes, line_.bytes());
   }
   Range slice(std::size_t piece, int owner) const {
     const std::size_t first = begin(piece);
     const std::size_t last = end(piece);
+    // Ranks that share a GPU take turns there: one of them reduces all.
+    if (staging_.plan().shares_gpu) return {first, owner == 0 ? last : first};
     const std::size_t blocks = (last - first + kSliceBytes - 1) / kSliceBytes;
     const Range range = chunk_range(blocks, world_size_, owner);
     return {std::min(first + range.begin * kSliceBytes, last),
@@ -202,8 +205,9 @@ class ShareEngine : public StagedEngine {
       : StagedEngine(call, self, staging, stream),
         is_scatter_(call.kind == CallKind::kReduceScatter),
         share_(is_scatter_ ? call.outputs[0] : call.inputs[0]),
-        part_bytes_(staging.slot_bytes() / static_cast<std::size_t>(is_scatter_ ? world_size_ : 1) /
-                    kTensorAlignment * kTensorAlignment) {}
+        part_bytes_(staging.plan().slot_bytes /
+                    static_cast<std::size_t>(is_scatter_ ? world_size_ : 1) / kTensorAlignment *
+                    kTensorAlignment) {}
 
   std::size_t num_pieces() const { return pieces_of(share_.bytes(), part_bytes_); }
 
@@ -260,7 +264,7 @@ class ShareEngine : public StagedEngine {
   const std::size_t part_bytes_;  // of one rank's share in a piece
 };
 
-// Nothing but events: all streams go on after all of them have come here.
+// Nothing but words: all streams go on after all of them have come here.
 class EmptyEngine : public StagedEngine {
  public:
   using StagedEngine::StagedEngine;
@@ -276,7 +280,7 @@ bool run_staged(const ProcessCall& call, bool is_direct, ProcessRank& self,
   const auto run = [&](auto engine) {
     const StagedProgram program{self.messages, engine.num_pieces()};
     self.messages += static_cast<std::uint32_t>(program.num_pieces);
-    staging.begin(stream);
+    StagedCall staged(staging, self.messages, stream);
     bool is_done = false;
     if constexpr (requires { engine.reduce(0, 0); }) {
       is_done =
@@ -284,7 +288,7 @@ bool run_staged(const ProcessCall& call, bool is_direct, ProcessRank& self,
     } else {
       is_done = run_staged_exchange(engine, program);
     }
-    staging.end(stream);
+    staged.end();
     return is_done;
   };
   switch (call.kind) {

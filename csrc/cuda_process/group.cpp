@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "cuda/range.h"
 
 namespace pyringar {
 
@@ -25,7 +26,7 @@ struct Leftovers {
   struct Entry {
     std::shared_ptr<ProcessGroup> host;  // its segment says who has left
     std::shared_ptr<cuda::OwnStaging> own;
-    std::unique_ptr<cuda::ProcessStaging> staging;  // only where the device never came to an end
+    std::unique_ptr<cuda::ProcessStaging> staging;  // until the device has come to an end
   };
   std::mutex mutex;
   std::vector<Entry> entries;
@@ -46,9 +47,19 @@ bool all_others_are_gone(const ProcessGroup& group) {
   return true;
 }
 
+// Whoever gets it knows that what was under way may be void.
+bool is_about_peers(const Error& error) {
+  return error.kind() == ErrorKind::kPeerLost || error.kind() == ErrorKind::kTimeout;
+}
+
 void free_leftovers() {
   Leftovers& leftovers = Leftovers::get();
   const std::lock_guard<std::mutex> lock(leftovers.mutex);
+  for (Leftovers::Entry& entry : leftovers.entries) {
+    if (entry.host->forked() || entry.staging == nullptr || !entry.staging->is_idle()) continue;
+    entry.staging = nullptr;
+    entry.host->close();
+  }
   std::erase_if(leftovers.entries, [](const Leftovers::Entry& entry) {
     return !entry.host->forked() && entry.staging == nullptr && all_others_are_gone(*entry.host);
   });
@@ -84,9 +95,15 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
       options_(options),
       host_(std::make_shared<ProcessGroup>(
           std::move(memory), segment, rank,
-          ProcessGroupOptions{options.timeout, false, true, options.on_nap})) {}
+          ProcessGroupOptions{options.timeout, false, true, options.on_nap})),
+      last_(host_->segment().device(rank).finished.value.load()) {}
 
-CudaProcessGroup::~CudaProcessGroup() { close(); }
+CudaProcessGroup::~CudaProcessGroup() {
+  try {
+    close();
+  } catch (const Error&) {  // whoever wants to hear it calls close()
+  }
+}
 
 void CudaProcessGroup::exchange(const Outcome& own, std::vector<Outcome>& all) {
   static_assert(std::is_trivially_copyable_v<Outcome>);
@@ -113,21 +130,33 @@ void CudaProcessGroup::raise_first(const Outcome& own, const std::vector<Outcome
   }
 }
 
+std::vector<cuda::StagingHandles> CudaProcessGroup::handles_of(const std::vector<Outcome>& all) {
+  std::vector<cuda::StagingHandles> handles;
+  for (const Outcome& outcome : all) handles.push_back(outcome.handles);
+  return handles;
+}
+
 void CudaProcessGroup::connect() {
   free_leftovers();
   std::vector<Outcome> all(static_cast<std::size_t>(host_->world_size()));
   Outcome own;
   own.attempt([&] {
-    own_ = std::make_shared<cuda::OwnStaging>(device_, options_.slot_bytes);
-    if (host_->world_size() > 1) own.handles = own_->handles();
     stream_ = std::make_unique<cuda::Stream>(device_);
+    own.handles = cuda::place_of(device_);
+  });
+  exchange(own, all);
+  plan_ = cuda::plan_staging(handles_of(all), options_.slot_bytes, options_.most_shared_slot_bytes);
+  own.attempt([&] {
+    own_ = std::make_shared<cuda::OwnStaging>(device_, plan_);
+    if (host_->world_size() > 1) own_->show(own.handles);
   });
   exchange(own, all);
   own.attempt([&] {
-    std::vector<cuda::StagingHandles> handles;
-    for (const Outcome& outcome : all) handles.push_back(outcome.handles);
-    handles[static_cast<std::size_t>(host_->rank())].slot_bytes = options_.slot_bytes;
-    staging_ = std::make_unique<cuda::ProcessStaging>(*own_, host_->rank(), handles);
+    staging_ = std::make_unique<cuda::ProcessStaging>(*own_, host_->segment(), host_->rank(),
+                                                      host_->watch(), handles_of(all),
+                                                      options_.max_blocks);
+    const std::lock_guard<std::mutex> lock(abort_mutex_);
+    abortable_ = staging_.get();
     staging_->write_probe();
   });
   exchange(own, all);
@@ -158,14 +187,16 @@ void CudaProcessGroup::check_not_captured(const ProcessCall& call, cudaStream_t 
 // -- one call -------------------------------------------------------------------------------------
 
 ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
-  // Two ranks would read as much from each other either way.
-  const bool is_exchange = host_->world_size() <= 2 || bytes <= options_.exchange_bytes;
-  const std::size_t slots = (bytes + options_.slot_bytes - 1) / options_.slot_bytes;
+  // Two ranks with a GPU each would read as much from each other either way.
+  const int most_exchange = plan_.shares_gpu ? 1 : 2;
+  const bool is_exchange = host_->world_size() <= most_exchange || bytes <= options_.exchange_bytes;
+  const std::size_t slots = (bytes + plan_.slot_bytes - 1) / plan_.slot_bytes;
   return {is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect,
           std::max<std::size_t>(1, slots)};
 }
 
 bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaStream_t stream) {
+  const cuda::ProfiledRange range(call_name(call.kind));
   const auto start = Clock::now();
   const ProcessAlgorithm algorithm = call.kind == CallKind::kAllReduce
                                          ? plan(call.bytes()).algorithm
@@ -182,15 +213,17 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
   }
   const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
   if (options_.checks_digests && is_alike && !digests_agree(call, self, stream)) return false;
+  last_.store(staging_->last());
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.add(algorithm, call.bytes(), Clock::now() - start);
   return true;
 }
 
-// Ranks meet without events here, so their devices have to be done with what was before.
+// Ranks meet on the host alone here, so their devices have to be done with what was before.
 bool CudaProcessGroup::digests_agree(const ProcessCall& call, ProcessRank& self,
                                      cudaStream_t stream) const {
   const cuda::OnDevice guard(device_);
+  const cuda::BesideCaptures beside;
   std::vector<std::vector<std::byte>> copies;
   std::vector<TensorSpan> spans;
   for (const TensorSpan& span : call.outputs) {
@@ -202,13 +235,19 @@ bool CudaProcessGroup::digests_agree(const ProcessCall& call, ProcessRank& self,
         "cudaMemcpyAsync", device_);
   }
   cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device_);
+  if (self.watch.adopt_shared_failure()) return false;  // it may have ended without its data
   return compare_digests(digest_of(spans, self.watch), self);
 }
 
 void CudaProcessGroup::run(const ProcessCall& call, cudaStream_t stream) {
   check_connected();
   check_not_captured(call, stream);
-  host_->run_program([&](ProcessRank& self) { return enqueue(call, self, stream); });
+  try {
+    host_->run_program([&](ProcessRank& self) { return enqueue(call, self, stream); });
+  } catch (const Error& error) {
+    has_told_.store(has_told_.load() || is_about_peers(error));
+    throw;
+  }
 }
 
 CudaProcessGroup::Submitted CudaProcessGroup::submit(ProcessCall call, cudaStream_t after) {
@@ -217,16 +256,61 @@ CudaProcessGroup::Submitted CudaProcessGroup::submit(ProcessCall call, cudaStrea
   auto ready = std::make_shared<const cuda::Event>(device_);
   auto done = std::make_shared<const cuda::Event>(device_);
   ready->record(after);
+  auto last = std::make_shared<std::uint32_t>(last_.load());
   auto shared = std::make_shared<const ProcessCall>(std::move(call));
   auto enqueued = host_->submit_program(
-      [this, ready, done, shared](ProcessRank& self) {
+      [this, ready, done, last, shared](ProcessRank& self) {
+        // A thread begins on device 0: none of its calls need go there and back.
+        cuda::check(cudaSetDevice(device_), "cudaSetDevice", device_);
         ready->make_wait(stream_->get(), device_);
-        if (!enqueue(*shared, self, stream_->get())) return false;
-        done->record(stream_->get());
-        return true;
+        bool is_enqueued = false;
+        cuda::run_and_always([&] { is_enqueued = enqueue(*shared, self, stream_->get()); },
+                             [&] { done->record(stream_->get()); });
+        if (is_enqueued) *last = last_.load();
+        return is_enqueued;
       },
       shared);
-  return {std::move(enqueued), std::move(done)};
+  return {std::move(enqueued), std::move(done), std::move(last)};
+}
+
+CudaProcessGroup::Submitted CudaProcessGroup::enqueued(cudaStream_t stream) {
+  auto done = std::make_shared<cuda::Event>(device_);
+  done->record(stream);
+  return {nullptr, std::move(done), std::make_shared<std::uint32_t>(last_.load())};
+}
+
+Error CudaProcessGroup::void_error() const {
+  try {
+    host_->watch().check_peers({});
+  } catch (const Error& error) {
+    const bool is_late = error.kind() == ErrorKind::kTimeout;
+    return {is_late ? ErrorKind::kTimeout : ErrorKind::kPeerLost,
+            join("results of calls that had returned are void: ", error.what())};
+  }
+  return {ErrorKind::kPeerLost, "results of calls that had returned are void"};
+}
+
+std::exception_ptr CudaProcessGroup::failure_of(const Submitted& work) {
+  if (work.enqueued != nullptr) {
+    if (!work.enqueued->is_completed()) return nullptr;
+    if (std::exception_ptr refused = work.enqueued->exception()) {
+      try {
+        std::rethrow_exception(refused);
+      } catch (const Error& error) {
+        has_told_.store(has_told_.load() || is_about_peers(error));
+      } catch (...) {  // a step's
+      }
+      return refused;
+    }
+  }
+  if (!is_void(host_->segment(), *work.last)) return nullptr;
+  has_told_.store(true);
+  return std::make_exception_ptr(void_error());
+}
+
+void CudaProcessGroup::raise_untold() {
+  if (has_told_.exchange(true)) return;
+  if (is_void(host_->segment(), last_.load())) throw void_error();
 }
 
 ProcessStats CudaProcessGroup::stats() {
@@ -237,33 +321,65 @@ ProcessStats CudaProcessGroup::stats() {
 
 // -- the end --------------------------------------------------------------------------------------
 
-// False: a device that was left waiting, by a rank that died, say.
+// False: the device does not get on, with other work perhaps. A rank that it waits for ends that
+// wait sooner (cuda_process/device_watch).
 bool CudaProcessGroup::wait_until_idle() const {
-  const auto start = Clock::now();
-  try {
-    while (!staging_->is_idle()) {
-      if (Clock::now() - start > options_.timeout) return false;
-      std::this_thread::sleep_for(100us);
-    }
-    return true;
-  } catch (const Error&) {
-    return true;  // the device has failed: nothing runs there any more
+  auto moved = Clock::now();
+  std::uint64_t progress = staging_->progress();
+  while (!staging_->is_idle()) {
+    const auto now = Clock::now();
+    const std::uint64_t seen = staging_->progress();
+    if (seen != progress) moved = now;
+    progress = seen;
+    if (now - moved > host_->watch().timeout() + kPatienceOfClose) return false;
+    if (staging_->has_failed()) return true;
+    std::this_thread::sleep_for(100us);
   }
+  return true;
+}
+
+// A call under way may wait inside CUDA for a rank that is late: it is let go of, once all know
+// why.
+void CudaProcessGroup::release_streams() {
+  if (host_->forked()) return;
+  host_->leave_at_once(Leaving::kAborting);
+  const std::lock_guard<std::mutex> lock(abort_mutex_);
+  if (abortable_ != nullptr) abortable_->abort();
 }
 
 bool CudaProcessGroup::close(Leaving leaving) {
+  if (leaving == Leaving::kAborting) release_streams();
   if (!host_->end_calls(leaving)) return false;
-  const std::lock_guard<std::mutex> lock(close_mutex_);
-  if (is_closed_) return true;
-  is_closed_ = true;
+  {
+    const std::lock_guard<std::mutex> lock(close_mutex_);
+    if (!is_closed_) is_idle_ = release();
+    is_closed_ = true;
+  }
+  if (leaving == Leaving::kAfterCalls) {
+    raise_untold();
+  } else {
+    has_told_.store(true);  // whoever does not wait knows
+  }
+  return is_idle_;
+}
+
+bool CudaProcessGroup::release() {
   bool is_idle = true;
   {
     const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
     is_idle = staging_ == nullptr || wait_until_idle();
+    const std::lock_guard<std::mutex> lock(abort_mutex_);
+    abortable_ = nullptr;
     // Unmapped before the others hear that this rank has left: then they free what it mapped.
     if (is_idle) staging_ = nullptr;
   }
-  host_->close();
+  if (is_idle) {
+    host_->close();
+  } else {
+    tell_failure(host_->segment(), ErrorKind::kTimeout,
+                 join(host_->watch().name_of(host_->rank()),
+                      " has closed, and its GPU did not come to the end of its calls"));
+  }
   stream_ = nullptr;
   const auto start = Clock::now();
   while (own_ != nullptr && is_idle && !all_others_are_gone(*host_) &&
@@ -277,7 +393,7 @@ bool CudaProcessGroup::close(Leaving leaving) {
   }
   own_ = nullptr;
   free_leftovers();
-  return true;
+  return is_idle;
 }
 
 }  // namespace pyringar

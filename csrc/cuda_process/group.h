@@ -5,16 +5,22 @@
 // Contract  that of process/group: same calls in the same order, what differs is raised before
 //           tensors are written, failures are everybody's. A call that returns has been enqueued,
 //           after what was on its stream. Streams that are captured are refused.
-//           close() frees what it can: slots that other ranks may still read stay, until those have
-//           closed or died and this process makes or closes another group.
+//           What was enqueued ends, whatever becomes of other ranks (cuda_process/device_watch); if
+//           it ended without their data the next call says so, or the call's work, or close().
+//           close() waits for this rank's GPU, as long as any rank's makes progress within the
+//           timeout, and frees what it can: slots that other ranks may still read stay, until those
+//           have closed or died and this process makes or closes another group.
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
 
 #include <array>
+#include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 
+#include "cuda/folds.h"
 #include "cuda_process/engine.h"
 #include "process/group.h"
 
@@ -24,7 +30,9 @@ struct CudaProcessOptions {
   std::chrono::nanoseconds timeout{};
   bool checks_digests = false;
   OnNap on_nap = &ignore_naps;
+  int max_blocks = cuda::kAnyBlocks;  // of this rank's calls
   std::size_t slot_bytes = cuda::kProcessSlotBytes;
+  std::size_t most_shared_slot_bytes = cuda::kSharedSlotBytes;  // where all ranks share a GPU
   std::size_t exchange_bytes = cuda::kExchangeBytes;
 };
 
@@ -37,8 +45,8 @@ class CudaProcessGroup {
   CudaProcessGroup(const CudaProcessGroup&) = delete;
   CudaProcessGroup& operator=(const CudaProcessGroup&) = delete;
 
-  // Once all ranks have one: shows slots and events to the others, and tries theirs. What does not
-  // work on one rank is raised on all.
+  // Once all ranks have one: shows slots to the others, and tries theirs. What does not work on one
+  // rank is raised on all.
   void connect();
 
   ProcessGroup& host() { return *host_; }
@@ -49,21 +57,35 @@ class CudaProcessGroup {
 
   // A call on a stream of the group's own, after what is on `after` now.
   struct Submitted {
-    std::shared_ptr<Work> enqueued;
-    std::shared_ptr<const cuda::Event> done;  // means something once it is enqueued
+    std::shared_ptr<Work> enqueued;  // none: it is already
+    // They mean something once it is enqueued.
+    std::shared_ptr<const cuda::Event> done;
+    std::shared_ptr<std::uint32_t> last;  // message of the call
   };
   Submitted submit(ProcessCall call, cudaStream_t after);
+  // The same for the calls that were made on `stream` and have returned.
+  Submitted enqueued(cudaStream_t stream);
+  // Why a call was not enqueued, or has ended, or will end, without all of its data; null: neither.
+  std::exception_ptr failure_of(const Submitted& work);
 
-  ProcessStats stats();                                // busy_ns: of the host
-  ProcessPlan plan(std::size_t bytes) const;           // of an all_reduce
-  bool close(Leaving leaving = Leaving::kAfterCalls);  // as ProcessGroup's
+  ProcessStats stats();                       // busy_ns: of the host
+  ProcessPlan plan(std::size_t bytes) const;  // of an all_reduce
+  std::size_t slot_bytes() const { return plan_.slot_bytes; }
+  // As ProcessGroup's; false, too, where the GPU is not done: tensors of calls must stay. Throws
+  // what nobody has been told yet: that a call which had returned ended without its data.
+  bool close(Leaving leaving = Leaving::kAfterCalls);
 
  private:
   struct Outcome;
 
+  static std::vector<cuda::StagingHandles> handles_of(const std::vector<Outcome>& all);
   void exchange(const Outcome& own, std::vector<Outcome>& all);
   void raise_first(const Outcome& own, const std::vector<Outcome>& all) const;
   bool enqueue(const ProcessCall& call, ProcessRank& self, cudaStream_t stream);
+  void release_streams();
+  bool release();
+  Error void_error() const;
+  void raise_untold();
   bool digests_agree(const ProcessCall& call, ProcessRank& self, cudaStream_t stream) const;
   void check_not_captured(const ProcessCall& call, cudaStream_t stream) const;
   void check_connected() const;
@@ -71,6 +93,7 @@ class CudaProcessGroup {
 
   const int device_;
   const CudaProcessOptions options_;
+  cuda::StagingPlan plan_{false, options_.slot_bytes};  // final once connected
   std::shared_ptr<ProcessGroup> host_;
   std::shared_ptr<cuda::OwnStaging> own_;
   std::unique_ptr<cuda::Stream> stream_;  // of asynchronous calls
@@ -78,8 +101,14 @@ class CudaProcessGroup {
   std::mutex staging_mutex_;                       // held while a call is enqueued
   std::unique_ptr<cuda::ProcessStaging> staging_;  // none once closed
 
+  std::mutex abort_mutex_;                           // never held for long
+  const cuda::ProcessStaging* abortable_ = nullptr;  // none before connect() and once closed
+
   std::mutex close_mutex_;
   bool is_closed_ = false;
+  bool is_idle_ = true;                // when it was closed
+  std::atomic<std::uint32_t> last_;    // message of the last call that was enqueued
+  std::atomic<bool> has_told_{false};  // of a failure
   std::mutex stats_mutex_;
   ProcessStats stats_;
 };

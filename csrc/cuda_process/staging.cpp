@@ -5,8 +5,10 @@
 #include "cuda_process/staging.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/error.h"
+#include "core/ring_program.h"
 #include "cuda/folds.h"
 
 namespace pyringar::cuda {
@@ -14,20 +16,9 @@ namespace pyringar::cuda {
 namespace {
 
 constexpr std::size_t kMostProbeWords = 4096;
-
-std::vector<Event> visible_events(int device) {
-  std::vector<Event> events;
-  for (std::uint32_t i = 0; i < kStagingSlots; ++i)
-    events.emplace_back(device, Visible::kToProcesses);
-  return events;
-}
-
-std::vector<Event> open_events(int device,
-                               const std::array<cudaIpcEventHandle_t, kStagingSlots>& handles) {
-  std::vector<Event> events;
-  for (const cudaIpcEventHandle_t& handle : handles) events.emplace_back(device, handle);
-  return events;
-}
+constexpr std::uint32_t kProbed = 1;
+// Far less than what turns a comparison, on all ranks alike.
+constexpr std::uint32_t kMostBehind = std::uint32_t{1} << 30;
 
 std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
   std::vector<std::uint32_t> words(num_words);
@@ -38,68 +29,127 @@ std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
   return words;
 }
 
+bool is_visible(const char* gpu) {
+  int device = 0;
+  const bool is_here = cudaDeviceGetByPCIBusId(&device, gpu) == cudaSuccess;
+  cudaGetLastError();
+  return is_here;
+}
+
 }  // namespace
 
-OwnStaging::OwnStaging(int device_index, std::size_t bytes_per_slot)
-    : device(device_index),
-      slot_bytes(bytes_per_slot),
-      slots(device_memory(device, kStagingSlots * slot_bytes)),
-      announced(visible_events(device)),
-      reduced(visible_events(device)) {}
-
-StagingHandles OwnStaging::handles() const {
+StagingHandles place_of(int device) {
+  const OnDevice guard(device);
+  const BesideCaptures beside;
   StagingHandles handles{};
-  handles.slot_bytes = slot_bytes;
-  handles.slots = ipc_handle(slots);
-  for (std::size_t i = 0; i < kStagingSlots; ++i) {
-    handles.announced[i] = announced[i].ipc_handle();
-    handles.reduced[i] = reduced[i].ipc_handle();
-  }
+  check(cudaDeviceGetPCIBusId(handles.gpu.data(), static_cast<int>(handles.gpu.size()), device),
+        "cudaDeviceGetPCIBusId", device);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo", device);
+  handles.free_bytes = free;
   return handles;
 }
 
-ProcessStaging::ProcessStaging(const OwnStaging& own, int rank, std::span<const StagingHandles> all)
-    : own_(own), rank_(rank), probe_stream_(own.device), last_(own.device) {
+StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_bytes,
+                         std::size_t most_shared_bytes) {
+  StagingPlan plan{all.size() > 1, slot_bytes};
+  std::size_t free = all[0].free_bytes;
+  for (const StagingHandles& rank : all) {
+    plan.shares_gpu &= std::strncmp(rank.gpu.data(), all[0].gpu.data(), rank.gpu.size()) == 0;
+    free = std::min<std::size_t>(free, rank.free_bytes);
+  }
+  if (!plan.shares_gpu) return plan;
+  const std::size_t bearable = free / kPartOfFree / all.size() / kStagingSlots;
+  while (2 * plan.slot_bytes <= std::min(bearable, most_shared_bytes)) plan.slot_bytes *= 2;
+  return plan;
+}
+
+OwnStaging::OwnStaging(int device_index, const StagingPlan& agreed)
+    : device(device_index),
+      plan(agreed),
+      slots(device_memory(device, kStagingSlots * plan.slot_bytes)) {}
+
+void OwnStaging::show(StagingHandles& handles) const {
+  handles.slot_bytes = plan.slot_bytes;
+  handles.slots = ipc_handle(slots);
+}
+
+ProcessStaging::ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
+                               const PeerWatch& host, std::span<const StagingHandles> all,
+                               int max_blocks)
+    : own_(own),
+      segment_(segment),
+      rank_(rank),
+      max_blocks_(max_blocks),
+      words_(own.device, &segment.device(0), segment.devices_bytes()),
+      last_reduced_(segment.device(rank).reduced.value.load()),
+      probe_stream_(own.device),
+      last_call_(own.device),
+      watch_(std::make_unique<DeviceWatch>(segment, rank, host)) {
   for (int r = 0; r < static_cast<int>(all.size()); ++r) {
     if (r == rank) {
       bases_.push_back(as<std::byte>(own.slots));
       continue;
     }
-    const StagingHandles& theirs = all[static_cast<std::size_t>(r)];
-    if (theirs.slot_bytes != own.slot_bytes) {
-      fail(ErrorKind::kState, "rank ", r, " has slots of ", theirs.slot_bytes, " bytes, expected ",
-           own.slot_bytes, ": do all ranks run the same pyringar?");
-    }
-    peers_.push_back({r, map_memory(own.device, theirs.slots),
-                      open_events(own.device, theirs.announced),
-                      open_events(own.device, theirs.reduced)});
+    peers_.push_back(open(r, all[static_cast<std::size_t>(r)]));
     bases_.push_back(static_cast<std::byte*>(peers_.back().slots.get()));
+  }
+}
+
+ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs) const {
+  if (theirs.slot_bytes != own_.plan.slot_bytes) {
+    fail(ErrorKind::kState, "rank ", rank, " has slots of ", theirs.slot_bytes, " bytes, expected ",
+         own_.plan.slot_bytes, ": do all ranks run the same pyringar?");
+  }
+  try {
+    return {rank, map_memory(own_.device, theirs.slots)};
+  } catch (const Error& error) {
+    const bool is_own_process = segment_.line(rank).process.pid == segment_.line(rank_).process.pid;
+    const char* hint =
+        is_own_process ? "; both ranks are in one process, which CUDA does not let open what it "
+                         "shows to others: take pyringar.Communicator for GPUs of one process"
+        : !is_visible(theirs.gpu.data())
+            ? "; that GPU is not visible in this process: let CUDA_VISIBLE_DEVICES name all ranks' "
+              "GPUs in every process, and pass device= to each"
+            : "";
+    fail(error.kind(), "memory of rank ", rank, " on GPU ", theirs.gpu.data(),
+         " cannot be mapped: ", error.what(), hint);
   }
 }
 
 // Probes lie in message 0's slot, what was read of each peer's in message 1's, one after the other.
 void ProcessStaging::write_probe() {
   const OnDevice guard(own_.device);
-  const std::size_t words = std::min(kMostProbeWords, own_.slot_bytes / sizeof(std::uint32_t));
+  const BesideCaptures beside;
+  const std::size_t words = std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
   const std::vector<std::uint32_t> pattern = pattern_of(rank_, words);
+  const cudaStream_t stream = probe_stream_.get();
   check(cudaMemcpyAsync(slot(rank_, 0), pattern.data(), words * sizeof(std::uint32_t),
-                        cudaMemcpyDefault, probe_stream_.get()),
+                        cudaMemcpyDefault, stream),
         "cudaMemcpyAsync", own_.device);
-  record_announced(0, probe_stream_.get());
-  check(cudaStreamSynchronize(probe_stream_.get()), "cudaStreamSynchronize", own_.device);
+  words_.write_word(line(rank_).probe.value, kProbed, stream);
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", own_.device);
 }
 
 std::string ProcessStaging::look_at_probes() {
   const OnDevice guard(own_.device);
-  const std::size_t num_words = std::min(kMostProbeWords, own_.slot_bytes / sizeof(std::uint32_t));
+  const BesideCaptures beside;
+  const std::size_t num_words =
+      std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
   const cudaStream_t stream = probe_stream_.get();
-  await_announced(0, stream);
   for (const Peer& peer : peers_) {
+    // Its GPU has come to the write: a stream need not wait for what the host does not find.
+    const Word& word = line(peer.rank).probe.value;
+    if (word.load(std::memory_order_acquire) != kProbed) {
+      return join("the host does not find the word that the GPU of rank ", peer.rank, " wrote");
+    }
+    words_.await_word(word, kProbed, stream);
     // A kernel reads, as later; the host looks at what it has read.
     Folds copies = Folds::copies();
     copies.add_copy(slot(rank_, 1), slot(peer.rank, 0), num_words * sizeof(std::uint32_t),
                     DType::kInt32);
-    copies.launch(own_.device, stream);
+    copies.launch(own_.device, stream, max_blocks_);
     std::vector<std::uint32_t> found(num_words);
     check(cudaMemcpyAsync(found.data(), slot(rank_, 1), num_words * sizeof(std::uint32_t),
                           cudaMemcpyDefault, stream),
@@ -114,6 +164,39 @@ std::string ProcessStaging::look_at_probes() {
     }
   }
   return {};
+}
+
+bool ProcessStaging::has_failed() const {
+  try {
+    last_call_.is_done();
+    return false;
+  } catch (const Error&) {
+    return true;
+  }
+}
+
+StagedCall::StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaStream_t stream)
+    : staging_(staging), last_(last), stream_(stream) {
+  staging_.last_call_.make_wait(stream, staging_.own_.device);
+  staging_.watch_->begin(last);
+}
+
+void StagedCall::end() {
+  is_open_ = false;
+  // Exchanges leave it behind; nobody waits for this.
+  const bool is_far_behind = !reached(staging_.last_reduced_, last_ - kMostBehind);
+  if (is_far_behind) staging_.write_reduced(last_, stream_);
+  // Before the record: the next call, on another stream, may write it as soon as that is done.
+  staging_.words_.write_word(staging_.line(staging_.rank_).finished.value, last_, stream_);
+  staging_.last_call_.record(stream_);
+}
+
+StagedCall::~StagedCall() {
+  if (!is_open_) return;
+  try {
+    end();
+  } catch (const Error&) {  // the device has failed, and never says so
+  }
 }
 
 }  // namespace pyringar::cuda

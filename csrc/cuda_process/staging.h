@@ -1,124 +1,177 @@
-// staging: the slots and events that one rank shows to ranks in other processes, and theirs
-// as they are seen here.
+// staging: the slots that one rank shows to ranks in other processes, theirs as they are seen here,
+// and the counters by which streams of all ranks wait for each other.
 //
 // Units     bytes; message n lies in slot n % kStagingSlots, see core/staged_program.h.
 // Contract  Every rank owns kStagingSlots slots (memory of its own, never torch's, whose allocator
-//           may hand out what cannot be exported) and, for every slot, two events that other
-//           processes can wait for: `announced` and `reduced`. The owner records them, all others
-//           wait. An event stands for the last time it was recorded before the host asked to wait.
-//           So the host waits first, on the counters of the group's shared memory, which are set
-//           after the record; then the stream does. Streams wait only for what has been enqueued
-//           already, so that no order in which devices run things can keep them waiting for each
-//           other; kernels never wait.
-//           Why nothing is used again too early:
-//             an event  record n + 4 follows, on the host, the owner's wait for all to have
-//                       announced n + 2 or to have reduced it; each says so after it has asked its
-//                       stream to wait for n. Nobody can ask for n and get n + 4.
-//             a slot    A rank's stream holds copy_in(n) after its waits for the events n - 2 of
-//             all
-//                       ranks: `reduced` in a direct call, `announced` in an exchange. On the
-//                       stream of its owner the first stands after all it read of n - 3, the second
-//                       after all it read of n - 4. That is the table of core/staged_program.h with
-//                       streams in place of hosts; it needs each rank's calls to follow each other
-//                       in stream order (begin(), end()), and every message of a group to go
-//                       through events, or all streams to be drained before it.
+//           may hand out what cannot be exported) and the words of its DeviceLine in the group's
+//           shared memory, see cuda_process/device_watch.h. Its streams write them, all other
+//           ranks' streams wait for them. Data is only ever read from another rank's memory, never
+//           written there; so no wait has to flush remote writes.
+//           The host waits first, on its own counters of the shared memory, which a rank sets once
+//           it has enqueued the write of the word; then it asks the stream to wait. So whatever a
+//           stream waits for was enqueued, in whichever process, before the wait was. Queues that
+//           run in the order in which they were filled cannot wait for each other in a circle then:
+//           the entry that was enqueued first, of those that have not run, can run. That holds for
+//           any number of groups and threads, where streams of a process share one queue of the
+//           hardware (CUDA_DEVICE_MAX_CONNECTIONS=1), where a call of CUDA's waits for the device,
+//           and where processes take turns on one GPU: the driver warns that it does not see this
+//           order, and need not. A wait is the work of a queue's front end; no kernel waits. It
+//           would not hold if hosts met in the first message of a call only. What ends a wait for a
+//           process that is gone: device_watch.
+//           Why no slot is used again too early: a rank's stream holds copy_in(n) after its waits
+//           for the words n - 2 of all ranks: `reduced` in a direct call, `announced` in an
+//           exchange. On the stream of its owner the first stands after all it read of n - 3, the
+//           second after all it read of n - 4. That is the table of core/staged_program.h with
+//           streams in place of hosts; it needs each rank's calls to follow each other in stream
+//           order (StagedCall), and every message of a group to go through words, or all streams to
+//           be drained before it. A word that was raised for a rank that is lost or late says less:
+//           kernels may then read slots while they are written. They stay where they are: what the
+//           calls give is void, the group has failed, and memory is freed and unmapped as always.
 //           Others may read the slots until they have unmapped them: the owner frees after that.
-//           Not known yet: what CUDA does with a stream that waits for an event of a process which
-//           is killed before its device has come to the record.
-// Threads   one at a time.
-// Source    the sample simpleIPC of CUDA: events recorded, a barrier on the host, events awaited.
+// Threads   one at a time; is_idle(), progress(), abort(), last() any.
+// Source    CUDA Driver API, Stream Memory Operations
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/staged_program.h"
 #include "cuda/runtime.h"
+#include "cuda/stream_memory.h"
+#include "cuda_process/device_watch.h"
 
 namespace pyringar::cuda {
 
 // Large enough that a piece takes longer than the dozen calls which enqueue it. Not measured yet.
 inline constexpr std::size_t kProcessSlotBytes = std::size_t{16} << 20;
+// Of ranks that share a GPU: there a piece costs turns of all their processes. Not measured yet.
+inline constexpr std::size_t kSharedSlotBytes = std::size_t{64} << 20;
+// All of their slots together take no more of the GPU's free memory than this part.
+inline constexpr std::size_t kPartOfFree = 16;
 
 // Plain bytes: ranks gather each other's.
 struct StagingHandles {
+  std::array<char, 16> gpu;  // where it is on the bus: the same name in every process
+  std::uint64_t free_bytes;  // there
   std::uint64_t slot_bytes;
   cudaIpcMemHandle_t slots;
-  std::array<cudaIpcEventHandle_t, kStagingSlots> announced;
-  std::array<cudaIpcEventHandle_t, kStagingSlots> reduced;
 };
+
+// Of this rank's GPU; no slots yet.
+StagingHandles place_of(int device);
+
+// Alike on all ranks.
+struct StagingPlan {
+  bool shares_gpu;  // all ranks have the same one
+  std::size_t slot_bytes;
+};
+StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_bytes,
+                         std::size_t most_shared_bytes);
 
 // What others look into, hence what outlives the use of it here.
 class OwnStaging {
  public:
-  OwnStaging(int device, std::size_t slot_bytes);
-  StagingHandles handles() const;
+  OwnStaging(int device, const StagingPlan& plan);
+  void show(StagingHandles& handles) const;
 
   const int device;
-  const std::size_t slot_bytes;
+  const StagingPlan plan;
   const Memory slots;
-  const std::vector<Event> announced;
-  const std::vector<Event> reduced;
 };
 
 class ProcessStaging {
  public:
-  // own: outlives this. all[r]: of rank r; own ones are not opened.
-  ProcessStaging(const OwnStaging& own, int rank, std::span<const StagingHandles> all);
+  // own, segment, host: outlive this. all[r]: of rank r; own ones are not opened.
+  ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
+                 const PeerWatch& host, std::span<const StagingHandles> all, int max_blocks);
 
-  // Do slots and events of the others deliver what they hold? Every rank writes, all meet, every
+  // Do slots and words of the others deliver what they hold? Every rank writes, all meet, every
   // rank looks. Returns what is wrong, or nothing.
   void write_probe();
   std::string look_at_probes();
 
   int device() const { return own_.device; }
-  std::size_t slot_bytes() const { return own_.slot_bytes; }
+  const StagingPlan& plan() const { return own_.plan; }
+  int max_blocks() const { return max_blocks_; }  // of a launch
   std::byte* slot(int rank, std::uint32_t message) const {
-    return bases_[static_cast<std::size_t>(rank)] + message % kStagingSlots * own_.slot_bytes;
+    return bases_[static_cast<std::size_t>(rank)] + message % kStagingSlots * own_.plan.slot_bytes;
   }
 
-  // Around the calls of this rank, whatever streams they are on.
-  void begin(cudaStream_t stream) const { last_.make_wait(stream, own_.device); }
-  void end(cudaStream_t stream) const { last_.record(stream); }
-  // Whether all calls have ended on the device.
-  bool is_idle() const { return last_.is_done(); }
-
-  void record_announced(std::uint32_t message, cudaStream_t stream) const {
-    own_.announced[message % kStagingSlots].record(stream);
+  void write_announced(std::uint32_t message, cudaStream_t stream) const {
+    words_.write_word(line(rank_).announced.value, message, stream);
   }
   void await_announced(std::uint32_t message, cudaStream_t stream) const {
+    watch_->expect_announced(message);
     for (const Peer& peer : peers_) {
-      peer.announced[message % kStagingSlots].make_wait(stream, own_.device);
+      words_.await_word(line(peer.rank).announced.value, message, stream);
     }
   }
-  void record_reduced(std::uint32_t message, cudaStream_t stream) const {
-    own_.reduced[message % kStagingSlots].record(stream);
+  void write_reduced(std::uint32_t message, cudaStream_t stream) const {
+    words_.write_word(line(rank_).reduced.value, message, stream);
+    last_reduced_ = message;
   }
   void await_reduced(std::uint32_t message, cudaStream_t stream) const {
+    watch_->expect_reduced(message);
     for (const Peer& peer : peers_) {
-      peer.reduced[message % kStagingSlots].make_wait(stream, own_.device);
+      words_.await_word(line(peer.rank).reduced.value, message, stream);
     }
   }
 
+  // Whether all calls have ended on the device.
+  bool is_idle() const { return watch_->is_idle(); }
+  // Whether nothing runs there any more because it has failed.
+  bool has_failed() const;
+  std::uint64_t progress() const { return watch_->progress(); }
+  std::uint32_t last() const { return watch_->last(); }
+  void abort() const { watch_->abort(); }
+
  private:
+  friend class StagedCall;
+
   struct Peer {
     int rank;
     MappedMemory slots;
-    std::vector<Event> announced;
-    std::vector<Event> reduced;
   };
 
+  DeviceLine& line(int rank) const { return segment_.device(rank); }
+  Peer open(int rank, const StagingHandles& theirs) const;
+
   const OwnStaging& own_;
+  const pyringar::Segment& segment_;
   const int rank_;
+  const int max_blocks_;
+  const RegisteredMemory words_;
   std::vector<Peer> peers_;
   std::vector<std::byte*> bases_;  // by rank
+  mutable std::uint32_t last_reduced_;
   const Stream probe_stream_;
-  const Event last_;
+  const Event last_call_;
+  const std::unique_ptr<DeviceWatch> watch_;
+};
+
+// Around a call of this rank, whatever stream it is on: after the one before. However it ends, the
+// stream says when it has.
+class StagedCall {
+ public:
+  // last: its last message.
+  StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaStream_t stream);
+  ~StagedCall();
+  StagedCall(const StagedCall&) = delete;
+  StagedCall& operator=(const StagedCall&) = delete;
+
+  void end();
+
+ private:
+  const ProcessStaging& staging_;
+  const std::uint32_t last_;
+  const cudaStream_t stream_;
+  bool is_open_ = true;
 };
 
 }  // namespace pyringar::cuda

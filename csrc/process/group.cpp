@@ -31,6 +31,8 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   line.process = this_process();
   const std::string host = host_name();
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
+  // All ranks' counters begin alike, wherever that is.
+  self_.messages = line.announced.value.load(std::memory_order_relaxed);
   watch_.publish_cores();
   line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
   watch_.set_on_nap(on_nap_);

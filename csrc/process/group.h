@@ -57,6 +57,7 @@ class ProcessGroup {
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
+  const PeerWatch& watch() const { return watch_; }  // for what any thread may ask
   const Turn* turn() const { return &turn_; }
   // Returns when what was submitted before is done.
   void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
@@ -89,6 +90,8 @@ class ProcessGroup {
   void check_usable() const;
   void check_not_forked() const;
   bool forked() const;
+  // Tells the others, and refuses what has not begun.
+  void leave_at_once(Leaving leaving);
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
   // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
@@ -120,7 +123,6 @@ class ProcessGroup {
   void check_ready();
   void check_not_failed() const;
   [[noreturn]] void raise_failure() const;
-  void leave_at_once(Leaving leaving);
 
   SharedMemory memory_;
   const Segment segment_;

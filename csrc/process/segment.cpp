@@ -14,7 +14,7 @@ namespace pyringar {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
@@ -28,16 +28,18 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
 }
 
 struct Layout {
-  std::size_t lines, staging, ring, total, ring_slot_bytes;
+  std::size_t lines, devices, staging, ring, total, ring_slot_bytes;
 
   explicit constexpr Layout(int world_size)
       : lines(round_up(sizeof(SegmentHeader), kPage)),
+        devices(0),
         staging(0),
         ring(0),
         total(0),
         ring_slot_bytes(pyringar::ring_slot_bytes(world_size)) {
     const auto k = static_cast<std::size_t>(world_size);
-    staging = lines + round_up(k * sizeof(RankLine), kPage);
+    devices = lines + round_up(k * sizeof(RankLine), kPage);
+    staging = devices + round_up(k * sizeof(DeviceLine), kPage);
     ring = staging + k * kStagingSlots * kSlotBytes;
     total = round_up(ring + k * ring_num_slots(world_size) * ring_slot_bytes, kPage);
   }
@@ -88,15 +90,23 @@ Segment::Segment(std::byte* memory, int world_size)
       slot_bytes_(kSlotBytes) {
   const Layout layout(world_size);
   lines_ = std::launder(reinterpret_cast<RankLine*>(memory + layout.lines));
+  devices_ = std::launder(reinterpret_cast<DeviceLine*>(memory + layout.devices));
   staging_ = memory + layout.staging;
   ring_ = memory + layout.ring;
   ring_slot_bytes_ = layout.ring_slot_bytes;
 }
 
+std::size_t Segment::devices_bytes() const {
+  const Layout layout(world_size_);
+  return layout.staging - layout.devices;
+}
+
 Segment Segment::lay_out(std::byte* memory, int world_size, const SegmentToken& token) {
   const Layout layout(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
-    new (memory + layout.lines + static_cast<std::size_t>(rank) * sizeof(RankLine)) RankLine;
+    const auto r = static_cast<std::size_t>(rank);
+    new (memory + layout.lines + r * sizeof(RankLine)) RankLine;
+    new (memory + layout.devices + r * sizeof(DeviceLine)) DeviceLine;
   }
   new (memory) SegmentHeader{kMagic,       kVersion,   static_cast<std::uint32_t>(world_size),
                              layout.total, kSlotBytes, layout.ring_slot_bytes,

@@ -7,6 +7,8 @@
 //
 //             header    magic, version, world_size, sizes, token, failure
 //             lines     one per rank: counters, the calls it makes, its process
+//             devices   one per rank: the counters that its GPU writes, on pages of their own,
+//                       which CUDA can register; of a rank that is lost, others raise them
 //             staging   kStagingSlots per rank
 //             ring      slots of the link from each rank to its next
 //
@@ -86,6 +88,21 @@ struct alignas(64) RankLine {
   std::array<char, 64> host{};
 };
 
+// How far a rank's GPU is, in messages as core/staged_program.h counts them; what each says, and
+// who may write it when, is said in cuda_process/device_watch.h. A line of the cache for each word:
+// a GPU writes it while others look at its neighbours.
+struct DeviceLine {
+  struct alignas(64) Word {
+    std::atomic<std::uint32_t> value{0};
+  };
+  Word announced;
+  Word reduced;
+  Word finished;
+  Word probe;                                          // before the first message: do words arrive?
+  alignas(64) std::atomic<std::uint64_t> released{0};  // 0: the words are the GPU's own
+};
+static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);
+
 // The first failure of any rank: the others then stop waiting for it.
 struct SharedFailure {
   enum State : std::uint32_t { kNone, kWriting, kThere };
@@ -130,6 +147,8 @@ class Segment {
   std::size_t ring_slot_bytes() const { return ring_slot_bytes_; }
 
   RankLine& line(int rank) const { return lines_[rank]; }
+  DeviceLine& device(int rank) const { return devices_[rank]; }
+  std::size_t devices_bytes() const;  // of all ranks' device lines, in whole pages
   SharedFailure& failure() const { return header_->failure; }
   std::byte* slot(int rank, std::uint32_t message) const {
     const std::size_t index =
@@ -147,6 +166,7 @@ class Segment {
 
   SegmentHeader* header_;
   RankLine* lines_;
+  DeviceLine* devices_;
   std::byte* staging_;
   std::byte* ring_;
   int world_size_;

@@ -2,7 +2,7 @@
 // of calls.
 //
 // Contract  the counters and waits of core/staged_program.h, on the rank's line of the segment.
-//           What an engine's memory needs beyond them (a GPU's events) is the engine's.
+//           What an engine's memory needs beyond them (the counters of a GPU) is the engine's.
 // Threads   a group runs one call at a time.
 // Tests     tests/test_processes.py
 #pragma once

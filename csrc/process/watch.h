@@ -78,6 +78,8 @@ class PeerWatch {
   // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
+  const char* how_gone(int rank) const;  // null: it is there
+  std::chrono::nanoseconds timeout() const { return stillness_.timeout(); }
   // Whom this rank waits for, and to do what; "" if for nobody. From any thread.
   std::string awaited() const;
 
@@ -91,7 +93,6 @@ class PeerWatch {
   std::uint64_t mark_of(int rank) const;
   int most_behind(int suspect) const;
   std::string last_heard_of(int rank) const;
-  const char* how_gone(int rank) const;  // null: it is there
   std::string waited_for(int peer, const char* what) const;
 
   const Segment& segment_;

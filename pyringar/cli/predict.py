@@ -86,7 +86,6 @@ def _add_workload_options(group: Any) -> None:
         help="tensors of a call are packed into one first; else naive, ring and what is made of "
         "rings take one after the other, as the engine does",
     )
-    add("--order", choices=("any", "rank"), default="any", help="promised to auto (any)")
 
 
 def _add_machine_options(group: Any) -> None:
@@ -205,7 +204,7 @@ def _workload(args: argparse.Namespace) -> Workload:
     else:
         name, tensors, backward = _model(args.model or "resnet18", compute_s, args.batch_size)
     caps = args.bucket_cap_mb, args.first_bucket_mb
-    return Workload(name, tensors, backward, *caps, args.packed, args.order)
+    return Workload(name, tensors, backward, *caps, args.packed)
 
 
 def _compute_s(text: str | None) -> float | None:

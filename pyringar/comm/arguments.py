@@ -13,12 +13,16 @@ __all__ = [
     "DTYPES",
     "OPS",
     "REDUCE_OPS",
+    "are_lists",
     "check_list",
+    "check_lists",
+    "check_max_blocks",
     "check_plan",
     "check_ring_order",
     "check_root",
     "check_timeout",
     "is_count",
+    "is_list",
     "op_name",
 ]
 
@@ -54,6 +58,19 @@ def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def check_max_blocks(max_blocks: Any, *, has_gpus: bool) -> dict[str, int]:
+    """Return the engine's argument of that name, if there is a limit on kernels' blocks."""
+    if max_blocks is None:
+        return {}
+    if not is_count(max_blocks, 1):
+        raise ArgumentError(f"max_blocks is {max_blocks!r}, expected a positive int or None")
+    if not has_gpus:
+        raise ArgumentError(
+            f"max_blocks is {max_blocks}, which limits kernels, and no rank is on a GPU"
+        )
+    return {"max_blocks": min(max_blocks, 1 << 30)}
+
+
 def check_timeout(timeout: Any) -> float:
     """Return seconds that a wait may last without progress, positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
@@ -69,12 +86,40 @@ def check_root(root: Any, world_size: int) -> None:
         )
 
 
-def check_list(tensors: Any) -> None:
-    """Refuse what one rank gives to all_reduce_coalesced and is no list."""
-    if not isinstance(tensors, (list, tuple)):
+def is_list(value: Any) -> bool:
+    """Return whether it may be a list of tensors, or of lists."""
+    return isinstance(value, (list, tuple))
+
+
+def are_lists(value: Any) -> bool:
+    """Return whether it may be lists of one length, one for each rank."""
+    return (
+        is_list(value)
+        and len(value) > 0
+        and all(is_list(one) and len(one) == len(value[0]) for one in value)
+    )
+
+
+def check_list(operation: str, tensors: Any) -> None:
+    """Refuse what is given to ``operation``, which takes a list, and is none."""
+    if not is_list(tensors):
         raise ArgumentError(
-            f"all_reduce_coalesced: tensors is {kind_of(tensors)}, expected a list of tensors"
+            f"{operation}: tensors is {kind_of(tensors)}, expected a list of tensors"
         )
+
+
+def check_lists(lists: Any) -> None:
+    """Refuse what is not a list with one list for each rank, of one length."""
+    if not is_list(lists) or not lists:
+        what = "empty" if is_list(lists) else kind_of(lists)
+        raise ArgumentError(f"lists is {what}, expected one list of tensors per rank")
+    for rank, tensors in enumerate(lists):
+        if not is_list(tensors):
+            raise ArgumentError(f"lists[{rank}] is {kind_of(tensors)}, expected a list of tensors")
+        if len(tensors) != len(lists[0]):
+            raise ArgumentError(
+                f"lists[{rank}] has {len(tensors)} entries, expected {len(lists[0])} as rank 0 has"
+            )
 
 
 def check_plan(nbytes: Any, dtype: Any) -> None:

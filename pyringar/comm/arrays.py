@@ -32,6 +32,9 @@ def as_tensor(array: Any) -> Tensor:
         BufferError, RuntimeError: What the array's library or torch says of one that cannot be
             shared, such as a dtype without an equal.
 
+    On a GPU a call runs in order with torch's current stream; order the streams of other libraries
+    with that one yourself.
+
     Cost: nothing is copied. Source: the Python array API's data interchange.
     """
     for name in ("__array_interface__", "__cuda_array_interface__"):
@@ -53,7 +56,7 @@ def as_tensor(array: Any) -> Tensor:
             )
     if hasattr(array, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(array)
-    return torch.as_tensor(array, device="cuda")
+    return torch.as_tensor(array)  # on the device that its memory is on
 
 
 def as_tensors(values: Iterable[Any]) -> list[Any]:

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from pyringar.comm.work import Work
+from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closing", "EngineCommunicator", "OwnRank", "RankCommunicator"]
+__all__ = [
+    *["Closing", "EngineCommunicator", "OwnRank", "RankCommunicator"],
+    *["communicator_of", "handle_of"],
+]
+
+# What a graph, which holds no objects of Python's, knows a communicator by.
+_by_handle: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(communicator: Any, what: str) -> str:
+    """Return a new name by which `communicator_of` finds this one as long as it lives.
+
+    Args:
+        communicator: What is to be found.
+        what: All on which its results depend. A graph that is loaded by another process, or taken
+            from torch's cache, finds one that was made alike, as the same in number, or none.
+    """
+    handle = f"communicator {next(_numbers)} ({what})"
+    _by_handle[handle] = communicator
+    return handle
+
+
+def communicator_of(handle: str) -> Any:
+    """Return the communicator of this process with that handle.
+
+    Raises:
+        RingarError: It is gone.
+    """
+    found = _by_handle.get(handle)
+    if found is None:
+        raise RingarError(
+            f"{handle} is not there: keep a communicator as long as the graphs and the results "
+            "that were made with it"
+        )
+    return found
+
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -73,7 +116,9 @@ class Closing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        # What ended the block is worth more than a call that was late because of it.
+        with nullcontext() if error is None else suppress(*_TOLD_LATE):
+            self.close()
 
 
 class OwnRank(Closing):
@@ -98,6 +143,9 @@ class OwnRank(Closing):
         """The part of the torch.distributed store that belongs to this group and to no other."""
         return self._store
 
+
+# What close() tells of calls that had returned, on GPUs.
+_TOLD_LATE = (CollectiveTimeout, PeerLostError)
 
 # Tensors of communicators whose last close() a signal handler broke off: the engine may write them.
 _interrupted: list[dict[Any, object]] = []
@@ -133,20 +181,35 @@ class EngineCommunicator(Closing):
         Everything else raises `RingarError` from then on, and other processes of the group
         that go on calling get a `PeerLostError`.
 
-        Signals are looked at meanwhile. What a handler raises, such as KeyboardInterrupt, ends the
-        wait: calls that have not begun fail, the other processes are told, and the next close()
-        waits for the rest. A handler may close a communicator for which this thread waits: the
-        call then fails when the handler has returned, and the other processes are told at once.
+        Signals are looked at meanwhile, but not while ranks of one process wait for GPUs: there
+        `Communicator.abort` ends what waits for a rank. What a handler raises, such as
+        KeyboardInterrupt, ends the wait: calls that have not begun fail, the other processes are
+        told, and the next close() waits for the rest. A handler may close a communicator for which
+        this thread waits: the call then fails when the handler has returned, and the other
+        processes are told at once.
+
+        Raises:
+            CollectiveTimeout, PeerLostError: A rank was late in one of the last calls, or lost, on
+                a GPU.
         """
         self._is_closed = True
-        if self._group.close():
+        try:
+            if not self._group.close():
+                return
+        except _TOLD_LATE:  # it has ended, and tells of its last call what nobody was told
             self._in_flight.clear()
+            raise
+        self._in_flight.clear()
 
     def __del__(self) -> None:
         # Background work must end before the tensors that it writes are let go.
         if hasattr(self, "_in_flight"):
             try:
                 self.close()
+                if self._in_flight:  # a GPU that is not done with them
+                    _interrupted.append(self._in_flight)
+            except _TOLD_LATE as error:
+                logger.error("a communicator was let go without close(), and %s", error)
             except BaseException:
                 _interrupted.append(self._in_flight)
                 raise

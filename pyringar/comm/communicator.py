@@ -12,18 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as num_modes  # of make_fx and torch.export
+from torch.compiler import is_dynamo_compiling
 
 from pyringar.choices import ALGORITHMS, ORDERS, check_choice
 from pyringar.comm import arrays, reference
 from pyringar.comm.arguments import (
+    are_lists,
+    check_max_blocks,
     check_plan,
     check_ring_order,
     check_root,
     check_timeout,
+    is_list,
     op_name,
 )
-from pyringar.comm.auto import choose, depends_on_size
-from pyringar.comm.base import EngineCommunicator
+from pyringar.comm.auto import choose
+from pyringar.comm.base import EngineCommunicator, handle_of
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.shown import never_fails
@@ -42,12 +47,12 @@ TensorList = Sequence[Tensor]
 logger = logging.getLogger(__name__)
 
 
-def _make_group(devices: tuple[torch.device, ...], timeout_s: float) -> Any:
+def _make_group(devices: tuple[torch.device, ...], timeout_s: float, limits: dict[str, int]) -> Any:
     """Make the engine's side of a communicator: for ranks on the CPU, or with GPUs among them."""
     if all(device.type == "cpu" for device in devices):
         return load.engine().Group(len(devices), timeout_s)
     indices = [-1 if device.type == "cpu" else device.index for device in devices]
-    group = load.cuda_engine().Group(indices, timeout_s)
+    group = load.cuda_engine().Group(indices, timeout_s, **limits)
     if not group.has_peers():
         logger.warning(
             "the GPUs %s cannot reach each other's memory: every byte goes through the host's",
@@ -68,21 +73,31 @@ class Communicator(EngineCommunicator):
             are equal on all ranks and in every run either way.
         timeout: Seconds that a call waits for a rank which makes no progress. A call in which all
             ranks move may take longer.
+        max_blocks: On GPUs, how many thread blocks a call may occupy on each device, so that the
+            multiprocessors beyond them stay free for what runs beside it; None: as many as help.
+            A ``ring`` takes one for each rank of the device at least.
 
     Raises:
         ArgumentError: A device that is not there (names those that are), an unknown algorithm or
-            order, or a timeout that is no positive number.
+            order, a timeout or ``max_blocks`` that is no positive number, ``max_blocks`` where no
+            rank is on a GPU.
         BuildError: The engine cannot be built, for ranks on GPUs the CUDA engine. Only if there is
             no compiler, ``naive`` and ``sharded`` do without it, and warn.
 
     On GPUs, work starts after what is on each device's current stream, the current streams go on
     after it, and the host does not wait; ``async_op`` runs it on streams of the communicator (of
     tensors with gaps on the current ones), and ``Work.wait()`` orders the current streams after it.
-    A rank that was late is found by the next call. Ranks in the host's memory beside GPUs are
-    staged: the host then waits.
+    Kernels of ``ring`` wait for each other; one that waited too long is found by the next call, by
+    `check`, or by `close` and the end of a ``with`` block. Ranks in the host's memory beside GPUs
+    are staged: the host then waits.
 
-    ``auto`` takes ``fused`` where all ranks share a memory, ``direct`` elsewhere, and between GPUs
-    in any order ``ring`` from 512 KiB on; `plan` says which, and why.
+    ``auto`` takes ``fused`` where all ranks share a memory, and ``direct`` elsewhere; `plan` says
+    which, and why. A ``ring`` between GPUs is for those who ask: until it is enqueued on the last
+    of them, the first wait for that, and what waits for a GPU meanwhile, such as a ``cudaFree`` in
+    another thread, can hold both up until the timeout.
+
+    Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph, as an
+    operator of torch's; other calls break it. `pyringar.ops` returns new tensors instead.
 
     One communicator may be used from several threads; its collectives run one at a time. Its
     threads start when first needed and end with `close`.
@@ -95,27 +110,27 @@ class Communicator(EngineCommunicator):
         algorithm: str = "auto",
         order: str = "any",
         timeout: float = 30.0,
+        max_blocks: int | None = None,
     ) -> None:
         self._devices = check_devices(devices)
         self._topology = Topology.of(self._devices)
+        self._auto, self._why = choose(self._topology.place)
         self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
-        # Where the size of a call decides, None.
-        place = self._topology.place
-        self._auto = {
-            name: None if depends_on_size(place, name) else choose(place, name, 0)[0]
-            for name in ORDERS
-        }
-        self._resolve(None, None, None)
+        has_gpus = any(device.type != "cpu" for device in self._devices)
+        limits = check_max_blocks(max_blocks, has_gpus=has_gpus)
+        self._resolve(None, None)
         try:
-            self._group = _make_group(self._devices, self._timeout_s)
+            self._group = _make_group(self._devices, self._timeout_s, limits)
         except CompilerNotFoundError as error:
             if self._algorithm not in _PYTHON_ALGORITHMS:
                 raise
             logger.warning("%s runs in plain torch, without the engine: %s", algorithm, error)
             self._group = PlainGroup(self._devices, str(error))
         self._in_flight = {}
+        what = f"{self._topology}, algorithm={algorithm!r}, order={order!r}"
+        self._handle = handle_of(self, what)
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
 
     @property
@@ -137,8 +152,12 @@ class Communicator(EngineCommunicator):
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can capture the collectives: all ranks are on GPUs.
 
-        The first ``ring`` call, and the first of its size that is staged, allocate memory: make one
-        call before the capture.
+        With several GPUs the current streams of all of them must be in the capture: let each wait
+        for the captured one first, and the captured one for them at the end. Anything else, and a
+        ``ring`` between GPUs, raises `UnsupportedError` before it runs.
+
+        What a captured call needs belongs to the graph: it may be replayed beside other calls of
+        the communicator, and after `close`.
         """
         return all(device.type == "cuda" for device in self._devices)
 
@@ -178,7 +197,12 @@ class Communicator(EngineCommunicator):
         are packed first and unpacked after; so are those not in the order of their index, unless
         all ranks' lie alike.
         """
-        chosen = self._resolve(algorithm, order, tensors)
+        if (is_dynamo_compiling() or num_modes()) and is_list(tensors) and not async_op:
+            from pyringar.comm import operators
+
+            operators.reduce(self._handle, tensors, op, algorithm, order)
+            return None
+        chosen = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
@@ -207,7 +231,13 @@ class Communicator(EngineCommunicator):
 
         Cost: one dispatch for all tensors; packed is only what `all_reduce` would pack.
         """
-        chosen = self._resolve(algorithm, order, lists)
+        if (is_dynamo_compiling() or num_modes()) and are_lists(lists) and not async_op:
+            from pyringar.comm import operators
+
+            flat = [tensor for tensors in lists for tensor in tensors]
+            operators.reduce(self._handle, flat, op, algorithm, order, num_lists=len(lists))
+            return None
+        chosen = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
@@ -231,7 +261,7 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("reduce_scatter", inputs)
+        algorithm = self._resolve_engine("reduce_scatter")
         native = self._group.reduce_scatter(
             outputs, inputs, op_name(op), algorithm, self._in_flight if async_op else None
         )
@@ -250,7 +280,7 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("all_gather", outputs)
+        algorithm = self._resolve_engine("all_gather")
         native = self._group.all_gather(
             outputs, inputs, algorithm, self._in_flight if async_op else None
         )
@@ -293,9 +323,94 @@ class Communicator(EngineCommunicator):
 
         See `all_reduce` for the other arguments and errors.
         """
-        chosen = self._resolve_engine("bind", tensors, algorithm, order)
+        chosen = self._resolve_engine("bind", algorithm, order)
         bound: Callable[[], None] = self._group.bind(tensors, op_name(op), chosen)
         return bound
+
+    def bind_coalesced(
+        self,
+        lists: Sequence[TensorList],
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+    ) -> Callable[[], None]:
+        """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
+
+        Args:
+            lists: ``lists[rank][i]``; their tensors are kept alive by what is returned.
+
+        See `bind` for the other arguments, for what is returned and for what must not change, and
+        `all_reduce` for errors.
+
+        Cost: of every call, beside the reduction itself, one version count per tensor and rank, by
+        which autograd notices that it was written: tens of nanoseconds.
+        """
+        chosen = self._resolve_engine("bind_coalesced", algorithm, order)
+        bound: Callable[[], None] = self._group.bind_coalesced(lists, op_name(op), chosen)
+        return bound
+
+    def _remember(self, lists: list[list[Tensor]], op: str) -> Any:
+        """Return a reduction that can be begun again while these tensors lie where they do now.
+
+        Unlike `bind_coalesced` it does not keep the tensors, only their memory.
+
+        Returns:
+            The engine's; None where it cannot be.
+        """
+        chosen = self._resolve(None, None)
+        if chosen in _PYTHON_ALGORITHMS:
+            return None
+        return self._group.remember(lists, op, chosen)
+
+    def _begin(self, remembered: Any, lists: list[list[Tensor]], after: Any) -> Work:
+        """Begin a reduction of `_remember`, which holds ``lists``; see `_begin_bucket`."""
+        native = remembered.begin(lists, self._in_flight, after)
+        return self._begun(native, "all_reduce_coalesced")
+
+    def _begin_bucket(self, lists: list[list[Tensor]], op: str, after: Any) -> Work | None:
+        """Begin an `all_reduce_coalesced`.
+
+        Args:
+            after: What says when the tensors are there, of a bucketer's step.
+        """
+        chosen = self._resolve(None, None)
+        # What torch reads, to pack it or to reduce it itself, it reads on the current streams.
+        is_read_here = chosen in _PYTHON_ALGORITHMS or any(
+            tensor.is_neg() or not tensor.is_contiguous() for mine in lists for tensor in mine
+        )
+        if is_read_here:
+            ready, bucket = after
+            for rank in range(len(self._devices)):
+                ready.make_wait(bucket, rank)
+            return self.all_reduce_coalesced(lists, op, async_op=True)
+        native = self._group.all_reduce_coalesced(lists, op, chosen, self._in_flight, after)
+        return self._begun(native, "all_reduce_coalesced", op, chosen)
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if a collective has failed of which nobody was told; wait for nothing.
+
+        Raises:
+            CollectiveTimeout: A rank was late, in a call that has run on a GPU by now.
+            RingarError: The communicator is closed or was aborted, or a call failed before.
+        """
+        self._group.check_usable()
+
+    def abort(self) -> None:
+        """End what runs on GPUs: kernels that wait leave, and every call raises from now on.
+
+        Tensors of calls that were under way hold anything. May be called from any thread.
+
+        Raises:
+            UnsupportedError: No rank is on a GPU; calls on the CPU end by themselves.
+        """
+        if all(device.type == "cpu" for device in self._devices):
+            raise UnsupportedError(
+                "abort: no rank is on a GPU, and calls on the CPU end themselves"
+            )
+        self._group.abort()
 
     # -- what would run, what ran ------------------------------------------------------------------
 
@@ -311,7 +426,7 @@ class Communicator(EngineCommunicator):
         """
         check_plan(nbytes, dtype)
         if self._algorithm == "auto":
-            algorithm, reason = choose(self._topology.place, self._order, nbytes)
+            algorithm, reason = self._auto, self._why
         else:
             algorithm, reason = self._algorithm, "asked for"
         return Plan.of(algorithm, reason, self._topology, nbytes)
@@ -338,15 +453,15 @@ class Communicator(EngineCommunicator):
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _resolve(self, algorithm: str | None, order: str | None, data: Any) -> str:
-        """Return the algorithm that a call runs; ``data[0]`` is what rank 0 brings."""
+    def _resolve(self, algorithm: str | None, order: str | None) -> str:
+        """Return the algorithm that a call runs."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
             check_choice("algorithm", algorithm, ALGORITHMS)
         order = self._order if order is None else check_choice("order", order, ORDERS)
         if algorithm == "auto":
-            return self._auto[order] or choose(self._topology.place, order, _num_bytes(data))[0]
+            return self._auto
         check_ring_order(algorithm, order, "'fused' or 'direct'")
         if algorithm == "fused" and not self._topology.is_one_memory:
             raise ArgumentError(
@@ -356,9 +471,9 @@ class Communicator(EngineCommunicator):
         return algorithm
 
     def _resolve_engine(
-        self, what: str, data: Any, algorithm: str | None = None, order: str | None = None
+        self, what: str, algorithm: str | None = None, order: str | None = None
     ) -> str:
-        chosen = self._resolve(algorithm, order, data)
+        chosen = self._resolve(algorithm, order)
         if chosen in _PYTHON_ALGORITHMS:
             raise UnsupportedError(
                 f"{what}: algorithm {chosen!r} knows all_reduce and all_reduce_coalesced only; "
@@ -379,22 +494,13 @@ class Communicator(EngineCommunicator):
         return Work(None, {}, what, op, algorithm) if async_op else None
 
 
-def _num_bytes(data: Any) -> int:
-    """Return the bytes that rank 0 brings; 0 if it is no data, which the engine then refuses."""
-    try:
-        first = data[0]
-        many = first if isinstance(first, (list, tuple)) else [first]
-        return sum(tensor.nbytes for tensor in many)
-    except (TypeError, IndexError, KeyError, AttributeError, RuntimeError):  # sparse: no nbytes
-        return 0
-
-
 class _Default:
     """Hold the groups behind `allreduce`, made at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may come in between
         self._group: Any = None
+        self.handle = handle_of(self, "of allreduce()")
         self._communicators: dict[tuple[torch.device, ...], Communicator] = {}
         close_at_exit(self, _Default._close, in_child=_Default._forget)
 
@@ -419,6 +525,16 @@ class _Default:
             if any(t.is_cuda for t in tensors):
                 return self._on(tuple(t.device for t in tensors))
         return None
+
+    def all_reduce(
+        self, data: TensorList, op: Any, *, algorithm: str | None = None, order: str | None = None
+    ) -> None:
+        """Do what `allreduce` says, which chooses ``algorithm`` and ``order`` itself."""
+        communicator = self.communicator(data)
+        if communicator is not None:
+            communicator.all_reduce(data, op)
+        else:
+            self.group().all_reduce(data, op_name(op), "fused", None)
 
     def _on(self, devices: tuple[torch.device, ...]) -> Communicator:
         with self._lock:
@@ -457,8 +573,9 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """
-    communicator = _default.communicator(data)
-    if communicator is not None:
-        communicator.all_reduce(data, op)
+    if (is_dynamo_compiling() or num_modes()) and is_list(data):
+        from pyringar.comm import operators
+
+        operators.reduce(_default.handle, data, op, None, None)
     else:
-        _default.group().all_reduce(data, op_name(op), "fused", None)
+        _default.all_reduce(data, op)

@@ -13,12 +13,14 @@ from typing import Any
 
 from pyringar.comm.arguments import is_count
 from pyringar.engine import load
-from pyringar.errors import RingarError
+from pyringar.errors import ArgumentError, RingarError
 
 __all__ = [
     "INT32_MAX",
     "LONGEST_BYTES",
     "Member",
+    "check_agreed",
+    "check_equal_nodes",
     "garbage",
     "node_id",
     "parse_object",
@@ -121,6 +123,40 @@ def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
     for member in members:
         nodes.setdefault(member.node, []).append(member.rank)
     return list(nodes.values())
+
+
+def check_agreed(members: Sequence[Member]) -> None:
+    """Refuse ranks that check, or keep tensors on, what others do not.
+
+    Raises:
+        ArgumentError: Names two that differ.
+    """
+    first = members[0]
+    for other in members:
+        if other.check != first.check:
+            raise ArgumentError(
+                f"PYRINGAR_CHECK is {first.check!r} for {first.name} and {other.check!r} for "
+                f"{other.name}, expected the same for all ranks"
+            )
+        if other.kind != first.kind:
+            raise ArgumentError(
+                f"device is a {first.kind} device for {first.name} and a {other.kind} device for "
+                f"{other.name}, expected GPUs for all ranks, or for none"
+            )
+
+
+def check_equal_nodes(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> None:
+    """Refuse machines with different numbers of ranks.
+
+    Raises:
+        ArgumentError: They have; names them.
+    """
+    if len({len(ranks) for ranks in nodes}) > 1:
+        raise ArgumentError(
+            "the machines have different numbers of ranks "
+            f"({where_nodes_are(nodes, members)}), expected equal ones: each rank of a machine "
+            "reduces one part with its counterparts on the others"
+        )
 
 
 def where_nodes_are(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import DTYPES
+from pyringar.comm.arguments import DTYPES, check_lists
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
 
@@ -38,17 +38,16 @@ class PlainGroup:
     def check_coalesced(self, lists: Any) -> None:
         """Refuse what is not one list of tensors per rank, alike in length, shapes and dtypes."""
         self._check_ranks("lists", lists)
-        for rank, tensors in enumerate(lists):
-            if not isinstance(tensors, Sequence) or len(tensors) != len(lists[0]):
-                raise ArgumentError(
-                    f"lists[{rank}] is {kind_of(tensors)}, expected a list as long as that of rank "
-                    "0"
-                )
+        check_lists(lists)
         self._check_tensors({f"lists[{rank}]": tensors for rank, tensors in enumerate(lists)})
 
-    def _check_ranks(self, name: str, given: Any) -> None:
+    def check_usable(self) -> None:
+        """Refuse everything once it is closed."""
         if self._is_closed:
             raise RingarError("the communicator is closed")
+
+    def _check_ranks(self, name: str, given: Any) -> None:
+        self.check_usable()
         if not isinstance(given, (list, tuple)) or len(given) != len(self._devices):
             count = f" of {len(given)}" if isinstance(given, (list, tuple)) else ""
             raise ArgumentError(
@@ -89,7 +88,8 @@ class PlainGroup:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise CompilerNotFoundError(self._reason)
 
-    all_reduce = all_reduce_coalesced = reduce_scatter = all_gather = broadcast = bind = _refuse
+    all_reduce = all_reduce_coalesced = reduce_scatter = all_gather = broadcast = _refuse
+    bind = bind_coalesced = _refuse
 
 
 def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:

@@ -9,21 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as num_modes  # of make_fx and torch.export
+from torch.compiler import is_dynamo_compiling
 
 from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.arguments import (
     check_list,
+    check_max_blocks,
     check_plan,
     check_ring_order,
     check_root,
     check_timeout,
     is_count,
+    is_list,
     op_name,
 )
 from pyringar.comm.auto import choose
-from pyringar.comm.base import EngineCommunicator, OwnRank
+from pyringar.comm.base import EngineCommunicator, OwnRank, handle_of
 from pyringar.comm.exits import close_at_exit
-from pyringar.comm.member import Member, ranks_by_node, where_nodes_are
+from pyringar.comm.member import Member, check_agreed, ranks_by_node, where_nodes_are
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.shared_tensors import memory_of
 from pyringar.comm.shown import never_fails
@@ -35,7 +39,7 @@ from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 __all__ = ["ProcessCommunicator"]
 
 ALGORITHMS = ("auto", "direct", "ring")
-_AUTO = {order: choose("processes", order, 0)[0] for order in ORDERS}
+_AUTO, _WHY = choose("processes")
 _CHECKS = ("", "digest")
 
 Tensors = Tensor | Sequence[Tensor]
@@ -65,6 +69,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             ranks a GPU, or on none.
         compares_shapes: Refuse tensors of other shapes than on other ranks. False: as many elements
             will do, and correspond by index; on the CPU only.
+        max_blocks: How many thread blocks a kernel of this rank's calls may have on its GPU; None:
+            as many as help.
 
     See `Communicator` for ``order``.
 
@@ -102,8 +108,10 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
+        max_blocks: int | None = None,
     ) -> None:
         self._configure(name, algorithm, order, timeout, device)
+        self._limits = check_max_blocks(max_blocks, has_gpus=self._device.type == "cuda")
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
             store, rank, world_size, name, self._timeout_s, self._device.type
@@ -115,14 +123,16 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         cls,
         meeting: Rendezvous,
         members: list[Member],
+        device: torch.device,
         *,
         algorithm: str,
         order: str,
         timeout: float,
     ) -> ProcessCommunicator:
-        """Return the communicator of ``members``, who have met already, on the CPU."""
+        """Return the communicator of ``members``, who have met already."""
         self = cls.__new__(cls)
-        self._configure(meeting.name, algorithm, order, timeout, None)
+        self._limits = {}
+        self._configure(meeting.name, algorithm, order, timeout, device)
         self._join(meeting, members, compares_shapes=True)
         return self
 
@@ -146,10 +156,10 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self._rank, self._world_size = meeting.rank, meeting.world_size
         self._members = members
         _check_one_node(members)
-        _check_agreed(members)
+        check_agreed(members)
         options: dict[str, Any] = {}
         if self._device.type == "cuda":
-            options["device"] = self._device.index
+            options |= {"device": self._device.index, **self._limits}
         elif not compares_shapes:
             options["compares_shapes"] = False
         memory, token = meeting.share_memory()
@@ -168,6 +178,10 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         if self._device.type == "cuda":
             self._group.connect()
         self._in_flight = {}
+        what = (
+            f"rank {self._rank} of {self._world_size}, name={self._name!r}, order={self._order!r}"
+        )
+        self._handle = handle_of(self, what)
         self._num_regions = 0
         # Tells the others that this rank has left, sooner than they would find its process gone.
         close_at_exit(
@@ -267,6 +281,12 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         waits per piece, ``(3 - 2 / k) N`` read and ``2 N`` written. GPUs have slots of 16 MiB and
         change over at 256 KiB. Registered tensors: two waits, ``2 k N`` in all.
         """
+        own = [tensors] if isinstance(tensors, Tensor) else tensors
+        if (is_dynamo_compiling() or num_modes()) and is_list(own) and not async_op:
+            from pyringar.comm import operators
+
+            operators.reduce(self._handle, own, op, algorithm, order)
+            return None
         chosen = self._resolve(algorithm, order)
         native = self._group.all_reduce(
             tensors, op_name(op), chosen, self._in_flight if async_op else None
@@ -286,7 +306,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
         See `all_reduce` for arguments and errors.
         """
-        check_list(tensors)
+        check_list("all_reduce_coalesced", tensors)
         return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
 
     def reduce_scatter(
@@ -372,6 +392,21 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             tensors, op_name(op), self._resolve(algorithm, order)
         )
         return bound
+
+    def bind_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+    ) -> Callable[[], None]:
+        """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
+
+        See `bind` for arguments, for what is returned and for errors.
+        """
+        check_list("bind_coalesced", tensors)
+        return self.bind(tensors, op, algorithm=algorithm, order=order)
 
     # -- registered tensors ------------------------------------------------------------------------
 
@@ -472,7 +507,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         check_plan(nbytes, dtype)
         chosen, reason = self._algorithm, "asked for"
         if self._algorithm == "auto":
-            chosen, reason = choose("processes", self._order, nbytes)
+            chosen, reason = _AUTO, _WHY
         plan = self._group.plan(nbytes, str(dtype).removeprefix("torch."), chosen)
         return Plan.in_processes(
             plan["algorithm"], plan["num_pieces"], reason, self._world_size, nbytes
@@ -508,7 +543,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
                 "their own have no ring on GPUs; take 'auto' or 'direct'"
             )
         check_ring_order(algorithm, order, "'direct'")
-        return _AUTO[order] if algorithm == "auto" else algorithm
+        return _AUTO if algorithm == "auto" else algorithm
 
 
 def _remove_region(group: weakref.ref[Any], region: int) -> None:
@@ -524,21 +559,6 @@ def _check_one_size(nbytes: Sequence[int]) -> None:
                 f"register: the tensor of rank {rank} lies in {mine} bytes of shared memory, that "
                 f"of rank 0 in {nbytes[0]}; expected tensors of shared_empty() of one size on all "
                 "ranks"
-            )
-
-
-def _check_agreed(members: Sequence[Member]) -> None:
-    first = members[0]
-    for other in members:
-        if other.check != first.check:
-            raise ArgumentError(
-                f"PYRINGAR_CHECK is {first.check!r} for {first.name} and {other.check!r} for "
-                f"{other.name}, expected the same for all ranks"
-            )
-        if other.kind != first.kind:
-            raise ArgumentError(
-                f"device is a {first.kind} device for {first.name} and a {other.kind} device for "
-                f"{other.name}, expected GPUs for all ranks, or for none"
             )
 
 

@@ -68,7 +68,8 @@ def divide(total: Tensor, count: int, pieces: Pieces) -> None:
     """
     for piece in pieces(total):
         if piece.is_floating_point():
-            piece.div_(count)
+            # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds twice.
+            piece.div_(piece.new_full((), count))
         else:  # as int64: count may not fit an int8
             piece.copy_(piece.long().div_(count, rounding_mode="trunc"))
 

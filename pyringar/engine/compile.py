@@ -41,7 +41,7 @@ BASE_FLAGS = (
 NVCC_FLAGS = (
     *("-std=c++20", "-O3", "-DNDEBUG"),
     *("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"),  # the same contract
-    "--expt-relaxed-constexpr",
+    *("--expt-relaxed-constexpr", "-lineinfo"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
     *("-Xptxas", "-v"),  # registers and spills: into build.json
 )
@@ -120,11 +120,11 @@ CUDA = EngineKind(
     ),
     included=(
         *("cuda/**/*.cuh", "cuda/**/*.h", "cuda_process/**/*.h"),
-        *(f"{floor}/**/*.h" for floor in ("bindings", "process", "cpu", "os", "core")),
+        *(f"{floor}/**/*.h" for floor in ("bindings", *_CPU_FLOORS)),
     ),
     joined=(("cpu/",), ("process/",), ("os/",)),
     cuda=True,
-    advice="nvcc 12.0 and newer can build it, with a C++ compiler that it supports; try others "
+    advice="nvcc 12.1 and newer can build it, with a C++ compiler that it supports; try others "
     "(PYRINGAR_NVCC, CXX), then `pyringar build --cuda --verbose`.",
 )
 

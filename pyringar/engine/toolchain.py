@@ -33,6 +33,7 @@ __all__ = [
     "cuda_archs_built",
     "cuda_archs_cover",
     "cuda_archs_wanted",
+    "demangled",
     "extension_suffix",
     "find_compiler",
     "find_ninja",
@@ -528,12 +529,12 @@ def kernels_in(output: str) -> list[Kernel]:
         registers = re.search(r"Used (\d+) registers", text)
         if registers is not None:
             kernels.append(Kernel(name, arch, int(registers[1]), stack, stores, loads))
-    readable = _demangled([kernel.name for kernel in kernels])
+    readable = demangled([kernel.name for kernel in kernels])
     named = (replace(kernel, name=readable[kernel.name]) for kernel in kernels)
     return sorted(named, key=lambda kernel: (kernel.name, _arch_number(kernel.arch)))
 
 
-def _demangled(names: Sequence[str]) -> dict[str, str]:
+def demangled(names: Sequence[str]) -> dict[str, str]:
     """Return the C++ names as written in the source, or unchanged if there is no c++filt."""
     tool, readable = shutil.which("c++filt"), names
     if tool is not None and names:

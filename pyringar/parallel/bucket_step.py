@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_not
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -131,6 +131,9 @@ class Step(Protocol):
 
     def launch(self, bucket: int, sent: Sent) -> None:
         """Note that a bucket leaves, and when."""
+
+    def after(self, bucket: int) -> Any:
+        """Return what says when a complete bucket's gradients are there; None: they are."""
 
     def has_marks(self) -> bool:
         """Return whether any gradient was counted."""

@@ -74,7 +74,9 @@ class GradientBucketer:
     ranks get a ``PeerLostError``.
 
     Cost: a call of a microsecond or less for every parameter and rank, one collective per bucket,
-    over processes with one element more per parameter.
+    over processes with one element more per parameter. In one process, gradients that stay from
+    step to step (``zero_grad(set_to_none=False)``) are checked once; their memory is kept until the
+    first gradient of their bucket goes.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
     Under compiled autograd everything is reduced in `wait`, and a pass that fails is not
     noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own, or

@@ -117,9 +117,23 @@ class ProcessRanks(Ranks):
         flags = torch.tensor(entries, dtype=kind.dtype, device=kind.device)
         return Sent(list(wanted), [grads], state.has_marks, flags, is_whole=all(used))
 
-    def send(self, tensors: list[list[Tensor]]) -> Work | None:
-        """Reduce a bucket and its flags."""
-        return self._comm.all_reduce_coalesced(tensors[0], self._op, async_op=True)
+    @property
+    def make_ready(self) -> Any:
+        """Return what follows gradients on a GPU through its streams; None on the CPU."""
+        inside = getattr(self._comm, "_intra", self._comm)  # of several machines, this one
+        return getattr(getattr(inside, "_group", None), "make_ready", None)
+
+    def sender(self, sent: Sent, after: Any) -> Callable[[], Work | None]:
+        """Return what reduces a bucket and its flags, after the current stream."""
+        (tensors,) = sent.tensors()
+
+        def send() -> Work | None:
+            if after is not None:
+                ready, bucket = after
+                ready.make_wait(bucket, 0)
+            return self._comm.all_reduce_coalesced(tensors, self._op, async_op=True)
+
+        return send
 
     def sees_change(self, step: Step) -> bool:
         """Return whether a rank changed gradients that had left, or broke the step off.

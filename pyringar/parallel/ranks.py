@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +41,17 @@ class BucketState:
 
 
 class Ranks:
-    """How the buckets of a step are reduced; what is not overridden is for ranks in one process.
+    """Reduces the buckets of a step; what is not overridden is for ranks in one process.
 
     Attributes:
         in_turns: Buckets leave in the order of the plan, the last one in ``wait()``.
+        make_ready: Makes what follows gradients through streams; None where hooks find them there.
         can_tell: The last bucket can tell all ranks that the step failed.
         unwaited: Why a step that nobody waited for cannot be forgotten; "" if it can.
     """
 
     in_turns: bool = False
+    make_ready: Any = None
     can_tell: bool = False
     unwaited: str = ""
 
@@ -71,8 +75,15 @@ class Ranks:
         """
         raise NotImplementedError
 
-    def send(self, tensors: list[list[Tensor]]) -> Work | None:
-        """Reduce a bucket's tensors in the background; None where there is nothing to reduce."""
+    def sender(self, sent: Sent, after: Any) -> Callable[[], Work | None]:
+        """Return what begins a bucket's reduction; it returns None where nothing is to be reduced.
+
+        Nothing has left before that is called.
+
+        Args:
+            sent: The bucket.
+            after: What says when its gradients are there, if backward has left them all; or None.
+        """
         raise NotImplementedError
 
     def sees_change(self, step: Step) -> bool:
@@ -139,6 +150,9 @@ class LocalRanks(Ranks):
         if comm.world_size != len(params):
             raise ArgumentError(f"comm has {comm.world_size} ranks for {len(params)} replicas")
         self._comm = comm
+        # By a bucket's first parameter: its gradient, and what reduces the bucket's if they stay.
+        self._firsts: dict[int, weakref.ref[Tensor]] = {}
+        self._kept: dict[int, Any] = {}
         self._text = f"{len(params)} replicas with {len(params[0])} parameters"
 
     def __str__(self) -> str:
@@ -161,11 +175,40 @@ class LocalRanks(Ranks):
                 grads.append(grad)
         return Sent(list(wanted), lists)
 
-    def send(self, tensors: list[list[Tensor]]) -> Work | None:
-        """Reduce where the gradients lie."""
-        if not tensors[0]:
+    @property
+    def make_ready(self) -> Any:
+        """Return what follows gradients on GPUs through their streams; None without GPUs."""
+        return getattr(self._comm._group, "make_ready", None)
+
+    def sender(self, sent: Sent, after: Any) -> Callable[[], Work | None]:
+        """Return what reduces where the gradients lie."""
+        if not sent.params:
+            return lambda: None
+        remembered = self._remembered(sent)
+        if remembered is not None:
+            return partial(self._comm._begin, remembered, sent.lists, after)
+        tensors = sent.tensors()
+        if after is None:
+            return partial(self._comm.all_reduce_coalesced, tensors, self._op, async_op=True)
+        return partial(self._comm._begin_bucket, tensors, self._op, after)
+
+    def _remembered(self, sent: Sent) -> Any:
+        """Return the reduction of these gradients if they are those of the step before.
+
+        Under ``zero_grad(set_to_none=True)`` they never are. Its memory is kept until the first of
+        them goes, as all do that are cleared so.
+        """
+        key, first, kept = sent.params[0], sent.lists[0][0], self._kept
+        before = self._firsts.get(key)
+        if before is None or before() is not first:
+            self._firsts[key] = weakref.ref(first)
+            kept.pop(key, None)
             return None
-        return self._comm.all_reduce_coalesced(tensors, self._op, async_op=True)
+        if key in kept and (kept[key] is None or kept[key].holds(sent.lists)):
+            return kept[key]
+        reduction = kept[key] = self._comm._remember(sent.tensors(), self._op)
+        self._firsts[key] = weakref.ref(first, lambda _: kept.pop(key, None))
+        return reduction
 
     def flush(self) -> None:
         """Wait for all buckets, by a reduction after them."""
@@ -174,6 +217,7 @@ class LocalRanks(Ranks):
 
     def close(self) -> None:
         """Close the communicator, if it is their own."""
+        self._kept.clear()
         if self._owned is not None:
             self._owned.close()
 

@@ -78,6 +78,7 @@ class Reducer:
             on_complete=_method(this, Reducer._send) if overlap else None,
             on_trouble=_method(this, Reducer._trouble),
             on_failed=_method(this, Reducer._settle),
+            make_ready=ranks.make_ready,
         )
         params.add_hooks(self.native)
 
@@ -206,10 +207,11 @@ class Reducer:
             ranks = range(len(self._params.by_rank))
             self._check_cleared([(rank, i) for rank in ranks for i in wanted])
         sent = self._ranks.pack(wanted, self._params.by_rank, state)
-        tensors = sent.tensors()  # before it is noted: an interrupt in here breaks nothing off
+        # Before it is noted: an interrupt in here breaks nothing off.
+        send = self._ranks.sender(sent, step.after(bucket) if state.is_complete else None)
         step.launch(bucket, sent)
         try:
-            sent.work = self._ranks.send(tensors)
+            sent.work = send()
         except (ArgumentError, UnsupportedError):
             del step.sent[bucket]
             raise

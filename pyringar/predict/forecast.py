@@ -27,7 +27,6 @@ class Workload:
         first_bucket_mb: See `pyringar.GradientBucketer`.
         is_packed: The tensors of a call travel as one, packed at no cost. Otherwise algorithms
             that take one tensor at a time do so.
-        order: ``"any"`` or ``"rank"``, for ``auto`` to choose by.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Workload:
     bucket_cap_mb: float = 10
     first_bucket_mb: float = 1
     is_packed: bool = False
-    order: str = "any"
 
     @property
     def nbytes(self) -> int:
@@ -175,5 +173,5 @@ def _choice(workload: Workload, network: Network) -> Choice:
     gpus: dict[str, tuple[int, ...]] = {
         f"cuda:{rank}": (rank,) for rank in range(network.world_size)
     }
-    name, reason = choose(Topology(tuple(gpus), gpus).place, workload.order, workload.nbytes)
+    name, reason = choose(Topology(tuple(gpus), gpus).place)
     return Choice(network.world_size, name, reason)

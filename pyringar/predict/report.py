@@ -180,7 +180,7 @@ def _verdict(forecast: Forecast, network: Network, choice: Choice) -> str:
     if _time_s(best) < 0.99 * _time_s(taken):
         what = "an all-reduce" if best.step is None else "a step"
         text += (
-            f" It goes by bytes and order, and knows neither these links nor their wiring, over "
+            f" It goes by where ranks are, and knows neither these links nor their wiring, over "
             f"which {what} by {best.algorithm} is predicted to take {_ms(_time_s(best))} ms "
             f"instead of {_ms(_time_s(taken))}: name it, and measure both."
         )

@@ -1,29 +1,26 @@
-"""Does the CUDA engine build for all architectures, spill nothing and load 16 bytes at a time?"""
+"""Does the CUDA engine build for all architectures, and what has nvcc made of its kernels?"""
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
 from collections import Counter
 
+import cuda_sass
 import pytest
 from tiny_engine import REPO, needs_compiler, needs_nvcc, run
 
-from pyringar.engine import build, toolchain
+from pyringar.engine import build
 
-KERNELS = ("fused_kernel", "direct_kernel", "ring_kernel")
-DTYPES = 8
 REDUCTIONS = 4  # the mean is the sum's
-TABLES = 2
-VARIANTS = {"fused_kernel": TABLES, "direct_kernel": TABLES, "ring_kernel": 1}
+TABLES = 3
+VARIANTS = {"fused_kernel": TABLES, "ring_kernel": 1}
 
 
 @needs_compiler
 @needs_nvcc
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1800)
 def test_builds_for_all_architectures_and_spills_nothing(cache, monkeypatch):
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "all")
     record = build.build_engine(build.Recipe(kind=build.CUDA)).record
@@ -34,10 +31,11 @@ def test_builds_for_all_architectures_and_spills_nothing(cache, monkeypatch):
             name
             for k in record["kernels"]
             if k["arch"] == arch
-            for name in KERNELS
+            for name in VARIANTS
             if name in k["name"]
         )
-        assert count == {n: v * DTYPES * REDUCTIONS for n, v in VARIANTS.items()}, arch
+        num_each = len(cuda_sass.DTYPES) * REDUCTIONS
+        assert count == {name: tables * num_each for name, tables in VARIANTS.items()}, arch
     spilled = [k for k in record["kernels"] if k["spill_store_bytes"] or k["spill_load_bytes"]]
     assert spilled == []
     code = "from pyringar.engine import load; print(load.cuda_engine().num_devices())"
@@ -47,45 +45,72 @@ def test_builds_for_all_architectures_and_spills_nothing(cache, monkeypatch):
     assert out.strip().isdigit()
 
 
+@needs_compiler
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_links_and_imports(cache, monkeypatch):
+    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
+    build.build_engine(build.Recipe(kind=build.CUDA))
+    code = "from pyringar.engine import load; print(sorted(vars(load.cuda_engine())))"
+    out = run(
+        sys.executable, "-c", code, cwd=REPO, PYRINGAR_CACHE_DIR=cache, PYRINGAR_CUDA_ARCHS="9.0"
+    )
+    assert "'Group', 'ProcessGroup', 'ProcessWork'" in out
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """``read(dtype, *defines)``: the kernels of a dtype, by kind."""
+    folder = tmp_path_factory.mktemp("sass")
+    try:
+        cuda_sass.nvdisasm(folder)
+    except OSError as error:
+        pytest.skip(str(error))
+
+    def kernels(dtype, *defines):
+        source = REPO / f"csrc/cuda/kernels_{dtype}.cu"
+        found = cuda_sass.kernels_of(source, folder, defines=defines)
+        kinds = {kind: [k for k in found if k.name.startswith(kind)] for kind in ("fused", "ring")}
+        assert len(kinds["fused"]) == TABLES * REDUCTIONS
+        assert len(kinds["ring"]) == REDUCTIONS
+        assert [k for k in found if k.spilled_bytes or k.local_accesses] == []
+        return kinds
+
+    return kernels
+
+
 @needs_nvcc
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("file", "wide"), [("kernels_float.cu", "float"), ("kernels_half.cu", "half")]
-)
-def test_fused_moves_sixteen_bytes_at_a_time(tmp_path, file, wide):
-    toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
-    cubin = tmp_path / f"{wide}.cubin"
-    flags = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-arch=sm_90"]
-    command = [*toolkit.nvcc.command, *flags, f"-I{REPO / 'csrc'}", "-cubin", "-o", str(cubin)]
-    subprocess.run([*command, str(REPO / "csrc/cuda" / file)], check=True)
-    sass = subprocess.run(
-        [nvdisasm(tmp_path), "--print-code", str(cubin)], check=True, capture_output=True, text=True
-    ).stdout
-    functions = re.split(r"^\.text\.(\S+):$", sass, flags=re.MULTILINE)
-    fused = {
-        n: body
-        for n, body in zip(functions[1::2], functions[2::2], strict=True)
-        if "fused_kernel" in n
-    }
-    assert len(fused) == 2 * REDUCTIONS * TABLES
-    for name, body in fused.items():
-        loads = re.findall(r"\bLDG\S*", body)
-        stores = re.findall(r"\bSTG\S*", body)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_move_sixteen_bytes_at_a_time_and_fit(read, dtype):
+    kinds = read(dtype)
+    for kernel in kinds["fused"]:
         # Four packs of two ranks at once; heads and tails go element by element.
-        assert sum(".128" in load for load in loads) >= 8, name
-        assert sum(".128" in store for store in stores) >= 4, name
-        assert not re.search(r"\b(LDL|STL)\b", body), f"{name} uses local memory"
+        assert kernel.loads_in_flight >= 8, kernel
+        assert kernel.wide_stores >= 4, kernel
+        assert kernel.blocks(256) >= 2, kernel
+        assert kernel.fences == kernel.barriers == 0, kernel
+    for kernel in kinds["ring"]:
+        assert kernel.loads_in_flight >= 4, kernel
+        assert kernel.blocks(512) == 2, kernel
 
 
-def nvdisasm(folder):
-    """The disassembler, from pip: toolkits made for building come without."""
-    package = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    done = subprocess.run(
-        [*package, str(folder / "tools"), "nvidia-cuda-nvdisasm"], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        pytest.skip(f"nvdisasm cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
-    program = next((folder / "tools").rglob("nvdisasm"))
-    program.chmod(0o755)
-    return str(program)
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", cuda_sass.DTYPES)
+def test_more_blocks_of_the_narrow_shape_fit_a_multiprocessor(read, dtype):
+    for kernel in read(dtype, "PYRINGAR_FUSED_SHAPE=1")["fused"]:
+        assert kernel.blocks(256) >= (3 if "int8" in dtype else 4), kernel
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shape", [2, 3, 4])
+def test_the_other_shapes_compile(read, shape):
+    for kernel in read("uint8", f"PYRINGAR_FUSED_SHAPE={shape}")["fused"]:
+        assert kernel.loads_in_flight >= 4, kernel

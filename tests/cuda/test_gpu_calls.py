@@ -58,6 +58,20 @@ def test_bind(ranks_of, algorithm):
     gpu.assert_ranks(tensors, parts[0], algorithm)
 
 
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_bind_lists(ranks_of, algorithm):
+    comm, sizes = ranks_of(3), (5003, 0, 17)
+    parts = [gpu.drawn(numel, torch.float32, 3) for numel in sizes]
+    placed = [gpu.placed(comm, part) for part in parts]
+    lists = [list(mine) for mine in zip(*placed, strict=True)]
+    bound = comm.bind_coalesced(lists, "mean", algorithm=algorithm)
+    for _ in range(3):
+        bound()
+        parts = [[expected(part, "mean", algorithm)] * 3 for part in parts]
+    for tensors, part in zip(placed, parts, strict=True):
+        gpu.assert_ranks(tensors, part[0], algorithm)
+
+
 def test_allreduce_is_the_books(ranks_of):
     for world_size in (1, 2, 5, 8):
         for numel in (0, 1, 1009):
@@ -152,7 +166,7 @@ def test_tensors_that_share_memory(ranks_of, device):
 
 def test_ranks_that_disagree(ranks_of):
     one, other = gpu.ones(ranks_of(2), 4)
-    for second, what in [(other[:3], "shape"), (other.double(), "dtype"), (None, "NoneType")]:
+    for second, what in [(other[:3], "shape"), (other.double(), "dtype"), (None, "is None")]:
         with pytest.raises(pr.ArgumentError, match=what):
             ranks_of(2).all_reduce([one, second])
     assert one.tolist() == [1, 1, 1, 1]
@@ -215,3 +229,19 @@ def test_the_cuda_array_interface(ranks_of):
     tensors = gpu.placed(ranks_of(2), parts)
     ranks_of(2).all_reduce([Interface(tensor) for tensor in tensors])
     gpu.assert_ranks(tensors, reduced(parts, "sum"))
+
+
+def test_compiled_calls_stay_in_one_graph(ranks_of):
+    comm = ranks_of(2)
+    parts = gpu.drawn(1000, torch.float32, 2)
+    tensors = gpu.placed(comm, parts)
+
+    def function(x, y):
+        first, second = pr.ops.all_reduce(comm, [x * 2, y * 2])
+        comm.all_reduce([x, y])
+        return first + 1, second + 1
+
+    results = torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors)
+    gpu.assert_ranks(tensors, reduced(parts, "sum"))
+    doubled = reduced([2 * part for part in parts], "sum")
+    gpu.assert_ranks(list(results), doubled + 1)

@@ -128,17 +128,57 @@ def test_streams_of_several_devices(algorithm, is_async, current):
 
 
 @gpu.two
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_a_withheld_device_is_a_timeout(algorithm):
-    with over((0, 1), timeout=0.5) as comm:
+def test_a_withheld_device_is_a_timeout():
+    with over((0, 1), timeout=0.5, algorithm="ring") as comm:
         tensors = gpu.ones(comm, 1000)
-        comm.all_reduce(tensors, algorithm=algorithm)
+        comm.all_reduce(tensors)
         comm._group.withhold_rank(1)
-        comm.all_reduce(tensors, algorithm=algorithm)
+        comm.all_reduce(tensors)
         for i in range(2):
             torch.cuda.synchronize(i)
         with pytest.raises(pr.CollectiveTimeout, match=r"cuda:0.* waited 0.5 s for .*cuda:1"):
-            comm.all_reduce(tensors, algorithm=algorithm)
+            comm.all_reduce(tensors)
+
+
+@gpu.two
+def test_a_graph_over_several_devices():
+    parts = gpu.drawn(30_011, torch.float32, 2)
+    with over((0, 1)) as comm:
+        tensors, sources = gpu.zeros(comm, 30_011), gpu.placed(comm, parts)
+        graph, first = torch.cuda.CUDAGraph(), torch.cuda.Stream(0)
+        second = torch.cuda.Stream(1)
+        with torch.cuda.graph(graph, stream=first), torch.cuda.stream(second):
+            with torch.cuda.stream(first), pytest.raises(pr.UnsupportedError, match="not that of"):
+                comm.all_reduce(tensors, algorithm="direct")
+            second.wait_stream(first)
+            with torch.cuda.stream(first), torch.cuda.stream(second):
+                comm.all_reduce(tensors, algorithm="direct")
+                with pytest.raises(pr.UnsupportedError, match="cannot be captured"):
+                    comm.all_reduce(tensors, algorithm="ring")
+            first.wait_stream(second)
+        for replay in range(3):
+            gpu.copy_all(tensors, sources)
+            for i in range(2):
+                torch.cuda.synchronize(i)
+            graph.replay()
+            torch.cuda.synchronize(0)
+            gpu.assert_ranks(tensors, expected(parts, "sum", "direct"), f"replay {replay}")
+
+
+@gpu.two
+def test_no_context_on_other_devices():
+    """A thread that has used no GPU closes, waits and asks; cuda:0 has no context of ours."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[False,", "True]"]
 
 
 @gpu.two
@@ -148,6 +188,28 @@ def test_peers_are_probed():
         assert [link[:2] for link in links] == [(0, 1), (1, 0)]
         assert all(can_access or not delivers for _, _, can_access, delivers in links)
         assert comm._group.has_peers() is all(delivers for *_, delivers in links)
+
+
+ALONE = """
+import ctypes, threading, torch, pyringar as pr
+torch.cuda.set_device(1)
+with pr.Communicator(["cuda:1", "cuda:1"]) as comm:
+    work = comm.all_reduce([torch.ones(100, device="cuda:1") for _ in range(2)], algorithm="ring",
+                           async_op=True)
+    def other():
+        work.wait()
+        work.is_completed()
+        comm.close()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
+found = []
+for device in range(2):
+    assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+    found.append(bool(active.value))
+print(found)
+"""
 
 
 EXPANDABLE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import gpu
 import pytest
@@ -51,6 +52,19 @@ def test_graph(make_ranks, algorithm, dtype, is_async):
         gpu.assert_ranks(tensors, expected(parts, "sum", algorithm), f"{algorithm} replay {replay}")
 
 
+def test_memory_of_captured_calls_is_kept_while_they_are_captured(make_ranks):
+    comm = make_ranks(2)
+    tensors = gpu.zeros(comm, 100)
+    graph = captured(lambda: comm.all_reduce(tensors, async_op=True).wait())
+    torch.cuda.synchronize()
+    assert len(comm._in_flight) >= 1, "calls of the capture may follow"
+    work = comm.all_reduce(gpu.zeros(comm, 10), async_op=True)
+    torch.cuda.synchronize()
+    assert work.is_completed()
+    assert not comm._in_flight
+    graph.replay()
+
+
 def test_graph_of_many_calls(make_ranks):
     """Lists, strided tensors and the other collectives, one after the other in one graph."""
     comm = make_ranks(2)
@@ -79,17 +93,51 @@ def test_graph_of_many_calls(make_ranks):
         gpu.assert_ranks(gathered, torch.cat(wanted), f"replay {replay}")
 
 
-def test_a_first_ring_inside_a_capture_is_refused(make_ranks):
+def test_a_graph_has_what_it_needs(make_ranks):
+    """The first ring of all is captured; then it is replayed beside others, and after close()."""
     comm = make_ranks(2)
-    tensors = gpu.ones(comm, 100)
-    with (  # noqa: PT012
-        pytest.raises(pr.RingarError, match=r"all_reduce: the first call .*before the capture"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        tensors[0].add_(0)
+    tensors, others = gpu.zeros(comm, 20_011), gpu.zeros(comm, 20_011)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         comm.all_reduce(tensors, algorithm="ring")
-    comm.all_reduce(tensors, algorithm="ring")
-    assert tensors[1].tolist() == [2] * 100
+    for replay in range(4):
+        parts = [part.roll(replay) for part in gpu.drawn(20_011, torch.float32, 2)]
+        gpu.copy_all(tensors, parts)
+        if replay < 3:
+            gpu.copy_all(others, parts)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                comm.all_reduce(others, algorithm="ring")
+        else:
+            comm.close()
+        graph.replay()
+        torch.cuda.synchronize()
+        gpu.assert_ranks(tensors, expected(parts, "sum", "ring"), f"replay {replay}")
+        if replay < 3:
+            gpu.assert_ranks(others, expected(parts, "sum", "ring"), f"beside replay {replay}")
+
+
+def test_a_capture_beside_other_threads(make_ranks):
+    """Works are asked, and communicators made and closed, while this thread captures."""
+    comm = make_ranks(2)
+    tensors = gpu.ones(comm, 1000)
+    work = comm.all_reduce(tensors, async_op=True)
+    graph = torch.cuda.CUDAGraph()
+
+    def others():
+        work.is_completed()
+        with make_ranks(2) as other:
+            other.all_reduce(gpu.ones(other, 100), algorithm="ring")
+
+    side = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=side), ThreadPoolExecutor(1) as pool:
+        here = torch.zeros(10, device=tensors[0].device)
+        pool.submit(others).result(60)
+        here.add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert here.tolist() == [1] * 10
 
 
 # -- training steps --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random as pyrandom
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,19 @@ def test_strided_tensors_in_the_background(make_ranks):
     results = [base[::2].clone() for base in bases]
     gpu.assert_ranks(results, reduced([part[::2] for part in parts], "sum"))
     assert all(same_bits(b[1::2].cpu(), p[1::2]) for b, p in zip(bases, parts, strict=True))
+
+
+@gpu.only
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_close_waits_for_calls_in_the_background(make_ranks, algorithm):
+    """It lets go of their tensors."""
+    comm = make_ranks(2)
+    tensors = gpu.placed(comm, gpu.drawn(2**20, torch.float32, 2))
+    torch.cuda._sleep(gpu.SLEEP_CYCLES)
+    work = comm.all_reduce(tensors, algorithm=algorithm, async_op=True)
+    assert not work.is_completed()
+    comm.close()
+    assert work.is_completed()
 
 
 @gpu.only
@@ -171,6 +185,89 @@ def test_a_late_rank_in_the_background(make_ranks):
     assert isinstance(work.exception(), pr.CollectiveTimeout)
     with pytest.raises(pr.RingarError, match="at step"):
         work.wait()
+
+
+@gpu.only
+def test_the_last_call_of_a_block_is_told(make_ranks):
+    def late(comm):
+        comm._group.withhold_rank(1)
+        comm.all_reduce(gpu.ones(comm, 100), algorithm="ring")
+
+    with (
+        pytest.raises(pr.CollectiveTimeout, match="for rank 1"),
+        make_ranks(3, timeout=0.5) as comm,
+    ):
+        late(comm)
+    comm = make_ranks(3, timeout=0.5)
+    late(comm)
+    torch.cuda.synchronize()
+    with pytest.raises(pr.CollectiveTimeout, match="for rank 1"):
+        comm.check()
+    comm.close()
+    with pytest.raises(ValueError, match="mine"), make_ranks(3, timeout=0.5) as comm:  # noqa: PT012
+        late(comm)
+        raise ValueError("mine")
+
+
+@gpu.only
+@pytest.mark.parametrize("wait", ["device", "close"])
+def test_an_abort_ends_what_waits(make_ranks, wait):
+    comm = make_ranks(3, timeout=60)
+    comm._group.withhold_rank(1)
+    started = time.monotonic()
+    comm.all_reduce(gpu.ones(comm, 10_000), algorithm="ring")
+    other = threading.Timer(0.5, comm.abort)
+    other.start()
+    if wait == "close":
+        comm.close()
+    else:
+        torch.cuda.synchronize()
+    assert time.monotonic() - started < 10
+    other.join()
+    with pytest.raises(pr.RingarError, match="aborted"):
+        comm.all_reduce(gpu.ones(comm, 10))
+
+
+@gpu.only
+@pytest.mark.parametrize("max_blocks", [1, 7])
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_a_limit_on_blocks_keeps_bits(make_ranks, algorithm, max_blocks):
+    comm = make_ranks(3, max_blocks=max_blocks)
+    gpu.check(comm, gpu.drawn(30_011, torch.float32, 3), "mean", algorithm)
+
+
+class Late(torch.autograd.Function):
+    """The identity, whose gradient comes late, on the stream of its forward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda._sleep(gpu.SLEEP_CYCLES)
+        return grad * 1
+
+
+@gpu.only
+def test_gradients_of_other_streams(make_ranks, device):
+    """Each replica's forward ran on a stream of its own; the bucket waits for all of them."""
+    torch.manual_seed(3)
+    replicas = pr.replicate(torch.nn.Linear(64, 64, bias=False), [device] * 2)
+    inputs = [torch.randn(8, 64, device=device) for _ in replicas]
+    wanted = reduced([(x.sum(0).expand(64, 64)).cpu() for x in inputs], "sum")
+    torch.cuda.synchronize()
+    with pr.GradientBucketer(replicas, comm=make_ranks(2)) as bucketer:
+        losses = []
+        for replica, x in zip(replicas, inputs, strict=True):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                losses.append(Late.apply(torch.nn.functional.linear(x, replica.weight)).sum())
+        for loss in losses:
+            loss.backward()
+        bucketer.wait()
+        got = [replica.weight.grad.cpu() for replica in replicas]
+    torch.testing.assert_close(got[0], wanted)
+    assert same_bits(got[0], got[1])
 
 
 @gpu.only

@@ -2,7 +2,7 @@
 
 #include "cuda_emulator.h"
 
-#include <array>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -42,7 +42,7 @@ struct Block {
   explicit Block(unsigned num_threads) : barrier(num_threads) {}
 
   BlockBarrier barrier;
-  std::array<std::uint32_t, 2> words{};
+  Shared shared;
 };
 
 // All threads begin together: deadlines count from there.
@@ -54,13 +54,10 @@ void run_at_once(stress::Random& random, const Launch& launch) {
   for (unsigned b = 0; b < launch.num_blocks; ++b) {
     for (unsigned t = 0; t < launch.num_threads; ++t) {
       threads.emplace_back([&, b, t, own = random.fork()]() mutable {
-        here = {t,
-                launch.num_threads,
-                b,
-                launch.num_blocks,
-                blocks[b].words.data(),
-                &blocks[b].barrier,
-                &own};
+        here = {
+            t,   launch.num_threads, b, launch.num_blocks, &blocks[b].shared, &blocks[b].barrier,
+            &own};
+        here.device = launch.device;
         start.wait();
         launch.kernel();
       });
@@ -95,11 +92,36 @@ void run_streams(stress::Random& random, const std::vector<std::vector<Launch>>&
 }
 
 void wait_for_block() {
+  if (here.turns != nullptr) {
+    here.turns->wait_for_block();
+    here.has_fenced = false;
+    return;
+  }
   CHECK(here.barrier != nullptr, "a barrier in a kernel that was launched as one without");
   stress::dawdle(*here.random);
   here.barrier->wait();
+  here.has_fenced = false;
 }
 
-void pause_a_little() { std::this_thread::yield(); }
+void check_scope(const std::uint32_t* flag, bool is_system) {
+  // Relaxed: what this notes must not order what it watches.
+  auto* users = const_cast<std::uint32_t*>(flag) + 2;
+  const std::uint32_t own = 1u << here.device;
+  const std::uint32_t all = __atomic_or_fetch(users, own, __ATOMIC_RELAXED);
+  const std::uint32_t near = is_system ? __atomic_load_n(users + 1, __ATOMIC_RELAXED)
+                                       : __atomic_or_fetch(users + 1, own, __ATOMIC_RELAXED);
+  CHECK(near == 0 || near == all, "a flag between devices is ordered on one of them only");
+}
+
+void pause_a_little() {
+  if (here.turns != nullptr) return here.turns->pause();
+  std::this_thread::yield();
+}
+
+std::uint64_t now_ns() {
+  if (here.turns != nullptr) return here.turns->now_ns();
+  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() /
+                                    std::chrono::nanoseconds(1));
+}
 
 }  // namespace pyringar::emulator

@@ -9,14 +9,13 @@
 // Threads   thread_index() and its like belong to the calling thread.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <vector>
 
 #define PYRINGAR_DEVICE
-#define PYRINGAR_KERNEL(threads) void
+#define PYRINGAR_KERNEL(threads, blocks) void
 #define PYRINGAR_KERNEL_ARG const
 
 namespace pyringar::stress {
@@ -27,15 +26,34 @@ namespace pyringar::emulator {
 
 class BlockBarrier;
 
+// Where CUDA threads are not threads: who runs when they wait, and what time it is.
+class Turns {
+ public:
+  virtual ~Turns() = default;
+  virtual void wait_for_block() = 0;
+  virtual void pause() = 0;
+  virtual std::uint64_t now_ns() = 0;
+};
+
+// What the threads of a block share.
+struct alignas(16) Shared {
+  std::byte bytes[512];  // one object, of any type
+  bool told[2];
+};
+
 // Where the calling thread is. Zeroes on threads that run no kernel.
 struct Place {
   unsigned thread;
   unsigned num_threads;
   unsigned block;
   unsigned num_blocks;
-  std::uint32_t* words;
+  Shared* shared;
   BlockBarrier* barrier;   // none where threads run in turn
   stress::Random* random;  // for delays
+  int device = 0;
+  bool has_fenced = false;  // since the last barrier of the block
+  unsigned num_told = 0;
+  Turns* turns = nullptr;  // or none: a CPU thread each
 };
 inline thread_local constinit Place here{};
 
@@ -43,6 +61,7 @@ struct Launch {
   unsigned num_blocks;
   unsigned num_threads;
   std::function<void()> kernel;
+  int device = 0;
 };
 
 // For kernels whose threads do not wait for each other: all of them in turn, on this thread.
@@ -53,6 +72,15 @@ void run_streams(stress::Random& random, const std::vector<std::vector<Launch>>&
 
 void wait_for_block();
 void pause_a_little();
+std::uint64_t now_ns();
+
+// A fence is told to ThreadSanitizer, which knows none, by the stores behind it: those are releases
+// until the next barrier, after which the fence says nothing of what other threads did.
+inline void fence() { here.has_fenced = true; }
+inline bool has_fenced() { return here.has_fenced; }
+
+// Words of a flag's line that kernels leave alone say which devices have used it, and how.
+void check_scope(const std::uint32_t* flag, bool is_system);
 
 }  // namespace pyringar::emulator
 
@@ -60,15 +88,26 @@ namespace pyringar::cuda {
 
 inline unsigned thread_index() { return emulator::here.thread; }
 inline unsigned num_threads() { return emulator::here.num_threads; }
+template <unsigned>
+unsigned num_threads() {
+  return num_threads();
+}
 inline unsigned block_index() { return emulator::here.block; }
 inline unsigned num_blocks() { return emulator::here.num_blocks; }
 inline void block_barrier() { emulator::wait_for_block(); }
-inline std::uint32_t* block_words() { return emulator::here.words; }
-inline void spin_pause() { emulator::pause_a_little(); }
-inline std::uint64_t emulated_now_ns() {
-  const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
-  return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count());
+// Two answers in turn: nobody writes the one that others may still read.
+inline bool block_told(bool by_thread_0) {
+  bool& told = emulator::here.shared->told[emulator::here.num_told++ % 2];
+  if (thread_index() == 0) told = by_thread_0;
+  emulator::wait_for_block();
+  return told;
 }
+template <typename T>
+T& block_shared() {
+  static_assert(sizeof(T) <= sizeof(emulator::Shared::bytes) && alignof(T) <= 16);
+  return *reinterpret_cast<T*>(emulator::here.shared->bytes);
+}
+inline void spin_pause() { emulator::pause_a_little(); }
+inline std::uint64_t emulated_now_ns() { return emulator::now_ns(); }
 
 }  // namespace pyringar::cuda

@@ -37,8 +37,6 @@ constexpr Part kParts[] = {
     {"table", &table_round, Often::kOnce},
     {"fused-all", &fused_all_round, Often::kOnce},
     {"fused", &fused_round, Often::kMany},
-    {"direct", &direct_round, Often::kMany},
-    {"direct-withheld", &direct_withheld_round, Often::kFew},
     {"ring", &ring_round, Often::kMany},
     {"ring-withheld", &ring_withheld_round, Often::kFew},
 };

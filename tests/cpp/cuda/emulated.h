@@ -17,8 +17,6 @@ namespace pyringar::stress {
 void table_round(Random& random);      // cuda/table.h: every alignment and edge, all at once
 void fused_all_round(Random& random);  // cuda/fused.cuh: every dtype, reduction and k
 void fused_round(Random& random);
-void direct_round(Random& random);  // cuda/direct.cuh
-void direct_withheld_round(Random& random);
 void ring_round(Random& random);  // cuda/ring.cuh
 void ring_withheld_round(Random& random);
 
@@ -53,6 +51,9 @@ class Tensors {
   std::vector<void*> pointers_;
   std::vector<std::vector<std::byte>> before_;
 };
+
+// Flags that begin at `base`; what else is on their lines is zero, as hosts leave it.
+std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count);
 
 // Nothing that a test should see the end of.
 inline constexpr std::uint64_t kLongNs = 600'000'000'000;

@@ -5,14 +5,13 @@
 #include <algorithm>
 
 #include "emulated.h"
+#include "launched.h"
 
 namespace pyringar::stress {
 
 namespace {
 
 using cuda::KernelKind;
-using cuda::LargeTable;
-using cuda::SmallTable;
 using cuda::TableBuilder;
 
 enum class Outputs { kFresh, kInputs, kSomeInputs };
@@ -97,11 +96,9 @@ void run_fused(Random& random, const FusedCall& call, KernelKind kind,
 }
 
 void run_fused(Random& random, const FusedCall& call, const std::vector<std::size_t>& sizes) {
-  if (random.one_in(2)) {
-    run_fused<SmallTable>(random, call, KernelKind::kFusedSmall, sizes);
-  } else {
-    run_fused<LargeTable>(random, call, KernelKind::kFusedLarge, sizes);
-  }
+  with_table(static_cast<KernelKind>(random.below(3)), [&]<typename T>(std::type_identity<T>) {
+    run_fused<T>(random, call, cuda::kFusedWith<T>, sizes);
+  });
 }
 
 int random_divisor(Random& random, ReduceOp op, int k) {

@@ -1,30 +1,54 @@
-// launched: what a launch on a fake CUDA runtime asks for.
+// launched: what a launch on a modelled CUDA runtime asks for.
 #pragma once
 
 #include <functional>
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
+#include "core/error.h"
 #include "cuda/kernels.h"
+#include "cuda/table.h"
 
 namespace pyringar::stress {
 
+struct Identity {
+  DType dtype;
+  cuda::KernelKind kind;
+};
+
 // None: not a kernel of the engine.
-inline std::optional<cuda::KernelKind> kind_of(const void* kernel) {
-  for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
+inline std::optional<Identity> identify(const void* kernel) {
+  for (int d = 0; d < kNumDTypes; ++d) {
     for (int op = 0; op < kNumReduceOps; ++op) {
-      for (int kind = 0; kind < cuda::kNumKernelKinds; ++kind) {
-        const auto k = static_cast<cuda::KernelKind>(kind);
-        if (cuda::kernel_function(static_cast<DType>(dtype), static_cast<ReduceOp>(op), k) ==
-            kernel) {
-          return k;
+      for (int k = 0; k < cuda::kNumKernelKinds; ++k) {
+        const auto dtype = static_cast<DType>(d);
+        const auto kind = static_cast<cuda::KernelKind>(k);
+        if (cuda::kernel_function(dtype, static_cast<ReduceOp>(op), kind) == kernel) {
+          return Identity{dtype, kind};
         }
       }
     }
   }
   return {};
+}
+
+inline const char* kind_name(cuda::KernelKind kind) {
+  return kind == cuda::KernelKind::kRing ? "ring" : "fused";
+}
+
+// visit(std::type_identity<T>), T being the table that a fused kernel of this kind takes.
+template <typename Visit>
+void with_table(cuda::KernelKind kind, Visit&& visit) {
+  if (kind == cuda::KernelKind::kFusedSmall) {
+    visit(std::type_identity<cuda::SmallTable>{});
+  } else if (kind == cuda::KernelKind::kFusedMiddle) {
+    visit(std::type_identity<cuda::MiddleTable>{});
+  } else {
+    visit(std::type_identity<cuda::LargeTable>{});
+  }
 }
 
 // The call, its arguments copied now, as a launch does.

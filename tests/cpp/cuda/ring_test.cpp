@@ -126,7 +126,7 @@ class RingDevices {
 
  private:
   static std::size_t at(int channel) { return static_cast<std::size_t>(channel * kFlagStride); }
-  RingPorts ports(int rank);
+  RingPorts ports(int rank, const std::vector<int>& local);
 
   const int world_size_;
   const std::uint32_t num_slots_;
@@ -151,29 +151,35 @@ RingDevices::RingDevices(Random& random, int world_size, int num_channels, std::
     ranks_[random.below(ranks_.size())].push_back(rank);
     slots_.emplace_back(channels * num_slots_ * kSlotBytes / sizeof(Bytes16), canary);
     for (auto* counters : {&flags_, &taken_, &bases_}) {
-      counters->emplace_back(channels * kFlagStride, base);
+      counters->push_back(flags_from(base, channels));
     }
   }
   std::erase_if(ranks_, [](const std::vector<int>& ranks) { return ranks.empty(); });
   for (const std::vector<int>& ranks : ranks_) {
     ports_.emplace_back();
-    for (const int rank : ranks) ports_.back().push_back(ports(rank));
+    for (const int rank : ranks) ports_.back().push_back(ports(rank, ranks));
   }
   gave_up_.resize(ranks_.size());
   failures_.resize(ranks_.size());
 }
 
-RingPorts RingDevices::ports(int r) {
+RingPorts RingDevices::ports(int r, const std::vector<int>& local) {
   const auto rank = static_cast<std::size_t>(r);
   const std::size_t prev = (rank + slots_.size() - 1) % slots_.size();
   const std::size_t next = (rank + 1) % slots_.size();
+  const auto local_index = [&](std::size_t of) {
+    const auto found = std::find(local.begin(), local.end(), static_cast<int>(of));
+    return found == local.end() ? -1 : static_cast<std::int32_t>(found - local.begin());
+  };
   return {reinterpret_cast<const std::byte*>(slots_[rank].data()),
           flags_[rank].data(),
           taken_[prev].data(),
           reinterpret_cast<std::byte*>(slots_[next].data()),
           flags_[next].data(),
           taken_[rank].data(),
-          bases_[rank].data()};
+          bases_[rank].data(),
+          local_index(prev),
+          local_index(next)};
 }
 
 RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withheld) {
@@ -217,10 +223,12 @@ void RingDevices::check_slots() const {
   }
 }
 
-Launch launch_of(const RingCall& call, const RingArgs& args, std::size_t num_ranks) {
+Launch launch_of(RingDevices& devices, std::size_t device, const RingCall& call, int withheld) {
   const auto kernel = kernel_of<RingArgs>(call.dtype, call.op, cuda::KernelKind::kRing);
-  const auto blocks = static_cast<unsigned>(num_ranks) * static_cast<unsigned>(call.num_channels);
-  return {blocks, call.num_threads, [=] { kernel(args); }};
+  const RingArgs args = devices.args(device, call, withheld);
+  const auto blocks = devices.ranks(device).size() * static_cast<std::size_t>(call.num_channels);
+  return {static_cast<unsigned>(blocks), call.num_threads, [=] { kernel(args); },
+          static_cast<int>(device)};
 }
 
 // Mostly so that the counters wrap within the round.
@@ -274,8 +282,7 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   }
   std::vector<std::vector<Launch>> streams;
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
-    const RingArgs args = devices.args(d, call, absent);
-    streams.push_back({launch_of(call, args, devices.ranks(d).size())});
+    streams.push_back({launch_of(devices, d, call, absent)});
   }
   const Stopwatch stopwatch;
   emulator::run_streams(random, streams);
@@ -293,7 +300,8 @@ void check_later_steps_wait_longer() {
   Failure failure{};
   const cuda::Patience patience{1'000'000, &gave_up, &failure, -1};
   const Stopwatch stopwatch;
-  CHECK(!cuda::spin(flag, 1, kStep, patience, [](Failure&) {}), "nothing was signalled");
+  CHECK(!cuda::spin(flag, cuda::Scope::kDevice, 1, kStep, patience, [](Failure&) {}),
+        "nothing was signalled");
   const double least = 1e-3 + 1e-9 * static_cast<double>(kStep * cuda::kNsPerStep);
   CHECK(stopwatch.seconds() >= least, "gave up after ", stopwatch.seconds(), " s");
 }
@@ -312,8 +320,7 @@ void ring_round(Random& random) {
   std::vector<std::vector<Launch>> streams(devices.num_devices());
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     for (const RingCall& call : calls) {
-      const RingArgs args = devices.args(d, call, -1);
-      streams[d].push_back(launch_of(call, args, devices.ranks(d).size()));
+      streams[d].push_back(launch_of(devices, d, call, -1));
     }
   }
   emulator::run_streams(random, streams);

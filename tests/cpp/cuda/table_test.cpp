@@ -1,6 +1,6 @@
 // table_test: cuda/table.h over all alignments, element sizes, and sizes around every edge.
 
-#include "cuda/table.h"
+#include "cuda/tables.h"
 
 #include <algorithm>
 
@@ -12,6 +12,7 @@ namespace {
 
 using cuda::find_segment;
 using cuda::LargeTable;
+using cuda::MiddleTable;
 using cuda::Segment;
 using cuda::SmallTable;
 using cuda::TableBuilder;
@@ -119,14 +120,60 @@ void check_refuses_when_full(int num_sources, int num_destinations) {
   TableBuilder<T> builder(table, 4, num_sources, num_destinations, 1);
   const std::vector<void*> sources(static_cast<std::size_t>(num_sources), address(0));
   const std::vector<void*> destinations(static_cast<std::size_t>(num_destinations), address(0));
+  void* const* to = destinations.data();
+  if (num_destinations == 0) {  // in place
+    table.num_destinations = num_sources;
+    to = sources.data();
+  }
   const int room = std::min(T::kMaxPointers / (num_sources + num_destinations), T::kMaxSegments);
   for (int i = 0; i < room; ++i) {
-    CHECK(builder.add(sources.data(), destinations.data(), 100), "refused ", i, " of ", room);
+    CHECK(builder.add(sources.data(), to, 100), "refused ", i, " of ", room);
   }
   const std::uint32_t tiles = table.num_tiles;
-  CHECK(!builder.add(sources.data(), destinations.data(), 100), "took more than ", room);
+  CHECK(!builder.add(sources.data(), to, 100), "took more than ", room);
   CHECK(table.num_tiles == tiles && table.num_segments == static_cast<std::uint32_t>(room),
         table.num_segments, " segments, not ", room);
+}
+
+// A list takes as few launches as the largest table allows, of one in the smallest table that does.
+void check_launches(int k, bool in_place, int num_tensors) {
+  std::vector<void*> pointers(2 * static_cast<std::size_t>(k), address(0));
+  void** to = in_place ? pointers.data() : pointers.data() + k;
+  const std::vector<Buffers> tensors(static_cast<std::size_t>(num_tensors),
+                                     Buffers{pointers.data(), to, k, k, 100, DType::kFloat32});
+  const int each = in_place ? k : 2 * k;
+  const auto fits = [&]<typename T>(std::type_identity<T>) {
+    return num_tensors <= T::kMaxSegments && num_tensors * each <= T::kMaxPointers;
+  };
+  const bool fits_small = fits(std::type_identity<SmallTable>{});
+  const bool fits_middle = fits(std::type_identity<MiddleTable>{});
+  const int wanted = fits_small    ? SmallTable::kMaxPointers
+                     : fits_middle ? MiddleTable::kMaxPointers
+                                   : LargeTable::kMaxPointers;
+  const int room = std::min(LargeTable::kMaxSegments, LargeTable::kMaxPointers / each);
+  int num_launches = 0;
+  int num_launched = 0;
+  cuda::launch_tables({tensors, {}, "test"}, 1, [&]<typename T>(DType, const T* table) {
+    CHECK(T::kMaxPointers == wanted, num_tensors, " tensors of ", k, " ranks in a table of ",
+          T::kMaxPointers, " pointers");
+    num_launches += 1;
+    num_launched += static_cast<int>(table->num_segments);
+  });
+  CHECK(num_launched == num_tensors && num_launches == (num_tensors + room - 1) / room,
+        num_launches, " launches of ", num_launched, " tensors, not of ", num_tensors);
+}
+
+void check_launches_around_borders() {
+  for (const int k : {1, 2, 4, 8, 48, 49, 96, 97, 320, 321, 640, 641, 1430}) {
+    for (const bool in_place : {true, false}) {
+      const int each = in_place ? k : 2 * k;
+      for (const int border : {SmallTable::kMaxPointers / each, SmallTable::kMaxSegments,
+                               MiddleTable::kMaxPointers / each, MiddleTable::kMaxSegments,
+                               LargeTable::kMaxPointers / each, LargeTable::kMaxSegments}) {
+        for (int n = std::max(1, border - 1); n <= border + 1; ++n) check_launches(k, in_place, n);
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -149,9 +196,13 @@ void table_round(Random& random) {
   }
   for (const int k : {1, 2, 3, 8, 17, 32, 48}) {
     check_refuses_when_full<SmallTable>(k, k);
+    check_refuses_when_full<SmallTable>(k, 0);
+    check_refuses_when_full<MiddleTable>(k, k);
+    check_refuses_when_full<MiddleTable>(k, 0);
     check_refuses_when_full<LargeTable>(k, 1);
     check_refuses_when_full<LargeTable>(1, k);
   }
+  check_launches_around_borders();
 }
 
 }  // namespace pyringar::stress

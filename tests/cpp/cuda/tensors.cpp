@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/args.h"
 #include "emulated.h"
 
 namespace pyringar::stress {
@@ -14,6 +15,12 @@ constexpr std::byte kCanary{0xa5};
 }  // namespace
 
 Addresses random_addresses(Random& random) { return static_cast<Addresses>(random.below(3)); }
+
+std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count) {
+  std::vector<std::uint32_t> words(count * cuda::kFlagStride);
+  for (std::size_t i = 0; i < words.size(); i += cuda::kFlagStride) words[i] = base;
+  return words;
+}
 
 Tensors::Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
                  Addresses addresses)

@@ -1,0 +1,53 @@
+// cuda_ready: cuda/ready as the bucketer's hooks call it, and Python.
+//
+// Threads   with the GIL held.
+// Tests     tests/cuda/test_gpu_streams.py, tests/test_cuda_processes.py
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "bindings/group_binding.h"
+#include "bucket/ready_hook.h"
+#include "cuda/background.h"
+
+namespace pyringar {
+
+// Notes gradients as they come, on the current streams of the threads in which hooks run.
+class BoundReady {
+ public:
+  BoundReady(const std::vector<int>& devices, std::vector<int> bucket_sizes)
+      : ready_(devices, std::move(bucket_sizes)) {}
+  BoundReady(const BoundReady&) = delete;
+  BoundReady& operator=(const BoundReady&) = delete;
+
+  cuda::Bucket bucket(int index) const { return {&ready_, index}; }
+  // The current stream of the rank's device goes on after the bucket's gradients.
+  void make_wait(int bucket, int rank) const {
+    const int device = ready_.device_of(rank);
+    if (device == kHost) return;
+    ready_.make_wait(bucket, device, static_cast<cudaStream_t>(current_stream(device)));
+  }
+  py::capsule hook() { return py::capsule(&hook_, ReadyHook::kCapsule); }
+
+ private:
+  static bool note(void* self, int bucket, int rank, bool is_new) {
+    try {
+      cuda::Ready& ready = static_cast<BoundReady*>(self)->ready_;
+      const int device = ready.device_of(rank);
+      if (device == kHost) return true;
+      const auto stream = static_cast<cudaStream_t>(current_stream(device));
+      ready.note(bucket, rank, is_new, stream);
+      return true;
+    } catch (...) {
+      set_python_error(std::current_exception());
+      return false;
+    }
+  }
+
+  cuda::Ready ready_;
+  const ReadyHook hook_{
+      this, [](void* self) { static_cast<BoundReady*>(self)->ready_.start_step(); }, &note};
+};
+
+}  // namespace pyringar

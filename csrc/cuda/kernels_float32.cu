@@ -1,0 +1,11 @@
+// kernels_float32: the kernels for fp32.
+//
+// Tests     see cuda/kernels.h
+
+#include "cuda/kernels_impl.cuh"
+
+namespace pyringar::cuda {
+
+template const void* kernel_of<DType::kFloat32>(ReduceOp op, KernelKind kind);
+
+}  // namespace pyringar::cuda

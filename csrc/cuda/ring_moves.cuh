@@ -1,0 +1,168 @@
+// ring_moves: what a block of the ring does to the elements of a piece: loads first, many at a
+// time.
+//
+// Floor     cuda: device code.
+// Units     elements, counted from the first of the range. Pointers are to that element.
+// Contract  A job loads and stores units, of sixteen bytes of elements or of one; a thread loads a
+//           batch of them before it uses the first. Where one of a job's tensors is not aligned as
+//           the slots are, the whole range goes element by element.
+// Threads   all of a block, with the same arguments; no order among them.
+// Tests     tests/cpp/cuda/ring_test.cpp, tests/build/test_cuda_kernels.py
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/pack.cuh"
+
+namespace pyringar::cuda {
+
+// What becomes of a sum: partials for the next rank, or a result, divided or as it is.
+enum class Outcome { kPartial, kResult, kMean };
+
+// Units that a thread loads before it uses the first: what 64 registers hold without spilling,
+// division being the dearest.
+constexpr int ring_batch(std::size_t item, bool divides) {
+  if (item == 1) return 1;
+  if (divides) return item == 2 ? 1 : 2;
+  return item == 2 ? 2 : 4;
+}
+
+// Theirs + own: partials to the next rank's slot, or a result to the output and, where its next
+// cannot see that, to the slot. Theirs: partials of a slot, or elements of prev's input.
+template <typename E, typename Op, typename Theirs, Outcome kOutcome>
+struct Reduction {
+  static constexpr bool kFinishes = kOutcome != Outcome::kPartial;
+  static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));
+  using Element = typename E::Element;
+  using Partial = typename E::Partial;
+  using Sent = std::conditional_t<kFinishes, Element, Partial>;
+  template <int kSize>
+  struct Loaded {
+    Lanes<Theirs, kSize> theirs;
+    Lanes<Element, kSize> own;
+  };
+  static constexpr int kBatch = ring_batch(sizeof(Element), kOutcome == Outcome::kMean);
+
+  const Theirs* theirs;
+  const Element* own;
+  Element* kept;
+  Sent* sent;
+  int divisor;
+
+  PYRINGAR_DEVICE bool is_aligned(int i) const {
+    return is_vector(own + i) && is_vector(theirs + i) && (!kFinishes || is_vector(kept + i));
+  }
+  template <int kSize>
+  PYRINGAR_DEVICE Loaded<kSize> load(int i) const {
+    return {load_lanes<kSize>(theirs + i), load_lanes<kSize>(own + i)};
+  }
+  template <int kSize>
+  PYRINGAR_DEVICE void store(int i, const Loaded<kSize>& loaded) const {
+    Theirs left[kSize];
+    Element right[kSize];
+    Sent result[kSize];
+    loaded.theirs.read(left);
+    loaded.own.read(right);
+#pragma unroll
+    for (int lane = 0; lane < kSize; ++lane) {
+      const Partial sum =
+          Op::template apply<Partial>(as_partial(left[lane]), E::widened(right[lane]));
+      if constexpr (kFinishes) {
+        result[lane] = E::narrowed(kOutcome == Outcome::kMean ? divided<Op>(sum, divisor) : sum);
+      } else {
+        result[lane] = sum;
+      }
+    }
+    const auto lanes = Lanes<Sent, kSize>::of(result);
+    if constexpr (kFinishes) store_lanes(lanes, kept + i);
+    if (!kFinishes || sent != nullptr) store_lanes(lanes, sent + i);
+  }
+
+ private:
+  static PYRINGAR_DEVICE Partial as_partial(Theirs x) {
+    if constexpr (std::is_same_v<Theirs, Partial>) {
+      return x;
+    } else {
+      return E::widened(x);
+    }
+  }
+};
+
+// From an input, an output or a slot to the output and the next rank's slot; either may be none.
+template <typename E, typename Sent>
+struct Transfer {
+  static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));
+  using Element = typename E::Element;
+  template <int kSize>
+  using Loaded = Lanes<Element, kSize>;
+  static constexpr int kBatch = sizeof(Sent) > sizeof(Element) ? 2 : 4;
+
+  const Element* from;
+  Element* kept;
+  Sent* sent;
+
+  PYRINGAR_DEVICE bool is_aligned(int i) const {
+    return is_vector(from + i) && (kept == nullptr || is_vector(kept + i));
+  }
+  template <int kSize>
+  PYRINGAR_DEVICE Loaded<kSize> load(int i) const {
+    return load_lanes<kSize>(from + i);
+  }
+  template <int kSize>
+  PYRINGAR_DEVICE void store(int i, const Loaded<kSize>& loaded) const {
+    if (kept != nullptr) store_lanes(loaded, kept + i);
+    if (sent == nullptr) return;
+    if constexpr (std::is_same_v<Sent, Element>) {
+      store_lanes(loaded, sent + i);
+    } else {
+      Element elements[kSize];
+      Sent partials[kSize];
+      loaded.read(elements);
+#pragma unroll
+      for (int lane = 0; lane < kSize; ++lane) partials[lane] = E::widened(elements[lane]);
+      store_lanes(Lanes<Sent, kSize>::of(partials), sent + i);
+    }
+  }
+};
+
+// Batches of units of kSize elements. kFull: all of a batch is there, and loads need no condition.
+template <bool kFull, int kSize, int kBatch, typename Job>
+PYRINGAR_DEVICE void move_batch(int i, int step, int end, const Job& job) {
+  const auto is_mine = [&](int u) { return kFull || i + u * step < end; };
+  typename Job::template Loaded<kSize> loaded[kBatch] = {};
+#pragma unroll
+  for (int u = 0; u < kBatch; ++u) {
+    if (is_mine(u)) loaded[u] = job.template load<kSize>(i + u * step);
+  }
+#pragma unroll
+  for (int u = 0; u < kBatch; ++u) {
+    if (is_mine(u)) job.template store<kSize>(i + u * step, loaded[u]);
+  }
+}
+
+template <int kSize, typename Job>
+PYRINGAR_DEVICE void move_units(int begin, int end, const Job& job) {
+  constexpr int kBatch = Job::kBatch;
+  const int step = static_cast<int>(num_threads<kRingThreads>()) * kSize;
+  int i = begin + static_cast<int>(thread_index()) * kSize;
+  for (; i + (kBatch - 1) * step < end; i += kBatch * step) {
+    move_batch<true, kSize, kBatch>(i, step, end, job);
+  }
+  if constexpr (kBatch > 1) {
+    if (i < end) move_batch<false, kSize, kBatch - 1>(i, step, end, job);
+  }
+}
+
+// All n elements. In a slot, and in an aligned tensor, the first lies this far behind a vector's.
+template <typename Job>
+PYRINGAR_DEVICE void move_range(int n, int shift, const Job& job) {
+  constexpr int kPack = Job::kPackElems;
+  const int first = (kPack - shift) % kPack;
+  const int head = first < n && job.is_aligned(first) ? first : n;
+  const int tail = head + (n - head) / kPack * kPack;
+  move_units<kPack>(head, tail, job);
+  move_units<1>(0, head, job);
+  move_units<1>(tail, n, job);
+}
+
+}  // namespace pyringar::cuda

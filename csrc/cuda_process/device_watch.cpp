@@ -1,0 +1,184 @@
+// device_watch: see the header.
+//
+// Tests     tests/cpp/cuda_processes
+
+#include "cuda_process/device_watch.h"
+
+#include <string>
+#include <system_error>
+
+#include "core/error.h"
+#include "core/ring_program.h"
+
+namespace pyringar {
+
+namespace {
+
+constexpr std::uint64_t kIsReleased = std::uint64_t{1} << 32;
+
+std::uint32_t value_of(const DeviceLine::Word& word) {
+  return word.value.load(std::memory_order_acquire);
+}
+
+// Others may raise it at the same time; the greater number stays.
+void raise(DeviceLine::Word& word, std::uint32_t wanted) {
+  std::uint32_t now = value_of(word);
+  while (!reached(now, wanted) && !word.value.compare_exchange_weak(now, wanted)) {
+  }
+}
+
+}  // namespace
+
+bool is_void(const Segment& segment, std::uint32_t last) {
+  for (int rank = 0; rank < segment.world_size(); ++rank) {
+    const std::uint64_t released = segment.device(rank).released.load(std::memory_order_acquire);
+    if (released != 0 && !reached(static_cast<std::uint32_t>(released), last)) return true;
+  }
+  return false;
+}
+
+DeviceWatch::DeviceWatch(const Segment& segment, int rank, const PeerWatch& host)
+    : segment_(segment),
+      rank_(rank),
+      host_(host),
+      last_(value_of(segment.device(rank).finished)),
+      announced_(last_.load()),
+      reduced_(last_.load()),
+      stillness_(segment.world_size(), host.timeout()) {}
+
+DeviceWatch::~DeviceWatch() {
+  if (!thread_.joinable()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_ending_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void DeviceWatch::begin(std::uint32_t last) {
+  // What this GPU is done with it waits for no more; a number that stayed behind would turn.
+  const std::uint32_t done = value_of(segment_.device(rank_).finished);
+  for (std::atomic<std::uint32_t>* expected : {&announced_, &reduced_}) {
+    if (reached(done, expected->load())) expected->store(done);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (segment_.world_size() > 1 && !thread_.joinable()) {
+    try {
+      thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+      fail(ErrorKind::kState,
+           "cannot start a thread that watches the other ranks' GPUs: ", error.what());
+    }
+  }
+  last_.store(last, std::memory_order_release);
+  if (is_asleep_) changed_.notify_all();
+}
+
+bool DeviceWatch::is_idle() const {
+  return reached(value_of(segment_.device(rank_).finished), last());
+}
+
+std::uint64_t DeviceWatch::mark_of(int rank) const {
+  const DeviceLine& line = segment_.device(rank);
+  return std::uint64_t{value_of(line.announced)} + value_of(line.reduced) + value_of(line.finished);
+}
+
+std::uint64_t DeviceWatch::progress() const {
+  std::uint64_t all = 0;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) all += mark_of(rank);
+  return all;
+}
+
+void DeviceWatch::abort() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  releases_all_ = true;
+  look();
+}
+
+void DeviceWatch::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!is_ending_) {
+    if (is_idle()) {
+      stillness_.forget();
+      is_asleep_ = true;
+      changed_.wait(lock, [this] { return is_ending_ || !is_idle(); });
+      is_asleep_ = false;
+    } else {
+      changed_.wait_for(lock, stillness_.nap());
+      look();
+    }
+  }
+}
+
+void DeviceWatch::look() {
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    if (rank == rank_ || !is_behind(rank)) continue;
+    if (releases_all_) {
+      release(rank);
+    } else if (const char* how = host_.how_gone(rank); how != nullptr && is_behind(rank)) {
+      // What it did before it went counts.
+      give_up(rank, ErrorKind::kPeerLost, join(", which ", how));
+    }
+  }
+  if (releases_all_ || !has_come()) return stillness_.forget();
+  stillness_.set_timeout(host_.timeout());
+  stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
+  const int culprit = most_behind();
+  if (culprit < 0 || !stillness_.is_late(culprit)) return;
+  releases_all_ = true;
+  const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();
+  give_up(culprit, ErrorKind::kTimeout, join(" for ", seconds, " s"));
+}
+
+// A GPU that is busy with other work waits for nobody, and whoever waits for it finds that late.
+bool DeviceWatch::has_come() const {
+  const DeviceLine& own = segment_.device(rank_);
+  return !reached(value_of(own.finished), value_of(own.announced));
+}
+
+bool DeviceWatch::is_behind(int rank) const {
+  const DeviceLine& line = segment_.device(rank);
+  const std::uint32_t done = value_of(segment_.device(rank_).finished);
+  const auto is_awaited = [&](const DeviceLine::Word& word, std::uint32_t expected) {
+    return !reached(done, expected) && !reached(value_of(word), expected);
+  };
+  return is_awaited(line.announced, announced_.load(std::memory_order_acquire)) ||
+         is_awaited(line.reduced, reduced_.load(std::memory_order_acquire));
+}
+
+// For which all others wait at last; -1: this rank waits for nobody.
+int DeviceWatch::most_behind() const {
+  const auto comes_before = [&](int a, int b) {
+    const DeviceLine& one = segment_.device(a);
+    const DeviceLine& other = segment_.device(b);
+    const auto ahead =
+        static_cast<std::int32_t>(value_of(one.announced) - value_of(other.announced));
+    if (ahead != 0) return ahead < 0;
+    return !reached(value_of(one.reduced), value_of(other.reduced));
+  };
+  int last = -1;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    if (rank == rank_ || !is_behind(rank)) continue;
+    if (last < 0 || comes_before(rank, last)) last = rank;
+  }
+  return last;
+}
+
+void DeviceWatch::give_up(int culprit, ErrorKind kind, const std::string& why) {
+  tell_failure(segment_, kind,
+               join("the GPU of ", host_.name_of(rank_), " waited for that of ",
+                    host_.name_of(culprit), why, "; ", host_.last_call_of(culprit),
+                    ". Results of calls that were still under way are void"));
+  release(culprit);
+}
+
+void DeviceWatch::release(int rank) const {
+  DeviceLine& line = segment_.device(rank);
+  std::uint64_t none = 0;
+  line.released.compare_exchange_strong(none, kIsReleased | value_of(line.finished));
+  raise(line.announced, announced_.load(std::memory_order_acquire));
+  raise(line.reduced, reduced_.load(std::memory_order_acquire));
+}
+
+}  // namespace pyringar

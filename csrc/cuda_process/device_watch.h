@@ -1,0 +1,100 @@
+// device_watch: how far the GPUs of all ranks are, which rank is lost or late there, and how
+// streams that wait for it come to an end.
+//
+// Units     messages, as core/staged_program.h counts them; nanoseconds.
+// Contract  The words of a rank's DeviceLine, which only grow (modulo 2^32). Its streams write
+// them:
+//
+//             announced   its part of message n lies in its slot
+//             reduced     its slice of message n is finished there
+//             finished    it is done with n, the last message of a call
+//
+//           Streams of all ranks wait for the first two; `finished` is for hosts. While calls of
+//           this rank are on its GPU, a thread of its own looks at the words twenty times a second:
+//
+//             lost    A rank whose process is gone, though this rank's streams wait for its words:
+//                     what it had enqueued went with it.
+//             late    A rank that has stood still for the timeout while this rank's GPU, which has
+//                     come to the call, waits for it; the one that is furthest behind.
+//
+//           All ranks are told first (the failure that they share), then its words are raised to
+//           what this rank's streams wait for, again and again while they do: every survivor
+//           releases its own, and they cannot undo each other's, since hosts only raise words. A
+//           rank that lives and goes on may write smaller numbers once more: a finite number of
+//           times. A process that is gone writes nothing: its channels went before it.
+//           Nothing else releases: other failures leave streams nothing to wait for that is not
+//           enqueued, and results of calls before them are right.
+//           `released` keeps what the rank had finished when its words were first raised: calls
+//           that end with a later message are void on every rank, whichever of them raised it.
+//           The thread makes no call of CUDA's: others may hold its locks for as long as a stream
+//           waits, or capture.
+// Threads   begin() and expect_*() one at a time; all else any.
+// Tests     tests/cpp/cuda_processes
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "os/stillness.h"
+#include "process/watch.h"
+
+namespace pyringar {
+
+// Whether a call that this rank has enqueued ended, or will end, without all of its data.
+// last: its last message.
+bool is_void(const Segment& segment, std::uint32_t last);
+
+class DeviceWatch {
+ public:
+  // host: who is gone, and what is said of a rank.
+  DeviceWatch(const Segment& segment, int rank, const PeerWatch& host);
+  ~DeviceWatch();
+  DeviceWatch(const DeviceWatch&) = delete;
+  DeviceWatch& operator=(const DeviceWatch&) = delete;
+
+  // A call of this rank, before its stream is asked to wait, or to write `finished`.
+  void begin(std::uint32_t last);
+  // Of every other rank, before the stream is asked to wait for it.
+  void expect_announced(std::uint32_t n) { announced_.store(n, std::memory_order_release); }
+  void expect_reduced(std::uint32_t n) { reduced_.store(n, std::memory_order_release); }
+
+  // Whether all calls of this rank have ended on its GPU.
+  bool is_idle() const;
+  // The last message of the last call.
+  std::uint32_t last() const { return last_.load(std::memory_order_acquire); }
+  // Changes with everything that any rank's GPU gets done.
+  std::uint64_t progress() const;
+  // Releases the streams at once, whoever they wait for.
+  void abort();
+
+ private:
+  void run();
+  void look();
+  bool has_come() const;
+  bool is_behind(int rank) const;
+  int most_behind() const;
+  std::uint64_t mark_of(int rank) const;
+  void give_up(int culprit, ErrorKind kind, const std::string& why);
+  void release(int rank) const;
+
+  const Segment& segment_;
+  const int rank_;
+  const PeerWatch& host_;
+  std::atomic<std::uint32_t> last_;
+  std::atomic<std::uint32_t> announced_;  // what the streams wait for
+  std::atomic<std::uint32_t> reduced_;
+
+  std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  Stillness stillness_;
+  bool is_asleep_ = false;     // until begin()
+  bool releases_all_ = false;  // some rank is late, or this one aborts
+  bool is_ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace pyringar

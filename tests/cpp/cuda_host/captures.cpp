@@ -1,0 +1,210 @@
+// captures: graphs of a group's calls, replayed beside others; what is refused in a capture, and
+// what goes on beside one.
+
+#include <deque>
+
+#include "cuda/background.h"
+#include "parts.h"
+
+namespace pyringar::stress {
+
+namespace {
+
+class Graph {
+ public:
+  // All streams of a group in one capture.
+  template <typename Program>
+  Graph(const cuda::Group& group, const Streams& streams, Program&& program) {
+    const int first = group.devices()[0];
+    ok(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+    for (std::size_t d = 1; d < streams.size(); ++d) {
+      order(streams[0], first, streams[d], group.devices()[d]);
+    }
+    program();
+    for (std::size_t d = 1; d < streams.size(); ++d) {
+      order(streams[d], group.devices()[d], streams[0], first);
+    }
+    cudaGraph_t graph = nullptr;
+    ok(cudaStreamEndCapture(streams[0], &graph), "cudaStreamEndCapture");
+    ok(cudaGraphInstantiate(&exec_, graph, 0), "cudaGraphInstantiate");
+    ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  }
+  ~Graph() { cudaGraphExecDestroy(exec_); }
+
+  // After what is on all streams, and before what comes there.
+  void replay(const cuda::Group& group, const Streams& streams) const {
+    const int first = group.devices()[0];
+    for (std::size_t d = 1; d < streams.size(); ++d) {
+      order(streams[d], group.devices()[d], streams[0], first);
+    }
+    ok(cudaGraphLaunch(exec_, streams[0]), "cudaGraphLaunch");
+    for (std::size_t d = 1; d < streams.size(); ++d) {
+      order(streams[0], first, streams[d], group.devices()[d]);
+    }
+  }
+
+ private:
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+// Replayed twice, beside eager calls of the same group on other streams, and once it is closed.
+void check_graphs(Random& random) {
+  start(random);
+  const std::vector<Ranks> all = {{0, 0}, {0, 0, 0}, {0, 1}, {2, 0, 1}, {0, 1, 0, 1}};
+  const Ranks ranks = all[random.below(all.size())];
+  peers = {!random.one_in(3), !random.one_in(3)};
+  cuda::Group group(ranks, random_options(random));
+  const bool can_ring = group.devices().size() == 1;
+  const auto algorithm = [&] {
+    return can_ring && random.one_in(2) ? Algorithm::kRing : Algorithm::kDirect;
+  };
+  const Streams streams = make_capturable(group);
+  std::deque<Case> captured;
+  for (int i = random.between(1, 3); i > 0; --i)
+    captured.emplace_back(random, ranks, algorithm(), 4);
+  std::deque<Case> eager;
+  {
+    const Graph graph(group, streams, [&] {
+      std::vector<cudaStream_t> sides;  // which nothing orders before the end
+      for (const Case& call : captured) {
+        if (!can_ring || random.one_in(2)) {
+          group.run(call.collective(), streams);
+          continue;
+        }
+        sides.push_back(make_stream(0));
+        order(streams[0], 0, sides.back(), 0);
+        group.run(call.collective(), Streams{sides.back()});
+      }
+      for (const cudaStream_t side : sides) order(side, 0, streams[0], 0);
+    });
+    for (int replay = 0; replay < 3; ++replay) {
+      const bool is_closed = replay == 2;
+      if (is_closed) group.close();
+      for (Case& call : captured) call.fill(group, streams);
+      graph.replay(group, streams);
+      if (!is_closed) {
+        const Streams others = make_streams(random, group);
+        Case& call = eager.emplace_back(random, ranks, algorithm(), 4);
+        call.fill(group, others);
+        group.run(call.collective(), others);
+        call.read(group, others);
+      }
+      for (Case& call : captured) call.read(group, streams);
+      model::run_to_end();
+      model::meet_hosts();
+      for (const Case& call : captured) call.check();
+      for (const Case& call : eager) call.check();
+    }
+  }
+  cuda::free_leftovers();
+}
+
+// Some streams are captured, others are not: refused, and nothing is enqueued.
+void check_half_captured(Random& random) {
+  start(random);
+  cuda::Group group({0, 1, 2}, {kLong});
+  Case call(random, {0, 1, 2}, random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing, 3);
+  const Streams streams = make_capturable(group);
+  call.fill(group, streams);
+  const std::size_t odd = random.below(3);
+  ok(cudaStreamBeginCapture(streams[odd], cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+  check_throws(ErrorKind::kUnsupported,
+               "captures the stream of cuda:", [&] { group.run(call.collective(), streams); });
+  cudaGraph_t graph = nullptr;
+  ok(cudaStreamEndCapture(streams[odd], &graph), "cudaStreamEndCapture");
+  ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  group.run(call.collective(), streams);  // as if nothing had been
+  call.read(group, streams);
+  model::run_to_end();
+  call.check();
+}
+
+void check_captured_between(Random& random) {
+  start(random);
+  cuda::Group group({0, 1}, {kLong});
+  Case call(random, {0, 1}, Algorithm::kRing, 3);
+  const Streams streams = make_capturable(group);
+  const Graph graph(group, streams, [&] {
+    check_throws(ErrorKind::kUnsupported, "cannot be captured",
+                 [&] { group.run(call.collective(), streams); });
+  });
+}
+
+// Calls in the background join a capture; others are refused meanwhile, and the capture goes on.
+void check_captured_background(Random& random) {
+  start(random);
+  const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};
+  const auto group = std::make_shared<cuda::Group>(ranks, cuda::GroupOptions{kLong});
+  cuda::Background background(group);
+  Case captured(random, ranks, Algorithm::kDirect, 3);
+  Case eager(random, ranks, Algorithm::kDirect, 3);
+  const Streams streams = make_capturable(*group);
+  const Streams others = make_capturable(*group);
+  const auto submit = [&](Case& call, const Streams& current) {
+    const auto done = background.submit(call.collective(), current);
+    done->make_wait(current);
+    return done;
+  };
+  eager.fill(*group, others);
+  {
+    const Graph graph(*group, streams, [&] {
+      const auto done = submit(captured, streams);
+      CHECK(done->capture() != 0, "a captured call is said to run");
+      check_throws(ErrorKind::kUnsupported, "captures calls in the background",
+                   [&] { submit(eager, others); });
+      if (ranks[1] == 0) return;
+      check_throws(ErrorKind::kUnsupported, "captures the stream of cuda:0",
+                   [&] { submit(eager, {streams[0], others[1]}); });
+    });
+    captured.fill(*group, streams);
+    graph.replay(*group, streams);
+    captured.read(*group, streams);
+    submit(eager, others);
+    eager.read(*group, others);
+    background.wait_for();
+    model::run_to_end();
+  }
+  captured.check();
+  eager.check();
+}
+
+// Events are asked, and groups made, used and closed, while another thread captures.
+void check_beside_capture(Random& random) {
+  start(random);
+  cuda::Group group({0, 0}, {kLong});
+  Case call(random, {0, 0}, Algorithm::kRing, 3);
+  const Streams streams = make_capturable(group);
+  call.fill(group, streams);
+  group.run(call.collective(), streams);
+  const cuda::Event done(0);
+  done.record(streams[0]);
+  const cudaStream_t captured = make_stream(0);
+  ok(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+  {
+    std::thread([&] {
+      while (!done.is_done()) continue;
+      cuda::Group other({0, 0}, {kLong});
+      Case own(random, {0, 0}, Algorithm::kRing, 2);
+      const Streams others = make_capturable(other);
+      own.fill(other, others);
+      other.run(own.collective(), others);
+      other.close();
+      group.close();
+    }).join();
+  }
+  cudaGraph_t graph = nullptr;
+  ok(cudaStreamEndCapture(captured, &graph), "the capture beside which all this was");
+  ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
+}
+
+constexpr Part kParts[] = {{"graphs", &check_graphs, 1},
+                           {"half-captured", &check_half_captured, 4},
+                           {"captured-between", &check_captured_between, 8},
+                           {"captured-background", &check_captured_background, 2},
+                           {"beside-capture", &check_beside_capture, 4}};
+
+}  // namespace
+
+std::span<const Part> capture_parts() { return kParts; }
+
+}  // namespace pyringar::stress

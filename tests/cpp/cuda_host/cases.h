@@ -1,0 +1,58 @@
+// cases: collectives of a cuda::Group on the modelled runtime, filled, called and read on streams.
+//
+// Contract  Nothing but the order of streams says that a call comes after what fills its tensors
+//           and before what reads them. What is not so is a race, or other bits than the oracle's.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "cuda/group.h"
+#include "emulated.h"
+#include "runtime_model.h"
+
+namespace pyringar::stress {
+
+// What the probe of peers finds is what the model's kernels reach.
+using model::peers;
+inline int num_asked = 0;  // whether peers see a tensor
+
+inline void ok(cudaError_t status, const char* what) {
+  CHECK(status == cudaSuccess, what, ": error ", static_cast<int>(status));
+}
+
+cudaStream_t make_stream(int device);  // as frameworks make them: not ordered with the null stream
+// One for each device of a group: the null stream now and then.
+std::vector<cudaStream_t> make_streams(Random& random, const cuda::Group& group);
+void order(cudaStream_t before, int before_device, cudaStream_t after, int after_device);
+
+// One call: tensors of every rank, reduced in place.
+class Case {
+ public:
+  // of_rank: the ranks' devices, or kHost.
+  // is_large: one tensor that takes every multiprocessor.
+  Case(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::size_t most_parts,
+       bool is_large = false);
+  ~Case();
+
+  const Collective& collective() const { return collective_; }
+  void fill(const cuda::Group& group, const std::vector<cudaStream_t>& streams);
+  void fill_rank(std::size_t rank, cudaStream_t stream);
+  void read(const cuda::Group& group, const std::vector<cudaStream_t>& streams);
+  void check() const;  // once all is done
+
+ private:
+  struct Part {
+    DType dtype;
+    std::size_t numel;
+    Tensors tensors;
+    std::vector<std::vector<std::byte>> after;  // by rank
+  };
+
+  std::vector<int> of_rank_;
+  std::deque<Part> parts_;
+  Collective collective_;
+};
+
+}  // namespace pyringar::stress

@@ -1,0 +1,359 @@
+// calls: devices, streams, events and launches, as the engine calls them.
+//
+// Contract  the rules of runtime_model.h.
+// Tests     *rules_test.cpp
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "cuda/args.h"
+#include "cuda/table.h"
+#include "launched.h"
+#include "machine.h"
+
+namespace pyringar::model {
+
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+
+struct EventHandle {
+  Event state;
+  int process;
+};
+
+EventHandle& handle_of(cudaEvent_t event) { return *reinterpret_cast<EventHandle*>(event); }
+
+template <typename T>
+void touch_table(const void* table, std::size_t item, std::vector<Access>& accesses) {
+  const cuda::TableView view = static_cast<const T*>(table)->view();
+  for (std::uint32_t s = 0; s < view.num_segments; ++s) {
+    const cuda::Segment& segment = view.segments[s];
+    const std::size_t bytes = segment.numel * item;
+    for (int i = 0; i < view.num_sources; ++i) {
+      accesses.push_back(access(view.pointers[segment.sources + i], bytes, Touch::kRead));
+    }
+    for (int i = 0; i < view.num_destinations; ++i) {
+      accesses.push_back(access(view.pointers[segment.destinations + i], bytes, Touch::kWrite));
+    }
+  }
+}
+
+// Slots and what waits protect each other; that they are there is asked for.
+void touch_ring(const cuda::RingArgs& args, unsigned num_blocks, std::size_t item,
+                std::vector<Access>& accesses) {
+  const auto num_local = num_blocks / static_cast<unsigned>(args.num_channels);
+  const auto channels = static_cast<std::size_t>(args.num_channels);
+  for (unsigned i = 0; i < num_local; ++i) {
+    const cuda::RingPorts& ports = args.ports[i];
+    const auto chunk = chunk_range(args.numel, args.world_size, args.rank[i]).size();
+    const auto bytes_of = [&](RingPhases one_chunk) {
+      return (args.phases == one_chunk ? chunk : args.numel) * item;
+    };
+    accesses.push_back(access(args.input[i], bytes_of(RingPhases::kAllGather), Touch::kRead));
+    accesses.push_back(access(args.output[i], bytes_of(RingPhases::kReduceScatter), Touch::kWrite));
+    const std::size_t slots = channels * args.num_slots * args.slot_bytes;
+    accesses.push_back(access(ports.in_slots, slots, Touch::kFlags));
+    accesses.push_back(access(ports.out_slots, slots, Touch::kFlags));
+    const std::size_t flag_bytes = channels * cuda::kFlagBytes;
+    accesses.push_back(access(ports.in_flag, flag_bytes, Touch::kFlags));
+    accesses.push_back(access(ports.out_taken, flag_bytes, Touch::kFlags));
+    accesses.push_back(access(ports.base, flag_bytes, Touch::kWrite));  // one launch at a time
+  }
+  accesses.push_back(access(args.ports, num_local * sizeof(cuda::RingPorts), Touch::kRead));
+  accesses.push_back(access(args.patience.gave_up, 4, Touch::kFlags));
+  accesses.push_back(access(args.patience.failure, sizeof(cuda::Failure), Touch::kFlags));
+}
+
+cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** arguments,
+                   cudaStream_t stream, bool is_cooperative) {
+  host().before_launch.run_if_due();
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  Machine& machine = call.machine();
+  const std::optional<stress::Identity> what = stress::identify(kernel);
+  if (!what) return error(cudaErrorInvalidDeviceFunction);
+  int& launches_left = call.process().launches_left;
+  if (launches_left >= 0 && launches_left-- == 0) return error(cudaErrorLaunchOutOfResources);
+  call.process().most_blocks = std::max(call.process().most_blocks, static_cast<int>(blocks.x));
+  StreamState* state = machine.state_of(stream);
+  if (state->device != current_device()) return error(cudaErrorInvalidResourceHandle);
+  const auto most =
+      static_cast<unsigned>(kMultiprocessors * machine.options.blocks_per_multiprocessor);
+  if (is_cooperative && blocks.x > most) return error(cudaErrorCooperativeLaunchTooLarge);
+  if (state->capture == nullptr) machine.load(call.lock(), kernel, state->device);
+  const std::size_t item = item_bytes(what->dtype);
+  Work work{Work::Kind::kRun, join("a launch of ", stress::kind_name(what->kind))};
+  work.kernel = kernel;
+  emulator::Launch entry{blocks.x, threads.x, {}, state->device};
+  if (what->kind == cuda::KernelKind::kRing) {
+    if (!is_cooperative)
+      throw Broken("resident", "blocks wait in a launch that is not cooperative");
+    entry.num_threads = cuda::kThreads;
+    entry.kernel = stress::bound<cuda::RingArgs>(kernel, arguments);
+    touch_ring(*static_cast<cuda::RingArgs*>(arguments[0]), blocks.x, item, work.accesses);
+    work.kind = Work::Kind::kGrid;
+    work.launch = std::move(entry);
+  } else {
+    stress::with_table(what->kind, [&]<typename T>(std::type_identity<T>) {
+      entry.kernel = stress::bound<T>(kernel, arguments);
+      touch_table<T>(arguments[0], item, work.accesses);
+    });
+    work.run = [entry] { emulator::run_in_turn(entry); };
+  }
+  const cudaError_t status = machine.enqueue(state, std::move(work));
+  if (machine.options.launch_blocking && state->capture == nullptr) {
+    machine.wait_for(call.lock(), "CUDA_LAUNCH_BLOCKING",
+                     [=](const StreamState& other) { return &other == state; });
+  }
+  return error(status);
+}
+
+// Nobody may ask for, or wait for, what a capture recorded.
+cudaError_t check_event(const Call& call, const EventState& event) {
+  if (event.capture == nullptr || call.fault() != cudaSuccess) return call.check_unsafe();
+  if (!event.capture->is_over) call.machine().invalidate(*event.capture, cudaErrorCapturedEvent);
+  return error(cudaErrorCapturedEvent);
+}
+
+}  // namespace
+
+cudaError_t error(cudaError_t status) {
+  if (status != cudaSuccess) last_error = status;
+  return status;
+}
+
+}  // namespace pyringar::model
+
+using namespace pyringar;
+using namespace pyringar::model;
+
+extern "C" {
+
+// -- devices --------------------------------------------------------------------------------------
+
+cudaError_t cudaGetDevice(int* device) {
+  Call call(Call::Touches::kNothing);
+  return *device = current_device(), cudaSuccess;
+}
+// Since CUDA 12.0 it makes the context. It replaces what the driver's calls have pushed.
+cudaError_t cudaSetDevice(int device) {
+  Call call(Call::Touches::kNothing);
+  if (device < 0 || device >= kDevices) {
+    return error(cudaErrorInvalidDevice);
+  }
+  (host().pushed.empty() ? host().device : host().pushed.back()) = device;
+  call.process().contexts.insert(device);
+  return call.fault();
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  Call call(Call::Touches::kNothing);
+  return *count = kDevices, cudaSuccess;
+}
+cudaError_t cudaGetLastError() {
+  const cudaError_t sticky = Call(Call::Touches::kNothing).fault();
+  return sticky != cudaSuccess ? sticky : std::exchange(last_error, cudaSuccess);
+}
+const char* cudaGetErrorString(cudaError_t status) {
+  return status == cudaErrorIllegalAddress ? "an illegal memory access was encountered" : "refused";
+}
+const char* cudaGetErrorName(cudaError_t status) {
+  switch (status) {
+    case cudaErrorIllegalAddress:
+      return "cudaErrorIllegalAddress";
+    case cudaErrorStreamCaptureUnsupported:
+      return "cudaErrorStreamCaptureUnsupported";
+    case cudaErrorStreamCaptureIsolation:
+      return "cudaErrorStreamCaptureIsolation";
+    case cudaErrorCooperativeLaunchTooLarge:
+      return "cudaErrorCooperativeLaunchTooLarge";
+    default:
+      return "cudaError";
+  }
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  Call call(Call::Touches::kNothing);
+  return *value = kMultiprocessors, call.fault();
+}
+cudaError_t cudaDeviceSynchronize() {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  const cudaError_t status = call.machine().check_device_is_not_captured(current_device());
+  if (status != cudaSuccess) return error(status);
+  if (const cudaError_t refused = call.check_unsafe()) return refused;
+  call.machine().wait_for(call.lock(), "cudaDeviceSynchronize", on_device(current_device()));
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  Call call;
+  return *lowest = *highest = 0, call.fault();
+}
+
+// -- streams --------------------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  const bool is_blocking = flags != cudaStreamNonBlocking;
+  StreamState* made = call.machine().make_stream(host().process, current_device(), is_blocking);
+  return *stream = reinterpret_cast<cudaStream_t>(made), cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+// What is on it still runs.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  Call call;
+  call.machine().state_of(stream)->is_destroyed = true;
+  return call.fault();
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  StreamState* state = call.machine().state_of(stream);
+  if (state->capture != nullptr) {
+    return error(call.machine().invalidate(*state->capture, cudaErrorStreamCaptureUnsupported));
+  }
+  if (const cudaError_t refused = call.check_unsafe()) return refused;
+  call.machine().wait_for(call.lock(), "cudaStreamSynchronize",
+                          [=](const StreamState& other) { return &other == state; });
+  return cudaSuccess;
+}
+
+// -- launches -------------------------------------------------------------------------------------
+
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void** arguments,
+                             std::size_t, cudaStream_t stream) {
+  return launch(kernel, blocks, threads, arguments, stream, false);
+}
+cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 blocks, dim3 threads,
+                                        void** arguments, std::size_t, cudaStream_t stream) {
+  return launch(kernel, blocks, threads, arguments, stream, true);
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int,
+                                                          std::size_t) {
+  Call call;
+  return *blocks = call.machine().options.blocks_per_multiprocessor, call.fault();
+}
+// Loads the kernel on the current device.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  Call call;
+  if (const cudaError_t refused = call.check_unsafe()) return refused;
+  *attributes = {};
+  call.machine().load(call.lock(), kernel, current_device());
+  return cudaSuccess;
+}
+
+// -- events ---------------------------------------------------------------------------------------
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  const bool is_interprocess = (flags & cudaEventInterprocess) != 0;
+  if (is_interprocess && (flags & cudaEventDisableTiming) == 0) return error(cudaErrorInvalidValue);
+  call.process().num_events += 1;
+  const int process = host().process;
+  auto* made = new EventHandle{
+      std::make_shared<EventState>(EventState{process, current_device(), is_interprocess}),
+      process};
+  return *event = reinterpret_cast<cudaEvent_t>(made), cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  Call call;
+  call.machine().processes[handle_of(event).process].num_events -= 1;
+  delete &handle_of(event);
+  return call.fault();
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  const Event& state = handle_of(event).state;
+  StreamState* on = call.machine().state_of(stream);
+  if (on->device != state->device) return error(cudaErrorInvalidResourceHandle);
+  state->capture = on->capture;
+  if (on->capture != nullptr) {
+    state->nodes = on->nodes;
+    return on->capture->is_invalid ? error(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
+  }
+  Work work{Work::Kind::kRecord, "a record"};
+  work.event = state;
+  work.record = ++state->recorded;
+  return error(call.machine().enqueue(on, std::move(work)));
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  const Event& state = handle_of(event).state;
+  StreamState* on = call.machine().state_of(stream);
+  if (state->capture != nullptr) {
+    if (state->capture->is_over) return error(cudaErrorCapturedEvent);
+    if (stream == nullptr) {
+      return error(call.machine().invalidate(*state->capture, cudaErrorStreamCaptureImplicit));
+    }
+    if (on->capture != nullptr && on->capture != state->capture) {
+      return error(call.machine().invalidate(*on->capture, cudaErrorStreamCaptureMerge));
+    }
+    on->capture = state->capture;
+    on->capture->streams.insert(on);
+    on->nodes.insert(state->nodes.begin(), state->nodes.end());
+    return cudaSuccess;
+  }
+  if (state->recorded == 0) return cudaSuccess;
+  if (on->capture != nullptr) {
+    return error(call.machine().invalidate(*on->capture, cudaErrorStreamCaptureIsolation));
+  }
+  Work work{Work::Kind::kWait, "a wait for an event"};
+  work.event = state;
+  work.record = state->recorded;
+  return error(call.machine().enqueue(on, std::move(work)));
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  Call call;
+  Machine& machine = call.machine();
+  const EventState& state = *handle_of(event).state;
+  if (const cudaError_t refused = check_event(call, state)) return refused;
+  for (int i = 0; i < 20; ++i) machine.step();
+  if (!has_come_to(state, state.recorded)) return error(cudaErrorNotReady);
+  if (state.recorded > 0) machine.host_clock().join_times(state.clocks.at(state.recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  Call call;
+  Machine& machine = call.machine();
+  const Event state = handle_of(event).state;
+  if (const cudaError_t refused = check_event(call, *state)) return refused;
+  const std::uint64_t wanted = state->recorded;
+  machine.run_until(call.lock(), "cudaEventSynchronize",
+                    [&] { return has_come_to(*state, wanted); });
+  if (wanted > 0) machine.host_clock().join_times(state->clocks.at(wanted));
+  return cudaSuccess;
+}
+
+// -- events of other processes --------------------------------------------------------------------
+
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t event) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  const Event& state = handle_of(event).state;
+  if (!state->is_interprocess) return error(cudaErrorInvalidResourceHandle);
+  const std::uint64_t id = call.machine().next_id++;
+  call.machine().shown_events[id] = state;
+  std::memcpy(handle, &id, sizeof id);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* event, cudaIpcEventHandle_t handle) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  std::uint64_t id = 0;
+  std::memcpy(&id, &handle, sizeof id);
+  const auto found = call.machine().shown_events.find(id);
+  if (found == call.machine().shown_events.end() || found->second->owner == host().process) {
+    return error(cudaErrorInvalidValue);
+  }
+  call.process().num_events += 1;
+  *event = reinterpret_cast<cudaEvent_t>(new EventHandle{found->second, host().process});
+  return cudaSuccess;
+}
+
+}  // extern "C"

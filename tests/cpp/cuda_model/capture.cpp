@@ -1,0 +1,228 @@
+// capture: streams that are captured, and graphs: nodes instead of entries.
+//
+// Contract  the rules "capture", "isolation", "joined" and "replay" of runtime_model.h.
+// Tests     *rules_test.cpp
+
+#include <algorithm>
+
+#include "machine.h"
+
+namespace pyringar::model {
+
+thread_local bool is_in_destructor = false;
+
+// With the lock held.
+void destroy(const UserObject& object) {
+  is_in_destructor = true;
+  try {
+    object.destroy(object.value);
+  } catch (const Broken& broken) {  // nobody expects a graph's end to throw
+    Machine::get().pending = broken;
+  }
+  is_in_destructor = false;
+}
+
+// What another thread does comes before the call.
+Call::Between::Between() {
+  if (is_in_destructor) throw Broken("replay", "a user object's destructor calls CUDA");
+  host().in_between.run_if_due();
+}
+
+Graph::~Graph() {
+  for (const auto& object : objects) {
+    if (--object->references == 0) destroy(*object);
+  }
+}
+
+cudaError_t Machine::add_node(StreamState* stream, Work work) {
+  Capture& capture = *stream->capture;
+  if (capture.is_invalid) return cudaErrorStreamCaptureInvalidated;
+  capture.graph->nodes.push_back({std::move(work), stream->nodes});
+  stream->nodes = {capture.graph->nodes.size() - 1};
+  return cudaSuccess;
+}
+
+cudaError_t Machine::invalidate(Capture& capture, cudaError_t error) const {
+  capture.is_invalid = true;
+  return error;
+}
+
+// R, cudaThreadExchangeStreamCaptureMode.
+cudaError_t Machine::check_unsafe_call() {
+  const Host& own = host();
+  if (own.mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+  for (const auto& capture : captures) {
+    const bool is_own = capture->host == own.id && capture->mode != cudaStreamCaptureModeRelaxed;
+    const bool is_global =
+        own.mode == cudaStreamCaptureModeGlobal && capture->mode == cudaStreamCaptureModeGlobal;
+    if (is_own || is_global) return invalidate(*capture, cudaErrorStreamCaptureUnsupported);
+  }
+  return cudaSuccess;
+}
+
+// "It is also invalid to query the status of or synchronize a higher level handle which encompasses
+// an active stream capture, such as a device or context handle."
+cudaError_t Machine::check_device_is_not_captured(int device) {
+  for (const auto& stream : streams) {
+    if (stream->capture != nullptr && stream->device == device &&
+        stream->process == host().process) {
+      return invalidate(*stream->capture, cudaErrorStreamCaptureUnsupported);
+    }
+  }
+  return cudaSuccess;
+}
+
+namespace {
+
+std::shared_ptr<Graph>& graph_of(cudaGraph_t graph) {
+  return *reinterpret_cast<std::shared_ptr<Graph>*>(graph);
+}
+
+// All nodes that come before those, and they themselves.
+std::set<std::size_t> ancestors(const Graph& graph, const std::set<std::size_t>& nodes) {
+  std::set<std::size_t> found = nodes;
+  for (std::size_t i = graph.nodes.size(); i-- > 0;) {
+    if (found.count(i) > 0) found.insert(graph.nodes[i].after.begin(), graph.nodes[i].after.end());
+  }
+  return found;
+}
+
+cudaError_t end_capture(Capture& capture, StreamState* stream, cudaGraph_t* graph) {
+  *graph = nullptr;
+  if (stream != capture.origin) return cudaErrorStreamCaptureUnmatched;
+  const bool is_wrong_thread =
+      capture.mode != cudaStreamCaptureModeRelaxed && capture.host != host().id;
+  const std::set<std::size_t> joined = ancestors(*capture.graph, stream->nodes);
+  const bool is_joined = joined.size() == capture.graph->nodes.size();
+  for (StreamState* other : capture.streams) {
+    other->capture = nullptr;
+    other->nodes.clear();
+  }
+  capture.is_over = true;
+  if (is_wrong_thread) return cudaErrorStreamCaptureWrongThread;
+  if (capture.is_invalid) return cudaErrorStreamCaptureInvalidated;
+  if (!is_joined) return cudaErrorStreamCaptureUnjoined;
+  *graph = reinterpret_cast<cudaGraph_t>(new std::shared_ptr<Graph>(capture.graph));
+  return cudaSuccess;
+}
+
+}  // namespace
+
+}  // namespace pyringar::model
+
+using namespace pyringar::model;
+
+extern "C" {
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  Machine& machine = call.machine();
+  if (stream == nullptr) return error(cudaErrorStreamCaptureUnsupported);
+  StreamState* state = machine.state_of(stream);
+  if (state->capture != nullptr) return error(cudaErrorIllegalState);
+  const auto capture = std::make_shared<Capture>(
+      Capture{machine.next_id++, mode, host().id, state, std::make_shared<Graph>(), {state}});
+  state->capture = capture;
+  machine.captures.insert(capture);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  Call call;
+  if (call.fault() != cudaSuccess) return *graph = nullptr, call.fault();
+  StreamState* state = call.machine().state_of(stream);
+  const auto capture = state->capture;
+  if (capture == nullptr) return error(cudaErrorIllegalState);
+  const cudaError_t status = end_capture(*capture, state, graph);
+  if (capture->is_over) call.machine().captures.erase(capture);
+  return error(status);
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                     std::size_t*) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  const StreamState& state = *call.machine().state_of(stream);
+  const auto& capture = state.capture;
+  *status = capture == nullptr    ? cudaStreamCaptureStatusNone
+            : capture->is_invalid ? cudaStreamCaptureStatusInvalidated
+                                  : cudaStreamCaptureStatusActive;
+  if (capture == nullptr) return cudaSuccess;
+  if (id != nullptr) *id = capture->id;
+  if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(&capture->graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, host().mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  *exec = reinterpret_cast<cudaGraphExec_t>(new std::shared_ptr<Graph>(graph_of(graph)));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  Work work{Work::Kind::kGraph, "a graph"};
+  work.graph = *reinterpret_cast<std::shared_ptr<Graph>*>(exec);
+  for (const Node& node : work.graph->nodes) {
+    const Work& captured = node.work;
+    if (captured.kernel != nullptr) {
+      call.machine().load(call.lock(), captured.kernel, captured.device);
+    }
+  }
+  return error(call.machine().enqueue(call.machine().state_of(stream), std::move(work)));
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  Call call;
+  delete &graph_of(graph);
+  return call.fault();
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  return cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(exec));
+}
+
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* value, cudaHostFn_t destroy,
+                                 unsigned references, unsigned) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  *object = reinterpret_cast<cudaUserObject_t>(
+      new std::shared_ptr<UserObject>(new UserObject{value, destroy, int(references)}));
+  return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count) {
+  Call call;
+  auto* held = reinterpret_cast<std::shared_ptr<UserObject>*>(object);
+  UserObject& own = **held;
+  if ((own.references -= static_cast<int>(count)) == 0) destroy(own);
+  delete held;
+  return call.fault();
+}
+
+// References of the caller's move to the graph.
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
+                                      unsigned flags) {
+  Call call;
+  if (call.fault() != cudaSuccess) return call.fault();
+  auto* held = reinterpret_cast<std::shared_ptr<UserObject>*>(object);
+  graph_of(graph)->objects.push_back(*held);
+  if (flags == cudaGraphUserObjectMove) {
+    delete held;
+  } else {
+    (*held)->references += 1;
+  }
+  return cudaSuccess;
+}
+
+}  // extern "C"

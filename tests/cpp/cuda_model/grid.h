@@ -1,0 +1,64 @@
+// grid: a kernel whose blocks wait, as fibers: one per CUDA thread, in an order drawn from a seed.
+//
+// Contract  slice() lets every fiber run until it waits: for its block, or for a flag. True if
+//           anything came of it. Time is the model's.
+// Threads   one at a time.
+// Tests     *rules_test.cpp, tests/cpp/cuda_host
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "check.h"
+#include "cuda_emulator.h"
+
+namespace pyringar::model {
+
+class Grid : public emulator::Turns {
+ public:
+  Grid(emulator::Launch launch, const std::uint64_t* now_ns);
+  Grid(const Grid&) = delete;
+  Grid& operator=(const Grid&) = delete;
+
+  bool slice(stress::Random& random);
+  bool is_done() const { return num_running_ == 0; }
+  unsigned num_blocks() const { return launch_.num_blocks; }
+
+  void wait_for_block() override;
+  void pause() override;
+  std::uint64_t now_ns() override { return *now_ns_; }
+
+ private:
+  struct Block {
+    emulator::Shared shared{};
+    unsigned arrived = 0;
+    unsigned passed = 0;
+  };
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    emulator::Place place;
+    unsigned passed = 0;  // barriers of its block
+    bool is_done = false;
+  };
+  static void enter(unsigned high, unsigned low);
+  void yield();
+  bool waits_for_block(const Fiber& fiber) const {
+    return fiber.passed > blocks_[fiber.place.block].passed;
+  }
+
+  const emulator::Launch launch_;
+  const std::uint64_t* const now_ns_;
+  std::deque<Block> blocks_;
+  std::deque<Fiber> fibers_;
+  Fiber* current_ = nullptr;
+  ucontext_t scheduler_{};
+  std::size_t num_running_ = 0;
+  std::uint64_t num_steps_ = 0;  // barriers passed and fibers ended
+};
+
+}  // namespace pyringar::model

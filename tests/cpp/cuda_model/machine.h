@@ -1,0 +1,334 @@
+// machine: the state of the modelled runtime, and what runs next.
+//
+// Contract  Everything with the lock held. An entry of a stream, or a node of a graph that is
+//           replayed, is a Work; it runs whole, but for kernels whose blocks wait (Grid), which run
+//           in slices beside all else. step() does the next thing that can be done.
+// Threads   one at a time: Call holds the lock.
+// Tests     *rules_test.cpp
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "clocks.h"
+#include "grid.h"
+#include "runtime_model.h"
+
+namespace pyringar::model {
+
+inline constexpr int kDevices = 8;
+inline constexpr int kMultiprocessors = 6;  // of each
+
+struct Capture;
+struct Graph;
+struct GraphRun;
+
+struct EventState {
+  int owner;  // process
+  int device;
+  bool is_interprocess;
+  std::uint64_t recorded = 0;                  // by the host
+  std::map<std::uint64_t, Clock> clocks = {};  // of the records that a device has come to
+  std::shared_ptr<Capture> capture = nullptr;  // of the last record
+  std::set<std::size_t> nodes = {};            // what it stands for there
+};
+using Event = std::shared_ptr<EventState>;
+
+inline bool has_come_to(const EventState& event, std::uint64_t record) {
+  return record == 0 || event.clocks.count(record) > 0;
+}
+
+struct Work {
+  enum class Kind { kRun, kGrid, kRecord, kWait, kWriteWord, kAwaitWord, kGraph };
+  Kind kind;
+  std::string what;
+  int process = 0;
+  int device = 0;
+  const void* kernel = nullptr;
+  std::vector<Access> accesses = {};
+  std::function<void()> run = {};
+  emulator::Launch launch = {};
+  Event event = nullptr;
+  std::uint64_t record = 0;
+  std::uint32_t* word = nullptr;
+  std::uint32_t value = 0;
+  std::uint64_t ticket = 0;  // in the order in which things are enqueued
+  std::shared_ptr<Graph> graph = nullptr;
+  Site site = {};
+  Clock from_host = {};
+};
+
+struct StreamState {
+  int process;
+  int device;
+  bool is_blocking;  // waits for the null stream
+  Actor actor;
+  std::uint64_t priority = 0;
+  std::deque<Work> entries = {};
+  Clock clock = {};
+  bool is_busy = false;  // a grid or a graph of it runs
+  bool is_destroyed = false;
+  std::shared_ptr<Capture> capture = nullptr;
+  std::set<std::size_t> nodes = {};  // in the capture: what comes next comes after these
+};
+
+struct Node {
+  Work work;
+  std::set<std::size_t> after;
+};
+
+struct UserObject {
+  void* value;
+  cudaHostFn_t destroy;
+  int references;
+};
+
+struct Graph {
+  std::vector<Node> nodes;
+  std::vector<std::shared_ptr<UserObject>> objects;
+  ~Graph();
+};
+
+struct Capture {
+  std::uint64_t id;
+  cudaStreamCaptureMode mode;
+  int host;  // thread that began it
+  StreamState* origin;
+  std::shared_ptr<Graph> graph;
+  std::set<StreamState*> streams;
+  bool is_invalid = false;
+  bool is_over = false;
+};
+
+struct GraphRun {
+  StreamState* stream;
+  Work launch;
+  std::vector<int> state;  // of each node: 0 waits, 1 runs, 2 done
+  std::vector<Clock> clocks;
+  std::vector<Actor> actors;
+};
+
+// A grid that is on a device.
+struct Running {
+  std::unique_ptr<Grid> grid;
+  Work work;
+  StreamState* stream;
+  GraphRun* graph;  // or none
+  std::size_t node;
+};
+
+struct Allocation {
+  std::size_t bytes;
+  int device;  // -1: the host's
+  int process;
+  int fd;  // -1: the heap's
+  bool is_tensor;
+  int num_mapped = 0;
+  std::uintptr_t canonical = 0;  // where its owner has it
+  Site site;
+  std::uintptr_t opened_from = 0;  // of another process's memory
+  std::string file = {};           // what registered memory is mapped from
+};
+
+struct ProcessState {
+  bool is_alive = true;
+  std::set<int> contexts;
+  cudaError_t fault = cudaSuccess;
+  bool is_held = false;
+  std::set<std::pair<int, int>> reached;  // by kernels of one device, memory of another
+  Refused refused = Refused::kNothing;
+  int launches_left = -1;   // until one is refused
+  int most_blocks = 0;      // of a launch
+  int visible_device = -1;  // all
+  long num_events = 0;
+};
+
+// A word of stream memory operations.
+struct WordState {
+  Clock clock = {};
+  std::uint32_t value = 0;  // that a stream wrote last
+};
+
+// What another thread does once, after so many calls of this one.
+struct Interlude {
+  std::function<void()> run = {};
+  int calls_before = 0;
+  void run_if_due();
+};
+
+// One host thread.
+struct Host {
+  int id = -1;  // none yet
+  int process = 0;
+  bool is_registered = false;
+  int device = 0;
+  std::vector<int> pushed;  // contexts, of the driver
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  Interlude in_between;
+  Interlude before_launch;
+  std::uint64_t generation = 0;
+  ~Host();
+};
+Host& host();
+
+// Knows who holds it: what the model itself copies meanwhile is no access of the host's.
+class Mutex {
+ public:
+  void lock() {
+    mutex_.lock();
+    owner_ = std::this_thread::get_id();
+  }
+  void unlock() {
+    owner_ = std::thread::id();
+    mutex_.unlock();
+  }
+  bool is_mine() const { return owner_ == std::this_thread::get_id(); }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<std::thread::id> owner_;
+};
+using Lock = std::unique_lock<Mutex>;
+
+class Machine {
+ public:
+  static Machine& get();
+
+  Mutex mutex;
+  std::uint64_t generation = 0;
+  stress::Random random{1};
+  Options options;
+  std::uint64_t now_ns = 0;
+  int num_hosts = 0;  // that are registered
+  int num_actors = 0;
+  std::vector<std::unique_ptr<StreamState>> streams;
+  std::map<std::pair<int, int>, StreamState*> null_streams;  // by process and device
+  std::deque<Running> running;
+  std::deque<std::unique_ptr<GraphRun>> graph_runs;
+  std::map<std::uintptr_t, Allocation> memory;  // by address
+  std::map<int, ProcessState> processes;
+  std::map<int, Opening> openings;
+  std::map<int, Clock> host_clocks;
+  std::set<std::shared_ptr<Capture>> captures;  // that are not over
+  std::map<std::uint64_t, Event> shown_events;
+  std::set<std::pair<const void*, int>> loaded;  // kernels, by device
+  std::map<std::uintptr_t, WordState> words;     // by address
+  std::uint64_t next_id = 1;
+  Shadow shadow;
+  std::optional<Broken> pending;  // told by the next call
+
+  void start(std::uint64_t seed, const Options& options);
+  void throw_pending();
+
+  // -- streams --
+  StreamState* state_of(cudaStream_t stream);
+  StreamState* make_stream(int process, int device, bool is_blocking);
+  cudaError_t enqueue(StreamState* stream, Work work);
+  bool step();
+  template <typename IsDone>
+  void run_until(Lock& lock, const char* what, IsDone&& is_done);
+  using IsAwaited = std::function<bool(const StreamState&)>;
+  void drain(Lock& lock, const char* what, const IsAwaited& is_awaited);  // orders nothing
+  void wait_for(Lock& lock, const char* what, const IsAwaited& is_awaited);
+  void load(Lock& lock, const void* kernel, int device);
+
+  // -- clocks --
+  Clock& host_clock();
+  Actor host_actor() const;
+  void note(const std::vector<Access>& accesses, const Epoch& now, const Clock& clock);
+  void note_host(const void* begin, std::size_t bytes, Touch touch, const char* what);
+  // Which of these bytes is part; null: none.
+  const std::pair<const std::uintptr_t, Allocation>* allocation_of(std::uintptr_t address,
+                                                                   std::size_t bytes = 1) const;
+  std::uintptr_t canonical(std::uintptr_t address, std::size_t bytes, const Epoch& now) const;
+  void check_reach(const Work& work, const Access& access) const;
+  // "", or what still uses memory of this process that is going.
+  std::string user_of(std::uintptr_t begin, std::size_t bytes) const;
+
+  // -- captures, in capture.cpp --
+  cudaError_t add_node(StreamState* stream, Work work);
+  cudaError_t invalidate(Capture& capture, cudaError_t error) const;
+  cudaError_t check_unsafe_call();  // what a capture in "global" mode does not allow to any thread
+  cudaError_t check_device_is_not_captured(int device);
+
+ private:
+  struct Candidate {
+    std::uint64_t priority;
+    StreamState* stream;
+    GraphRun* graph;
+    std::size_t node;
+    Running* running;
+  };
+  bool can_begin(const Work& work) const;
+  bool is_first(const StreamState& stream) const;
+  unsigned places_left(int device) const;
+  std::vector<Candidate> candidates();
+  bool take(const Candidate& candidate);
+  bool run_grid(Running& running);
+  void begin(Work work, StreamState* stream, GraphRun* graph, std::size_t node);
+  void run_work(const Work& work, Clock& clock, Actor actor);
+  void end_node(GraphRun& run, std::size_t node);
+  void end_graph(GraphRun& run);
+  std::string waiting() const;
+
+  int steps_left_ = 0;
+};
+
+template <typename IsDone>
+void Machine::run_until(Lock& lock, const char* what, IsDone&& is_done) {
+  const stress::Stopwatch watch;
+  for (int stuck = 0; !is_done();) {
+    if (step()) {
+      stuck = 0;
+      continue;
+    }
+    ++stuck;
+    if (num_hosts > 1 && watch.seconds() < 30) {  // another thread may still do something
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      lock.lock();
+    } else if (options.lets_time_pass && !running.empty() && stuck < 100'000) {
+      now_ns += 1'000'000;
+    } else {
+      throw Broken("deadlock", join(what, " waits for ever:", waiting()));
+    }
+  }
+}
+
+// One call into the runtime: the lock, what faults and captures say, and what comes in between.
+class Call {
+ public:
+  enum class Touches { kNothing, kDevice };
+  explicit Call(Touches touches = Touches::kDevice);
+  Machine& machine() const { return machine_; }
+  Lock& lock() { return lock_; }
+  cudaError_t fault() const { return fault_; }
+  cudaError_t check_unsafe() const;  // the fault, or that a capture does not allow this call
+  ProcessState& process() const { return machine_.processes[host().process]; }
+
+ private:
+  struct Between {
+    Between();
+  } between_;
+  Machine& machine_;
+  Lock lock_;
+  cudaError_t fault_ = cudaSuccess;
+};
+
+// Memory of another process, which is gone if that process is and nobody else has it open.
+void close_opened(Machine& machine, std::uintptr_t at);
+int current_device();
+// Streams of the calling thread's process.
+inline constexpr int kAnyDevice = -1;
+Machine::IsAwaited on_device(int device);
+// Remembers what cudaGetLastError returns.
+cudaError_t error(cudaError_t status);
+
+}  // namespace pyringar::model

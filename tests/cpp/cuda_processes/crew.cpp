@@ -1,0 +1,290 @@
+// crew: see the header.
+
+#include "crew.h"
+
+#include <stddef.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace pyringar::stress {
+
+Crew::Crew(Random& random, int world_size, CudaProcessOptions options, int one_in,
+           bool loads_eagerly)
+    : world_size_(world_size),
+      options_(std::move(options)),
+      seed_(random.bits()),
+      // Now and then so that the counters wrap on the way.
+      first_message_(random.one_in(2) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60))),
+      // As after so many exchanges that it is brought up soon.
+      last_reduced_(first_message_ - (random.one_in(2) ? 0 : (1u << 30) - 8)) {
+  const int spread = random.between(0, 2);
+  for (int rank = 0; rank < world_size; ++rank) {
+    places_.push_back(spread == 0 ? 0 : spread == 1 ? rank % 2 : rank);
+  }
+  Options devices;
+  devices.one_in = one_in;
+  devices.hosts_see_each_other = true;
+  devices.has_one_queue = random.one_in(3);
+  devices.loads_eagerly = loads_eagerly;
+  start(random.bits(), devices);
+}
+
+void Crew::run(const Program& program) const {
+  run_groups(1, [&](const Groups& groups, int rank) { program(*groups[0], rank); });
+}
+
+void Crew::run_groups(int num_groups,
+                      const std::function<void(const Groups&, int)>& program) const {
+  const std::vector<SharedMemory> memory = make_memory(num_groups);
+  on_all_ranks(world_size_, [&](int rank) {
+    become_process(rank);
+    try {
+      cuda::check(cudaSetDevice(place(rank)), "cudaSetDevice");
+      Groups groups = join(memory, rank);
+      try {
+        program(groups, rank);
+      } catch (const Killed&) {
+        for (auto& group : groups) static_cast<void>(group.release());
+        return;
+      }
+      Random random(seed_ + static_cast<std::uint64_t>(rank));
+      dawdle(random);
+      for (auto& group : groups) group->close();
+    } catch (const std::exception& error) {
+      CHECK(false, "rank ", rank, ": ", error.what());
+    }
+  });
+  run_to_end();
+  CHECK(num_allocations() == 0 && num_events() == 0, num_allocations(), " allocations and ",
+        num_events(), " events are left");
+  CHECK(most_blocks() <= options_.max_blocks, most_blocks(), " blocks, at most ",
+        options_.max_blocks);
+}
+
+std::vector<SharedMemory> Crew::make_memory(int num_groups) const {
+  std::vector<SharedMemory> memory;
+  for (int i = 0; i < num_groups; ++i) {
+    memory.push_back(SharedMemory::create(Segment::bytes_for(world_size_), "a test"));
+    const Segment segment = Segment::lay_out(memory.back().data(), world_size_, SegmentToken{});
+    for (int rank = 0; rank < world_size_; ++rank) {
+      DeviceLine& device = segment.device(rank);
+      segment.line(rank).announced.value = first_message_;
+      device.announced.value = first_message_;
+      device.finished.value = first_message_;
+      segment.line(rank).reduced.value = last_reduced_;
+      device.reduced.value = last_reduced_;
+    }
+  }
+  return memory;
+}
+
+Crew::Groups Crew::join(const std::vector<SharedMemory>& memory, int rank) const {
+  Groups groups;
+  for (const SharedMemory& one : memory) {
+    SharedMemory own = SharedMemory::open(getpid(), one.fd(), one.bytes(), "a test");
+    const Segment segment = Segment::attach(own.data(), own.bytes(), world_size_, SegmentToken{});
+    groups.push_back(
+        std::make_unique<CudaProcessGroup>(std::move(own), segment, rank, place(rank), options_));
+    while (!groups.back()->host().absent_ranks().empty()) std::this_thread::yield();
+  }
+  return groups;
+}
+
+void Crew::kill(CudaProcessGroup& group) const {
+  const Segment& segment = group.host().segment();
+  const int rank = group.host().rank();
+  kill_process(rank);
+  segment.line(rank).process.start_ticks += 1;  // another process of that number
+  // The threads that stood for it see a copy from now on.
+  auto* const begin =
+      reinterpret_cast<std::byte*>(&segment.failure()) - offsetof(SegmentHeader, failure);
+  const std::size_t bytes = Segment::bytes_for(world_size_);
+  const std::vector<std::byte> copy(begin, begin + bytes);
+  const int fixed = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+  CHECK(mmap(begin, bytes, PROT_READ | PROT_WRITE, fixed, -1, 0) == begin, "cannot be cut off");
+  std::memcpy(begin, copy.data(), bytes);
+}
+
+CudaProcessOptions random_options(Random& random) {
+  constexpr std::size_t kSlotBytes[] = {256, 1024, 4096};
+  CudaProcessOptions options{kLong};
+  options.slot_bytes = kSlotBytes[random.below(3)];
+  options.most_shared_slot_bytes = options.slot_bytes * (std::size_t{1} << random.below(3));
+  options.exchange_bytes = random.one_in(2) ? 0 : 2 * options.slot_bytes;
+  options.checks_digests = random.one_in(4);
+  if (random.one_in(3)) options.max_blocks = random.between(1, 8);
+  return options;
+}
+
+Case make_case(Random& random, int world_size, std::size_t slot_bytes) {
+  Case made{static_cast<CallKind>(random.below(kNumCallKinds)),
+            random_op(random),
+            1,
+            random.between(0, world_size - 1),
+            random.one_in(3),
+            {},
+            random.bits()};
+  if (random.one_in(2)) made.kind = CallKind::kAllReduce;
+  if (made.op == ReduceOp::kMean) {
+    made.op = ReduceOp::kSum;
+    made.divisor = world_size;
+  }
+  const bool has_many = made.kind == CallKind::kAllReduce && random.one_in(4);
+  const std::size_t count = has_many ? (random.one_in(6) ? 430 : 1 + random.below(40)) : 1;
+  const DType dtype = random_dtype(random);
+  for (std::size_t i = 0; i < count; ++i) {
+    const DType own = random.one_in(3) ? random_dtype(random) : dtype;
+    const std::size_t most = (count > 100 ? 64
+                              : count > 1 ? slot_bytes
+                                          : 7 * slot_bytes) /
+                             item_bytes(own);
+    std::size_t numel = random.below(most + 1);
+    if (random.one_in(4)) numel = random.below(20);
+    if (random.one_in(6)) numel = slot_bytes / item_bytes(own) * random.below(4);
+    made.shapes.push_back({own, numel});
+  }
+  return made;
+}
+
+Case plain_case(std::size_t numel) {
+  return {CallKind::kAllReduce, ReduceOp::kSum, 1, 0, false, {{DType::kFloat32, numel}}, 1};
+}
+
+Tensors make_tensors(const Case& made, int world_size, int rank) {
+  Random random(made.seed * 31 + static_cast<std::uint64_t>(rank));
+  Tensors tensors;
+  if (made.kind == CallKind::kBarrier) return tensors;
+  const auto add = [&](auto& to, Shape shape) {
+    to.push_back(std::make_unique<Tensors::One>(random, shape));
+  };
+  const auto k = static_cast<std::size_t>(world_size);
+  for (const Shape& shape : made.shapes) {
+    const Shape whole{shape.dtype, shape.numel * k};
+    add(tensors.inputs, made.kind == CallKind::kReduceScatter ? whole : shape);
+    if (made.kind == CallKind::kReduceScatter) add(tensors.outputs, shape);
+    if (made.kind == CallKind::kAllGather) add(tensors.outputs, whole);
+  }
+  return tensors;
+}
+
+namespace {
+
+ProcessCall call_of(const Case& made, const Tensors& tensors) {
+  ProcessCall call;
+  call.kind = made.kind;
+  call.fold = {made.op, made.divisor};
+  call.root = made.kind == CallKind::kBroadcast ? made.root : 0;
+  for (const auto& tensor : tensors.results()) call.outputs.push_back(tensor->span());
+  if (made.kind == CallKind::kBroadcast) call.inputs = call.outputs;
+  if (!tensors.outputs.empty()) call.inputs.push_back(tensors.inputs[0]->span());
+  return call;
+}
+
+// What result i of this rank must be, from what went in on all ranks.
+std::vector<std::byte> expected_of(const Case& made, const std::vector<Tensors>& all, int rank,
+                                   std::size_t i) {
+  const Tensors::One& first = *all[0].inputs[i];
+  const Shape shape = first.shape;
+  if (made.kind == CallKind::kBroadcast) return all[static_cast<Rank>(made.root)].inputs[i]->before;
+  std::vector<const void*> sources;
+  std::vector<std::byte> gathered;
+  for (const Tensors& tensors : all) {
+    const std::vector<std::byte>& before = tensors.inputs[i]->before;
+    sources.push_back(before.data());
+    gathered.insert(gathered.end(), before.begin(), before.end());
+  }
+  if (made.kind == CallKind::kAllGather) return gathered;
+  std::vector<std::byte> reduced =
+      expected_reduction(shape.dtype, made.op, made.divisor, sources, shape.numel, false);
+  if (made.kind == CallKind::kAllReduce) return reduced;
+  const auto share = static_cast<std::ptrdiff_t>(reduced.size() / all.size());
+  const auto begin = reduced.begin() + share * rank;
+  return {begin, begin + share};
+}
+
+// As whoever has let go of a call's memory, and gets it back.
+void write_again(const Tensors& tensors) {
+  for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
+    for (const auto& tensor : *all) host_writes(tensor->memory.data(), tensor->bytes());
+  }
+}
+
+void copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
+  cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+}
+
+}  // namespace
+
+CudaProcessGroup::Submitted enqueue_case(const Case& made, Tensors& tensors,
+                                         CudaProcessGroup& group, cudaStream_t stream) {
+  for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
+    for (const auto& tensor : *all) {
+      show_tensor(tensor->memory.data(), tensor->bytes(), group.device());
+    }
+  }
+  for (const auto& tensor : tensors.inputs) {
+    std::memset(tensor->memory.data(), 0x5a, tensor->bytes());
+    copy(tensor->memory.data(), tensor->before.data(), tensor->bytes(), stream);
+  }
+  CudaProcessGroup::Submitted work;
+  if (made.is_async) {
+    work = group.submit(call_of(made, tensors), stream);
+    while (!work.enqueued->is_completed())
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    const bool is_refused = work.enqueued->exception() != nullptr;
+    if (is_refused) {
+      if (work.done->is_done()) write_again(tensors);
+      std::rethrow_exception(group.failure_of(work));
+    }
+    work.done->make_wait(stream, group.device());
+  } else {
+    group.run(call_of(made, tensors), stream);
+    work = group.enqueued(stream);
+  }
+  for (const auto& tensor : tensors.results()) {
+    copy(tensor->after.data(), tensor->memory.data(), tensor->bytes(), stream);
+  }
+  return work;
+}
+
+void check_case(const Case& made, const std::vector<Tensors>& all, int rank) {
+  const Tensors& own = all[static_cast<Rank>(rank)];
+  for (std::size_t i = 0; i < own.results().size(); ++i) {
+    const Tensors::One& result = *own.results()[i];
+    const std::vector<std::byte> expected = expected_of(made, all, rank, i);
+    check_same(result.shape.dtype, result.after.data(), expected.data(), result.shape.numel,
+               join(call_name(made.kind), ", rank ", rank, " of ", all.size(), ", tensor ", i,
+                    " of ", own.results().size(), made.is_async ? ", async" : ""));
+    const bool is_copy = made.kind == CallKind::kAllGather || made.kind == CallKind::kBroadcast;
+    CHECK(!is_copy || result.after == expected, "a NaN has other bits");
+    result.memory.check_canaries();
+  }
+  for (std::size_t i = 0; i < own.outputs.size(); ++i) {
+    const Tensors::One& input = *own.inputs[i];
+    CHECK(std::memcmp(input.memory.data(), input.before.data(), input.bytes()) == 0,
+          "an input was written");
+  }
+}
+
+void check_unchanged(const Tensors& tensors) {
+  for (const auto& tensor : tensors.inputs) {
+    CHECK(std::memcmp(tensor->memory.data(), tensor->before.data(), tensor->bytes()) == 0,
+          "a tensor was written although ranks do not agree");
+  }
+}
+
+std::vector<std::vector<Tensors>> make_all_tensors(const std::vector<Case>& cases, int world_size) {
+  std::vector<std::vector<Tensors>> all(cases.size());
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      all[i].push_back(make_tensors(cases[i], world_size, rank));
+    }
+  }
+  return all;
+}
+
+void synchronize(cudaStream_t stream) {
+  cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+}  // namespace pyringar::stress

@@ -1,0 +1,104 @@
+"""Builds the CUDA engine's host code on `tests/cpp/cuda_model`, also with a mistake planted."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from test_cuda_emulated import EMULATED, FLAGS, PLAIN, below
+from test_layering import cuda_includes
+from test_stress import BASE_FLAGS, CSRC, RUN_TIMEOUT_S, STRESS, compile_all, require, run
+
+MODEL = STRESS / "cuda_model"
+RULES = sorted(MODEL.glob("*rules_test.cpp"))
+COMMON = [
+    *(CSRC / "cuda/kernels.cpp", *sorted((CSRC / "cuda").glob("kernels_*.cu"))),
+    *(EMULATED / "cuda_emulator.cpp", STRESS / "check.cpp", STRESS / "oracle.cpp"),
+    *(path for path in sorted(MODEL.glob("*.cpp")) if path not in RULES),
+]
+# Calls of memcpy and names of functions are seen by the model.
+OWN_FLAGS = ("-g", "-fno-builtin-memcpy", "-Wno-psabi")
+HANGS_AFTER_S = 150  # four times what a program without a mistake takes
+LINK = ("g++", "-pthread", "-rdynamic", "-Wl,--wrap=memcpy")
+
+_common: list[Path] = []  # once a process
+
+
+class Builder:
+    """Compiles everything once, and again what a mistake changes.
+
+    Args:
+        folder: For object files.
+        here: The folder of the test.
+        changing: Sources of the engine in which mistakes are planted, or in what they include.
+        constant: Its other sources.
+    """
+
+    def __init__(
+        self, folder: Path, here: Path, changing: Sequence[Path], constant: Sequence[Path]
+    ) -> None:
+        require("g++")
+        includes = [f"-I{path}" for path in (STRESS, EMULATED, MODEL, here)]
+        includes += [f"-isystem{path}" for path in cuda_includes()]
+        self.compiler = [*includes, *FLAGS, *PLAIN.flags, *OWN_FLAGS, "-x", "c++"]
+        self.folder = folder
+        self.changing = dict(zip(changing, self.compile(changing, CSRC, "changing"), strict=True))
+        self.constant = self.compile([*constant, *sorted(here.glob("*.cpp"))], CSRC, "constant")
+        if not _common:
+            _common.extend(self.compile(COMMON, CSRC, "common"))
+
+    def compile(self, sources: Sequence[Path], csrc: Path, folder: str, *more: str) -> list[Path]:
+        """Return object files of ``sources``, of the engine's from below ``csrc``."""
+        (self.folder / folder).mkdir()
+        objects = [self.folder / folder / f"{i}_{s.name}.o" for i, s in enumerate(sources)]
+        # BASE_FLAGS name CSRC, after the copy that has a mistake.
+        compiler = ["g++", f"-I{csrc}", *BASE_FLAGS, *self.compiler, *more]
+        compile_all(
+            [
+                [*compiler, "-c", below(csrc, source), "-o", o]
+                for source, o in zip(sources, objects, strict=True)
+            ]
+        )
+        return objects
+
+    def build(self, name: str = "right", csrc: Path = CSRC, mutated: str = "") -> Path:
+        """Return the program; where ``csrc`` has a mistake in ``mutated``, with what it changes."""
+        objects = dict(self.changing)
+        if mutated:
+            is_own = CSRC / mutated in objects
+            assert is_own or not mutated.endswith(".cpp"), f"{mutated} is not among `changing`"
+            own = [CSRC / mutated] if is_own else list(objects)
+            # A mistake may leave a variable that nobody reads.
+            objects.update(zip(own, self.compile(own, csrc, name, "-w"), strict=True))
+        return self.link([*objects.values(), *self.constant, *_common], name)
+
+    def rules(self) -> Path:
+        """Return the program that judges the model."""
+        return self.link([*self.compile(RULES, CSRC, "rules"), *_common], "rules")
+
+    def link(self, objects: Sequence[Path], name: str) -> Path:
+        program = self.folder / f"{name}_test"
+        compile_all([[*LINK, *objects, "-ldl", "-o", program]])
+        return program
+
+
+def check_noticed(program: Path, rounds: int, name: str) -> None:
+    """Fail unless the program says what is wrong, crashes or hangs, with one of some seeds."""
+    for seed in range(1, 5):
+        try:
+            done = run([program, str(seed), str(rounds)], HANGS_AFTER_S)
+        except subprocess.TimeoutExpired:
+            return
+        print(done.stdout[:2000])
+        if done.returncode != 0:
+            return
+    raise AssertionError(f"{name} went unnoticed")
+
+
+def check_right(program: Path, rounds: int) -> None:
+    """Fail unless the program ends well with every seed."""
+    for seed in range(1, 4):
+        done = run([program, str(seed), str(rounds)], RUN_TIMEOUT_S)
+        assert done.returncode == 0, done.stdout
+        assert f"ok: {rounds} rounds" in done.stdout

@@ -1,0 +1,119 @@
+"""Do buckets leave after the streams on which their gradients came?
+
+The streams are GPUs', and this is what the bucketer asks of them;
+`tests/test_cuda_processes.py` has real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+
+import pytest
+import torch
+import torch.distributed as dist
+from bucketing_nets import inputs, loss_of, make_net
+from torch import nn
+
+import pyringar as pr
+
+Start = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+Note = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool)
+
+
+class ReadyHook(ctypes.Structure):
+    """That of csrc/bucket/ready_hook.h."""
+
+    _fields_ = (("self", ctypes.c_void_p), ("start_step", Start), ("note", Note))
+
+
+class FakeReady:
+    """Notes what hooks and buckets ask of the streams of GPUs."""
+
+    def __init__(self, events: list[tuple[str, int]]) -> None:
+        self.events = events
+        self.kept = ReadyHook(None, Start(lambda _: None), Note(self.note))
+
+    def note(self, _: object, bucket: int, rank: int, is_new: bool) -> bool:
+        self.events.append(("gradient", bucket))
+        return True
+
+    def make_wait(self, bucket: int, rank: int) -> None:
+        self.events.append(("wait", bucket))
+
+    def hook(self) -> object:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype = ctypes.py_object
+        new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.kept), b"pyringar.ready", None)
+
+
+class FakeGpuGroup:
+    """An engine's group, with what only a GPU's has."""
+
+    def __init__(self, group: object, events: list[tuple[str, int]]) -> None:
+        self.group, self.events = group, events
+
+    def make_ready(self, sizes: list[int]) -> FakeReady:
+        return FakeReady(self.events)
+
+    def all_reduce(self, *arguments: object) -> object:
+        self.events.append(("reduce", 0))
+        return self.group.all_reduce(*arguments)
+
+    def all_reduce_coalesced(self, *arguments: object) -> object:
+        *others, after = arguments if len(arguments) == 5 else (*arguments, None)
+        self.events.append(("reduce", -1 if after is None else after[1]))
+        return self.group.all_reduce_coalesced(*others)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.group, name)
+
+
+def test_a_bucket_leaves_after_the_streams_of_its_gradients():
+    events: list[tuple[str, int]] = []
+    net = make_net()
+    comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1)
+    comm._group = FakeGpuGroup(comm._group, events)
+    with comm, pr.GradientBucketer([net], comm=comm, bucket_cap_mb=1e-4) as bucketer:
+        buckets = bucketer.buckets
+        loss_of(net, inputs(1)[0]).backward()
+        bucketer.wait()
+    assert len(buckets) > 2
+    for bucket, params in enumerate(buckets[:-1]):
+        wait = events.index(("wait", bucket))
+        assert events[:wait].count(("gradient", bucket)) == len(params)
+        assert events[wait + 1] == ("reduce", 0)
+    # It leaves in wait(), and torch has joined the current streams with those of backward.
+    assert events[-2:] == [("gradient", len(buckets) - 1), ("reduce", 0)]
+
+
+class Transposed(nn.Module):
+    """Its parameter, and so its gradient, lies column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("net", "expected"),
+    [
+        (nn.Linear(3, 4, bias=False), [("reduce", 0)]),  # the engine waits, where it reduces
+        (Transposed(), [("wait", 0), ("wait", 0), ("reduce", -1)]),  # torch packs, here
+    ],
+)
+def test_what_torch_packs_it_packs_after_the_streams_of_gradients(net, expected):
+    events: list[tuple[str, int]] = []
+    nets = [net, copy.deepcopy(net)]
+    comm = pr.Communicator(["cpu"] * 2)
+    comm._group = FakeGpuGroup(comm._group, events)
+    with comm, pr.GradientBucketer(nets, comm=comm) as bucketer:
+        for one in nets:
+            one(torch.ones(2, 3)).sum().backward()
+        bucketer.wait()
+    assert events == [("gradient", 0), ("gradient", 0), *expected]
+    assert torch.equal(*[param.grad for one in nets for param in one.parameters()])

@@ -1,0 +1,178 @@
+"""Does the CUDA engine's host code do what CUDA allows, on a runtime that takes it at its word?
+
+`tests/cpp/cuda_model` is a CUDA runtime made of rules, on the host's memory: streams that run late
+and in any order that CUDA allows, a race check on every access, captures, contexts, frees that
+wait. The engine's own host code and kernels run on it; then with mistakes planted, each of which
+must be noticed. All are slow.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cuda_model import Builder, check_noticed, check_right
+from test_cuda_emulated import EMULATED, Mistake
+from test_stress import COMPILE_TIMEOUT_S, CSRC, RUN_TIMEOUT_S, STRESS, run, some
+
+pytestmark = pytest.mark.slow
+
+# Those in which mistakes are planted, and what includes them.
+PARTS = "background devices folds group ready ring_links runtime staging"
+CHANGING = [CSRC / f"cuda/{part}.cpp" for part in PARTS.split()]
+ROUNDS = 24
+
+MISTAKES = {
+    "every-device-from-the-start": Mistake(
+        "tables.h", "slice.begin * item_bytes(tensor.dtype)", "0"
+    ),
+    "one-part-too-many": Mistake(
+        "tables.h",
+        "if (next->dtype == dtype && !add_slices(builders, *next)) break;",
+        "if (next->dtype == dtype) add_slices(builders, *next);",
+    ),
+    "ring-the-wrong-way-round": Mistake(
+        "ring_links.cpp", "as<std::byte>(next.slots)", "as<std::byte>(prev.slots)"
+    ),
+    "results-stay-in-staging": Mistake(
+        "group.cpp", "        staging_->copy_out(collective, staged, streams);\n", ""
+    ),
+    "failures-unread": Mistake("group.cpp", "  failure_ = new_failure();\n", ""),
+    "failures-unread-at-the-end": Mistake(
+        "group.cpp", "  if (failure.empty()) return;\n  failure_ = failure;", "  return;"
+    ),
+    "begins-before-the-others": Mistake(
+        "group.cpp", "  meeting.meet(streams);\n  run_and_always", "  run_and_always"
+    ),
+    "leaves-before-the-others": Mistake("group.cpp", "[&] { meeting.meet(streams); }", "[] {}"),
+    "meets-half": Mistake(
+        "devices.cpp", "    events_[d].make_wait(streams[0], devices_[0].index);\n", ""
+    ),
+    "staging-out-of-turn": Mistake(
+        "group.cpp",
+        "  last_use_->make_wait(streams);\n  if (has_host_ranks())",
+        "  if (has_host_ranks())",
+    ),
+    "staging-free-too-early": Mistake(
+        "group.cpp",
+        "streams);\n      },\n      [&] { last_use_->record(streams); });",
+        "streams);\n      },\n      [] {});",
+    ),
+    "failed-rings-out-of-turn": Mistake(
+        "group.cpp",
+        "return run_and_always(launch, [&] { last_use_->record(streams); });",
+        "return launch(), last_use_->record(streams);",
+    ),
+    "background-not-awaited": Mistake("background.cpp", "    last_->wait_for();\n", ""),
+    "rings-out-of-turn": Mistake(
+        "group.cpp",
+        "  last_use_->make_wait(streams);\n  const auto launch",
+        "  const auto launch",
+    ),
+    "freed-under-way": Mistake("group.cpp", "    last_use_->wait_for();\n", ""),
+    "one-stream-asked": Mistake(
+        "group.cpp",
+        "d < streams.size(); ++d) {\n    const CaptureId",
+        "d < 1; ++d) {\n    const CaptureId",
+    ),
+    "graphs-lose-links": Mistake(
+        "group.cpp",
+        "    keep_with_graph(streams[0], devices()[0], links);\n",
+        "    ring_ = links;\n",
+    ),
+    "graphs-lose-staging": Mistake(
+        "group.cpp", "    keep_with_graph(streams[0], devices()[0], staging);\n", ""
+    ),
+    "graphs-share-links": Mistake(
+        "group.cpp", "if (is_ring && capture != 0) return", "if (is_ring && capture == 1) return"
+    ),
+    "captured-rings-at-once": Mistake("group.cpp", "    found->last->make_wait(streams);\n", ""),
+    "loaded-by-the-launch": Mistake(
+        "devices.cpp",
+        'check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes", device.index);',
+        "",
+    ),
+    "launches-not-in-turn": Mistake("staging.cpp", "  const auto lock = lock_launches();\n", ""),
+    "loaded-in-captures": Mistake(
+        "devices.cpp", "    const BesideCaptures beside;\n    // Loads it", "    // Loads it"
+    ),
+    "asked-in-captures": Mistake(
+        "runtime.cpp",
+        "  const BesideCaptures beside;\n  const cudaError_t status = cudaEventQuery",
+        "  const cudaError_t status = cudaEventQuery",
+    ),
+    "released-in-captures": Mistake(
+        "runtime.cpp", "    const BesideCaptures beside;\n    action();", "    action();"
+    ),
+    "freed-by-a-graph": Mistake(
+        "runtime.h",
+        "free_later({what, [](void* it) { delete static_cast<T*>(it); }});",
+        "delete what;",
+    ),
+    "stray-contexts": Mistake("runtime.cpp", "if (has_context(before_)) {", "if (device >= 0) {"),
+    "ports-on-their-way": Mistake(
+        "ring_links.cpp",
+        '  check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device.index);\n',
+        "",
+    ),
+    "staging-no-peer-reaches": Mistake(
+        "staging.cpp",
+        "devices_.has_host_ranks() || !devices_.has_peers()",
+        "devices_.has_host_ranks()",
+    ),
+    "slots-no-peer-reaches": Mistake(
+        "devices.cpp", ": host_memory(device, bytes)", ": device_memory(device, bytes)"
+    ),
+    "tensors-no-peer-sees": Mistake(
+        "staging.cpp", "pointer != nullptr && !is_peer", "pointer == nullptr && !is_peer"
+    ),
+    "buffers-freed-under-way": Mistake(
+        "staging.cpp", "if (last_use != nullptr) last_use->wait_for();", ""
+    ),
+    "failed-call-runs-on": Mistake(
+        "background.cpp", "    wait_for();  // whoever", "    // whoever"
+    ),
+    "capture-of-others-joined": Mistake(
+        "background.cpp", "if (other == 0 || other == capture) continue;", "continue;"
+    ),
+    "aborted-ring-waits": Mistake("group.cpp", "  links_.push_back(links);\n", ""),
+    "asked-again-for-peers": Mistake(
+        "group.cpp", "if (!collective.needs_staging) collective", "collective"
+    ),
+    "blocks-without-a-limit": Mistake(
+        "folds.cpp", "std::min(kFused.max_blocks, max_blocks)", "kFused.max_blocks"
+    ),
+    "gradients-of-now": Mistake("background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
+    "one-stream-of-gradients": Mistake(
+        "ready.cpp", "known.stream == stream", "known.event != nullptr"
+    ),
+    "gradient-again-unseen": Mistake(
+        "ready.cpp",
+        "  if (!is_new) return found->event->record(stream);\n",
+        "  if (!is_new) return;\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("host")
+    return Builder(folder, STRESS / "cuda_host", CHANGING, [EMULATED / "tensors.cpp"])
+
+
+@pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_every_rule_of_the_model_is_kept_and_its_breach_caught(builder):
+    done = run([builder.rules(), "30"], RUN_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout
+    assert "ok: 30 seeds" in done.stdout
+
+
+@pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+def test_the_group_on_the_modelled_runtime(builder):
+    check_right(builder.build(), ROUNDS)
+
+
+@pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
+@pytest.mark.parametrize("name", some(MISTAKES, "leaves-before-the-others", "gradients-of-now"))
+def test_a_planted_mistake_is_noticed(builder, tmp_path, name):
+    mistake = MISTAKES[name]
+    program = builder.build(name, mistake.plant(tmp_path), f"cuda/{mistake.file}")
+    check_noticed(program, ROUNDS, name)
