@@ -13,10 +13,10 @@ pyringar builds and loads nothing, not even torch: every name is imported when i
 Three packages: ``pr.distributed``, the backend ``ringar`` of
 torch.distributed and several machines (`pyringar.distributed`); ``pr.train``, trainers for
 LeNet and ResNet-18 (`pyringar.train`); ``pr.predict``, times on machines that you do not have
-(`pyringar.predict`). What calls return: `pyringar.parallel.bucketer` (statistics of a
-step), `pyringar.parallel.optimizer`, `pyringar.grading.grader` (a verdict per property),
-`pyringar.train.trace`. For teaching: `pyringar.figures` (pictures in a line or two),
-`pyringar.comm.ring_schedule` (the ring's messages).
+(`pyringar.predict`). For torch.compile and autograd: `pyringar.ops`. What calls return:
+`pyringar.parallel.bucketer` (statistics of a step), `pyringar.parallel.optimizer`,
+`pyringar.grading.grader` (a verdict per property), `pyringar.train.trace`. For teaching:
+`pyringar.figures` (pictures in a line or two), `pyringar.comm.ring_schedule` (the ring's messages).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _HOMES = {
         "PeerLostError",
     ],
 }
-_SUBPACKAGES = ("distributed", "figures", "predict", "train")
+_SUBPACKAGES = ("distributed", "figures", "ops", "predict", "train")
 
 __all__ = [
     "ArgumentError",
@@ -91,6 +91,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import distributed as distributed
     from pyringar import figures as figures
+    from pyringar import ops as ops
     from pyringar import predict as predict
     from pyringar import train as train
     from pyringar.comm.communicator import Communicator, Work, allreduce

