@@ -164,7 +164,7 @@ def test_each_byte_crosses_once_per_machine_and_ranks_agree(machines, tmp_path):
         assert crossed["machines"][at] < 0.75 * crossed["flat"][at]
 
 
-@pytest.mark.parametrize("model", ["lenet", "resnet18"])
+@pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
 def test_training_on_two_machines_is_that_on_one(machines, tmp_path, model):
     options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "500", "--lr", "0.02"]
     options += ["--dtype", "float64"]  # another order of sums shows after many digits only

@@ -7,12 +7,11 @@ hands 1 / L of its bytes to the network.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -31,8 +30,8 @@ from pyringar.comm.arguments import (
 from pyringar.comm.base import OwnRank, RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.float_mode import default_float_mode
-from pyringar.comm.jobs import Jobs
-from pyringar.comm.member import Member, ranks_by_node, where_nodes_are
+from pyringar.comm.jobs import Job, Jobs
+from pyringar.comm.member import Member, check_agreed, check_equal_nodes, ranks_by_node
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.reference import divide, wide
 from pyringar.comm.rendezvous import Rendezvous
@@ -41,8 +40,16 @@ from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan
 from pyringar.comm.work import Work
 from pyringar.distributed.convert import copy_all, count_changes
-from pyringar.distributed.packing import check_tensor, describe, views_of
-from pyringar.distributed.wire import Inter, TorchInter, Wait
+from pyringar.distributed.own_stream import OwnStream, StreamJob
+from pyringar.distributed.packing import check_tensor, describe, own_bytes, pack
+from pyringar.distributed.wire import (
+    Inter,
+    PinnedInter,
+    TorchInter,
+    Wait,
+    check_place,
+    compare,
+)
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]
@@ -61,6 +68,7 @@ def communicator_for(
     order: str = "any",
     timeout: float = 30.0,
     backend: str = "gloo",
+    device: str | torch.device | int | None = None,
 ) -> ProcessCommunicator | HierarchicalCommunicator:
     """Make the communicator for this job: of one machine, or of several.
 
@@ -74,20 +82,21 @@ def communicator_for(
 
     See `HierarchicalCommunicator` for the other arguments and errors.
     """
+    place = check_place(device, backend)
     store, rank, world_size = checked_store(store, rank, world_size)
-    with Rendezvous(store, rank, world_size, name, check_timeout(timeout)) as meeting:
+    with Rendezvous(store, rank, world_size, name, check_timeout(timeout), place.type) as meeting:
         members = meeting.exchange_members()
         num_nodes = len(ranks_by_node(members))
         if num_nodes == 1:
             return ProcessCommunicator._of_meeting(
-                meeting, members, algorithm=algorithm, order=order, timeout=timeout
+                *(meeting, members, place), algorithm=algorithm, order=order, timeout=timeout
             )
     if algorithm != "auto" or order != "any":
         raise ArgumentError(
             f"algorithm is {algorithm!r} and order {order!r}, but the ranks are on {num_nodes} "
             "machines, whose sums are added to each other: expected 'auto' and 'any'"
         )
-    return HierarchicalCommunicator._of_meeting(meeting, members, backend, timeout)
+    return HierarchicalCommunicator._of_meeting(meeting, members, backend, timeout, place)
 
 
 class HierarchicalCommunicator(OwnRank):
@@ -98,16 +107,29 @@ class HierarchicalCommunicator(OwnRank):
     have it on the machines. A machine is what has one ``node_id()``; ``PYRINGAR_NODE_ID`` overrides
     it.
 
+    With tensors on GPUs (``device``) a call comes after what is on the current stream, and what
+    comes there after the call, or after its work's ``wait()``, sees the result: nobody need
+    synchronise. It cannot be captured in a CUDA graph. No GPU has run this, and NCCL has not been
+    tried: docs/gpu.md.
+
     Args:
-        inter: What crosses the wire, instead of groups of torch.distributed.
-        backend: Of these groups; tensors are on the CPU.
+        inter: What crosses the wire, instead of groups of torch.distributed. With ``device`` it is
+            given tensors there, and the CPU's, too; `pyringar.distributed.wire.PinnedInter` makes
+            it of one for the CPU's.
+        backend: Of these groups. ``"gloo"`` adds on the CPU; tensors on a GPU reach it through
+            pinned host memory, in a thread that waits for the GPU. ``"nccl"`` adds on the GPU, and
+            nobody waits for it: a rank that is lost once its call was enqueued is told by the next
+            call, and results may be void until then.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
             for all. Between machines it is the other backend's, whose deadline may be for a call.
         piece_bytes: While so much of a rank's data crosses the wire, as much is reduced inside.
+        device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
+            ranks a GPU, or on none.
 
     Raises:
         ArgumentError: Machines with different numbers of ranks, which are named: there is no part
-            of the data for each. A backend other than gloo without torch.distributed.
+            of the data for each. A backend other than gloo without torch.distributed; NCCL in a
+            torch without it, or with tensors on the CPU.
 
     See `pyringar.ProcessCommunicator` for the other arguments and errors.
 
@@ -118,7 +140,8 @@ class HierarchicalCommunicator(OwnRank):
     Cost: every byte is packed, summed inside the machine, and crosses the wire once per machine:
     with L ranks per machine on M machines a rank hands ``N / L`` bytes to the backend, whose ring
     sends ``2 (M - 1) / M`` of them. One small message more per call tells whether machines call the
-    same thing.
+    same thing. A GPU keeps a packed copy of the data during a call; with gloo, two pieces' parts
+    have pinned buffers, and the thread waits once for each piece.
     """
 
     def __init__(
@@ -132,21 +155,30 @@ class HierarchicalCommunicator(OwnRank):
         name: str = "default",
         timeout: float = 30.0,
         piece_bytes: int = _PIECE_BYTES,
+        device: str | torch.device | int | None = None,
     ) -> None:
         if not is_count(piece_bytes, 1):
             raise ArgumentError(f"piece_bytes is {piece_bytes!r}, expected a number of bytes")
+        place = check_place(device, backend)
         store, rank, world_size = checked_store(store, rank, world_size)
-        with Rendezvous(store, rank, world_size, name, check_timeout(timeout)) as meeting:
+        with Rendezvous(
+            store, rank, world_size, name, check_timeout(timeout), place.type
+        ) as meeting:
             members = meeting.exchange_members()
-        self._join(meeting, members, inter, backend, timeout, piece_bytes)
+        self._join(meeting, members, inter, backend, timeout, piece_bytes, place)
 
     @classmethod
     def _of_meeting(
-        cls, meeting: Rendezvous, members: list[Member], backend: str, timeout: float
+        cls,
+        meeting: Rendezvous,
+        members: list[Member],
+        backend: str,
+        timeout: float,
+        device: torch.device,
     ) -> HierarchicalCommunicator:
         """Return the communicator of ``members``, who have met already."""
         self = cls.__new__(cls)
-        self._join(meeting, members, None, backend, timeout, _PIECE_BYTES)
+        self._join(meeting, members, None, backend, timeout, _PIECE_BYTES, device)
         return self
 
     def _join(
@@ -157,22 +189,30 @@ class HierarchicalCommunicator(OwnRank):
         backend: str,
         timeout: float,
         piece_bytes: int,
+        device: torch.device,
     ) -> None:
         """Connect to the ranks of this machine, and to those on the others."""
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
         self._name, self._timeout_s, self._piece_bytes = meeting.name, timeout, piece_bytes
         self._nodes = nodes = ranks_by_node(members)
-        _check_equal_nodes(nodes, members)
+        check_agreed(members)
+        check_equal_nodes(nodes, members)
         self._node = next(i for i, ranks in enumerate(nodes) if self._rank in ranks)
         self._local_rank = nodes[self._node].index(self._rank)
         self._intra = ProcessCommunicator(
             *(self._store, self._local_rank, len(nodes[0])),
             name=f"machine {self._node}",
             timeout=timeout,
+            device=device,
         )
+        self._device = device
+        self._stream = OwnStream(device) if device.type == "cuda" else None
+        # NCCL reads what is on the GPU: the host waits for nothing, and sees no loss in time.
+        self._looks = self._stream is not None and backend != "nccl"
         if inter is None and len(nodes) > 1:
             columns = list(zip(*nodes, strict=True))
             inter = TorchInter(self._store, columns, self._rank, backend, timeout)
+            inter = PinnedInter(inter) if self._looks else inter
         self._inter = inter
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
@@ -187,6 +227,11 @@ class HierarchicalCommunicator(OwnRank):
             abort=HierarchicalCommunicator.abort,
             progress=HierarchicalCommunicator._progress,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this rank's tensors."""
+        return self._device
 
     @property
     def local_rank(self) -> int:
@@ -212,8 +257,8 @@ class HierarchicalCommunicator(OwnRank):
         """Reduce this rank's tensor, or tensors, over all ranks; every rank then holds the result.
 
         Args:
-            tensors: One tensor, or a list of them, on the CPU, that do not overlap: equal on all
-                ranks in number, dtype and sizes; any strides.
+            tensors: One tensor, or a list of them, on this rank's device, that do not overlap:
+                equal on all ranks in number, dtype and sizes; any strides.
             algorithm: ``"auto"``, or not given.
             order: ``"any"``, or not given: machines are added after ranks.
 
@@ -221,9 +266,10 @@ class HierarchicalCommunicator(OwnRank):
             ArgumentError: A tensor or value that is wrong; nothing was changed. Or ranks or
                 machines call different things; tensors are as they were, and the communicator
                 refuses further calls.
-            UnsupportedError: A dtype or layout that cannot be reduced.
+            UnsupportedError: A dtype or layout that cannot be reduced; a stream that is captured in
+                a CUDA graph. Nothing was changed.
             PeerLostError, CollectiveTimeout: A rank or machine is gone, or late. Tensors are as
-                they were; the communicator refuses further calls.
+                they were, but not with NCCL; the communicator refuses further calls.
 
         See `pyringar.Communicator.all_reduce` for the dtypes and the other arguments.
         """
@@ -231,7 +277,7 @@ class HierarchicalCommunicator(OwnRank):
         check_choice("order", "any" if order is None else order, ("any",))
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
-            check_tensor(f"tensors[{i}]", tensor)
+            check_tensor(f"tensors[{i}]", tensor, self._device)
         name = op_name(op)
         what = f"all_reduce ({name}) of " + describe(given)
         return self._submit(what, partial(self._reduce, given, name, what), given, async_op)
@@ -246,7 +292,7 @@ class HierarchicalCommunicator(OwnRank):
         async_op: bool = False,
     ) -> Work | None:
         """Reduce a list. See `all_reduce` for arguments and errors."""
-        check_list(tensors)
+        check_list("all_reduce_coalesced", tensors)
         return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
@@ -261,19 +307,23 @@ class HierarchicalCommunicator(OwnRank):
         Cost: ``N`` bytes to every other machine.
         """
         check_root(root, self._world_size)
-        check_tensor("tensor", tensor)
+        check_tensor("tensor", tensor, self._device)
         what = f"broadcast from rank {root} of " + describe([tensor])
-        written = [tensor] if root != self._rank else []
-        return self._submit(what, lambda: self._copy(tensor, root, what), written, async_op)
+        call = partial(self._copy, tensor, root, what)
+        return self._submit(what, call, [tensor], async_op, is_written=root != self._rank)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
+
+        On GPUs all ranks' current streams go on after all of them have come here.
 
         See `all_reduce` for ``async_op`` and errors.
         """
 
         def meet() -> None:
             self._inside(self._intra.barrier)
+            if self._stream is not None:  # other machines' streams cannot wait for this one
+                self._stream.finish()
             self._compare("barrier")()
             self._inside(self._intra.barrier)
 
@@ -328,9 +378,8 @@ class HierarchicalCommunicator(OwnRank):
         except BaseException as error:
             self._break_off(error)
             raise
-        self._intra.close()
-        if self._inter is not None:
-            self._inter.close()
+        with nullcontext() if self._inter is None else closing(self._inter):
+            self._intra.close()
 
     def abort(self) -> None:
         """Fail what runs, here and on the other ranks, then `close`."""
@@ -358,13 +407,18 @@ class HierarchicalCommunicator(OwnRank):
         return (
             f"HierarchicalCommunicator({closed}rank {self._rank} of {self._world_size}, machine "
             f"{self._node} of {len(self._nodes)}, name={self._name!r}, "
-            f"timeout={self._timeout_s:g} s)"
+            f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
         )
 
     # -- one call, on the communicator's own thread ------------------------------------------------
 
     def _submit(
-        self, what: str, call: Callable[[], None], written: Sequence[Tensor], async_op: bool
+        self,
+        what: str,
+        call: Callable[[], None],
+        tensors: Sequence[Tensor],
+        async_op: bool,
+        is_written: bool = True,
     ) -> Work | None:
         if is_inherited(self):
             raise RingarError(
@@ -373,15 +427,24 @@ class HierarchicalCommunicator(OwnRank):
             )
         if self._is_closed:
             raise RingarError("this communicator is closed")
-        count_changes(written)
+        if self._stream is not None:
+            self._stream.refuse_capture(what)
+        if is_written:
+            count_changes(tensors)
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
-        job = self._jobs.submit(partial(self._run, what, call), in_words)
+        run = partial(self._run, what, call)
+        job: Job | StreamJob
+        if self._stream is None:
+            job = host = self._jobs.submit(run, in_words)
+        else:
+            job = self._stream.submit(self._jobs, run, tensors, in_words)
+            host = job.host
         if async_op:
             return Work(job, {}, what)
         try:
             job.wait()
         except BaseException as error:
-            if not job.is_completed():  # interrupted: it must not write behind the caller's back
+            if not host.is_completed():  # interrupted: it must not write behind the caller's back
                 self._break_off(error)
                 with suppress(RingarError):
                     job.wait()
@@ -434,6 +497,8 @@ class HierarchicalCommunicator(OwnRank):
     def _named(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
+        except (torch.AcceleratorError, torch.OutOfMemoryError):  # this rank's own GPU
+            raise
         except RuntimeError as error:
             others = [ranks[self._local_rank] for ranks in self._nodes]
             text = (
@@ -444,7 +509,8 @@ class HierarchicalCommunicator(OwnRank):
             raise (CollectiveTimeout if is_late else PeerLostError)(text) from error
 
     def _reduce(self, tensors: list[Tensor], op: str, what: str) -> None:
-        packed = self._pack(tensors)  # before others are told: there may be no memory
+        # Before others are told: there may be no memory.
+        packed = pack(tensors, len(self._nodes[0]))
         agreed = self._compare(what)
         for flat, _, _ in packed:
             self._reduce_flat(flat, "sum" if op == "mean" else op, what, agreed)
@@ -452,34 +518,29 @@ class HierarchicalCommunicator(OwnRank):
                 with default_float_mode() as pieces:
                     divide(flat, self._world_size, pieces)
         agreed()
+        self._look()
         for _, views, mine in packed:  # not before all is well
             copy_all(list(zip(mine, views, strict=True)))
         with self._lock:
             self._stats["hierarchical"]["bytes"] += sum(t.numel() * t.itemsize for t in tensors)
 
-    def _pack(self, tensors: list[Tensor]) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
-        """Return flat memory for each dtype, its views for tensors of that dtype, and these."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(wide(tensor.dtype), []).append(tensor)
-        packed = []
-        for dtype, mine in by_dtype.items():
-            numel = sum(tensor.numel() for tensor in mine)
-            size = len(self._nodes[0])
-            flat = torch.zeros(-(-numel // size) * size, dtype=dtype)
-            views = views_of(flat, mine)
-            for view, tensor in zip(views, mine, strict=True):
-                view.copy_(tensor)
-            packed.append((flat, views, mine))
-        return packed
+    def _look(self) -> None:
+        """On a GPU, wait for it, and raise if a rank of the machine was lost before it was done.
+
+        Until then such a call ends without its data, which must neither cross nor be kept.
+        """
+        if self._stream is not None and self._looks:
+            self._stream.finish()
+            self._inside(partial(self._intra.check_peers, ()))
 
     def _reduce_flat(self, flat: Tensor, op: str, what: str, agreed: Wait) -> None:
         """Reduce in pieces: while one crosses the wire, the next is reduced inside."""
         crossing: tuple[Tensor, Tensor, Wait] | None = None
         for begin, end in self._pieces(flat.numel(), flat.dtype):
             piece = flat[begin:end]
-            part = torch.empty(len(piece) // len(self._nodes[0]), dtype=flat.dtype)
+            part = flat.new_empty(len(piece) // len(self._nodes[0]))
             self._inside(partial(self._intra.reduce_scatter, part, piece, op))
+            self._look()
             agreed()  # machines call the same, so that the other side has the same sizes
             arrived = self._cross(part, op, what)
             if crossing is not None:
@@ -509,28 +570,14 @@ class HierarchicalCommunicator(OwnRank):
         """Begin to ask the other machines whether they call the same; what is returned raises."""
         if self._inter is None:
             return _nothing
-        digest = hashlib.blake2b(what.encode(), digest_size=7).digest()
-        own = int.from_bytes(digest, "big")
-        asked = torch.tensor([own, -own])
-        arrived = self._outside(what, lambda inter: inter.all_reduce(asked, "max"))
-        is_asked = True
-
-        def check() -> None:
-            nonlocal is_asked
-            if is_asked:
-                arrived()
-                is_asked = False
-                if asked.tolist() != [own, -own]:
-                    raise ArgumentError(
-                        f"machines call different things: rank {self._rank} on machine "
-                        f"{self._node} calls {what}, and its counterparts on another machine "
-                        "something else"
-                    )
-
-        return check
+        return compare(
+            what,
+            lambda asked: self._outside(what, lambda inter: inter.all_reduce(asked, "max")),
+            f"rank {self._rank} on machine {self._node}",
+        )
 
     def _copy(self, tensor: Tensor, root: int, what: str) -> None:
-        data = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        data = own_bytes(tensor, filled=self._rank == root)
         self._compare(what)()
         node = next(i for i, ranks in enumerate(self._nodes) if root in ranks)
         local_root = self._nodes[node].index(root)
@@ -540,21 +587,13 @@ class HierarchicalCommunicator(OwnRank):
             self._outside(what, lambda inter: inter.broadcast(data, node))()
         if self._node != node:
             self._inside(lambda: self._intra.broadcast(data, local_root))
+        self._look()
         if self._rank != root:
             copy_all([(tensor, data.view(tensor.dtype).view(tensor.shape))])
 
 
 def _nothing() -> None:
     """Wait for no other machine."""
-
-
-def _check_equal_nodes(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> None:
-    if len({len(ranks) for ranks in nodes}) > 1:
-        raise ArgumentError(
-            "the machines have different numbers of ranks "
-            f"({where_nodes_are(nodes, members)}), expected equal ones: each rank of a machine "
-            "reduces one part with its counterparts on the others"
-        )
 
 
 _: type[RankCommunicator] = HierarchicalCommunicator  # mypy holds it to the same calls

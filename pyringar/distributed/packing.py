@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pyringar.choices import kind_of
 from pyringar.comm.arguments import DTYPES
+from pyringar.comm.reference import wide
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["check_no_overlap", "check_tensor", "describe", "views_of"]
+__all__ = ["check_no_overlap", "check_tensor", "describe", "own_bytes", "pack", "views_of"]
 
 
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -25,6 +26,45 @@ def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
+def pack(
+    tensors: Sequence[Tensor], multiple: int
+) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
+    """Copy tensors end to end into flat memory, one for each dtype; 16-bit floats as float32.
+
+    Args:
+        tensors: What is copied, all on one device.
+        multiple: Each flat memory has a multiple of so many elements; those at its end are zeros.
+
+    Returns:
+        Of each dtype the flat memory, where each tensor lies in it, and these tensors.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(wide(tensor.dtype), []).append(tensor)
+    packed = []
+    for dtype, mine in by_dtype.items():
+        numel = sum(tensor.numel() for tensor in mine)
+        size = -(-numel // multiple) * multiple
+        flat = torch.zeros(size, dtype=dtype, device=mine[0].device)
+        views = views_of(flat, mine)
+        for view, tensor in zip(views, mine, strict=True):
+            view.copy_(tensor)
+        packed.append((flat, views, mine))
+    return packed
+
+
+def own_bytes(tensor: Tensor, *, filled: bool) -> Tensor:
+    """Return flat memory beside a tensor's, as many bytes; torch does not count that it is written.
+
+    Args:
+        filled: With what the tensor holds.
+    """
+    data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if filled:
+        data.copy_(tensor.data)
+    return data.view(-1).view(torch.uint8)
+
+
 def describe(tensors: Sequence[Tensor]) -> str:
     """Return words that are equal for lists of equal shapes and dtypes, else different."""
     numel = sum(tensor.numel() for tensor in tensors)
@@ -34,17 +74,17 @@ def describe(tensors: Sequence[Tensor]) -> str:
     return f"{numel}{dtype} elements in {len(tensors)} tensors (shapes {digest})"
 
 
-def check_tensor(name: str, tensor: Any) -> None:
+def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     """Refuse what cannot be reduced.
 
     Raises:
-        ArgumentError: No tensor, not on the CPU, or expanded.
+        ArgumentError: No tensor, not on ``device``, or expanded.
         UnsupportedError: Sparse, or of another dtype.
     """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a tensor")
-    if tensor.device.type != "cpu":
-        raise ArgumentError(f"{name} is on {tensor.device}, expected cpu, this rank's device")
+    if tensor.device != device:
+        raise ArgumentError(f"{name} is on {tensor.device}, expected {device}, this rank's device")
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         raise UnsupportedError(
             f"{name} is {tensor.layout} {tensor.dtype}, expected strided and one of "
