@@ -79,7 +79,7 @@ def run_case(run: Run, case: Case) -> None:
             settle_s=run.effort.settle_s,
         )
     limit_s = min(timings.pop(name).min_s for name in limits)
-    taken, _ = choose("host", "any", case.size_bytes)
+    taken, _ = choose("host")
     takes = dict.fromkeys(UNNAMED, taken)
     run.add(run.rows(case, timings, correct, limit_s=limit_s, takes=takes))
 
@@ -96,7 +96,7 @@ def lists(ranks: Sequence[int]) -> list[Case]:
     """Return all parameters of a model: where it matters which rank owns which."""
     models = {"LeNet": LENET, "ResNet-18": resnet18_shapes()}
     return [
-        Case(name, k, names_in("allreduce"), shapes)
+        Case(name, k, (*names_in("allreduce"), "bound"), shapes)
         for name, shapes in models.items()
         for k in ranks
     ]

@@ -221,11 +221,19 @@ class Run:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Take the rows of a case that is over."""
-        self.results.rows += rows
-        if self.benchmark.goals:
-            self.results.facts["goals"] = self.benchmark.goals(self.results.rows)
+        self.results = self._with(rows)
         self._tell(rows)
         self._write()
+
+    def write_so_far(self, rows: Sequence[Row]) -> None:
+        """Write rows of cases that go on, beside those taken; `add` gets them when all is over."""
+        if self._path:
+            files.write(self._path, self._with(rows))
+
+    def _with(self, rows: Sequence[Row]) -> Results:
+        rows = [*self.results.rows, *rows]
+        goals = {"goals": self.benchmark.goals(rows)} if self.benchmark.goals else {}
+        return replace(self.results, rows=rows, facts=self.results.facts | goals)
 
     def skip(self, what: str, why: str) -> None:
         """Note what could not be measured, and the reason."""

@@ -105,6 +105,11 @@ def local_auto(comm: pr.Communicator, lists: Lists) -> Call:
     return local_call("auto")(comm, lists)
 
 
+def local_bound(comm: pr.Communicator, lists: Lists) -> Call:
+    """Check the call that names no algorithm, once."""
+    return comm.bind_coalesced(lists) if len(lists[0]) > 1 else comm.bind(column(lists))
+
+
 def rank_call(algorithm: str) -> Callable[[Any, list[Tensor]], Call]:
     """Make the call of an algorithm in one rank's process."""
     return lambda worker, tensors: lambda: worker.comm.all_reduce(tensors, algorithm=algorithm)
@@ -223,7 +228,7 @@ _ALL = (
     _ours(
         *("bound", "bound (checked before)", _RED, "*"),
         calls={
-            "allreduce": lambda comm, lists: comm.bind(column(lists)),
+            "allreduce": local_bound,
             "processes": lambda worker, tensors: worker.comm.bind(tensors),
         },
         extra=("allreduce", "processes"),

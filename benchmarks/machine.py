@@ -17,9 +17,20 @@ from pyringar.engine import load
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Return processor, memory, versions and the engine's own build; with a GPU, its facts too."""
+    """Return what `describe_host` does, the engine's own build, and with a GPU what is known of it.
+
+    Engines that are not built yet are built.
+    """
+    facts = describe_host() | {"engine": load.engine().build_info()}
+    if device.startswith("cuda"):
+        facts |= describe_gpu() | {"engine_cuda": load.cuda_engine().runtime_version()}
+    return facts
+
+
+def describe_host() -> dict[str, Any]:
+    """Return processor, memory and versions."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    facts = {
+    return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "cpu": _cpu_model(),
         "cores": num_cores(),
@@ -29,9 +40,7 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "pyringar": pyringar.__version__,
-        "engine": load.engine().build_info(),
     }
-    return facts | (_describe_gpu() if device.startswith("cuda") else {})
 
 
 def machine_in_words(machine: Mapping[str, Any]) -> str:
@@ -58,7 +67,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _describe_gpu() -> dict[str, Any]:
+def describe_gpu() -> dict[str, Any]:
+    """Return the first GPU's name and capability, their number, driver and CUDA."""
     from benchmarks.nccl import nccl_version
 
     facts = torch.cuda.get_device_properties(0)
@@ -71,7 +81,6 @@ def _describe_gpu() -> dict[str, Any]:
         "l2_mib": round(facts.L2_cache_size / 2**20, 1),
         "driver": _driver_version(),
         "torch_cuda": torch.version.cuda,
-        "engine_cuda": load.cuda_engine().runtime_version(),
         "nccl": nccl_version(),
     }
 

@@ -33,7 +33,7 @@ SETTINGS = {
     "NCCL_MAX_CTAS": "16",  # a rank takes its share of the multiprocessors
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
-DEADLINE_S = 90.0
+DEADLINE_S = 45.0
 
 
 # -- in the ranks' processes -----------------------------------------------------------------------

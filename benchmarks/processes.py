@@ -163,7 +163,7 @@ def measure(run: Run) -> None:
     for (_, awake), cases in groups.items():
         with awake_processors(awake):
             for case, timings, correct in run_cases(CallWorker, cases, run.effort):
-                taken, _ = choose("processes", "any", case.size_bytes)
+                taken, _ = choose("processes")
                 run.add(
                     run.rows(
                         *(case, timings, correct),

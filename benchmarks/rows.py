@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.busy import Others
-from benchmarks.candidates import candidate_of
 
 VERSION = 2
 NOISE = 0.02  # by which a row may lie below its limit
@@ -72,6 +71,10 @@ class Row:
     @property
     def is_ours(self) -> bool:
         """True where it says how good this version is, rather than how fast the machine was."""
+        from benchmarks.candidates import (
+            candidate_of,
+        )  # imports torch, which a reader can do without
+
         return candidate_of(self.candidate).is_ours
 
     @property

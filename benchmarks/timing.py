@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+K = TypeVar("K")
 T = TypeVar("T")
 Call = Callable[[], object]
 Measure = Callable[[Call, int], float]  # seconds per call of so many calls in a row
@@ -68,14 +69,15 @@ def turns(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
 
 
 def in_turns(
-    candidates: Mapping[str, Callable[[], T]],
+    candidates: Mapping[K, Callable[[], T]],
     *,
     rounds: int,
     budget_s: float,
     least_rounds: int = LEAST_ROUNDS,
     most_s: float = float("inf"),
     agree: Callable[[float], float] = lambda spent_s: spent_s,
-) -> dict[str, list[T]]:
+    look: Callable[[Mapping[K, list[T]]], object] = lambda samples: None,
+) -> dict[K, list[T]]:
     """Call every candidate once a round, and collect what each returns.
 
     Args:
@@ -85,8 +87,9 @@ def in_turns(
         least_rounds: Rounds that run even when they outlast ``budget_s``.
         most_s: Seconds after which no round begins at all.
         agree: Maps the seconds spent to those that all ranks stop by.
+        look: Is shown all samples after each one; its time is nobody's sample.
     """
-    samples: dict[str, list[T]] = {name: [] for name in candidates}
+    samples: dict[K, list[T]] = {name: [] for name in candidates}
     start = time.perf_counter()
     for number, names in enumerate(turns(candidates, rounds)):
         spent_s = agree(time.perf_counter() - start)
@@ -94,6 +97,7 @@ def in_turns(
             break
         for name in names:
             samples[name].append(candidates[name]())
+            look(samples)
     return samples
 
 

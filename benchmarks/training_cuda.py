@@ -5,8 +5,9 @@
     python benchmarks/training_cuda.py --dry-run         # CPU ranks, tiny: a trial of this script
 
 An epoch goes from an idle GPU to an idle GPU, without the test; the first of each case does not
-count. Then a step of ResNet-18 is timed with buckets, with one reduction after backward, and with
-none. By how much buckets make it longer than none is exposed.
+count. Cases take turns, and every epoch is written as it ends: a run that is cut off keeps them.
+Then a step of ResNet-18 is timed with buckets, with one reduction after backward, and with none.
+By how much buckets make it longer than none is exposed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +77,30 @@ def run_epochs(run: Run, cases: Sequence[Case]) -> None:
             {(c.name, c.world_size): epoch_of(trainer_of(c)) for c in cases},
             rounds=1 + run.effort.rounds,
             budget_s=run.effort.budget_s,
-            least_rounds=3,
+            least_rounds=2,
+            look=lambda found: run.write_so_far(rows_of_epochs(run, cases, found)),
         )
+    run.add(rows_of_epochs(run, cases, found))
+
+
+def rows_of_epochs(
+    run: Run, cases: Sequence[Case], found: Mapping[tuple[str, int], Sequence[EpochResult]]
+) -> list[Row]:
+    """Return the rows of the cases that have an epoch after their first."""
+    rows: list[Row] = []
     one: dict[str, float] = {}
     for case in cases:
         epochs = found[case.name, case.world_size]
+        if len(epochs) < 2:
+            continue
         timing = Timing.of(epoch.seconds for epoch in epochs[1:])
         if case.world_size == 1:
             one[case.name] = timing.median_s
         first, last = epochs[0].loss, epochs[-1].loss
         correct = {RINGAR: math.isfinite(last) and last < first}
         limit_s = one.get(case.name)
-        run.add(run.rows(case, {RINGAR: timing}, correct, limit_s=limit_s, baseline_s=limit_s))
+        rows += run.rows(case, {RINGAR: timing}, correct, limit_s=limit_s, baseline_s=limit_s)
+    return rows
 
 
 # -- one step's communication ----------------------------------------------------------------------
