@@ -27,6 +27,7 @@ MODULES = (
     "pyringar.train",
     "pyringar.predict",
     "pyringar.figures",
+    "pyringar.ops",
     "pyringar.comm.ring_schedule",
     "pyringar.parallel.bucketer",
     "pyringar.grading.grader",

@@ -39,7 +39,10 @@ MENU = {
         *("docs/torchrun.md", "docs/grading.md", "examples/README.md"),
     ),
     "Learn": ("docs/chapter.ipynb", "docs/algorithms.md", "docs/predict.md", "docs/report.md"),
-    "Change": ("docs/architecture.md", "csrc/README.md", "tests/README.md", "CONTRIBUTING.md"),
+    "Change": (
+        *("docs/architecture.md", "csrc/README.md", "docs/gpu.md", "docs/cuda-kernels.md"),
+        *("tests/README.md", "CONTRIBUTING.md"),
+    ),
 }
 _HIDDEN = ("docs/README.md",)  # the list of pages, which the menu is
 
