@@ -115,8 +115,8 @@ def test_the_lists_themselves_may_change():
 
 
 @pytest.mark.parametrize("how", ["data", "set_", "resized and back"])
-def test_memory_is_kept_whatever_becomes_of_the_tensors(how):
-    """As documented: what was bound is reduced, and nobody writes to memory that was freed."""
+def test_memory_that_was_bound_is_kept_and_reduced(how):
+    """As documented; only a storage that grows frees it."""
     numel = 100_000
     lists = [[torch.ones(5), torch.ones(numel)] for _ in range(2)]
     tensor, new = lists[0][1], torch.full((numel,), 7.0)

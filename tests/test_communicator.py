@@ -13,6 +13,7 @@ import torch
 from process_checks import exit_code_of, settled, thread_ids
 
 import pyringar as pr
+from pyringar.comm.base import EngineCommunicator, _interrupted
 
 
 def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:
@@ -219,6 +220,60 @@ def test_a_closed_communicator_refuses_everything():
         with pytest.raises(pr.RingarError, match="closed"):
             call()
     assert torch.equal(two[0], ranks(2, 2)[0])
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_check_tells_of_a_failure(in_background):
+    """Also of one that nobody has waited for."""
+    with pr.Communicator(["cpu"] * 2, timeout=0.2) as comm:
+        comm.check()
+        comm._group.delay_rank(0, 1.0)
+        if in_background:
+            work = comm.all_reduce(ranks(2), algorithm="ring", async_op=True)
+            assert settled(work.is_completed, True)
+        else:
+            with pytest.raises(pr.CollectiveTimeout):
+                comm.all_reduce(ranks(2), algorithm="ring")
+        for _ in range(2):
+            with pytest.raises(pr.CollectiveTimeout, match="failed before"):
+                comm.check()
+    with pytest.raises(pr.RingarError, match="closed"):
+        comm.check()
+
+
+class BusyGroup:
+    """The group of a GPU that is not done with its calls when it is closed."""
+
+    def __init__(self) -> None:
+        self.is_done, self.has_told = False, False
+
+    def close(self) -> bool:
+        if not self.has_told:
+            self.has_told = True
+            raise pr.CollectiveTimeout("the GPU has not come to the end of its calls")
+        return self.is_done
+
+
+def test_tensors_stay_until_a_gpu_is_done_with_them():
+    """Whoever hears that it is not may let go of them: the GPU writes them all the same."""
+    comm = EngineCommunicator()
+    comm._group, comm._in_flight = BusyGroup(), {"work": torch.ones(3)}
+    with pytest.raises(pr.CollectiveTimeout):
+        comm.close()
+    comm.close()
+    assert comm._in_flight
+    kept = comm._in_flight
+    del comm
+    gc.collect()
+    assert kept in _interrupted
+    _interrupted.remove(kept)
+    comm = EngineCommunicator()
+    comm._group, comm._in_flight = BusyGroup(), {"work": torch.ones(3)}
+    with pytest.raises(pr.CollectiveTimeout):
+        comm.close()
+    comm._group.is_done = True
+    comm.close()
+    assert not comm._in_flight
 
 
 @linux

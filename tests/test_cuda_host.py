@@ -68,6 +68,7 @@ MISTAKES = {
         "  const auto launch",
     ),
     "freed-under-way": Mistake("group.cpp", "    last_use_->wait_for();\n", ""),
+    "broken-captures-are-none": Mistake("runtime.cpp", "return {kBrokenCapture};", "return {};"),
     "one-stream-asked": Mistake(
         "group.cpp",
         "d < streams.size(); ++d) {\n    const CaptureId",

@@ -122,7 +122,12 @@ MISTAKES = {
     "raised-only-below": (WATCH, {"!reached(now, wanted) &&": "now < wanted &&"}),
     "late-not-noticed": (WATCH, {"!stillness_.is_late(culprit)) return": "culprit < 999) return"}),
     "busy-is-late": (WATCH, {"releases_all_ || !has_come()": "releases_all_"}),
-    "void-not-told": (GROUP, {"    raise_untold();\n  } else": "  } else"}),
+    "void-not-told": (GROUP, {"    raise_untold();\n": ""}),
+    "let-go-while-busy": (GROUP, {"is_idle = !is_left_running(*host_);": "is_idle = true;"}),
+    "closes-in-its-own-close": (
+        GROUP,
+        {"  if (closing_thread_.load() == std::this_thread::get_id()) return false;\n": ""},
+    ),
     # -- one rank's own
     "not-after-the-caller": (GROUP, {"        ready->make_wait(stream_->get(), device_);\n": ""}),
     "abort-waits-for-calls": (
@@ -130,7 +135,7 @@ MISTAKES = {
         {"  if (leaving == Leaving::kAborting) release_streams();\n": ""},
     ),
     "freed-while-open": (GROUP, {"!(is_idle && all_others_are_gone(*host_))) {": "false) {"}),
-    "unmapped-while-read": (GROUP, {"staging_ == nullptr || wait_until_idle()": "true"}),
+    "unmapped-while-read": (GROUP, {"staging_ == nullptr || wait_until_idle(patience)": "true"}),
     "digest-too-soon": (
         GROUP,
         {'cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device_);': ""},

@@ -161,6 +161,7 @@ def calls_of_a_rank(group, shared, one, two) -> dict:
         "stats": group.stats,
         "flip_bit_of_next": group.flip_bit_of_next,
         "abort": group.abort,
+        "check": group.check,
         "check_peers": lambda: group.check_peers([1]),
         "progress": group.progress,
         "set_timeout": lambda: group.set_timeout(7.0),

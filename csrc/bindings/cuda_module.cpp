@@ -89,6 +89,7 @@ class StreamedGroup {
   bool forked() const { return fork_generation() != fork_generation_; }
   bool has_this_thread() const { return false; }
   void check_usable() { pyringar::check_usable(group()); }
+  void check() { group().try_check_usable(); }
   // CUDA does not live through fork(), and a thread may have held the group's lock.
   cuda::Group& group() {
     if (forked()) fail_forked();
@@ -112,10 +113,8 @@ class StreamedGroup {
   }
   // What the background's calls read and write is let go of afterwards.
   void close() {
-    {
-      const std::lock_guard<std::mutex> lock(background_mutex_);
-      background_.wait_for();
-    }
+    const std::lock_guard<std::mutex> lock(background_mutex_);  // to the end: no call comes between
+    background_.wait_for();
     group().close();
   }
   // The work of all that is on the current streams.

@@ -3,7 +3,8 @@
 //
 // Contract  An engine's file brings a struct Engine with
 //             Group, GroupPtr    the class that Python sees, held by a shared_ptr
-//             host(group)        answers forked(), has_this_thread(), check_usable()
+//             host(group)        answers forked(), has_this_thread(), check_usable(), and
+//                                check(), which waits for nothing
 //             run(group, call)   now; on GPUs the work is enqueued when this returns
 //             submit(group, call)   in the background; returns the work as a Python object. Ranks
 //                                   in one process: also a call that is shared
@@ -281,7 +282,7 @@ void def_rank_calls(Class& cls) {
           },
           py::arg("lists"), py::arg("op"), py::arg("algorithm"), py::arg("in_flight"),
           py::arg("after") = py::none())
-      .def("check_usable", [](Ptr group) { Engine::host(*group).check_usable(); })
+      .def("check_usable", [](Ptr group) { Engine::host(*group).check(); })
       .def("reduce_scatter",
            [](Ptr group, py::handle outputs, py::handle inputs, py::handle op, py::handle algorithm,
               py::handle in_flight) {
@@ -376,6 +377,11 @@ void def_process_calls(Class& cls) {
       .def(
           "check_peers",
           [](Ptr group, const std::vector<int>& ranks) { Engine::host(*group).check_peers(ranks); })
+      .def("check",
+           [](Ptr group) {
+             Engine::host(*group).check_peers({});
+             if constexpr (requires { group->raise_untold(); }) group->raise_untold();
+           })
       .def("progress", [](Ptr group) { return Engine::host(*group).progress(); })
       .def("set_timeout",
            [](Ptr group, double seconds) {

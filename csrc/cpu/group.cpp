@@ -35,6 +35,12 @@ void Group::check_not_failed() const {
   if (!failure_.empty()) fail_after(failure_kind_, failure_);
 }
 
+void Group::check() {
+  check_usable();
+  const Turn::Held turn(turn_, std::try_to_lock);
+  if (turn.owns_lock()) check_not_failed();
+}
+
 Turn::Held Group::take_turn() {
   check_usable();
   queue_.wait_until_idle(on_nap_);

@@ -49,8 +49,10 @@ class Group {
   // False in a forked child: it is the parent's to close.
   bool close();
   GroupStats stats();
-  // Throws unless the group can run collectives.
+  // Throws unless the group is open.
   void check_usable() const;
+  // And after a failure, unless a collective runs just now: waits for nothing.
+  void check();
   // True in a child process of the one that made the group. Such a group must be leaked, not
   // destroyed: what its threads held at the fork stays held.
   bool forked() const;

@@ -136,6 +136,11 @@ CaptureId Group::check_captures(const Collective& collective, Streams streams) c
          "(torch.cuda.Stream.wait_stream), so that they are captured with it, and let it wait for "
          "them at the end");
   }
+  if (capture == kBrokenCapture) {
+    fail(ErrorKind::kUnsupported, collective.operation,
+         ": the capture of the stream of cuda:", devices()[0],
+         " in a CUDA graph was invalidated by an earlier call; end it first");
+  }
   if (capture != 0 && has_host_ranks()) {
     fail(ErrorKind::kUnsupported, collective.operation,
          ": ranks in the host's memory cannot be captured");
@@ -165,8 +170,8 @@ void Group::run(const Collective& collective, Streams streams) {
   const ProfiledRange range(collective.operation);
   const std::lock_guard<std::mutex> lock(mutex_);
   check_usable_locked();
-  free_leftovers();
   const CaptureId capture = check_captures(collective, streams);
+  if (capture == 0) free_leftovers();
   operation_ = collective.operation;
   const bool is_ring = collective.algorithm == Algorithm::kRing;
   if (is_ring) check_ring(capture);

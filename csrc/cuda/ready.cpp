@@ -19,6 +19,7 @@ Ready::Ready(std::vector<int> device_of_rank, std::vector<int> bucket_sizes)
 }
 
 void Ready::start_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     parts_[i].missing = bucket_sizes_[i / device_of_rank_.size()];
     parts_[i].streams.clear();
@@ -27,6 +28,7 @@ void Ready::start_step() {
 
 void Ready::note(int bucket, int rank, bool is_new, cudaStream_t stream) {
   if (device_of(rank) == kHost) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
   Part& own = part(bucket, rank);
   auto found = std::find_if(own.streams.begin(), own.streams.end(),
                             [&](const Stream& known) { return known.stream == stream; });
@@ -42,6 +44,7 @@ void Ready::note(int bucket, int rank, bool is_new, cudaStream_t stream) {
 }
 
 void Ready::make_wait(int bucket, int device, cudaStream_t stream) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t rank = 0; rank < device_of_rank_.size(); ++rank) {
     if (device_of_rank_[rank] != device) continue;
     const Part& own = parts_[static_cast<std::size_t>(bucket) * device_of_rank_.size() + rank];

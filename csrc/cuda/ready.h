@@ -5,12 +5,13 @@
 //           gradient of a bucket has come, an event is recorded in every stream on which one came,
 //           and again in the stream of one that comes once more. Whoever reduces the bucket waits
 //           for the events of all ranks, and so for nothing that backward does later.
-// Threads   one call at a time.
+// Threads   any; a bucket may leave in one while gradients come in others.
 // Tests     tests/cpp/cuda_host
 #pragma once
 
 #include <cstddef>
 #include <deque>
+#include <mutex>
 #include <vector>
 
 #include "cuda/runtime.h"
@@ -46,6 +47,7 @@ class Ready {
 
   const std::vector<int> device_of_rank_;
   const std::vector<int> bucket_sizes_;
+  mutable std::mutex mutex_;  // guards the rest
   std::vector<Part> parts_;
 };
 

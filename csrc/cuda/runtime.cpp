@@ -289,7 +289,9 @@ Captured captured(cudaStream_t stream, int device) {
   check(cudaStreamGetCaptureInfo_v2(stream, &status, &found.id, &found.graph),
 #endif
         "cudaStreamGetCaptureInfo", device);
-  return status == cudaStreamCaptureStatusNone ? Captured{} : found;
+  if (status == cudaStreamCaptureStatusActive) return found;
+  if (status == cudaStreamCaptureStatusNone) return {};
+  return {kBrokenCapture};  // what else was given means nothing then
 }
 
 struct Leftovers {

@@ -123,14 +123,15 @@ int num_devices();  // 0 without a driver
 
 // The capture that a stream is in; 0: none.
 using CaptureId = unsigned long long;
+inline constexpr CaptureId kBrokenCapture = ~CaptureId{0};  // a call that it forbids has ended it
 CaptureId capture_of(cudaStream_t stream, int device);
 inline bool is_capturing(cudaStream_t stream, int device) {
   return capture_of(stream, device) != 0;
 }
 
 // Held while launches that wait for each other across devices are enqueued: two such calls could
-// begin in another order on each device. And while memory is allocated or freed, which waits for
-// devices: between two launches of a call it would wait for ever.
+// begin in another order on each device. And while a Group allocates or frees memory, which waits
+// for devices: between two launches of a call it would wait for ever.
 std::unique_lock<std::mutex> lock_launches();
 
 // What owns memory that kernels wait in. Its last owner may let go of it anywhere, also where CUDA

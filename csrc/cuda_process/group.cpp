@@ -65,6 +65,16 @@ void free_leftovers() {
   });
 }
 
+// Whether its GPU has not come to the end of its calls.
+bool is_left_running(const ProcessGroup& group) {
+  Leftovers& leftovers = Leftovers::get();
+  const std::lock_guard<std::mutex> lock(leftovers.mutex);
+  return std::any_of(leftovers.entries.begin(), leftovers.entries.end(),
+                     [&](const Leftovers::Entry& entry) {
+                       return entry.host.get() == &group && entry.staging != nullptr;
+                     });
+}
+
 }  // namespace
 
 // What ranks tell each other while they connect.
@@ -309,8 +319,9 @@ std::exception_ptr CudaProcessGroup::failure_of(const Submitted& work) {
 }
 
 void CudaProcessGroup::raise_untold() {
-  if (has_told_.exchange(true)) return;
-  if (is_void(host_->segment(), last_.load())) throw void_error();
+  if (has_told_.load() || !is_void(host_->segment(), last_.load())) return;
+  has_told_.store(true);
+  throw void_error();
 }
 
 ProcessStats CudaProcessGroup::stats() {
@@ -323,7 +334,7 @@ ProcessStats CudaProcessGroup::stats() {
 
 // False: the device does not get on, with other work perhaps. A rank that it waits for ends that
 // wait sooner (cuda_process/device_watch).
-bool CudaProcessGroup::wait_until_idle() const {
+bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const {
   auto moved = Clock::now();
   std::uint64_t progress = staging_->progress();
   while (!staging_->is_idle()) {
@@ -331,8 +342,9 @@ bool CudaProcessGroup::wait_until_idle() const {
     const std::uint64_t seen = staging_->progress();
     if (seen != progress) moved = now;
     progress = seen;
-    if (now - moved > host_->watch().timeout() + kPatienceOfClose) return false;
+    if (now - moved > patience) return false;
     if (staging_->has_failed()) return true;
+    options_.on_nap();
     std::this_thread::sleep_for(100us);
   }
   return true;
@@ -350,24 +362,37 @@ void CudaProcessGroup::release_streams() {
 bool CudaProcessGroup::close(Leaving leaving) {
   if (leaving == Leaving::kAborting) release_streams();
   if (!host_->end_calls(leaving)) return false;
-  {
-    const std::lock_guard<std::mutex> lock(close_mutex_);
-    if (!is_closed_) is_idle_ = release();
+  // A signal handler in the midst of this thread's close() leaves it the rest.
+  if (closing_thread_.load() == std::this_thread::get_id()) return false;
+  const std::lock_guard<std::mutex> lock(close_mutex_);
+  if (!is_closed_) {
+    closing_thread_.store(std::this_thread::get_id());
+    cuda::run_and_always([&] { release(leaving); }, [&] { closing_thread_.store({}); });
     is_closed_ = true;
   }
-  if (leaving == Leaving::kAfterCalls) {
-    raise_untold();
-  } else {
+  free_leftovers();
+  const bool is_idle = !is_left_running(*host_);
+  if (leaving != Leaving::kAfterCalls) {
     has_told_.store(true);  // whoever does not wait knows
+  } else if (!is_idle && !has_told_.exchange(true)) {
+    const PeerWatch& watch = host_->watch();
+    fail(ErrorKind::kTimeout, "close: the GPU of ", watch.name_of(host_->rank()),
+         " has not come to the end of its calls, without progress for ",
+         std::chrono::duration<double>(watch.timeout()).count(),
+         " s; their results may be void, and their tensors stay in use until it has");
+  } else {
+    raise_untold();
   }
-  return is_idle_;
+  return is_idle;
 }
 
-bool CudaProcessGroup::release() {
+void CudaProcessGroup::release(Leaving leaving) {
+  const auto patience = leaving == Leaving::kAborting ? kPatienceOfClose
+                                                      : host_->watch().timeout() + kPatienceOfClose;
   bool is_idle = true;
   {
     const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
-    is_idle = staging_ == nullptr || wait_until_idle();
+    is_idle = staging_ == nullptr || wait_until_idle(patience);
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = nullptr;
     // Unmapped before the others hear that this rank has left: then they free what it mapped.
@@ -392,8 +417,6 @@ bool CudaProcessGroup::release() {
     leftovers.entries.push_back({host_, own_, std::move(staging_)});
   }
   own_ = nullptr;
-  free_leftovers();
-  return is_idle;
 }
 
 }  // namespace pyringar

@@ -9,7 +9,9 @@
 //           it ended without their data the next call says so, or the call's work, or close().
 //           close() waits for this rank's GPU, as long as any rank's makes progress within the
 //           timeout, and frees what it can: slots that other ranks may still read stay, until those
-//           have closed or died and this process makes or closes another group.
+//           have closed or died and this process makes or closes another group. It throws, once,
+//           what nobody has been told: a GPU that has not come to its end, a call that had returned
+//           and ended without its data. What on_nap throws leaves the rest to the next close().
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
@@ -19,6 +21,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "cuda/folds.h"
 #include "cuda_process/engine.h"
@@ -71,8 +74,10 @@ class CudaProcessGroup {
   ProcessStats stats();                       // busy_ns: of the host
   ProcessPlan plan(std::size_t bytes) const;  // of an all_reduce
   std::size_t slot_bytes() const { return plan_.slot_bytes; }
-  // As ProcessGroup's; false, too, where the GPU is not done: tensors of calls must stay. Throws
-  // what nobody has been told yet: that a call which had returned ended without its data.
+  // Throws, once, that a call which had returned ended without its data.
+  void raise_untold();
+  // As ProcessGroup's; false, too, as long as the GPU is not done: tensors of calls must stay.
+  // Where it throws, the next one says whether they must.
   bool close(Leaving leaving = Leaving::kAfterCalls);
 
  private:
@@ -83,13 +88,12 @@ class CudaProcessGroup {
   void raise_first(const Outcome& own, const std::vector<Outcome>& all) const;
   bool enqueue(const ProcessCall& call, ProcessRank& self, cudaStream_t stream);
   void release_streams();
-  bool release();
+  void release(Leaving leaving);
   Error void_error() const;
-  void raise_untold();
   bool digests_agree(const ProcessCall& call, ProcessRank& self, cudaStream_t stream) const;
   void check_not_captured(const ProcessCall& call, cudaStream_t stream) const;
   void check_connected() const;
-  bool wait_until_idle() const;
+  bool wait_until_idle(std::chrono::nanoseconds patience) const;
 
   const int device_;
   const CudaProcessOptions options_;
@@ -105,8 +109,8 @@ class CudaProcessGroup {
   const cuda::ProcessStaging* abortable_ = nullptr;  // none before connect() and once closed
 
   std::mutex close_mutex_;
+  std::atomic<std::thread::id> closing_thread_{};  // that holds it
   bool is_closed_ = false;
-  bool is_idle_ = true;                // when it was closed
   std::atomic<std::uint32_t> last_;    // message of the last call that was enqueued
   std::atomic<bool> has_told_{false};  // of a failure
   std::mutex stats_mutex_;

@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as num_modes
+from torch.compiler import is_dynamo_compiling
 
 from pyringar.comm.work import Work
 from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *["Closing", "EngineCommunicator", "OwnRank", "RankCommunicator"],
-    *["communicator_of", "handle_of"],
+    *["communicator_of", "handle_of", "is_traced"],
 ]
 
 # What a graph, which holds no objects of Python's, knows a communicator by.
@@ -58,6 +60,15 @@ def communicator_of(handle: str) -> Any:
 
 
 logger = logging.getLogger(__name__)
+_MAKING_GRAPHS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile, torch.export or make_fx makes a graph of what is called."""
+    return is_dynamo_compiling() or (
+        num_modes() > 0
+        and any(torch._C._get_dispatch_mode(key) is not None for key in _MAKING_GRAPHS)
+    )
 
 
 @runtime_checkable
@@ -190,26 +201,26 @@ class EngineCommunicator(Closing):
 
         Raises:
             CollectiveTimeout, PeerLostError: A rank was late in one of the last calls, or lost, on
-                a GPU.
+                a GPU; or this process's GPU has not come to their end, and what they write is kept
+                until it has. The next close() says nothing any more.
         """
         self._is_closed = True
         try:
-            if not self._group.close():
-                return
-        except _TOLD_LATE:  # it has ended, and tells of its last call what nobody was told
-            self._in_flight.clear()
+            is_done = self._group.close()
+        except _TOLD_LATE:  # once, of the last calls, which may still run
+            if self._group.close():
+                self._in_flight.clear()
             raise
-        self._in_flight.clear()
+        if is_done:
+            self._in_flight.clear()
 
     def __del__(self) -> None:
         # Background work must end before the tensors that it writes are let go.
         if hasattr(self, "_in_flight"):
             try:
                 self.close()
-                if self._in_flight:  # a GPU that is not done with them
-                    _interrupted.append(self._in_flight)
             except _TOLD_LATE as error:
                 logger.error("a communicator was let go without close(), and %s", error)
-            except BaseException:
-                _interrupted.append(self._in_flight)
-                raise
+            finally:
+                if self._in_flight:  # the engine, or a GPU, is not done with them
+                    _interrupted.append(self._in_flight)

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack as num_modes  # of make_fx and torch.export
-from torch.compiler import is_dynamo_compiling
 
 from pyringar.choices import ALGORITHMS, ORDERS, check_choice
 from pyringar.comm import arrays, reference
@@ -28,7 +26,7 @@ from pyringar.comm.arguments import (
     op_name,
 )
 from pyringar.comm.auto import choose
-from pyringar.comm.base import EngineCommunicator, handle_of
+from pyringar.comm.base import EngineCommunicator, handle_of, is_traced
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.shown import never_fails
@@ -197,7 +195,7 @@ class Communicator(EngineCommunicator):
         are packed first and unpacked after; so are those not in the order of their index, unless
         all ranks' lie alike.
         """
-        if (is_dynamo_compiling() or num_modes()) and is_list(tensors) and not async_op:
+        if is_traced() and is_list(tensors) and not async_op:
             from pyringar.comm import operators
 
             operators.reduce(self._handle, tensors, op, algorithm, order)
@@ -231,7 +229,7 @@ class Communicator(EngineCommunicator):
 
         Cost: one dispatch for all tensors; packed is only what `all_reduce` would pack.
         """
-        if (is_dynamo_compiling() or num_modes()) and are_lists(lists) and not async_op:
+        if is_traced() and are_lists(lists) and not async_op:
             from pyringar.comm import operators
 
             flat = [tensor for tensors in lists for tensor in tensors]
@@ -318,8 +316,10 @@ class Communicator(EngineCommunicator):
 
         Returns:
             A callable without arguments that reduces ``tensors`` in place. It looks at nothing
-            again: tensors must stay as they are, so no ``resize_`` and no new ``.data`` (their
-            old memory is kept alive, and would be reduced). Bind again after such a change.
+            again: tensors must stay as they are. After a new ``.data`` or ``set_`` it reduces their
+            old memory, which it keeps; a ``resize_`` to more elements, or one of their storage,
+            frees that memory, and a call would then write where it must not. Bind again after
+            such a change.
 
         See `all_reduce` for the other arguments and errors.
         """
@@ -390,11 +390,14 @@ class Communicator(EngineCommunicator):
     # -- failures ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if a collective has failed of which nobody was told; wait for nothing.
+        """Raise if the communicator is closed or a call has failed; wait for nothing.
+
+        While another thread is in a call it looks at nothing.
 
         Raises:
-            CollectiveTimeout: A rank was late, in a call that has run on a GPU by now.
-            RingarError: The communicator is closed or was aborted, or a call failed before.
+            CollectiveTimeout: A rank was late; also in a call that had returned, and has run on a
+                GPU by now.
+            RingarError: The communicator is closed, or was aborted.
         """
         self._group.check_usable()
 
@@ -573,7 +576,7 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """
-    if (is_dynamo_compiling() or num_modes()) and is_list(data):
+    if is_traced() and is_list(data):
         from pyringar.comm import operators
 
         operators.reduce(_default.handle, data, op, None, None)

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack as num_modes  # of make_fx and torch.export
-from torch.compiler import is_dynamo_compiling
 
 from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.arguments import (
@@ -25,7 +23,7 @@ from pyringar.comm.arguments import (
     op_name,
 )
 from pyringar.comm.auto import choose
-from pyringar.comm.base import EngineCommunicator, OwnRank, handle_of
+from pyringar.comm.base import EngineCommunicator, OwnRank, handle_of, is_traced
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, ranks_by_node, where_nodes_are
 from pyringar.comm.rendezvous import Rendezvous
@@ -92,8 +90,9 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
     dead or alive, is not taken for a rank of this one.
 
     Cost: a megabyte and a half of shared memory per rank, anonymous (memfd), so that even SIGKILL
-    leaks nothing. On a GPU 64 MiB of its memory beside that, which `close` frees once the
-    other ranks have closed too.
+    leaks nothing. On a GPU 64 MiB of its memory beside that, up to 256 MiB where all ranks share
+    it. `close` frees them if the other ranks close within 0.2 s; else the next communicator on GPUs
+    that this process makes or closes does, or its end.
     """
 
     def __init__(
@@ -111,7 +110,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         max_blocks: int | None = None,
     ) -> None:
         self._configure(name, algorithm, order, timeout, device)
-        self._limits = check_max_blocks(max_blocks, has_gpus=self._device.type == "cuda")
+        has_gpu = self._device.type == "cuda"
+        self._limits: dict[str, Any] = check_max_blocks(max_blocks, has_gpus=has_gpu)
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
             store, rank, world_size, name, self._timeout_s, self._device.type
@@ -179,7 +179,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             self._group.connect()
         self._in_flight = {}
         what = (
-            f"rank {self._rank} of {self._world_size}, name={self._name!r}, order={self._order!r}"
+            f"rank {self._rank} of {self._world_size}, name={self._name!r}, "
+            f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}"
         )
         self._handle = handle_of(self, what)
         self._num_regions = 0
@@ -221,6 +222,16 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         """
         self._timeout_s = check_timeout(timeout)
         self._group.set_timeout(self._timeout_s)
+
+    def check(self) -> None:
+        """Raise if the communicator is closed or has failed; wait for nothing.
+
+        Raises:
+            PeerLostError, CollectiveTimeout: A rank is gone, or was late; also in a call that had
+                returned, and has ended on a GPU without its data.
+            RingarError: The communicator is closed.
+        """
+        self._group.check()
 
     def check_peers(self, ranks: Sequence[int]) -> None:
         """Raise what the next call would, as far as it is known. Never waits.
@@ -278,11 +289,12 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         Cost: data goes through slots that fit the caches, in pieces of up to 256 KiB (of two ranks:
         128 KiB). Two ranks, and up to 32 KiB any number, reduce everything each: a wait per piece,
         ``(k + 1) N`` bytes read and ``2 N`` written by every rank. Else each reduces a slice: two
-        waits per piece, ``(3 - 2 / k) N`` read and ``2 N`` written. GPUs have slots of 16 MiB and
-        change over at 256 KiB. Registered tensors: two waits, ``2 k N`` in all.
+        waits per piece, ``(3 - 2 / k) N`` read and ``2 N`` written. GPUs have slots of 16 MiB, of
+        up to 64 MiB where all ranks share one, and change over at 256 KiB. Registered tensors: two
+        waits, ``2 k N`` in all.
         """
         own = [tensors] if isinstance(tensors, Tensor) else tensors
-        if (is_dynamo_compiling() or num_modes()) and is_list(own) and not async_op:
+        if is_traced() and is_list(own) and not async_op:
             from pyringar.comm import operators
 
             operators.reduce(self._handle, own, op, algorithm, order)
@@ -380,8 +392,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         """Check an `all_reduce` once, to call it again and again on the same tensors.
 
         Args:
-            tensors: Kept alive by what is returned, and never looked at again: no ``resize_``, no
-                new ``.data``.
+            tensors: Kept alive by what is returned, and never looked at again; what that means
+                says `Communicator.bind`.
 
         Returns:
             A callable without arguments that reduces ``tensors``; all ranks must call theirs.
@@ -492,6 +504,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             order=self._order,
             timeout=self._timeout_s,
             device=self._device,
+            **self._limits,
         )
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:

@@ -119,6 +119,33 @@ void check_half_captured(Random& random) {
   call.check();
 }
 
+// A capture that a forbidden call has ended is not taken for none.
+void check_broken_capture(Random& random) {
+  start(random);
+  const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};
+  const auto group = std::make_shared<cuda::Group>(ranks, cuda::GroupOptions{kLong});
+  cuda::Background background(group);
+  Case call(random, ranks, Algorithm::kDirect, 3);
+  const Streams streams = make_capturable(*group);
+  call.fill(*group, streams);
+  ok(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
+  for (std::size_t d = 1; d < streams.size(); ++d) {
+    order(streams[0], group->devices()[0], streams[d], group->devices()[d]);
+  }
+  CHECK(cudaStreamSynchronize(streams[0]) != cudaSuccess, "waited for a capture");
+  check_throws(ErrorKind::kUnsupported, "was invalidated",
+               [&] { group->run(call.collective(), streams); });
+  check_throws(ErrorKind::kUnsupported, "was invalidated",
+               [&] { background.submit(call.collective(), streams); });
+  cudaGraph_t graph = nullptr;
+  CHECK(cudaStreamEndCapture(streams[0], &graph) != cudaSuccess, "a broken capture gave a graph");
+  cudaGetLastError();
+  group->run(call.collective(), streams);  // as if nothing had been
+  call.read(*group, streams);
+  model::run_to_end();
+  call.check();
+}
+
 void check_captured_between(Random& random) {
   start(random);
   cuda::Group group({0, 1}, {kLong});
@@ -199,6 +226,7 @@ void check_beside_capture(Random& random) {
 
 constexpr Part kParts[] = {{"graphs", &check_graphs, 1},
                            {"half-captured", &check_half_captured, 4},
+                           {"broken-capture", &check_broken_capture, 4},
                            {"captured-between", &check_captured_between, 8},
                            {"captured-background", &check_captured_background, 2},
                            {"beside-capture", &check_beside_capture, 4}};

@@ -6,6 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <thread>
+
 namespace pyringar::stress {
 
 Crew::Crew(Random& random, int world_size, CudaProcessOptions options, int one_in,
@@ -55,6 +57,13 @@ void Crew::run_groups(int num_groups,
     }
   });
   run_to_end();
+  // Slots stay while others may read them, who may die late: the process's next group frees them.
+  std::thread([this] {
+    become_process(world_size_);  // none of those that are dead
+    SharedMemory memory = SharedMemory::create(Segment::bytes_for(1), "a test");
+    const Segment segment = Segment::lay_out(memory.data(), 1, SegmentToken{});
+    CudaProcessGroup(std::move(memory), segment, 0, 0, options_).close();
+  }).join();
   CHECK(num_allocations() == 0 && num_events() == 0, num_allocations(), " allocations and ",
         num_events(), " events are left");
   CHECK(most_blocks() <= options_.max_blocks, most_blocks(), " blocks, at most ",

@@ -346,6 +346,84 @@ void check_abort_of_a_blocked_call(Random& random) {
   });
 }
 
+// A rank closes while its GPU is busy with other work: it is told, once, and its tensors stay in
+// use until the GPU has come to its calls. A signal's handler may end the wait, and close
+// meanwhile.
+void check_close_of_a_busy_rank(Random& random) {
+  struct Interrupt {};
+  CudaProcessOptions options = random_options(random);
+  options.checks_digests = false;
+  options.timeout = 100ms;
+  options.on_nap = [] {
+    if (nap) nap();
+  };
+  const Crew crew(random, 2, options, random.between(1, 30), true);
+  std::vector<Case> cases = plain_cases(random, 1);
+  cases[0].is_async = true;
+  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, 2);
+  const bool is_interrupted = random.one_in(2);
+  const bool is_missed = random.one_in(2);  // by the other rank, which calls it late first
+  std::atomic<int> num_enqueued{0};
+  std::atomic<bool> is_over{false};
+  crew.run([&](CudaProcessGroup& group, int rank) {
+    group.connect();
+    if (rank == 0 || !is_missed) hold(rank, true);
+    Calls calls{cases, tensors, group, rank};
+    calls.enqueue(0);
+    num_enqueued += 1;
+    while (num_enqueued < 2) std::this_thread::yield();
+    if (rank == 0 && is_interrupted) {
+      nap = [&] {
+        CHECK(!group.close(), "closed in the midst of it");
+        throw Interrupt{};
+      };
+      try {
+        group.close();
+        CHECK(false, "no handler ran");
+      } catch (const Interrupt&) {
+      }
+      nap = {};
+    }
+    if (rank == 0) {
+      check_throws(ErrorKind::kTimeout, "has not come to the end", [&] { group.close(); });
+      CHECK(!group.close(), "tensors in use are let go of");
+      is_over = true;
+    }
+    while (!is_over) std::this_thread::yield();
+    hold(rank, false);
+    synchronize(calls.stream.get());
+    if (rank == 0) {
+      CHECK(group.close(), "its GPU is not done");
+    } else if (calls.check_results() > 0) {
+      check_throws(ErrorKind::kTimeout, name_of(0), [&] { group.close(); });
+    }
+  });
+}
+
+// A capture that a forbidden call has ended is refused before other ranks hear of the call.
+void check_broken_capture(Random& random) {
+  const Crew crew(random, 2, random_options(random), random.between(1, 30), true);
+  crew.run([&](CudaProcessGroup& group, int rank) {
+    group.connect();
+    const cuda::Stream stream(group.device());
+    const auto meet = [&] {
+      ProcessCall call;
+      call.kind = CallKind::kBarrier;
+      group.run(call, stream.get());
+    };
+    if (rank == 0) {
+      cuda::check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeRelaxed), "capture");
+      CHECK(cudaStreamSynchronize(stream.get()) != cudaSuccess, "waited for a capture");
+      check_throws(ErrorKind::kUnsupported, "cannot capture", meet);
+      cudaGraph_t graph = nullptr;
+      CHECK(cudaStreamEndCapture(stream.get(), &graph) != cudaSuccess, "it gave a graph");
+      cudaGetLastError();
+    }
+    meet();
+    synchronize(stream.get());
+  });
+}
+
 }  // namespace
 
 const std::vector<Part> kFaults = {
@@ -356,6 +434,8 @@ const std::vector<Part> kFaults = {
     {"refused-launch", &check_refused_launch, 4},
     {"abort", &check_abort, 5},
     {"abort-blocked", &check_abort_of_a_blocked_call, 10},
+    {"close-busy", &check_close_of_a_busy_rank, 10},
+    {"broken-capture", &check_broken_capture, 8},
 };
 
 }  // namespace pyringar::stress
