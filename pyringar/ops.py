@@ -50,7 +50,7 @@ def all_reduce(
     Raises:
         UnsupportedError: In backward, through another reduction than sum and mean; compiled, such
             a call is refused at once where a tensor requires grad. In forward mode
-            (``torch.func.jvp``), always.
+            (``torch.func.jvp``), always; torch refuses its other transforms, and ``vmap``.
 
     See `Communicator.all_reduce` for the other arguments and errors.
 
@@ -89,6 +89,12 @@ def all_reduce_coalesced(
 
     See `all_reduce` for the other arguments, gradients, errors and cost.
     """
+    given: object = comm
+    if isinstance(given, ProcessCommunicator):
+        raise ArgumentError(
+            "all_reduce_coalesced: comm is a ProcessCommunicator, which has no list for each rank: "
+            "take pyringar.ops.all_reduce with this rank's tensors"
+        )
     check_lists(lists)
     named = {
         f"lists[{r}][{i}]": tensor for r, mine in enumerate(lists) for i, tensor in enumerate(mine)

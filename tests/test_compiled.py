@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.utils import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
+from pyringar.comm import operators
 
 K = 3
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # compiles C++
@@ -22,7 +26,6 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # co
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    assert pr.ops  # which defines the operators
     torch._dynamo.reset()
 
 
@@ -104,6 +107,42 @@ def test_the_order_of_calls_stays(comm):
     assert_alike(function, backend="aot_eager")
 
 
+class Seen:
+    """Takes the place of a communicator of one rank, and keeps what is reduced, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        monkeypatch.setattr(operators, "communicator_of", lambda handle: self)
+
+    def all_reduce(self, tensors: list[Tensor], *_: object, **__: object) -> None:
+        self.sizes.append(tensors[0].numel())
+
+
+@pytest.mark.slow  # compiles C++, as inductor does; only it changes the order
+@pytest.mark.parametrize("how", ["in place", "new tensors", "both", "backward"])
+def test_calls_that_do_not_depend_on_each_other_stay_in_order(monkeypatch, how):
+    """Ranks in processes find each other's calls by their order; less memory is another one."""
+    one = pr.Communicator(["cpu"])
+
+    def reduced(x, i):
+        if how == "in place" or (how == "both" and i % 2):
+            one.all_reduce([x])
+            return x
+        return pr.ops.all_reduce(one, [x])[0]
+
+    def function(x):
+        parts = [reduced(x.repeat(7 - i) * i, i).sum() for i in range(4)]
+        return sum(parts[::-1])
+
+    seen = Seen(monkeypatch)
+    x = torch.ones(1000, requires_grad=how == "backward")
+    found = torch.compile(function, fullgraph=True)(x)
+    if how == "backward":
+        found.backward()
+        assert seen.sizes[4:] == [4000, 5000, 6000, 7000]
+    assert seen.sizes[:4] == [7000, 6000, 5000, 4000]
+
+
 def test_one_graph_holds_the_operators(comm):
     def function(x, y, z):
         comm.all_reduce([x, y, z])
@@ -179,10 +218,9 @@ def test_an_asynchronous_call_breaks_the_graph_and_works(comm):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda c, x: c.all_reduce([x, x.clone(), x[:2]]), r"tensors\[2\] has shape \(2,\)"),
+        (lambda c, x: c.all_reduce([x, x + 1, x[:2] + 1]), r"tensors\[2\] has shape \(2,\)"),
         (lambda c, x: c.all_reduce([x, x.clone(), x.double()]), r"tensors\[2\] has dtype float64"),
         (lambda c, x: c.all_reduce([x, x.clone()]), "tensors has 2 entries, expected 3"),
-        (lambda c, x: c.all_reduce([x, x.clone(), x]), r"tensors\[2\] shares memory"),
         (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="tree"), "order is 'tree'"),
         (lambda c, x: c.all_reduce_coalesced([[x], [x + 1]]), "lists has 2 entries, expected 3"),
         (
@@ -265,13 +303,35 @@ def test_written_tensors_must_not_require_grad(comm, backend):
             function(x)
         with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="requires grad"):
             torch.compile(function, fullgraph=True, backend=backend)(x)
-    direct = torch.ops.pyringar.all_reduce_
-    with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] requires grad"):
-        direct([torch.ones(4), x], 0, "sum", None, None, comm._handle)
     assert x.tolist() == [1, 1, 1, 1]
     with torch.no_grad():
         torch.compile(leaves, fullgraph=True, backend=backend)(x)
     assert x.tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_written_tensors_must_not_be_the_same(comm, backend):
+    """Those that are copied are not, also where the default backend drops the copy."""
+
+    def twice(x):
+        comm.all_reduce([x, x.clone(), x])
+
+    def base(x):
+        comm.all_reduce_coalesced([[x[:2]], [x[2:]], [x.view(2, 2)[0]]])
+
+    def copied(x):
+        comm.all_reduce([x, x.clone(), x.clone()])
+        comm.all_reduce([x[:2], x[2:], x.new_ones(2)])
+        return x
+
+    for function, what in ((twice, r"tensors\[2\]"), (base, r"lists\[2\]\[0\]")):
+        x = torch.arange(4.0)
+        with pytest.raises(pr.ArgumentError, match=f"{what} shares memory"):
+            function(x)
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"{what} shares memory"):
+            torch.compile(function, fullgraph=True, backend=backend)(x)
+        assert x.tolist() == [0, 1, 2, 3]
+    assert_alike(copied, backend=backend, inputs=lambda: [torch.arange(4.0)])
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
@@ -491,6 +551,40 @@ def test_ranks_in_processes(state):
     assert mine.tolist() == [1, 3, 5, 7]
     assert found.tolist() == [2, 4, 6, 8]
     return found.tolist()
+
+
+@on_ranks(2)
+def test_a_list_for_each_rank_is_not_a_processs(state):
+    x = torch.ones(3)
+    for lists in ([x], [[x]]):
+        with pytest.raises(pr.ArgumentError, match="comm is a ProcessCommunicator"):
+            pr.ops.all_reduce_coalesced(state.comm, lists)
+
+
+def test_modes_that_make_no_graph_change_nothing(comm):
+    """Such as those that count operations, or keep some for backward."""
+    arrays = [t.numpy() for t in ranks()]
+    wanted = sum(ranks()[1:], ranks()[0])
+    with FlopCounterMode(display=False):
+        comm.all_reduce(arrays)
+        comm.all_reduce_coalesced([[array] for array in arrays], "max")
+        with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] is an int"):
+            comm.all_reduce([torch.ones(2), 3, torch.ones(2)])
+    assert torch.equal(torch.from_numpy(arrays[2]), wanted)
+
+    def doubled(x):
+        copies = [(x * 2).detach().clone() for _ in range(K)]
+        comm.all_reduce(copies)
+        return (copies[0] * x).sum()
+
+    def saves_ours(_, operator, *__, **___):
+        policy = checkpoint.CheckpointPolicy
+        return policy.MUST_SAVE if "pyringar" in str(operator) else policy.PREFER_RECOMPUTE
+
+    contexts = partial(checkpoint.create_selective_checkpoint_contexts, saves_ours)
+    x = torch.ones(3, requires_grad=True)
+    checkpoint.checkpoint(doubled, x, use_reentrant=False, context_fn=contexts).backward()
+    assert x.grad.tolist() == [6.0, 6.0, 6.0]
 
 
 def test_nothing_is_defined_before_it_is_used():

@@ -6,13 +6,17 @@ ranks stand end to end, and a graph knows a communicator by its handle.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
+from pyringar.choices import kind_of
 from pyringar.comm.arguments import op_name
 from pyringar.comm.base import communicator_of
 from pyringar.errors import ArgumentError, UnsupportedError
@@ -49,6 +53,12 @@ def reduce(
         Where the results are.
     """
     given = list(tensors)
+    for i, tensor in enumerate(given):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(
+                f"all_reduce: tensors[{i}] is {kind_of(tensor)}, expected a tensor: graphs hold no "
+                "others"
+            )
     if forward_ad._current_level >= 0 and any(map(_is_dual, given)):
         raise UnsupportedError("all_reduce: pyringar knows no derivatives in forward mode")
     arguments = num_lists, op_name(op), algorithm, order, handle
@@ -63,54 +73,6 @@ def _is_dual(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def _run(
-    tensors: list[Tensor],
-    num_lists: int,
-    op: str,
-    algorithm: str | None,
-    order: str | None,
-    comm: str,
-) -> None:
-    found = communicator_of(comm)
-    if num_lists == 0:
-        found.all_reduce(tensors, op, algorithm=algorithm, order=order)
-        return
-    length = len(tensors) // num_lists
-    lists = [tensors[rank * length : (rank + 1) * length] for rank in range(num_lists)]
-    found.all_reduce_coalesced(lists, op, algorithm=algorithm, order=order)
-
-
-# -- in place --------------------------------------------------------------------------------------
-
-# Not a custom_op: written tensors that require grad would pass, and gradients would be wrong.
-_library: Any = torch.library.Library("pyringar", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    f"all_reduce_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()", tags=torch.Tag.pt2_compliant_tag
-)
-
-
-def _write(tensors: list[Tensor], num_lists: int, *arguments: Any) -> None:
-    """Refuse what `_run` would, already while a graph is made: there nothing requires grad."""
-    for i, tensor in enumerate(tensors):
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            length = len(tensors) // max(num_lists, 1)
-            what = f"lists[{i // length}][{i % length}]" if num_lists else f"tensors[{i}]"
-            raise ArgumentError(
-                f"all_reduce: {what} requires grad, and autograd would not see this in-place "
-                "change; take pyringar.ops.all_reduce, torch.no_grad(), or .detach()"
-            )
-    with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.pyringar.all_reduce_(tensors, num_lists, *arguments)
-    for tensor in tensors:  # which autograd may have saved; the engine counts only where it runs
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-
-
-_library.impl("all_reduce_", _run, "CompositeExplicitAutograd")
-_library.impl("all_reduce_", _write, "Autograd")
-torch.library.register_fake("pyringar::all_reduce_", lambda *_: None, lib=_library)
-
-
 # -- in new tensors --------------------------------------------------------------------------------
 
 
@@ -119,14 +81,31 @@ torch.library.register_fake("pyringar::all_reduce_", lambda *_: None, lib=_libra
     mutates_args=(),
     schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]",
 )
-def _reduced(tensors: list[Tensor], *arguments: Any) -> list[Tensor]:
+def _reduced(
+    tensors: list[Tensor],
+    num_lists: int,
+    op: str,
+    algorithm: str | None,
+    order: str | None,
+    comm: str,
+) -> list[Tensor]:
+    found = communicator_of(comm)
     results = [tensor.detach().clone() for tensor in tensors]
-    _run(results, *arguments)
+    call = found.all_reduce_coalesced if num_lists > 0 else found.all_reduce
+    call(_in_lists(results, num_lists), op, algorithm=algorithm, order=order)
     return results
+
+
+def _in_lists(tensors: list[Tensor], num_lists: int) -> list[Any]:
+    if num_lists == 0:
+        return tensors
+    length = len(tensors) // num_lists
+    return [tensors[rank * length : (rank + 1) * length] for rank in range(num_lists)]
 
 
 @_reduced.register_fake
 def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
+    _keep_order_in_inductor()
     return [torch.empty_like(tensor) for tensor in tensors]
 
 
@@ -139,7 +118,7 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     op = ctx.arguments[1]
     if op not in _WITH_GRADIENT:
         raise UnsupportedError(
-            f"op is {op!r}, through which pyringar knows no gradient; it does through "
+            f"all_reduce: op is {op!r}, through which pyringar knows no gradient; it does through "
             f"{' and '.join(map(repr, _WITH_GRADIENT))}"
         )
     return _reduced(grads, *ctx.arguments), *[None for _ in ctx.arguments]
@@ -147,6 +126,72 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 _reduced.register_autograd(_backward, setup_context=_keep_arguments)
 
-# Other ranks may wait for a call whose results this one does not use: no graph drops it.
-for _operator in (torch.ops.pyringar.all_reduce, torch.ops.pyringar.all_reduce_):
-    torch.fx.node.has_side_effect(_operator.default)
+# Ranks match calls by their order: no graph may move them past each other, or drop one whose
+# results this rank does not use.
+torch.library._register_effectful_op("pyringar::all_reduce", EffectType.ORDERED)
+
+
+@functools.cache
+def _lower_in_order(inductor: Any) -> None:
+    """Have inductor take the kernel that reads what the one before it wrote.
+
+    Its own lowering of an ordered operator (seen in torch 2.11 and 2.14) names buffers where the
+    scheduler looks for operations, and so orders nothing.
+    """
+    operator = torch.ops.pyringar.all_reduce.default
+
+    def lower(*arguments: Any) -> Any:
+        created = inductor.ir.EffectfulKernel.create(operator, *arguments)
+        return [inductor.TensorBox.create(result) for result in created]
+
+    inductor.register_lowering(operator, type_promotion_kind=None)(lower)
+
+
+def _keep_order_in_inductor() -> None:
+    # Once it is there: where it compiles, it is before results' shapes are asked for.
+    inductor = sys.modules.get("torch._inductor.lowering")
+    if inductor is not None:
+        _lower_in_order(inductor)
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+# Made of the other one, for only what writes nothing can be kept in order by graphs.
+_library: Any = torch.library.Library("pyringar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    f"all_reduce_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()", tags=torch.Tag.pt2_compliant_tag
+)
+
+
+def _write(tensors: list[Tensor], num_lists: int, *arguments: Any) -> None:
+    """Refuse what only shows while a graph is made: later nothing requires grad, or is shared."""
+
+    def refuse(i: int, why: str) -> None:
+        if num_lists == 0:
+            raise ArgumentError(f"all_reduce: tensors[{i}] {why.format('all_reduce')}")
+        length = len(tensors) // num_lists
+        what = f"lists[{i // length}][{i % length}] {why.format('all_reduce_coalesced')}"
+        raise ArgumentError(f"all_reduce_coalesced: {what}")
+
+    for i, tensor in enumerate(tensors):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            refuse(
+                i,
+                "requires grad, and autograd would not see this in-place change; take "
+                "pyringar.ops.{}, torch.no_grad(), or .detach()",
+            )
+        if any(_begin_alike(tensor, other) for other in tensors[:i]):
+            refuse(i, "shares memory with one before it, expected a tensor of its own")
+    results = torch.ops.pyringar.all_reduce(tensors, num_lists, *arguments)
+    for tensor, result in zip(tensors, results, strict=True):
+        tensor.copy_(result)
+
+
+def _begin_alike(one: Tensor, other: Tensor) -> bool:
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    return bool(one.numel() > 0 and one.storage_offset() == other.storage_offset())
+
+
+_library.impl("all_reduce_", _write, "CompositeImplicitAutograd")
+torch.fx.node.has_side_effect(torch.ops.pyringar.all_reduce_.default)
