@@ -308,7 +308,8 @@ def caught(function, *args) -> tuple[type, str, float]:
 
 
 def differ_as_rank(rank, world_size, store, what):
-    with join(rank, world_size, store) as comm:
+    piece_bytes = 64 if what == "piece" and rank >= 2 else 4096
+    with join(rank, world_size, store, piece_bytes=piece_bytes) as comm:
         odd = rank >= 2 if what != "rank" else rank == 3
         tensor = floats(100, rank)
         calls = {
@@ -316,13 +317,14 @@ def differ_as_rank(rank, world_size, store, what):
             "dtype": lambda: comm.all_reduce(tensor.double()),
             "op": lambda: comm.all_reduce(tensor, "max"),
             "call": comm.barrier,
+            "piece": lambda: comm.all_reduce(tensor),
             "rank": lambda: comm.all_reduce(floats(102, rank)),
         }
         first = caught(calls[what] if odd else lambda: comm.all_reduce(tensor))
         return first, caught(comm.all_reduce, tensor), torch.equal(tensor, floats(100, rank))
 
 
-@pytest.mark.parametrize("what", ["size", "dtype", "op", "call", "rank"])
+@pytest.mark.parametrize("what", ["size", "dtype", "op", "call", "rank", "piece"])
 def test_machines_that_call_different_things_are_told(pool, what):
     for first, second, is_untouched in pool.check(differ_as_rank, what):
         # One whose counterpart calls the same is told that another has found out.
@@ -345,6 +347,7 @@ def refuse_as_rank(rank, world_size, store):
             caught(comm.broadcast, tensor, 4),
             caught(comm.all_reduce_coalesced, tensor),
             caught(comm.plan, -1),
+            caught(comm.all_reduce, tensor.clone().requires_grad_() * 2),
         ]
         comm.all_reduce(tensor)  # still usable
         text = str(comm.plan(10_000_000)), repr(comm)
@@ -356,6 +359,7 @@ def test_wrong_arguments_change_nothing(pool):
         words = [
             *("is a str, expected a tensor", "torch.complex64", "order is 'rank'"),
             *("algorithm is 'ring'", "op is 'avg'", "root is 4", "expected a list", "nbytes is -1"),
+            "tensors[0] requires grad",
         ]
         for (_, message, _), word in zip(found, words, strict=True):
             assert word in message

@@ -279,7 +279,7 @@ class HierarchicalCommunicator(OwnRank):
         for i, tensor in enumerate(given):
             check_tensor(f"tensors[{i}]", tensor, self._device)
         name = op_name(op)
-        what = f"all_reduce ({name}) of " + describe(given)
+        what = f"all_reduce ({name}) of {describe(given)} in pieces of {self._piece_bytes} bytes"
         return self._submit(what, partial(self._reduce, given, name, what), given, async_op)
 
     def all_reduce_coalesced(
@@ -332,12 +332,7 @@ class HierarchicalCommunicator(OwnRank):
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
         """Return what an all_reduce of ``nbytes`` per rank would do, and why.
 
-        Args:
-            nbytes: Bytes of one rank's tensors.
-            dtype: Their dtype.
-
-        Raises:
-            ArgumentError: ``nbytes`` is no number of bytes.
+        See `pyringar.Communicator.plan` for arguments and errors.
         """
         check_plan(nbytes, dtype)
         pieces = len(self._pieces(nbytes // dtype.itemsize, dtype))
@@ -360,6 +355,11 @@ class HierarchicalCommunicator(OwnRank):
             return {name: dict(row) for name, row in self._stats.items()}
 
     # -- life --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if it is closed or has failed. See `pyringar.ProcessCommunicator.check`."""
+        self._check_not_failed()
+        self._intra.check()
 
     def close(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again.
@@ -451,11 +451,14 @@ class HierarchicalCommunicator(OwnRank):
             raise
         return None
 
-    def _run(self, what: str, call: Callable[[], None]) -> None:
+    def _check_not_failed(self) -> None:
         if self._failure is not None:
             kind = type(self._failure) if isinstance(self._failure, RingarError) else RingarError
             why = str(self._failure) or type(self._failure).__name__
             raise kind(f"this communicator failed before and cannot be used again: {why}")
+
+    def _run(self, what: str, call: Callable[[], None]) -> None:
+        self._check_not_failed()
         began = time.perf_counter()
         self._is_told = False
         try:
@@ -488,7 +491,7 @@ class HierarchicalCommunicator(OwnRank):
     def _outside(self, what: str, call: Callable[[Inter], Wait]) -> Wait:
         """Begin a call between machines; errors of its own and of its wait are lost peers."""
         if self._inter is None:
-            return _nothing
+            return lambda: None
         self._is_told = True
         inter = self._inter
         arrived = self._named(what, lambda: call(inter))
@@ -569,7 +572,7 @@ class HierarchicalCommunicator(OwnRank):
     def _compare(self, what: str) -> Wait:
         """Begin to ask the other machines whether they call the same; what is returned raises."""
         if self._inter is None:
-            return _nothing
+            return lambda: None
         return compare(
             what,
             lambda asked: self._outside(what, lambda inter: inter.all_reduce(asked, "max")),
@@ -590,10 +593,6 @@ class HierarchicalCommunicator(OwnRank):
         self._look()
         if self._rank != root:
             copy_all([(tensor, data.view(tensor.dtype).view(tensor.shape))])
-
-
-def _nothing() -> None:
-    """Wait for no other machine."""
 
 
 _: type[RankCommunicator] = HierarchicalCommunicator  # mypy holds it to the same calls

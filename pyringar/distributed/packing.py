@@ -78,7 +78,7 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     """Refuse what cannot be reduced.
 
     Raises:
-        ArgumentError: No tensor, not on ``device``, or expanded.
+        ArgumentError: No tensor, not on ``device``, expanded, or autograd would miss the change.
         UnsupportedError: Sparse, or of another dtype.
     """
     if not isinstance(tensor, Tensor):
@@ -89,6 +89,11 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
         raise UnsupportedError(
             f"{name} is {tensor.layout} {tensor.dtype}, expected strided and one of "
             f"{', '.join(map(str, DTYPES))}"
+        )
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ArgumentError(
+            f"{name} requires grad, and autograd would not see this in-place change; call it under "
+            "torch.no_grad(), or pass .detach()"
         )
     check_no_overlap(name, tensor)
 

@@ -245,8 +245,10 @@ def check_place(device: str | torch.device | int | None, backend: str) -> torch.
     Raises:
         ArgumentError: It is not there, or not for this backend.
     """
-    if not isinstance(backend, str) or not backend:
-        raise ArgumentError(f"backend is {backend!r}, expected 'gloo', 'nccl' or another's name")
+    if not isinstance(backend, str) or not backend or backend != backend.lower():
+        raise ArgumentError(
+            f"backend is {backend!r}, expected 'gloo', 'nccl' or another's name, in small letters"
+        )
     place = check_device("cpu" if device is None else device, "device")
     if backend == "nccl" and place.type == "cpu":
         raise ArgumentError(
