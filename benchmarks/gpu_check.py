@@ -63,7 +63,7 @@ COMMAND_S, ALL_S = 480.0, 1440.0
 IDENTIFY_S = 60.0
 PRINTED_CHARS, PRINTED_FAILURES = 5000, 10
 # In these two reports must agree, or they are not one.
-SAME = ("gpu", "gpus", "driver", "cpu", "cores", "python", "torch", "packages", "commit", "source")
+SAME = ("gpu", "gpus", "driver", "cpu", "cores", "python", "torch", "packages", "source")
 
 Identify = Callable[[Checker], dict[str, Any]]
 
@@ -114,8 +114,14 @@ class Report:
         self.num_before = len(steps)
 
     def take(self, *steps: Step) -> None:
-        """Take the outcomes of steps, in place of earlier ones, and write all."""
-        self.steps |= {step.name: step for step in steps}
+        """Take the outcomes of steps, in place of earlier ones, and write all.
+
+        One that is not over, or was cut off, does not take the place of one that came to its end.
+        """
+        for step in steps:
+            earlier = self.steps.get(step.name)
+            if step.state != CUT_OFF or earlier is None or earlier.state not in (OK, FAILED):
+                self.steps[step.name] = step
         write(self.path, self.results())
 
     def results(self) -> Results:
@@ -215,7 +221,10 @@ def identify(checker: Checker) -> dict[str, Any]:
     ended = checker.run([sys.executable, "-c", IDENTIFY], IDENTIFY_S)
     if ended.code != 0:
         raise CannotCheckError(f"asking for the GPU: {ended.why or 'failed'}\n{ended.output}")
-    machine: dict[str, Any] = json_in(ended)
+    try:
+        machine: dict[str, Any] = json_in(ended)
+    except ValueError as error:
+        raise CannotCheckError(f"asking for the GPU: {error}") from error
     if "gpu" not in machine:
         raise CannotCheckError(f"no CUDA device here (torch {machine['torch']})")
     return machine

@@ -145,13 +145,15 @@ def _wait(
 
 def _end(process: subprocess.Popen[bytes]) -> str:
     """End a process and its group; return a note if it does not die."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ABORT_S)
-    # Also what it started: ranks, a sanitizer's process.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ABORT_S)
+    finally:  # also where a second signal ends us meanwhile
+        # And what it started: ranks, a sanitizer's process.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     try:
         process.wait(KILL_S)
     except subprocess.TimeoutExpired:

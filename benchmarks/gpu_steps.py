@@ -241,8 +241,16 @@ def kernels_built() -> list[dict[str, Any]]:
 
 
 def json_in(ended: Ended) -> Any:
-    """Return what the last line that a process printed holds."""
-    return json.loads(ended.output.splitlines()[-1])
+    """Return what the last line of JSON holds that a process printed.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for line in reversed(ended.output.splitlines()):
+        if line.startswith(("{", "[")):
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+    raise ValueError(f"no line of JSON in what it printed: {ended.output[-500:]!r}")
 
 
 def machine(checker: Checker, plan: Plan) -> Step:

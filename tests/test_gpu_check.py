@@ -475,6 +475,14 @@ def test_a_step_that_is_not_reached_keeps_its_earlier_outcome(tmp_path: Path) ->
     assert states(out) == {"a": "ok"}
 
 
+def test_a_step_that_is_done_again_and_cut_off_keeps_its_earlier_outcome(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.jsonl"
+    assert check(out, [plan("a", lambda checker, plan: Step(plan.name, "ok", note="first"))]) == 0
+    again = plan("a", lambda checker, plan: Step(plan.name, "cut off"))
+    assert check(out, [again], commit="another") == 3
+    assert [(s["state"], s["note"]) for s in read(out).facts["steps"]] == [("ok", "first")]
+
+
 @pytest.mark.parametrize("changed", ["gpu", "torch", "source"])
 def test_a_report_of_something_else_is_not_added_to(
     tmp_path: Path, capsys: Any, changed: str
