@@ -68,10 +68,11 @@ def test_a_failure_in_the_background_surfaces_in_wait():
 
 def test_wait_has_its_own_timeout():
     with pr.Communicator(["cpu"] * 2) as comm:
-        comm._group.delay_rank(1, 0.5)
+        comm._group.delay_rank(1, 20.0)
         work = comm.all_reduce(ranks(2), algorithm="direct", async_op=True)
         with pytest.raises(TimeoutError, match=r"0\.01 s"):
             work.wait(0.01)
+        comm._group.end_delay()
         assert work.wait() is True
 
 
