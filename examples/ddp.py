@@ -28,9 +28,10 @@ for step in range(1, 201):
     loss.backward()  # DDP averages the gradients meanwhile
     optimizer.step()
     if step % 50 == 0 and rank == 0:
-        print(f"step {step:3}: loss {loss.item():.3f}", flush=True)
+        print(f"step {step:3}: loss {loss.item():.3f}\n", end="", flush=True)
 
 parameters = nn.utils.parameters_to_vector(net.parameters()).detach()
 digest = hashlib.sha256(parameters.numpy().tobytes()).hexdigest()[:12]
-print(f"rank {rank} has parameters {digest}\n", end="", flush=True)  # the same on every rank
+# The same on every rank. A line's end is written with it: two processes write here.
+print(f"rank {rank} has parameters {digest}\n", end="", flush=True)
 dist.destroy_process_group()
