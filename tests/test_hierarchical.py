@@ -419,7 +419,7 @@ def test_a_rank_that_is_lost_is_an_error_on_all_machines(how):
     for rank in range(3):
         kind, text, seconds = answers[rank]
         assert kind in (pr.PeerLostError, pr.CollectiveTimeout), (rank, text)
-        assert seconds < (10 if how != "late" else 6), (rank, text)
+        assert seconds < (3 if how != "late" else 6), (rank, text)
     assert "on machine 1 of 2, whose ranks [2, 3] count from 0" in answers[2][1]
     assert "rank 1" in answers[2][1]
 
