@@ -27,7 +27,7 @@ from pyringar.comm.base import EngineCommunicator, OwnRank, handle_of, is_traced
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, ranks_by_node, where_nodes_are
 from pyringar.comm.rendezvous import Rendezvous
-from pyringar.comm.shared_tensors import memory_of
+from pyringar.comm.shared_tensors import check_one_size, memory_of
 from pyringar.comm.shown import never_fails
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
@@ -447,7 +447,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         memory = memory_of(tensor)
         pid = self._members[self._rank].pid
         rows = self._tell_all([0, 0, 0] if memory is None else [pid, memory.fd, memory.nbytes])
-        _check_one_size([nbytes for _, _, nbytes in rows])
+        check_one_size([nbytes for _, _, nbytes in rows])
         region = self._num_regions
         self._num_regions += 1
         problem: RingarError | None = None
@@ -563,16 +563,6 @@ def _remove_region(group: weakref.ref[Any], region: int) -> None:
     alive = group()
     if alive is not None:
         alive.remove_region(region)
-
-
-def _check_one_size(nbytes: Sequence[int]) -> None:
-    for rank, mine in enumerate(nbytes):
-        if mine == 0 or mine != nbytes[0]:
-            raise ArgumentError(
-                f"register: the tensor of rank {rank} lies in {mine} bytes of shared memory, that "
-                f"of rank 0 in {nbytes[0]}; expected tensors of shared_empty() of one size on all "
-                "ranks"
-            )
 
 
 def _check_one_node(members: Sequence[Member]) -> None:

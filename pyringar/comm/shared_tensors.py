@@ -13,7 +13,7 @@ from torch import Tensor
 from pyringar.engine import load
 from pyringar.errors import ArgumentError
 
-__all__ = ["memory_of", "shared_empty"]
+__all__ = ["check_one_size", "memory_of", "shared_empty"]
 
 # By address, for as long as some tensor keeps it.
 _memories: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -60,3 +60,14 @@ def shared_empty(
 def memory_of(tensor: Tensor) -> Any:
     """Return the shared memory in which a tensor's storage lies, or None."""
     return _memories.get(tensor.untyped_storage().data_ptr())
+
+
+def check_one_size(nbytes: Sequence[int]) -> None:
+    """Refuse to register tensors whose memory is not of one size on all ranks, or not shared."""
+    for rank, mine in enumerate(nbytes):
+        if mine == 0 or mine != nbytes[0]:
+            raise ArgumentError(
+                f"register: the tensor of rank {rank} lies in {mine} bytes of shared memory, that "
+                f"of rank 0 in {nbytes[0]}; expected tensors of shared_empty() of one size on all "
+                "ranks"
+            )
