@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <optional>
 #include <string>
 
 #include "bindings/tensor.h"
@@ -36,13 +37,20 @@ template <typename Enum>
 
 // The value whose name Python passed; names[i] belongs to value i.
 template <typename Enum>
-Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
+std::optional<Enum> find(py::handle given, const char* (*name_of)(Enum), int count) {
   const bool is_text = PyUnicode_Check(given.ptr()) != 0;
   for (int i = 0; is_text && i < count; ++i) {
     const char* name = name_of(static_cast<Enum>(i));
     if (PyUnicode_CompareWithASCIIString(given.ptr(), name) == 0) return static_cast<Enum>(i);
   }
-  fail_unknown(given, argument, name_of, count);
+  return std::nullopt;
+}
+
+template <typename Enum>
+Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
+  const std::optional<Enum> found = find(given, name_of, count);
+  if (!found) fail_unknown(given, argument, name_of, count);
+  return *found;
 }
 
 inline ReduceOp parse_op(py::handle op) {

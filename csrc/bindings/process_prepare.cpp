@@ -16,6 +16,21 @@ namespace pyringar {
 
 namespace {
 
+// A mean travels as a sum, which is divided at its end.
+void set_fold(ProcessCall& call, ReduceOp op, int world_size) {
+  call.fold = Fold::of(op, world_size);
+  if (op == ReduceOp::kMean) call.fold.op = ReduceOp::kSum;
+}
+
+// Sizes are what ranks must have alike; not where only the order of elements counts.
+void mix_sizes(ProcessCall& call, const TensorView& view) {
+  std::uint64_t& digest = call.shapes;
+  digest = mix(digest, static_cast<std::uint64_t>(view.ndim));
+  for (int dim = 0; dim < view.ndim; ++dim) {
+    digest = mix(digest, static_cast<std::uint64_t>(view.shape[dim]));
+  }
+}
+
 class CallBuilder {
  public:
   CallBuilder(LocalRank self, CallKind kind, const char* operation)
@@ -24,10 +39,7 @@ class CallBuilder {
   }
 
   ProcessCall& call() { return call_; }
-  void set_op(ReduceOp op) {
-    call_.fold = Fold::of(op, self_.world_size);
-    if (op == ReduceOp::kMean) call_.fold.op = ReduceOp::kSum;
-  }
+  void set_op(ReduceOp op) { set_fold(call_, op, self_.world_size); }
 
   // in place: an output that is its own input.
   void add_in_place(py::handle given, ArgName name, bool is_read_only = false) {
@@ -80,7 +92,7 @@ class CallBuilder {
   TensorSpan dense(std::size_t i, py::list& read, py::list& copies) {
     const TensorView& view = tensors_[i];
     const Use& use = uses_[i];
-    if (use.is_in_place && self_.compares_shapes) mix_sizes(view);
+    if (use.is_in_place && self_.compares_shapes) mix_sizes(call_, view);
     if (view.is_dense && has_index_order(view)) return {view.data, view.numel, view.dtype};
     if (view.is_dense && use.is_in_place) {
       mix_strides(view, i);
@@ -108,14 +120,6 @@ class CallBuilder {
     return {copied.data, copied.numel, copied.dtype};
   }
 
-  // What ranks must have alike; not where only the order of elements counts.
-  void mix_sizes(const TensorView& view) {
-    std::uint64_t& digest = call_.shapes;
-    digest = mix(digest, static_cast<std::uint64_t>(view.ndim));
-    for (int dim = 0; dim < view.ndim; ++dim) {
-      digest = mix(digest, static_cast<std::uint64_t>(view.shape[dim]));
-    }
-  }
   void mix_strides(const TensorView& view, std::size_t index) {
     std::uint64_t& digest = call_.strides;
     digest = mix(digest, index + 1);
@@ -133,6 +137,19 @@ class CallBuilder {
 };
 
 }  // namespace
+
+bool make_plain_all_reduce(LocalRank self, PyObject* tensor, ReduceOp op, ProcessCall* call) {
+  TensorView view;
+  if (self.device != kHost || !read_plain(tensor, &view)) return false;
+  call->kind = CallKind::kAllReduce;
+  set_fold(*call, op, self.world_size);
+  call->outputs.assign(1, {view.data, view.numel, view.dtype});
+  call->shapes = 0;
+  if (self.compares_shapes) mix_sizes(*call, view);
+  call->registered.clear();
+  call->offsets = 0;
+  return true;
+}
 
 PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, ReduceOp op,
                                         const char* operation) {

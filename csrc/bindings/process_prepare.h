@@ -26,6 +26,9 @@ struct LocalRank {
   bool compares_shapes = true;
 };
 
+// Makes `call` the reduction of one tensor that needs no second look. False: it is for
+// prepare_process_all_reduce() to look at, and `call` holds nothing of use.
+bool make_plain_all_reduce(LocalRank self, PyObject* tensor, ReduceOp op, ProcessCall* call);
 // tensors: one, or a list or tuple.
 PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, ReduceOp op,
                                         const char* operation);

@@ -140,6 +140,8 @@ class TensorQuestion {
 struct TorchNames {
   py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
   py::object is_grad_enabled = attribute(import_module("torch").ptr(), "is_grad_enabled");
+  py::object num_dispatch_modes =
+      attribute(import_module("torch._C").ptr(), "_len_torch_dispatch_stack");
   py::object increment_version = find_increment_version();
   TensorQuestion requires_grad{tensor_type, "requires_grad"};
   TensorQuestion is_neg{tensor_type, "is_neg"};
@@ -164,6 +166,8 @@ struct TorchNames {
     return *names;
   }
 };
+
+bool is_recording() { return call(TorchNames::get().is_grad_enabled).ptr() == Py_True; }
 
 const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   static PyTypeObject* known_type = nullptr;  // guarded by the GIL
@@ -209,6 +213,16 @@ bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
     default:
       return false;
   }
+}
+
+void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
+  view->object = object;
+  view->data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
+  view->ndim = raw.ndim;
+  view->shape = raw.shape;
+  view->strides = raw.strides;
+  view->numel = 1;
+  for (int dim = 0; dim < raw.ndim; ++dim) view->numel *= static_cast<std::size_t>(raw.shape[dim]);
 }
 
 bool is_dense(const TensorView& view) {
@@ -270,13 +284,7 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
   }
   dlpack::Tensor raw{};
   if (api->dltensor_from_py_object(object, &raw) != 0) refuse_layout(object, operation, name);
-  view->object = object;
-  view->data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
-  view->ndim = raw.ndim;
-  view->shape = raw.shape;
-  view->strides = raw.strides;
-  view->numel = 1;
-  for (int dim = 0; dim < raw.ndim; ++dim) view->numel *= static_cast<std::size_t>(raw.shape[dim]);
+  fill_view(object, raw, view);
   if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) {
     fail(ErrorKind::kUnsupported, operation, ": ", name.text(), " is on device ",
          text_of(object, "device"), "; supported are cpu and cuda");
@@ -293,6 +301,24 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
   }
   view->is_negated = TorchNames::get().is_neg(object);
   view->is_dense = !view->is_negated && is_dense(*view);
+}
+
+bool read_plain(PyObject* object, TensorView* view) {
+  if (!is_plain_tensor(object)) return false;
+  const Reading reading;
+  const TorchNames& names = TorchNames::get();
+  dlpack::Tensor raw{};
+  if (exchange_api_of(Py_TYPE(object))->dltensor_from_py_object(object, &raw) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (raw.device_type != dlpack::kCpu || raw.data == nullptr || !read_dtype(raw, &view->dtype)) {
+    return false;
+  }
+  fill_view(object, raw, view);
+  return has_index_order(*view) && !names.is_neg(object) &&
+         PyLong_AsLong(call(names.num_dispatch_modes).ptr()) == 0 &&
+         !(names.requires_grad(object) && is_recording());
 }
 
 Place::Place(PyObject* tensor) : tensor_(tensor) {
@@ -391,8 +417,7 @@ void Reading::end() {
 }
 
 TensorArgs::TensorArgs(const char* operation)
-    : operation_(operation),
-      is_recording_(call(TorchNames::get().is_grad_enabled).ptr() == Py_True) {}
+    : operation_(operation), is_recording_(is_recording()) {}
 
 void TensorArgs::add(PyObject* object, ArgName name, int rank, int device, bool is_written) {
   TensorView& view = views_.emplace_back();

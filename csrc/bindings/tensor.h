@@ -53,6 +53,10 @@ std::string kind_of(PyObject* object);
 // Into a view where it is to stay: copying one that was just written costs as much as reading it.
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view);
 
+// Reads a tensor that needs no second look before it is written: torch.Tensor itself, on the host,
+// in the order of its index, while nobody makes a graph. False: for the checks of a call to say.
+bool read_plain(PyObject* object, TensorView* view);
+
 // "cpu" or "cuda:1".
 std::string device_name(int device);
 

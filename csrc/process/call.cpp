@@ -40,13 +40,14 @@ class StagedEngine : public StagedCounters {
 // is a rank's own it reads where it is, in its tensors.
 class ReduceEngine : public StagedEngine {
  public:
-  ReduceEngine(ProcessRank& self, const ProcessCall& call, const FlatView& packed,
-               std::size_t piece_bytes, bool is_direct)
+  ReduceEngine(ProcessRank& self, const ProcessCall& call, std::size_t piece_bytes, bool is_direct)
       : StagedEngine(self, call),
-        line_(packed),
+        line_(self.line),
         piece_bytes_(piece_bytes),
         is_direct_(is_direct),
-        sources_(static_cast<std::size_t>(world_size_)) {}
+        sources_(self.sources) {
+    sources_.resize(static_cast<std::size_t>(world_size_));
+  }
 
   void copy_in(std::size_t piece, std::uint32_t n) {
     if (!is_direct_) return copy_part_in(piece, n, begin(piece), end(piece));
@@ -129,7 +130,7 @@ class ReduceEngine : public StagedEngine {
   const FlatView& line_;
   const std::size_t piece_bytes_;
   const bool is_direct_;
-  std::vector<const void*> sources_;
+  std::vector<const void*>& sources_;
 };
 
 // Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody.
@@ -294,11 +295,11 @@ ProcessAlgorithm unregistered_algorithm(const ProcessCall& call, const Segment& 
 }
 
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
-  const FlatView packed(call.outputs);
-  const std::size_t piece_bytes = piece_bytes_for(packed.bytes(), self.segment);
-  const std::size_t num_pieces = pieces_of(packed.bytes(), piece_bytes);
+  self.line.view(call.outputs);
+  const std::size_t piece_bytes = piece_bytes_for(self.line.bytes(), self.segment);
+  const std::size_t num_pieces = pieces_of(self.line.bytes(), piece_bytes);
   const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
-  ReduceEngine engine(self, call, packed, piece_bytes, is_direct);
+  ReduceEngine engine(self, call, piece_bytes, is_direct);
   return is_direct ? direct(engine, self, num_pieces) : exchange(engine, self, num_pieces);
 }
 
@@ -406,14 +407,14 @@ CallRecord ProcessCall::record() const {
 }
 
 void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
-                bool is_background) {
+                bool is_background, Clock::time_point now) {
   self.sequence += 1;
   CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
   record = call.record();
   record.sequence = self.sequence;
   record.algorithm = static_cast<std::uint8_t>(algorithm);
   self.lies_otherwise = false;
-  self.watch.begin_call(is_background);
+  self.watch.begin_call(is_background, now);
 }
 
 void pack_inputs(const ProcessCall& call, ProcessRank& self) {
@@ -431,11 +432,12 @@ void unpack_outputs(const ProcessCall& call, ProcessRank& self) {
   }
 }
 
-bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background) {
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+                      Clock::time_point now) {
   const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
   const bool is_registered = algorithm == ProcessAlgorithm::kRegistered;
   begin_call(call, is_registered ? unregistered_algorithm(call, self.segment) : algorithm, self,
-             is_background);
+             is_background, now);
   if (call.kind == CallKind::kAllReduce) {
     if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);
     if (!is_registered) return run_all_reduce(call, self, algorithm);

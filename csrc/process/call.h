@@ -78,6 +78,9 @@ struct ProcessRank {
   std::uint32_t ring_messages = 0;  // on every link
   PhaseDelay delay{};               // for tests
   bool lies_otherwise = false;      // why the last call was refused: see in_index_order()
+  // Of the call that runs; kept for their memory.
+  FlatView line{};
+  std::vector<const void*> sources{};
 
   // What the next call's messages follow. Ranks whose tensors lie otherwise may have meant to send
   // another number of pieces: no more than kMostRefused were announced when they noticed.
@@ -103,7 +106,7 @@ ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
 
 // What every call begins with: its record, for the others to compare.
 void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
-                bool is_background);
+                bool is_background, Clock::time_point now = Clock::now());
 
 // Tensors with gaps, from and to their dense copies.
 void pack_inputs(const ProcessCall& call, ProcessRank& self);
@@ -111,7 +114,8 @@ void unpack_outputs(const ProcessCall& call, ProcessRank& self);
 
 // Announces, compares, moves the data. False: a wait failed, or the ranks do not agree, and the
 // watch says why; or self.lies_otherwise, on all ranks, and nothing was written.
-bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background);
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+                      Clock::time_point now = Clock::now());
 
 // The same call for ranks whose tensors lie otherwise than others' (in other strides, or registered
 // here and not there): all in the order of their index, through slots.

@@ -12,9 +12,12 @@ constexpr std::size_t kCacheLine = 64;  // a multiple of every element's size
 
 }  // namespace
 
-FlatView::FlatView(const std::vector<TensorSpan>& tensors) {
-  tensors_.reserve(tensors.size());
-  tensor_ends_.reserve(tensors.size());
+void FlatView::view(const std::vector<TensorSpan>& tensors) {
+  tensors_.clear();
+  tensor_ends_.clear();
+  runs_.clear();
+  run_ends_.clear();
+  bytes_ = 0;
   for (const TensorSpan& tensor : tensors) {
     if (tensor.numel == 0) continue;
     if (runs_.empty() || runs_.back().dtype != tensor.dtype) {

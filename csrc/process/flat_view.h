@@ -6,7 +6,7 @@
 //           thousand small ones are reduced as one; another dtype begins a run on a new cache line.
 //           Pieces are cut at multiples of 64 bytes of the line, hence between elements. Equal
 //           lists have equal lines: what lies at a position is the same element on all ranks.
-// Threads   immutable once made.
+// Threads   one at a time changes it, with view().
 // Tests     tests/cpp/process_test.cpp
 #pragma once
 
@@ -28,7 +28,10 @@ struct TensorSpan {
 
 class FlatView {
  public:
-  explicit FlatView(const std::vector<TensorSpan>& tensors);
+  FlatView() = default;
+  explicit FlatView(const std::vector<TensorSpan>& tensors) { view(tensors); }
+  // Another list's, in the memory that this one has.
+  void view(const std::vector<TensorSpan>& tensors);
 
   std::size_t bytes() const { return bytes_; }
 

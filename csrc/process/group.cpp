@@ -184,7 +184,7 @@ void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
 bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
   const auto start = Clock::now();
   pack_inputs(call, self_);
-  if (!run_process_call(call, self_, is_background)) return false;
+  if (!run_process_call(call, self_, is_background, start)) return false;
   if (flips_bit_ && !call.outputs.empty() && call.outputs[0].numel > 0) {
     call.outputs[0].data[0] ^= std::byte{1};
     flips_bit_ = false;

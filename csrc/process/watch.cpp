@@ -64,14 +64,14 @@ void PeerWatch::count_cores() {
   num_pauses_ = has_core_per_rank_ ? kPausesWithCore : kPausesCrowded;
 }
 
-void PeerWatch::begin_call(bool is_background) {
+void PeerWatch::begin_call(bool is_background, Clock::time_point now) {
   if (!has_counted_cores_) count_cores();
   is_background_ = is_background;
   peers_have_come_ = false;
   stillness_.forget();
   RankLine& line = segment_.line(rank_);
   line.core.store(current_core(), std::memory_order_relaxed);
-  line.heard_ns.store(Clock::now().time_since_epoch() / 1ns, std::memory_order_relaxed);
+  line.heard_ns.store(now.time_since_epoch() / 1ns, std::memory_order_relaxed);
 }
 
 // Ranks that slept together are woken on one core and stay there, each waiting for the other to let

@@ -44,7 +44,7 @@ class PeerWatch {
   void set_timeout(std::chrono::nanoseconds timeout) { stillness_.set_timeout(timeout); }
 
   // In the background: beside threads of its own process that want the core.
-  void begin_call(bool is_background);
+  void begin_call(bool is_background, Clock::time_point now);
 
   // Says that this rank is under way, between two counters.
   void progressed() {

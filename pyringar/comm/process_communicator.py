@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.arguments import (
@@ -177,6 +178,12 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self._group.seal()
         if self._device.type == "cuda":
             self._group.connect()
+        # What it declines goes the general way; on GPUs all does.
+        self._reduce_plain = (
+            _decline
+            if self._device.type == "cuda"
+            else self._group.plain_all_reduce(self._resolve(None, None))
+        )
         self._in_flight = {}
         what = (
             f"rank {self._rank} of {self._world_size}, name={self._name!r}, "
@@ -293,6 +300,12 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         up to 64 MiB where all ranks share one, and change over at 256 KiB. Registered tensors: two
         waits, ``2 k N`` in all.
         """
+        if (
+            not async_op
+            and not is_dynamo_compiling()
+            and self._reduce_plain(tensors, op, algorithm, order)
+        ):
+            return None
         own = [tensors] if isinstance(tensors, Tensor) else tensors
         if is_traced() and is_list(own) and not async_op:
             from pyringar.comm import operators
@@ -557,6 +570,10 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             )
         check_ring_order(algorithm, order, "'direct'")
         return _AUTO if algorithm == "auto" else algorithm
+
+
+def _decline(*_call: object) -> bool:
+    return False
 
 
 def _remove_region(group: weakref.ref[Any], region: int) -> None:
