@@ -60,7 +60,9 @@ void PeerWatch::count_cores() {
     }
   }
   has_counted_cores_ = true;
-  has_core_per_rank_ = segment_.world_size() <= all.count();
+  const int cores = std::max(1, all.count());
+  ranks_per_core_ = (segment_.world_size() + cores - 1) / cores;
+  has_core_per_rank_ = ranks_per_core_ == 1;
   num_pauses_ = has_core_per_rank_ ? kPausesWithCore : kPausesCrowded;
 }
 
@@ -75,19 +77,18 @@ void PeerWatch::begin_call(bool is_background, Clock::time_point now) {
 }
 
 // Ranks that slept together are woken on one core and stay there, each waiting for the other to let
-// go of it. The one with the higher number moves.
+// go of it. Of more than belong there, those with the highest numbers move.
 void PeerWatch::keep_apart() {
-  if (!has_core_per_rank_) return;
   const int core = current_core();
   if (core < 0) return;
   segment_.line(rank_).core.store(core, std::memory_order_relaxed);
+  int others = 0;
   for (int lower = 0; lower < rank_; ++lower) {
-    if (segment_.line(lower).core.load(std::memory_order_relaxed) == core) {
-      move_off_core(core);
-      segment_.line(rank_).core.store(current_core(), std::memory_order_relaxed);
-      return;
-    }
+    others += segment_.line(lower).core.load(std::memory_order_relaxed) == core ? 1 : 0;
   }
+  if (others < ranks_per_core_) return;
+  move_off_core(core);
+  segment_.line(rank_).core.store(current_core(), std::memory_order_relaxed);
 }
 
 bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what) {

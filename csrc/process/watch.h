@@ -31,7 +31,7 @@ void tell_failure(const Segment& segment, ErrorKind kind, const std::string& tex
 class PeerWatch {
  public:
   // Looks at a flag before a rank gives its core away, where ranks or threads outnumber cores.
-  static constexpr int kPausesCrowded = 50;
+  static constexpr int kPausesCrowded = 5;
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
@@ -99,7 +99,8 @@ class PeerWatch {
   const int rank_;
   const std::uint32_t fork_generation_ = fork_generation();
   int num_pauses_ = kPausesCrowded;
-  bool has_counted_cores_ = false;  // of all ranks
+  bool has_counted_cores_ = false;           // of all ranks
+  int ranks_per_core_ = Segment::kMaxRanks;  // that there have to be; not counted yet: any
   bool has_core_per_rank_ = false;
   int waits_without_yields_ = 0;
   bool is_background_ = false;
