@@ -314,10 +314,10 @@ def on_rank_plans(state, nbytes: int, algorithm: str) -> tuple:
 @pytest.mark.parametrize(
     ("world_size", "nbytes", "algorithm", "plan"),
     [
-        # A piece of a call is a quarter of it, of 32 to 256 KiB, or 128 KiB for two ranks.
+        # A piece of a call is all of it, or as much as a slot holds: 256 KiB.
         (1, MIB, "auto", ("exchange", 0, 0, "rank")),
         (2, 4, "auto", ("exchange", 1, 10 * 4, "rank")),
-        (2, MIB, "auto", ("exchange", 8, 10 * MIB, "rank")),
+        (2, MIB, "auto", ("exchange", 4, 10 * MIB, "rank")),
         (3, 2 * MIB, "direct", ("direct", 16, 26 * MIB, "rank")),
         (3, 12, "ring", ("ring", 5, 14 * 12, "ring")),
     ],
@@ -334,7 +334,7 @@ MIB = 2**20
 def test_a_plan_on_both_sides_of_the_exchange(state):
     most = exchange_bytes()
     assert on_rank_plans(state, most, "auto") == ("exchange", 1, 18 * most, "rank")
-    assert on_rank_plans(state, most + 4, "auto") == ("direct", 4, 13 * (most + 4), "rank")
+    assert on_rank_plans(state, most + 4, "auto") == ("direct", 2, 13 * (most + 4), "rank")
 
 
 @on_ranks(2)

@@ -59,7 +59,7 @@ def test_dtypes_ops_sizes(state, dtype):
 @on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_around_the_borders(state, dtype):
-    """From one wait to two, from one piece to more, from even pieces to full slots, over slots."""
+    """From one wait to two, from one piece to two, over all slots."""
     borders = [exchange_bytes() * n for n in (1, 2, 4)] + [slot_bytes()]
     borders += [4 * slot_bytes(), 5 * slot_bytes()] if dtype == torch.float32 else []
     sizes = [b // dtype.itemsize + d for b in borders for d in (-1, 0, 1)]

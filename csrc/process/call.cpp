@@ -20,10 +20,6 @@ namespace pyringar {
 
 namespace {
 
-// A call is cut in some pieces, so that copying and reducing overlap, none of them tiny.
-constexpr std::size_t kPiecesPerCall = 4;
-constexpr std::size_t kMinPieceBytes = 32 * 1024;
-
 // What the engines here keep of a call.
 class StagedEngine : public StagedCounters {
  public:
@@ -276,12 +272,11 @@ std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
   return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
 }
 
+// As few pieces as slots allow, all of one size: each costs a wait, which is dear where ranks share
+// cores, and what overlap more of them bring is not worth that even where they do not.
 std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
-  const std::size_t even = (bytes / kPiecesPerCall + 63) / 64 * 64;
-  // Two ranks copy and add at the same time, best in small steps; more of them pay for every wait.
-  const std::size_t most =
-      segment.world_size() == 2 ? segment.slot_bytes() / 2 : segment.slot_bytes();
-  return std::clamp(even, kMinPieceBytes, most);
+  const std::size_t num_pieces = pieces_of(bytes, segment.slot_bytes());
+  return std::max<std::size_t>(64, (bytes + 64 * num_pieces - 1) / (64 * num_pieces) * 64);
 }
 
 ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
