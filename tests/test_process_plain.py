@@ -1,4 +1,4 @@
-"""The short way of `ProcessCommunicator.all_reduce`: what it takes, and what it leaves to the long.
+"""What does the short way of `ProcessCommunicator.all_reduce` take, what does it leave to the long?
 
 Results over several ranks, failures and deadlines of both are what tests/test_process*.py is about.
 """
