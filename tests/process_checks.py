@@ -58,6 +58,12 @@ def slot_bytes() -> int:
     return limit_bytes("process_slot")
 
 
+@functools.cache
+def reads_ahead_bytes() -> int:
+    """From here on two ranks read ahead of what they combine."""
+    return limit_bytes("process_reads_ahead")
+
+
 # -- checked against the oracle --------------------------------------------------------------------
 
 

@@ -314,11 +314,11 @@ def on_rank_plans(state, nbytes: int, algorithm: str) -> tuple:
 @pytest.mark.parametrize(
     ("world_size", "nbytes", "algorithm", "plan"),
     [
-        # A piece of a call is all of it, or as much as a slot holds: 256 KiB.
+        # A piece of a call is all of it, or 64 KiB of two ranks, 128 KiB of more.
         (1, MIB, "auto", ("exchange", 0, 0, "rank")),
         (2, 4, "auto", ("exchange", 1, 10 * 4, "rank")),
-        (2, MIB, "auto", ("exchange", 4, 10 * MIB, "rank")),
-        (3, 2 * MIB, "direct", ("direct", 16, 26 * MIB, "rank")),
+        (2, MIB, "auto", ("exchange", 16, 10 * MIB, "rank")),
+        (3, 2 * MIB, "direct", ("direct", 32, 26 * MIB, "rank")),
         (3, 12, "ring", ("ring", 5, 14 * 12, "ring")),
     ],
 )

@@ -29,6 +29,7 @@ from process_checks import (
     check_list,
     crc,
     exchange_bytes,
+    reads_ahead_bytes,
     random_lists,
     slot_bytes,
 )
@@ -61,7 +62,7 @@ def test_dtypes_ops_sizes(state, dtype):
 def test_around_the_borders(state, dtype):
     """From one wait to two, from one piece to two, over all slots."""
     borders = [exchange_bytes() * n for n in (1, 2, 4)] + [slot_bytes()]
-    borders += [4 * slot_bytes(), 5 * slot_bytes()] if dtype == torch.float32 else []
+    borders += [4 * slot_bytes(), reads_ahead_bytes()] if dtype == torch.float32 else []
     sizes = [b // dtype.itemsize + d for b in borders for d in (-1, 0, 1)]
     return check_all(state, dtype, sizes[:: 2 if state.world_size in (1, 3) else 1], ["sum"])
 

@@ -106,6 +106,9 @@ py::dict limits() {
   bytes["ring_link"] = kLinkBytes;
   bytes["process_slot"] = kSlotBytes;
   bytes["process_exchange"] = kExchangeBytes;
+  bytes["process_piece_of_two"] = kPieceBytesOfTwo;
+  bytes["process_piece"] = kPieceBytes;
+  bytes["process_reads_ahead"] = kReadsAheadBytes;
   return bytes;
 }
 

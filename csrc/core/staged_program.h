@@ -4,8 +4,8 @@
 // Floor     core: host. An engine brings memory, flags and arithmetic; this file brings the order
 //           of events.
 // Units     pieces and messages; message n is the n-th piece over the life of the group, counted
-//           from 1 and never reset. Every rank has kStagingSlots slots; message n lies in slot
-//           n % kStagingSlots of each.
+//           from 1 and never reset. Every rank has kStagingSlots slots; staging_slot() says in
+//           which of them, and of whose, its part of message n lies.
 // Contract  Every rank owns two counters that only it writes and that only grow (modulo 2^32):
 //
 //             announced   its part of message n lies in its slot       (release)
@@ -41,6 +41,19 @@
 namespace pyringar {
 
 inline constexpr std::uint32_t kStagingSlots = 4;
+
+// The owner's slots, or the peer's: two ranks swap them every kStagingSlots messages. Each then
+// writes where it has read last, to lines that are in its own cache, so that a line crosses between
+// the cores once a message; otherwise it crosses twice, since a writer takes it back first.
+struct StagingSlot {
+  int owner;
+  std::uint32_t index;
+};
+constexpr StagingSlot staging_slot(int rank, int world_size, std::uint32_t n,
+                                   std::uint32_t num_slots = kStagingSlots) {
+  const int swapped = world_size == 2 ? static_cast<int>(n / num_slots % 2) : 0;
+  return {rank ^ swapped, n % num_slots};
+}
 
 struct StagedProgram {
   std::uint32_t base;      // messages of all calls before

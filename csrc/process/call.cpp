@@ -20,6 +20,17 @@ namespace pyringar {
 
 namespace {
 
+constexpr std::size_t kAheadStepBytes = 1024;
+
+// Touches nothing: any address will do.
+void read_ahead(const std::byte* from, std::size_t bytes) {
+  constexpr std::size_t kLineBytes = 64;
+  for (std::size_t at = 0; at < bytes; at += kLineBytes) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(from) + at),
+                       0, 2);
+  }
+}
+
 // What the engines here keep of a call.
 class StagedEngine : public StagedCounters {
  public:
@@ -78,7 +89,7 @@ class ReduceEngine : public StagedEngine {
           const std::size_t first = begin(piece) + at;
           line_.for_each_tensor(first, first + numel * item_bytes(dtype),
                                 [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                                  fuse(n, at + offset, tensor, dtype, bytes, {tensor});
+                                  combine_part(piece, n, at + offset, tensor, dtype, bytes);
                                 });
         });
   }
@@ -110,6 +121,20 @@ class ReduceEngine : public StagedEngine {
                           [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
                             copy_to_slot(to + offset, tensor, bytes);
                           });
+  }
+
+  void combine_part(std::size_t piece, std::uint32_t n, std::size_t at, std::byte* tensor,
+                    DType dtype, std::size_t bytes) {
+    // The piece that is copied in next; this one and the one after it are in their slots already.
+    const std::size_t ahead = 2 * piece_bytes_;
+    const bool reads_ahead =
+        line_.bytes() >= kReadsAheadBytes && end(piece) + ahead <= line_.bytes();
+    const std::size_t step = reads_ahead ? kAheadStepBytes : bytes;
+    for (std::size_t done = 0; done < bytes; done += step) {
+      const std::size_t some = std::min(step, bytes - done);
+      if (reads_ahead) read_ahead(tensor + done + ahead, some);
+      fuse(n, at + done, tensor + done, dtype, some, {tensor + done});
+    }
   }
 
   // own: this rank's part; the others' lies at `at` of their slots.
@@ -272,10 +297,12 @@ std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
   return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
 }
 
-// As few pieces as slots allow, all of one size: each costs a wait, which is dear where ranks share
-// cores, and what overlap more of them bring is not worth that even where they do not.
+// Pieces of one size.
 std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
-  const std::size_t num_pieces = pieces_of(bytes, segment.slot_bytes());
+  const std::size_t most = segment.world_size() == 2       ? kPieceBytesOfTwo
+                           : bytes <= segment.slot_bytes() ? segment.slot_bytes()
+                                                           : kPieceBytes;
+  const std::size_t num_pieces = pieces_of(bytes, std::min(most, segment.slot_bytes()));
   return std::max<std::size_t>(64, (bytes + 64 * num_pieces - 1) / (64 * num_pieces) * 64);
 }
 

@@ -93,6 +93,15 @@ struct ProcessRank {
 // would read as much from the other either way.
 inline constexpr std::size_t kExchangeBytes = 32 * 1024;
 
+// What a call is cut to: of two ranks, and of more where it does not fit one slot, since ranks that
+// share cores pay dearly for each wait. Small enough that what is under way stays in a core's L2.
+inline constexpr std::size_t kPieceBytesOfTwo = 64 * 1024;
+inline constexpr std::size_t kPieceBytes = 128 * 1024;
+
+// From this size on a call's tensors do not stay in a core's L2 until they are copied in: two ranks
+// begin to read a piece while they combine the one before.
+inline constexpr std::size_t kReadsAheadBytes = 2 * 1024 * 1024;
+
 // Which algorithm a call takes, alike on all ranks that agree on the call.
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
 

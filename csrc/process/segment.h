@@ -1,9 +1,10 @@
 // segment: the layout of the memory that the processes of one group share.
 //
 // Units     bytes.
-// Contract  One writer per word: rank r writes line r and its own slots; only `failure` is written
-//           by the first rank that fails. Nothing in the segment is trusted unchecked: sizes are
-//           computed from the header that attach() compared with what the rendezvous said.
+// Contract  One writer per word: rank r writes line r and its slots, which two ranks swap as
+//           core/staged_program.h says; only `failure` is written by the first rank that fails.
+//           Nothing in the segment is trusted unchecked: sizes are computed from the header that
+//           attach() compared with what the rendezvous said.
 //
 //             header    magic, version, world_size, sizes, token, failure
 //             lines     one per rank: counters, the calls it makes, its process
@@ -151,9 +152,8 @@ class Segment {
   std::size_t devices_bytes() const;  // of all ranks' device lines, in whole pages
   SharedFailure& failure() const { return header_->failure; }
   std::byte* slot(int rank, std::uint32_t message) const {
-    const std::size_t index =
-        static_cast<std::size_t>(rank) * kStagingSlots + message % kStagingSlots;
-    return staging_ + index * slot_bytes_;
+    const StagingSlot at = staging_slot(rank, world_size_, message);
+    return staging_ + (static_cast<std::size_t>(at.owner) * kStagingSlots + at.index) * slot_bytes_;
   }
   std::byte* ring_slot(int from_rank, std::uint32_t message) const {
     const std::uint32_t slots = ring_num_slots();

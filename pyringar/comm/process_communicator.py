@@ -293,10 +293,11 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         Where ranks' tensors lie otherwise (in other strides; registered, but at other offsets), the
         call is announced twice and the data packed in the order of its index.
 
-        Cost: data goes through slots that fit the caches, in pieces of up to 256 KiB. Two ranks,
-        and up to 32 KiB any number, reduce everything each: a wait per piece, ``(k + 1) N`` bytes
-        read and ``2 N`` written by every rank. Else each reduces a slice: two waits per piece,
-        ``(3 - 2 / k) N`` read and ``2 N`` written. GPUs have slots of 16 MiB, of up to 64 MiB where
+        Cost: data goes through slots that fit the caches, in pieces of up to 64 KiB for two
+        ranks, of 128 KiB for more, which up to 256 KiB send one. Two ranks, and up to 32 KiB any
+        number, reduce everything each: a wait per piece, ``(k + 1) N`` bytes read and ``2 N``
+        written by every rank. Else each reduces a slice: two waits per piece, ``(3 - 2 / k) N``
+        read and ``2 N`` written. GPUs have slots of 16 MiB, of up to 64 MiB where
         all ranks share one, and change over at 256 KiB. Registered tensors: two waits, ``2 k N`` in
         all.
         """

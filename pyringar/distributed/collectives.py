@@ -77,12 +77,14 @@ class Collectives(Delegated):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce each tensor over all ranks, in place; a list's are not added to each other."""
-        if opts is None or not hasattr(opts, "reduceOp"):
+        try:
+            reduce_op, is_async = opts.reduceOp, opts.asyncOp
+        except AttributeError:
             opts = _reduce_options(c10d.AllreduceOptions(), opts)
-        reduce_op = opts.reduceOp
+            reduce_op, is_async = opts.reduceOp, opts.asyncOp
         try:
             op = "sum" if reduce_op == SUM else reduction_name(reduce_op, "all_reduce")
-            if opts.asyncOp:
+            if is_async:
                 return self._pending((self._comm.all_reduce(tensors, op, async_op=True),), tensors)
             self._comm.all_reduce(tensors, op)
         except (ArgumentError, UnsupportedError) as error:

@@ -97,10 +97,12 @@ class Memory {
     const Event& event = events_[at];
     return is_ready(at) && (event.action != Action::kWait || event.passes[versions_[event.word]]);
   }
-  // A wrong value.
+  // A wrong value: found, or replaced.
   bool is_violation(std::size_t at) const {
     const Event& event = events_[at];
-    return event.action == Action::kRead && versions_[event.word] != event.version;
+    const std::size_t version = versions_[event.word];
+    if (event.action == Action::kWrite) return version + 1 != event.version;
+    return event.action == Action::kRead && version != event.version;
   }
 
   void happen(std::size_t at) {
@@ -242,17 +244,19 @@ class Search {
     const Event& event = events_[at];
     const Word& word = recording_.words()[event.word];
     std::vector<std::size_t> found;
-    const auto add_next = [&](const std::vector<std::size_t>& events) {
+    const auto add_next = [&](const std::vector<std::size_t>& events, int rank) {
       for (const std::size_t other : events) {
-        if (memory_.is_done(other)) continue;
+        if (memory_.is_done(other) || events_[other].rank != rank) continue;
         found.push_back(other);
         return;
       }
     };
-    if (event.action == Action::kRead) {
-      add_next(word.writes);
-    } else {
-      for (const std::vector<std::size_t>& reads : word.reads) add_next(reads);
+    for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
+      if (rank == event.rank) continue;
+      add_next(word.writes, rank);
+      if (event.action == Action::kWrite) {
+        add_next(word.reads[static_cast<std::size_t>(rank)], rank);
+      }
     }
     return found;
   }
@@ -319,7 +323,10 @@ class Search {
         memory.happen(trace[i]);
       }
     }
-    report_ += join(": expected ", Recording::show(event.meant), ", found ",
+    const bool is_write = event.action == Action::kWrite;
+    report_ += join(is_write ? " over " : ": expected ",
+                    Recording::show(is_write ? word.values[event.version - 1] : event.meant),
+                    is_write ? ", but found " : ", found ",
                     Recording::show(word.values[memory.version(event.word)]), "\n");
     return false;
   }

@@ -3,6 +3,7 @@
 #include "recording.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/error.h"
 #include "core/ring_program.h"
@@ -42,7 +43,9 @@ std::size_t Recording::read(int rank, std::size_t word, std::uint32_t message, S
 void Recording::write(int rank, std::size_t word, std::uint32_t message, Stage stage,
                       const Sum& sum) {
   Word& target = words_[word];
-  if (target.owner != rank) complain(join("rank ", rank, " writes ", target.place));
+  if (target.owner != rank && target.owner != kNobody) {
+    complain(join("rank ", rank, " writes ", target.place));
+  }
   events_.push_back({Action::kWrite, rank, word});
   events_.back().version = target.values.size();
   target.writes.push_back(events_.size() - 1);
@@ -116,6 +119,30 @@ std::vector<int> Recording::add_up(const Sum& sum) {
   return ranks;
 }
 
+// Of words with several writers: the ranks' programs were recorded one after the other.
+void Recording::order_versions() {
+  for (std::size_t at = 0; at < words_.size(); ++at) {
+    Word& word = words_[at];
+    if (word.owner != kNobody) continue;
+    const std::vector<Value> recorded = word.values;
+    std::stable_sort(word.writes.begin(), word.writes.end(), [&](std::size_t a, std::size_t b) {
+      const Value& one = recorded[events_[a].version];
+      const Value& other = recorded[events_[b].version];
+      return std::pair{one.message, one.stage} < std::pair{other.message, other.stage};
+    });
+    std::vector<std::size_t> new_version(recorded.size(), 0);
+    for (std::size_t i = 0; i < word.writes.size(); ++i) {
+      Event& write = events_[word.writes[i]];
+      new_version[write.version] = i + 1;
+      word.values[i + 1] = recorded[write.version];
+      write.version = i + 1;
+    }
+    for (Pending& pending : pending_) {
+      if (pending.word == at) pending.version = new_version[pending.version];
+    }
+  }
+}
+
 void Recording::resolve_reads() {
   for (const Source& source : sources_) {
     const std::size_t version = version_of(source.word, source.meant);
@@ -186,6 +213,7 @@ void Recording::order_rank(std::size_t begin, std::size_t end) {
 void Recording::finish() {
   data_.resize(events_.size());
   wraps_.resize(events_.size(), true);
+  order_versions();
   for (Pending& pending : pending_) {
     if (pending.is_done) continue;
     pending.is_done = true;

@@ -5,8 +5,9 @@
 //           says what happens to shared memory: write and read a part of a slot, publish a counter,
 //           wait for one. No event depends on a value, so that a rank's program is one line; a
 //           wrong value is a violation and ends the search.
-//           Every word has one writer. Its contents are therefore named by a version: how many of
-//           its writes have reached memory.
+//           The contents of a word are named by a version: how many of its writes have reached
+//           memory. A word that belongs to nobody is written by several ranks, in the order of its
+//           messages; a write that reaches memory before the one before it is a violation.
 //           A write says what it is: which message, and added up from which ranks, by naming the
 //           reads it is made of. finish() follows these names through all ranks: where every read
 //           finds the message it is meant to find, which the search proves, the sums are what
@@ -48,13 +49,14 @@ struct Value {
 struct Word {
   std::string place;                              // "slot 2 of rank 0", "announced of rank 1"
   std::string part;                               // "slice 1, half 0"; of counters, records ""
-  int owner;                                      // who writes it
+  int owner;                                      // who writes it; or kNobody
   std::vector<Value> values{};                    // by version, 0: nothing yet
   std::vector<std::uint32_t> counts{};            // the same of a counter
   std::vector<std::size_t> writes{};              // events, in order
   std::vector<std::vector<std::size_t>> reads{};  // events, by rank, in order
 };
 
+inline constexpr int kNobody = -1;  // owns a word
 inline constexpr std::size_t kNever = static_cast<std::size_t>(-1);
 
 struct Event {
@@ -138,6 +140,7 @@ class Recording {
 
   std::size_t version_of(std::size_t word, const Value& meant) const;
   std::vector<int> add_up(const Sum& sum);
+  void order_versions();
   void resolve_reads();
   void resolve_waits();
   void resolve_ranges();
