@@ -70,13 +70,13 @@ def test_takes_plain_tensors(comm):
         torch.ones(4, dtype=torch.int8),
     ):
         version = tensor._version
-        assert comm._reduce_plain(tensor, "sum", None, None)
+        assert comm.reduce_plain(tensor, "sum", None, None)
         assert tensor._version == version + 1
-    assert comm._reduce_plain([torch.ones(3)], "mean", None, None)
+    assert comm.reduce_plain([torch.ones(3)], "mean", None, None)
     parameter = torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
-        assert not comm._reduce_plain(parameter, "sum", None, None)  # a subclass
-        assert comm._reduce_plain(torch.ones(3, requires_grad=True), "sum", None, None)
+        assert not comm.reduce_plain(parameter, "sum", None, None)  # a subclass
+        assert comm.reduce_plain(torch.ones(3, requires_grad=True), "sum", None, None)
     assert comm.stats()["exchange"]["calls"] == 6
 
 
@@ -100,7 +100,7 @@ def test_takes_plain_tensors(comm):
     ids=str,
 )
 def test_declines_what_needs_a_second_look(comm, tensor):
-    assert not comm._reduce_plain(tensor, "sum", None, None)
+    assert not comm.reduce_plain(tensor, "sum", None, None)
     assert comm.stats() == {}
 
 
@@ -114,7 +114,7 @@ def test_declines_other_arguments(comm):
         (tensor, "sum", None, "rank"),
         (tensor, "sum"),
     ):
-        assert not comm._reduce_plain(*call)
+        assert not comm.reduce_plain(*call)
     assert tensor._version == 0
     assert comm.stats() == {}
 
@@ -122,7 +122,7 @@ def test_declines_other_arguments(comm):
 def test_declines_while_a_mode_looks(comm):
     tensor = torch.ones(3)
     with Watching():
-        assert not comm._reduce_plain(tensor, "sum", None, None)
+        assert not comm.reduce_plain(tensor, "sum", None, None)
 
     def program(x):
         y = x.clone()

@@ -178,8 +178,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self._group.seal()
         if self._device.type == "cuda":
             self._group.connect()
-        # What it declines goes the general way; on GPUs all does.
-        self._reduce_plain = (
+        # The backend's, too: what it declines goes the general way; on GPUs all does.
+        self.reduce_plain = (
             _decline
             if self._device.type == "cuda"
             else self._group.plain_all_reduce(self._resolve(None, None))
@@ -304,7 +304,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         if (
             not async_op
             and not is_dynamo_compiling()
-            and self._reduce_plain(tensors, op, algorithm, order)
+            and self.reduce_plain(tensors, op, algorithm, order)
         ):
             return None
         own = [tensors] if isinstance(tensors, Tensor) else tensors

@@ -32,9 +32,9 @@ from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import (
     Completer,
     DelegatedPart,
-    DoneWork,
     Part,
     PendingWork,
+    done_work,
     error_of,
     one_or_all,
 )
@@ -69,6 +69,7 @@ class Collectives(Delegated):
 
     def _init_collectives(self, comm: Any, fallback: Fallback, completer: Completer) -> None:
         self._comm = comm
+        self._reduce_plain = comm.reduce_plain
         self._fallback = fallback
         self._completer = completer
         self._batch = None
@@ -86,10 +87,11 @@ class Collectives(Delegated):
             op = "sum" if reduce_op == SUM else reduction_name(reduce_op, "all_reduce")
             if is_async:
                 return self._pending((self._comm.all_reduce(tensors, op, async_op=True),), tensors)
-            self._comm.all_reduce(tensors, op)
+            if not self._reduce_plain(tensors, op, None, None):
+                self._comm.all_reduce(tensors, op)
         except (ArgumentError, UnsupportedError) as error:
             return self._all_reduce_others(tensors, opts, error)
-        return DoneWork(tensors)
+        return done_work(tensors)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Do `allreduce` of a list."""
@@ -144,7 +146,7 @@ class Collectives(Delegated):
         root = opts.rootRank
         if not opts.asyncOp and len(tensors) == 1 and _is_plain(tensors[0]):
             self._comm.broadcast(tensors[0], root)
-            return DoneWork(tensors)
+            return done_work(tensors)
         if _are_elsewhere(tensors):
             return self._hand_over("broadcast", tensors, (tensors, opts))
         call = _Call([], [])
@@ -171,7 +173,7 @@ class Collectives(Delegated):
             return self._pending((*parts, self._comm.barrier(async_op=True)), [])
         self._fallback.finish()
         self._comm.barrier()
-        return DoneWork([])
+        return done_work([])
 
     # -- all_gather --------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Collectives(Delegated):
         """
         if not _is_async(opts) and _are_plain(output, input):
             self._comm.all_gather(output, input)
-            return DoneWork(lambda: self._pieces_of(output))
+            return done_work(lambda: self._pieces_of(output))
         if begin := self._elsewhere("all_gather", [input, output], "_allgather_base"):
             return begin(output, input, given_or_default(opts, "AllgatherOptions"))
         call = _Call([], [])
@@ -283,7 +285,7 @@ class Collectives(Delegated):
         op = reduction_name(opts.reduceOp, "reduce_scatter")
         if not opts.asyncOp and op in OPS and _are_plain(output, input):
             self._comm.reduce_scatter(output, input, op)
-            return DoneWork([output])
+            return done_work([output])
         if begin := self._elsewhere("reduce_scatter", [input, output], "_reduce_scatter_base"):
             return begin(output, input, opts)
         call = _Call([], [])

@@ -30,6 +30,7 @@ __all__ = [
     "Part",
     "PendingWork",
     "StepPart",
+    "done_work",
     "error_of",
     "one_or_all",
 ]
@@ -194,14 +195,19 @@ class DoneWork(PendingWork):
 
     _parts = ()
     _future = None
-
-    def __init__(self, results: Any) -> None:
-        _BaseWork.__init__(self)
-        self._results = results
+    # Torch's own: one in Python would cost a third more, and an all_reduce lasts as long as ten.
+    __init__ = _BaseWork.__init__
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True, at once."""
         return True
+
+
+def done_work(results: Any) -> DoneWork:
+    """Return the work of a collective that has run; see `PendingWork` for ``results``."""
+    work = DoneWork()
+    work._results = results
+    return work
 
 
 class Completer:
