@@ -10,11 +10,13 @@
 
 #include "bindings/bucketer.h"
 #include "bindings/group_binding.h"
+#include "core/error.h"
 #include "core/schedule.h"
 #include "cpu/fused.h"
 #include "cpu/group.h"
 #include "cpu/ring.h"
 #include "os/thread.h"
+#include "os/torch_team.h"
 
 namespace pyringar {
 
@@ -79,6 +81,9 @@ py::dict build_info() {
   info["waits"] = "condition variables";
 #endif
   info["cores"] = allowed_cores().count();
+  const torch_team::State team = torch_team::state();
+  info["openmp"] = team.why_not.empty() ? join(team.library, ", torch's: calls join its threads")
+                                        : join("not joined: ", team.why_not);
   return info;
 }
 
@@ -151,6 +156,7 @@ PYBIND11_MODULE(_engine, m) {
   m.def("build_info", &build_info);
   m.def("names", &names);
   m.def("limits", &limits);
+  m.def("describe_workers", &describe_workers);
   m.def("ring_slot_bytes", &ring_slot_bytes);
   m.def("ring_step", [](int rank, int world_size, int step) {
     const RingStep s = ring_step(rank, world_size, step);

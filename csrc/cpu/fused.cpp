@@ -6,9 +6,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <vector>
 
+#include "core/error.h"
 #include "cpu/kernels.h"
+#include "os/torch_team.h"
 
 namespace pyringar {
 
@@ -49,38 +52,54 @@ void call_kernel(const Kernels& kernels, const Buffers& tensor, int divisor, Ran
   }
 }
 
-// All tensors of a call as one line of bytes (of one rank), cut into blocks. Each begins at a whole
-// cache line, so that blocks do: vectors that straddle lines cost a small call a tenth of its time.
+// All tensors of a call as one line of bytes (of one rank), cut into a part for each thread, and
+// parts into blocks. Each begins at a whole cache line, so that blocks do: vectors that straddle
+// lines cost a small call a tenth of its time, and two threads do not write to one.
 class BlockList {
  public:
   BlockList(std::span<const Buffers> tensors, Fold fold, int num_threads)
-      : tensors_(tensors), fold_(fold) {
+      : tensors_(tensors), fold_(fold), parts_(static_cast<std::size_t>(num_threads)) {
     ends_.reserve(tensors.size());
     for (const Buffers& tensor : tensors) {
       total_bytes_ += padded_bytes(tensor);
       ends_.push_back(total_bytes_);
     }
-    const std::size_t even =
-        total_bytes_ / (kBlocksPerThread * static_cast<std::size_t>(num_threads));
-    // A multiple of a cache line, so that two threads do not write to one.
+    const std::size_t even = total_bytes_ / (kBlocksPerThread * parts_.size());
     block_bytes_ = std::clamp(even, kMinBlockBytes, kMaxBlockBytes) / kLineBytes * kLineBytes;
+    num_blocks_ = (total_bytes_ + block_bytes_ - 1) / block_bytes_;
   }
 
-  std::size_t num_blocks() const { return (total_bytes_ + block_bytes_ - 1) / block_bytes_; }
+  std::size_t num_blocks() const { return num_blocks_; }
 
-  // The caller takes blocks from the front, helpers from the back, until they meet: a buffer that
-  // is reduced again and again then finds most of itself in the caches where it was left.
-  void take_blocks(bool from_front) {
-    std::size_t front = 0;
-    while (taken_.fetch_add(1, std::memory_order_relaxed) < num_blocks()) {
-      const std::size_t block =
-          from_front ? front++ : num_blocks() - 1 - back_.fetch_add(1, std::memory_order_relaxed);
-      const std::size_t begin = block * block_bytes_;
-      run_bytes(begin, std::min(begin + block_bytes_, total_bytes_));
+  // Takes the blocks of the thread's own part, from the front, then what is left of others', from
+  // the back: a buffer that is reduced again and again finds most of itself in the caches where it
+  // was left, and a thread that is late holds nobody up. A thread without a part takes others'.
+  void take_blocks(int thread) {
+    const std::size_t own = static_cast<std::size_t>(thread);
+    for (std::size_t i = 0; i < parts_.size(); ++i) {
+      const std::size_t part = (own + i) % parts_.size();
+      const std::size_t begin = num_blocks_ * part / parts_.size();
+      const std::size_t end = num_blocks_ * (part + 1) / parts_.size();
+      take_part(parts_[part], begin, end, part == own);
     }
   }
 
  private:
+  struct alignas(kLineBytes) Part {
+    std::atomic<std::size_t> taken{0};
+    std::atomic<std::size_t> from_back{0};
+  };
+
+  void take_part(Part& part, std::size_t begin, std::size_t end, bool is_own) const {
+    std::size_t front = begin;
+    while (part.taken.fetch_add(1, std::memory_order_relaxed) < end - begin) {
+      const std::size_t block =
+          is_own ? front++ : end - 1 - part.from_back.fetch_add(1, std::memory_order_relaxed);
+      const std::size_t first = block * block_bytes_;
+      run_bytes(first, std::min(first + block_bytes_, total_bytes_));
+    }
+  }
+
   static std::size_t padded_bytes(const Buffers& tensor) {
     const std::size_t bytes = tensor.numel * item_bytes(tensor.dtype);
     return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
@@ -105,9 +124,33 @@ class BlockList {
   std::vector<std::size_t> ends_;
   std::size_t total_bytes_ = 0;
   std::size_t block_bytes_ = 0;
-  alignas(64) std::atomic<std::size_t> taken_{0};
-  std::atomic<std::size_t> back_{0};
+  std::size_t num_blocks_ = 0;
+  std::vector<Part> parts_;
 };
+
+// How many threads may work on a call at once. One that its caller waits for keeps no more of them
+// busy than an operation of torch's would; where torch computes meanwhile there is no such number.
+int most_threads(std::size_t traffic_bytes, Beside beside) {
+  if (traffic_bytes < kAloneBytes) return 1;
+  const int in_torch = beside == Beside::kTorch ? 0 : torch_team::num_threads();
+  return in_torch == 0 ? std::numeric_limits<int>::max() : in_torch;
+}
+
+void fuse_alone(std::span<const Buffers> tensors, Fold fold) {
+  for (const Buffers& tensor : tensors) fuse_range(tensor, fold, {0, tensor.numel});
+}
+
+bool fuse_in_team(std::span<const Buffers> tensors, Fold fold, int num_threads) {
+  BlockList blocks(tensors, fold, num_threads);
+  return torch_team::try_run([&](int thread) { blocks.take_blocks(thread); });
+}
+
+void fuse_with_helpers(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool,
+                       int num_helpers) {
+  BlockList blocks(tensors, fold, 1 + num_helpers);
+  pool.run([&](int thread) { blocks.take_blocks(thread); },
+           std::min(static_cast<std::size_t>(num_helpers), blocks.num_blocks() - 1));
+}
 
 }  // namespace
 
@@ -115,20 +158,25 @@ void fuse_range(const Buffers& tensor, Fold fold, Range range) {
   if (range.size() > 0) call_kernel(kernels(tensor.dtype, fold.op), tensor, fold.divisor, range);
 }
 
-void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool) {
+void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside) {
   std::size_t traffic_bytes = 0;
   for (const Buffers& tensor : tensors) traffic_bytes += tensor.traffic_bytes();
-  const int num_helpers = traffic_bytes < kAloneBytes ? 0 : pool.look_for_helpers();
-  if (num_helpers == 0 || (traffic_bytes < kAloneWhenColdBytes && pool.is_cold())) {
-    for (const Buffers& tensor : tensors) {
-      fuse_range(tensor, fold, {0, tensor.numel});
-    }
-    return;
-  }
-  BlockList blocks(tensors, fold, 1 + num_helpers);
-  const std::thread::id caller = std::this_thread::get_id();
-  pool.run([&] { blocks.take_blocks(std::this_thread::get_id() == caller); },
-           blocks.num_blocks() - 1);
+  const int most = most_threads(traffic_bytes, beside);
+  if (most == 1) return fuse_alone(tensors, fold);
+  const bool may_join = beside == Beside::kNothing && torch_team::is_ready();
+  if (may_join && fuse_in_team(tensors, fold, most)) return;
+  const int num_helpers = std::min(pool.look_for_helpers(), most - 1);
+  const bool is_small = traffic_bytes < kAloneWhenColdBytes;
+  if (num_helpers == 0 || (is_small && pool.is_cold())) return fuse_alone(tensors, fold);
+  fuse_with_helpers(tensors, fold, pool, num_helpers);
+}
+
+std::string describe_workers(std::size_t traffic_bytes) {
+  const int most = most_threads(traffic_bytes, Beside::kNothing);
+  if (most == 1) return "on the caller's thread";
+  const torch_team::State team = torch_team::state();
+  if (!team.why_not.empty()) return join("on helper threads: ", team.why_not);
+  return join("on torch's ", most, " threads of ", team.library);
 }
 
 }  // namespace pyringar

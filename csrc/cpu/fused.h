@@ -4,13 +4,15 @@
 // Contract  rank order, whatever the number of threads: each element is folded by one thread in
 //           the order of its sources. Traffic is the minimum, (sources + destinations) * n.
 //           Tensors of one call touch disjoint memory.
-// Threads   the caller's, plus helpers of the pool when there is enough to do.
+// Threads   the caller's, and when there is enough to do torch's own (os/torch_team.h), or helpers
+//           of the pool where torch computes meanwhile or has no threads that can be joined.
 // Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <span>
+#include <string>
 
 #include "core/collective.h"
 #include "os/stillness.h"
@@ -21,7 +23,13 @@ namespace pyringar {
 // Bytes per rank that a thread takes at a time, at most.
 inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
-void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool);
+// What goes on while a call runs: its caller waits for it, or torch may compute.
+enum class Beside { kNothing, kTorch };
+
+void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
+
+// On which threads a call that its caller waits for would run now: for people.
+std::string describe_workers(std::size_t traffic_bytes);
 
 // The elements [range) of one tensor, on this thread.
 void fuse_range(const Buffers& tensor, Fold fold, Range range);

@@ -55,7 +55,7 @@ void Group::wait_for_turn() {
 
 void Group::run(const Collective& collective) {
   const Turn::Held turn = take_turn();
-  run_locked(collective);
+  run_locked(collective, Beside::kNothing);
 }
 
 bool Group::try_run(const Collective& collective) {
@@ -63,11 +63,11 @@ bool Group::try_run(const Collective& collective) {
   if (queue_.has_work()) return false;
   const Turn::Held turn(turn_, std::try_to_lock);
   if (!turn.owns_lock()) return false;
-  run_locked(collective);
+  run_locked(collective, Beside::kNothing);
   return true;
 }
 
-void Group::run_locked(const Collective& collective) {
+void Group::run_locked(const Collective& collective, Beside beside) {
   check_usable();
   check_not_failed();
   const DefaultFloatMode mode;
@@ -75,7 +75,7 @@ void Group::run_locked(const Collective& collective) {
   for (const PackedTensor& tensor : collective.packed) {
     if (tensor.is_input) pack(tensor.view, tensor.dense.get());
   }
-  dispatch(collective);
+  dispatch(collective, beside);
   for (const PackedTensor& tensor : collective.packed) {
     if (tensor.is_output) unpack(tensor.dense.get(), tensor.view);
   }
@@ -84,10 +84,10 @@ void Group::run_locked(const Collective& collective) {
   stats_.add(collective.algorithm, collective.bytes, busy);
 }
 
-void Group::dispatch(const Collective& collective) {
+void Group::dispatch(const Collective& collective, Beside beside) {
   switch (collective.algorithm) {
     case Algorithm::kFused:
-      return run_fused(collective.tensors, collective.fold, *pool_);
+      return run_fused(collective.tensors, collective.fold, *pool_, beside);
     case Algorithm::kDirect:
       return run_direct(collective);
     case Algorithm::kRing:
@@ -156,7 +156,7 @@ std::shared_ptr<Work> Group::submit(std::shared_ptr<const Collective> collective
   return queue_.submit(
       [this, collective] {
         const Turn::Held turn = turn_.take([this] { check_usable(); });
-        run_locked(*collective);
+        run_locked(*collective, Beside::kTorch);
       },
       [this, collective](bool has_begun) {
         return join(collective->operation, " of ", collective->bytes, " bytes per rank over ",

@@ -68,8 +68,8 @@ class Group {
   void check_not_forked() const;
   void check_not_failed() const;
   Turn::Held take_turn();
-  void run_locked(const Collective& collective);
-  void dispatch(const Collective& collective);
+  void run_locked(const Collective& collective, Beside beside);
+  void dispatch(const Collective& collective, Beside beside);
   void run_direct(const Collective& collective);
   void run_ring_collective(const Collective& collective);
   void finish_team_run(const Collective& collective, Watch& watch);

@@ -26,13 +26,14 @@ namespace {
 
 struct Stat {
   char state = 0;  // 0: no such process, or no /proc
+  std::uint64_t flags = 0;
   std::uint64_t num_threads = 0;
   std::uint64_t start_ticks = 0;
   std::uint64_t stack_start = 0;
 };
 
-// "PID (name) S ..." with threads, start time and stack as fields 20, 22 and 28; the name may hold
-// anything, ')' included.
+// "PID (name) S ..." with flags, threads, start time and stack as fields 9, 20, 22 and 28; the name
+// may hold anything, ')' included.
 Stat read_stat(std::int32_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   // Not through iterators, which throw if the process goes between opening and reading.
@@ -44,7 +45,9 @@ Stat read_stat(std::int32_t pid) {
   Stat stat;
   fields >> stat.state;
   std::string skipped;
-  for (int field = 4; field < 20; ++field) fields >> skipped;
+  for (int field = 4; field < 9; ++field) fields >> skipped;
+  fields >> stat.flags;
+  for (int field = 10; field < 20; ++field) fields >> skipped;
   fields >> stat.num_threads >> skipped >> stat.start_ticks;
   for (int field = 23; field < 28; ++field) fields >> skipped;
   fields >> stat.stack_start;
@@ -92,6 +95,11 @@ std::uint32_t fork_generation() {
       pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
   if (registered != 0) fail(ErrorKind::kState, "pthread_atfork failed with error ", registered);
   return fork_count.load(std::memory_order_relaxed);
+}
+
+bool is_forked_process() {
+  constexpr std::uint64_t kForkedNoExec = 0x40;  // PF_FORKNOEXEC of the kernel, since Linux 2.0
+  return (read_stat(static_cast<std::int32_t>(getpid())).flags & kForkedNoExec) != 0;
 }
 
 std::string host_name() {

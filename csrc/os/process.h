@@ -30,6 +30,10 @@ std::string host_name();
 // Another number in a forked child than in its parent, once both or the parent have asked.
 std::uint32_t fork_generation();
 
+// Whether this process was forked and has not become another program (exec) since, also before this
+// library was loaded. False where there is no /proc.
+bool is_forked_process();
+
 // The core this thread runs on, or -1.
 int current_core();
 

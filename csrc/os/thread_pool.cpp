@@ -34,7 +34,10 @@ void ThreadPool::start_helpers() {
   const auto wanted = static_cast<std::size_t>(num_helpers_);
   helpers_.reserve(wanted);
   try {
-    while (helpers_.size() < wanted) helpers_.emplace_back([this, seen] { help(seen); });
+    while (helpers_.size() < wanted) {
+      const int thread = static_cast<int>(helpers_.size()) + 1;
+      helpers_.emplace_back([this, thread, seen] { help(thread, seen); });
+    }
   } catch (const std::system_error&) {
     // The system gives no more threads. Those that started help; without any the caller works
     // alone.
@@ -48,9 +51,9 @@ bool ThreadPool::is_cold() {
   return sleeps && last_asked_ - before > kStaysWarm;
 }
 
-void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers) {
+void ThreadPool::run(const std::function<void(int)>& work, std::size_t max_helpers) {
   const int most = static_cast<int>(std::min(max_helpers, static_cast<std::size_t>(num_helpers_)));
-  if (most == 0) return work();
+  if (most == 0) return work(0);
   if (static_cast<int>(helpers_.size()) < num_helpers_) start_helpers();
   affinity_.keep_off_caller(helpers_);
   work_ = &work;
@@ -58,7 +61,7 @@ void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers)
   const std::uint32_t left_before = left_.value.load(std::memory_order_acquire);
   state_.store(0, std::memory_order_release);
   generation_.set(generation_.value.load(std::memory_order_relaxed) + 1, most);
-  attempt_work();
+  attempt_work(0);
   const std::uint32_t inside = state_.fetch_or(kClosed, std::memory_order_acq_rel);
   // Blocks are short, so helpers that are inside leave soon; without a deadline, because the job
   // lies on this stack.
@@ -66,9 +69,9 @@ void ThreadPool::run(const std::function<void()>& work, std::size_t max_helpers)
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void ThreadPool::attempt_work() noexcept {
+void ThreadPool::attempt_work(int thread) noexcept {
   try {
-    (*work_)();
+    (*work_)(thread);
   } catch (...) {
     const std::lock_guard<std::mutex> lock(error_mutex_);
     if (!error_) error_ = std::current_exception();
@@ -90,13 +93,13 @@ void ThreadPool::leave_job() {
   }
 }
 
-void ThreadPool::help(std::uint32_t seen) {
+void ThreadPool::help(int thread, std::uint32_t seen) {
   while (true) {
     wait_for_flag(generation_, seen + 1);
     seen = generation_.value.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire) != 0) return;
     if (join_open_job()) {
-      attempt_work();
+      attempt_work(thread);
       leave_job();
     }
   }

@@ -1,11 +1,12 @@
 // thread_pool: helpers that join the caller's loop when they can; the caller never waits for one
 // that has not joined.
 //
-// Contract  run(work) calls work() on the caller's thread and on every helper that joins before
-//           the caller has finished its own call; it returns when all of these have returned.
-//           work() shares out its own items (an atomic counter). Everything written before run()
-//           is visible to helpers, everything they wrote is visible after it. What the first
-//           work() to fail threw is thrown by run(), once all have returned.
+// Contract  run(work) calls work(0) on the caller's thread and work(i) on every helper i = 1, 2,
+// ...
+//           that joins before the caller has finished its own call; it returns when all of these
+//           have returned. work() shares out its own items (atomic counters). Everything written
+//           before run() is visible to helpers, everything they wrote is visible after it. What the
+//           first work() to fail threw is thrown by run(), once all have returned.
 // Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
 //           sleep between jobs, and are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, under ThreadSanitizer
@@ -42,12 +43,12 @@ class ThreadPool {
   bool is_cold();
   // At most max_helpers join, and as many as the last look found: more would not help, and waking
   // them is not free.
-  void run(const std::function<void()>& work, std::size_t max_helpers = SIZE_MAX);
+  void run(const std::function<void(int thread)>& work, std::size_t max_helpers = SIZE_MAX);
 
  private:
   void start_helpers();
-  void help(std::uint32_t seen);
-  void attempt_work() noexcept;
+  void help(int thread, std::uint32_t seen);
+  void attempt_work(int thread) noexcept;
   bool join_open_job();
   void leave_job();
 
@@ -58,8 +59,8 @@ class ThreadPool {
   std::vector<std::thread> helpers_;  // as many as any job had
   Affinity affinity_;
   Deadline last_asked_{};
-  const std::function<void()>* work_ = nullptr;  // written while closed, read by who joined
-  std::mutex error_mutex_;                       // taken by who fails
+  const std::function<void(int)>* work_ = nullptr;  // written while closed, read by who joined
+  std::mutex error_mutex_;                          // taken by who fails
   std::exception_ptr error_;
   std::atomic<std::uint32_t> most_inside_{0};
   alignas(64) std::atomic<std::uint32_t> state_{kClosed};

@@ -91,7 +91,7 @@ void wake_many(Random& random) {
 void run_job(Random& random, ThreadPool& pool) {
   std::vector<std::uint32_t> items(random.below(200), 0);  // plain: one thread per item
   std::atomic<std::size_t> next{0};
-  const auto work = [&] {
+  const auto work = [&](int) {
     while (true) {
       const std::size_t item = next.fetch_add(1);
       if (item >= items.size()) return;
@@ -107,7 +107,7 @@ void run_job(Random& random, ThreadPool& pool) {
 // What work() throws, on whichever threads, comes out of run() once; the pool goes on.
 void run_failing_job(Random& random, ThreadPool& pool) {
   std::atomic<int> inside{0};
-  const auto work = [&] {
+  const auto work = [&](int) {
     ++inside;
     std::this_thread::sleep_for(milliseconds(1));  // so that helpers join
     --inside;
@@ -176,7 +176,7 @@ void fused_round(Random& random) {
   const int world_size = random.one_in(4) ? random.between(1, 20) : random.between(1, 4);
   const Fold fold = Fold::of(random_op(random), world_size);
   Job job = random_job(random, world_size);
-  run_fused(job.buffers, fold, pool);
+  run_fused(job.buffers, fold, pool, random.one_in(2) ? Beside::kNothing : Beside::kTorch);
   for (const RankTensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
 
   // A range alone: what lies around it stays.

@@ -1,0 +1,198 @@
+// torch_team: symbols of libraries that are loaded, and one parallel region.
+//
+// Tests     tests/test_torch_team.py, tests/cpp/team/team_test.cpp
+
+#include "os/torch_team.h"
+
+#if defined(__linux__) && !defined(__SANITIZE_THREAD__)
+#define PYRINGAR_JOINS_TORCH 1
+#endif
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#undef PYRINGAR_JOINS_TORCH
+#endif
+#endif
+
+#if defined(PYRINGAR_JOINS_TORCH)
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <time.h>
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <optional>
+
+#include "os/float_mode.h"
+#include "os/process.h"
+
+namespace pyringar::torch_team {
+
+namespace {
+
+// What is asked of torch and of its OpenMP runtime. Null: it is not there.
+struct Runtime {
+  int (*torch_threads)() = nullptr;
+  void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags) = nullptr;
+  int (*thread_num)() = nullptr;
+  int (*max_threads)() = nullptr;
+  int (*in_parallel)() = nullptr;
+  State state;
+};
+
+template <typename Function>
+bool find(void* where, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(where, name));
+  return *function != nullptr;
+}
+
+// The path of the library in which a symbol lies; empty for none.
+std::string library_of(void* symbol) {
+  Dl_info info{};
+  const bool is_known = symbol != nullptr && dladdr(symbol, &info) != 0;
+  return is_known && info.dli_fname != nullptr ? info.dli_fname : "";
+}
+
+std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
+// Where torch's own calls go: what is visible to all comes first, as the dynamic linker has it
+// (LD_PRELOAD), then what torch depends on. LLVM's and Intel's runtimes have GNU's names, too.
+State find_openmp(void* torch, Runtime* found) {
+  void* parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+  if (parallel == nullptr) parallel = dlsym(torch, "GOMP_parallel");
+  const std::string path = library_of(parallel);
+  if (path.empty()) return {"", "torch has loaded no OpenMP runtime"};
+  const std::string llvm = library_of(dlsym(torch, "__kmpc_fork_call"));
+  if (!llvm.empty() && llvm != path) {
+    return {name_of(path), "torch has another OpenMP runtime, too, " + name_of(llvm)};
+  }
+  void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr || !find(library, "omp_get_thread_num", &found->thread_num) ||
+      !find(library, "omp_get_max_threads", &found->max_threads) ||
+      !find(library, "omp_in_parallel", &found->in_parallel) ||
+      !find(library, "GOMP_parallel", &found->parallel)) {
+    return {name_of(path), "it lacks functions of OpenMP"};
+  }
+  return {name_of(path), ""};
+}
+
+Runtime look_for_runtime(void* torch) {
+  Runtime found;
+  const bool tells = find(torch, "_ZN2at15get_num_threadsEv", &found.torch_threads);
+  found.state = tells ? find_openmp(torch, &found)
+                      : State{"", "this torch does not tell its number of threads"};
+  return found;
+}
+
+// Kept from when torch is there: nobody calls with tensors before.
+const Runtime& runtime() {
+  static const Runtime no_torch{.state = {"", "torch is not loaded"}};
+  static std::atomic<void*> torch{nullptr};
+  if (torch.load(std::memory_order_acquire) == nullptr) {
+    void* loaded = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (loaded == nullptr) return no_torch;
+    torch.store(loaded, std::memory_order_release);
+  }
+  static const Runtime found = look_for_runtime(torch.load(std::memory_order_acquire));
+  return found;
+}
+
+bool is_forked() {
+  static const std::uint32_t generation_at_first = fork_generation();
+  static const bool was_forked = is_forked_process();
+  return was_forked || fork_generation() != generation_at_first;
+}
+
+std::atomic<bool> is_taken{false};
+
+// The processor time of a thread of this thread's team; known once it has been in a region.
+thread_local std::optional<clockid_t> worker_clock;
+
+std::optional<clockid_t> own_clock() {
+  clockid_t clock{};
+  if (pthread_getcpuclockid(pthread_self(), &clock) != 0) return std::nullopt;
+  return clock;
+}
+
+// A thread that spins uses up time between two looks; one that sleeps, or waits for a core, none.
+// Where its clock is gone the team has another thread by now: that will be seen.
+bool is_awake() {
+  if (!worker_clock) return true;
+  timespec before{};
+  timespec after{};
+  if (clock_gettime(*worker_clock, &before) != 0) return true;
+  if (clock_gettime(*worker_clock, &after) != 0) return true;
+  return before.tv_nsec != after.tv_nsec || before.tv_sec != after.tv_sec;
+}
+
+struct Region {
+  const std::function<void(int)>& work;
+  const Runtime& runtime;
+  std::optional<clockid_t> worker_clock{};
+  std::mutex mutex{};
+  std::exception_ptr error{};
+
+  // No exception may leave it: OpenMP's frames do not know any.
+  static void body(void* data) noexcept {
+    auto& region = *static_cast<Region*>(data);
+    const int thread = region.runtime.thread_num();
+    if (thread == 1) region.worker_clock = own_clock();
+    try {
+      const DefaultFloatMode mode;
+      region.work(thread);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(region.mutex);
+      if (!region.error) region.error = std::current_exception();
+    }
+  }
+};
+
+}  // namespace
+
+int num_threads() {
+  const Runtime& found = runtime();
+  if (found.torch_threads == nullptr) return 0;
+  const bool is_inside = found.in_parallel != nullptr && found.in_parallel() != 0;
+  return is_inside ? 1 : found.torch_threads();
+}
+
+// Other numbers of threads: torch computes with threads of another kind.
+bool is_ready() {
+  const Runtime& found = runtime();
+  return found.parallel != nullptr && !is_forked() && found.in_parallel() == 0 &&
+         found.max_threads() == found.torch_threads() && is_awake();
+}
+
+bool try_run(const std::function<void(int thread)>& work) {
+  if (is_taken.exchange(true, std::memory_order_acquire)) return false;
+  Region region{work, runtime()};
+  region.runtime.parallel(&Region::body, &region, 0, 0);
+  worker_clock = region.worker_clock;
+  is_taken.store(false, std::memory_order_release);
+  if (region.error) std::rethrow_exception(region.error);
+  return true;
+}
+
+State state() {
+  State now = runtime().state;
+  if (now.why_not.empty() && is_forked()) {
+    now.why_not = "this process was forked, and its threads stayed behind";
+  }
+  return now;
+}
+
+}  // namespace pyringar::torch_team
+
+#else
+
+namespace pyringar::torch_team {
+
+int num_threads() { return 0; }
+bool is_ready() { return false; }
+bool try_run(const std::function<void(int thread)>&) { return false; }
+State state() { return {"", "this build of the engine joins no threads of torch's"}; }
+
+}  // namespace pyringar::torch_team
+
+#endif

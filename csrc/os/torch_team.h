@@ -1,0 +1,45 @@
+// torch_team: the OpenMP threads with which torch computes, joined for one loop.
+//
+// Floor     os: std and the operating system. Nothing is linked: the runtime is looked for among
+//           the libraries that are loaded, where torch's own references to it lead (libgomp,
+//           libomp, libiomp5). Linux only; under ThreadSanitizer, which does not see how such
+//           threads wait for each other, there is none.
+// Contract  After an operation torch's threads spin for milliseconds, each on a core: a helper of
+//           ours would have to share one, while these are there at once. try_run(work) calls
+//           work(thread) on all of them, the caller being thread 0, and returns when all calls
+//           have; everything before it is visible to them, everything they wrote is visible after
+//           it. What the first to fail threw is thrown by try_run(). Each thread computes in
+//           IEEE's default mode. The number of threads is torch's, never another: libgomp ends and
+//           starts threads wherever that changes.
+// Threads   any. One region at a time in the whole process: several threads that call at once
+//           would have a team each, more than there are cores.
+// Forks     a process that was forked, and has not become another program since, has no team: its
+//           threads stayed behind, and libgomp would wait for them for ever.
+// Tests     tests/test_torch_team.py, tests/cpp/pool_test.cpp
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace pyringar::torch_team {
+
+// How many threads an operation of torch's has in this thread (torch.set_num_threads); 1 inside of
+// a parallel region; 0 where no torch is loaded.
+int num_threads();
+
+// Whether this thread has a team whose threads are awake. Waking them costs up to milliseconds,
+// since a thread that wakes is often put on the core of the one that waits for it; helpers of ours
+// are kept off it (os/thread.h). Asked once for each job: two system calls.
+bool is_ready();
+
+// False, and nothing done, where another thread has its team at work. Only where is_ready().
+bool try_run(const std::function<void(int thread)>& work);
+
+// For people: the file of the runtime that torch computes with, or why nobody can join its threads.
+struct State {
+  std::string library;
+  std::string why_not;  // empty: try_run() joins them
+};
+State state();
+
+}  // namespace pyringar::torch_team
