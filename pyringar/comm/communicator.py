@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -432,7 +433,10 @@ class Communicator(EngineCommunicator):
             algorithm, reason = self._auto, self._why
         else:
             algorithm, reason = self._algorithm, "asked for"
-        return Plan.of(algorithm, reason, self._topology, nbytes)
+        plan = Plan.of(algorithm, reason, self._topology, nbytes)
+        if algorithm != "fused" or self._topology.place != "host":
+            return plan
+        return replace(plan, threads=load.engine().describe_workers(plan.traffic_bytes))
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what ran so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.

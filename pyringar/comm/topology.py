@@ -71,6 +71,8 @@ class Plan:
         traffic_bytes: Reads and writes of all ranks in the whole call: of memory, or of the caches
             for what fits there.
         reason: Why this algorithm.
+        threads: On which threads a call that is waited for would run now, where one pass in the
+            host's memory reduces; else "".
     """
 
     algorithm: str
@@ -78,6 +80,7 @@ class Plan:
     steps: int
     traffic_bytes: int
     reason: str
+    threads: str = ""
 
     @classmethod
     def of(cls, algorithm: str, reason: str, topology: Topology, nbytes: int) -> Plan:
@@ -133,9 +136,10 @@ class Plan:
 
     def __str__(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        threads = f", {self.threads}" if self.threads else ""
         return (
             f"{self.algorithm}: {steps}, {self.traffic_bytes:,} bytes of memory traffic,"
-            f" {self.order} order ({self.reason})"
+            f" {self.order} order{threads} ({self.reason})"
         )
 
 

@@ -1,0 +1,336 @@
+"""Do calls in one memory join torch's own threads, and leave them alone where they must?"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import DTYPES, assert_all_ranks, expected, inputs, limit_bytes
+from programs import run_fresh
+
+import pyringar as pr
+from pyringar.cli.info import gather
+from pyringar.engine import load
+
+ROOT = Path(__file__).resolve().parents[1]
+TEAM = ROOT / "tests/cpp/team"
+LARGE = 1 << 21  # elements: helpers would be woken for so many, also where they sleep
+
+CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+pytestmark = pytest.mark.skipif(CORES < 2, reason="needs Linux and two cores")
+
+
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture
+def torch_threads():
+    """Set torch's number of threads until the test's end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def operate() -> None:
+    """Run an operation of torch's on all threads."""
+    torch.ones(1 << 17).mul_(2)
+
+
+# -- the engine's part, on a stand-in for torch ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def team_test(tmp_path_factory):
+    """Build the program, and stand-ins for torch with these flags."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    folder = tmp_path_factory.mktemp("team")
+
+    def compile(*words: object) -> None:
+        done = subprocess.run([compiler, *map(str, words)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    sources = [ROOT / f"csrc/os/{name}.cpp" for name in ("torch_team", "process")]
+    common = ("-std=c++20", "-O1", "-pthread", f"-I{ROOT / 'csrc'}")
+    program = folder / "team_test"
+    compile(*common, TEAM / "team_test.cpp", *sources, "-ldl", "-o", program)
+
+    def run(flags: tuple[str, ...], *words: str) -> None:
+        library = folder / f"fake{len(list(folder.iterdir()))}.so"
+        named = ("-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so")
+        compile(*named, *flags, TEAM / "fake_torch.cpp", "-o", library)
+        done = subprocess.run(
+            [program, library, *words], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+def test_the_team_of_a_real_runtime(team_test):
+    team_test(("-fopenmp",))
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("-DWITHOUT_OPENMP",), "torch has loaded no OpenMP runtime"),
+        (("-fopenmp", "-DTWO_RUNTIMES"), "torch has another OpenMP runtime, too"),
+        (("-fopenmp", "-DMUTE"), "this torch does not tell its number of threads"),
+    ],
+)
+def test_why_there_is_no_team(team_test, flags, why):
+    team_test(flags, why)
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+
+def misaligned(tensor: torch.Tensor, elems: int) -> torch.Tensor:
+    """The same elements, so many further on in memory."""
+    room = torch.empty(tensor.numel() + elems, dtype=tensor.dtype)
+    return room[elems:].copy_(tensor)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
+    """Sizes around the borders of blocks and parts; aligned and not; in the background as well."""
+    torch_threads(num_threads)
+    with pr.Communicator(["cpu"] * 3) as comm:
+        for dtype in DTYPES:
+            block = limit_bytes("fused_block") // dtype.itemsize
+            for numel in (5 * block - 1, 8 * num_threads * block + 1):
+                parts = inputs(numel, dtype, 3)
+                wanted = expected(parts, "sum", "fused")
+                for shifts, async_op in (((0, 0, 0), False), ((1, 3, 0), False), ((2, 0, 1), True)):
+                    given = [misaligned(p, s) for p, s in zip(parts, shifts, strict=True)]
+                    operate()
+                    work = comm.all_reduce(given, async_op=async_op)
+                    if async_op:
+                        work.wait()
+                    assert_all_ranks(given, wanted, f"{dtype} {numel} {shifts} {num_threads}")
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_lists_have_the_same_bits_in_a_team(torch_threads, num_threads):
+    torch_threads(num_threads)
+    shapes = [(100_003,), (7,), (0,), (333, 127), (1,), (50_000,)]
+    pairs = list(zip(itertools.cycle((torch.float32, torch.bfloat16)), shapes, strict=False))
+    parts = [[p.view(s) for p in inputs(s.numel(), d, 4)] for d, s in sized(pairs)]
+    lists = [[part[rank].clone() for part in parts] for rank in range(4)]
+    with pr.Communicator(["cpu"] * 4) as comm:
+        call = comm.bind_coalesced(lists)
+        operate()
+        call()
+    for i, part in enumerate(parts):
+        wanted = expected([p.flatten() for p in part], "sum", "fused")
+        assert_all_ranks([mine[i].flatten() for mine in lists], wanted, f"tensor {i}")
+
+
+def sized(pairs):
+    return [(dtype, torch.Size(shape)) for dtype, shape in pairs]
+
+
+# -- whose threads ---------------------------------------------------------------------------------
+
+
+def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
+    """How many threads a large call has started."""
+    tensors = [torch.ones(LARGE) for _ in range(2)]
+    operate()
+    before = threads()
+    work = comm.all_reduce(tensors, async_op=async_op)
+    if async_op:
+        work.wait()
+    return len(threads() - before)
+
+
+def test_a_call_starts_no_thread_beside_torchs(torch_threads):
+    torch_threads(2)
+    started = []
+    for _ in range(50):  # a busy machine may just have put torch's thread off its core
+        with pr.Communicator(["cpu"] * 2) as comm:
+            started.append(new_threads(comm))
+        if started[-1] == 0:
+            return
+    pytest.fail(f"every call has started threads: {started}")
+
+
+def test_one_torch_thread_is_one_thread(torch_threads):
+    torch_threads(1)
+    with pr.Communicator(["cpu"] * 2) as comm:
+        assert [new_threads(comm) for _ in range(3)] == [0, 0, 0]
+        assert "on the caller's thread" in comm.plan(1 << 26).threads
+
+
+def test_what_runs_beside_torch_has_helpers(torch_threads):
+    """One torch thread, too: that is torch's, and the background is ours."""
+    for count in (1, 2):
+        torch_threads(count)
+        with pr.Communicator(["cpu"] * 2) as comm:
+            assert new_threads(comm, async_op=True) >= 2  # the background's, and a helper
+
+
+def test_threads_of_the_user_call_at_once(torch_threads):
+    torch_threads(2)
+    wrong: list[str] = []
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        torch.set_num_threads(2)
+        parts = inputs(300_001, torch.float32, 2, seed)
+        wanted = expected(parts, "sum", "fused")
+        with pr.Communicator(["cpu"] * 2) as comm:
+            start.wait(30)
+            for i in range(20):
+                given = [part.clone() for part in parts]
+                comm.all_reduce(given)
+                if not all(
+                    torch.equal(g.view(torch.int32), wanted.view(torch.int32)) for g in given
+                ):
+                    wrong.append(f"thread {seed}, call {i}")
+
+    users = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(60)
+    assert not any(user.is_alive() for user in users)
+    assert not wrong
+
+
+def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
+    torch_threads(2)
+    operate()
+    runtime = ctypes.CDLL(None)
+    if not hasattr(runtime, "GOMP_parallel"):
+        pytest.skip("torch's runtime is not visible to all")
+    comms = [pr.Communicator(["cpu"] * 2) for _ in range(2)]
+    found: list[tuple[str, int, bool]] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def body(_: object) -> None:
+        comm, before = comms[runtime.omp_get_thread_num()], threads()
+        tensors = [torch.full((LARGE,), rank + 1.0) for rank in range(2)]
+        comm.all_reduce(tensors)
+        is_right = all(bool((tensor == 3).all()) for tensor in tensors)
+        found.append((comm.plan(1 << 26).threads, len(threads() - before), is_right))
+
+    runtime.GOMP_parallel(body, None, 2, 0)
+    assert len(found) == 2
+    for told, started, is_right in found:
+        assert told == "on the caller's thread"
+        assert started == 0
+        assert is_right
+    for comm in comms:
+        comm.close()
+
+
+# -- a process of its own --------------------------------------------------------------------------
+
+
+def test_forked_children_do_without():
+    """Also one that loads the engine only then; torch's own operations would hang, so NumPy's."""
+    done = run_fresh(
+        """
+import os, numpy, torch, pyringar as pr
+from pyringar.engine import load
+def in_child(name):
+    pid, code = os.fork(), 1
+    if pid == 0:
+        try:
+            for numel in (1 << 18, 1 << 21):
+                parts = [numpy.full(numel, rank + 1.0) for rank in range(2)]
+                pr.allreduce([torch.from_numpy(part) for part in parts])
+                assert all((part == 3).all() for part in parts)
+            assert "forked" in load.engine().describe_workers(1 << 30)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, name
+torch.set_num_threads(2)
+torch.ones(1 << 20).mul_(2)
+in_child("the engine not loaded")
+pr.allreduce([torch.ones(1 << 21), torch.ones(1 << 21)])
+in_child("the engine loaded")
+""",
+        timeout_s=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+FAKE = """
+#include <dlfcn.h>
+typedef void (*parallel_t)(void (*)(void*), void*, unsigned, unsigned);
+typedef int (*number_t)(void);
+static void* next(const char* name) { return dlsym(RTLD_NEXT, name); }
+int regions = 0;
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) {
+  ++regions;
+  ((parallel_t)next("GOMP_parallel"))(body, data, threads, flags);
+}
+int omp_get_thread_num(void) { return ((number_t)next("omp_get_thread_num"))(); }
+int omp_get_max_threads(void) { return ((number_t)next("omp_get_max_threads"))(); }
+#ifndef LACKS
+int omp_in_parallel(void) { return ((number_t)next("omp_in_parallel"))(); }
+#endif
+"""
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_runtime_that_comes_before_torchs_is_the_one(tmp_path, lacks):
+    """As Intel's does that is preloaded: a call is one region of it, or none if it cannot be."""
+    compiler = shutil.which("gcc") or pytest.skip("gcc is not installed")
+    (tmp_path / "fake.c").write_text("#define _GNU_SOURCE\n" + "#define LACKS\n" * lacks + FAKE)
+    library = tmp_path / "libfakeomp.so"
+    words = (compiler, "-shared", "-fPIC", tmp_path / "fake.c", "-o", library, "-ldl")
+    subprocess.run(words, check=True)
+    done = run_fresh(
+        f"""
+import ctypes, torch, pyringar as pr
+torch.set_num_threads(2)
+regions = ctypes.c_int.in_dll(ctypes.CDLL({str(library)!r}), "regions")
+tensors = [torch.ones(1 << 21) for _ in range(2)]
+with pr.Communicator(["cpu"] * 2) as comm:
+    call, counts = comm.bind(tensors), set()
+    for _ in range(50):
+        torch.ones(1 << 17).mul_(2)
+        before = regions.value
+        call()
+        counts.add(regions.value - before)
+    assert before > 0, "torch does not use it"
+    told = comm.plan(1 << 26).threads
+assert counts == {{0}} if {lacks} else 1 in counts and counts <= {{0, 1}}, counts
+assert ("libfakeomp.so" in told) != {lacks}, told
+assert ("it lacks functions of OpenMP" in told) == {lacks}, told
+""",
+        timeout_s=120,
+        LD_PRELOAD=str(library),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- what people are told --------------------------------------------------------------------------
+
+
+def test_plan_and_info_say_which_threads_work(torch_threads):
+    torch_threads(2)
+    library = gather()["engine"]["cpu"]["openmp"].split(",")[0]
+    assert f"/{library}\n" in Path("/proc/self/maps").read_text()
+    with pr.Communicator(["cpu"] * 2) as comm:
+        assert f"on torch's 2 threads of {library}" in comm.plan(1 << 26).threads
+        assert "on the caller's thread" in comm.plan(64).threads
+        assert f"on torch's 2 threads of {library}" in str(comm.plan(1 << 26))
+    with pr.Communicator(["cpu"] * 2, algorithm="ring") as ring:
+        assert ring.plan(1 << 26).threads == ""
+    assert load.engine().describe_workers(8) == "on the caller's thread"
