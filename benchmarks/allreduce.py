@@ -4,8 +4,10 @@
     python benchmarks/allreduce.py --sizes 4KiB,1MiB --ranks 2,4 --candidates fused,ring
     python benchmarks/allreduce.py --json out.jsonl --plot out.png
 
-The limit is an in-place multiplication of the same k buffers, or of one that is as large, by
-torch's own threads: the fastest round of either. The candidates are in candidates.py.
+Every call comes just after a small operation of torch's on all its threads, as in training, and
+every candidate has buffers of its own. The limit is an in-place multiplication of k such buffers,
+or of one that is as large, by torch's own threads, in the same turns: the fastest call of either.
+The candidates are in candidates.py.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 
 import pyringar as pr
 from benchmarks.bench import (
+    DTYPES,
     LENET,
     Benchmark,
     Case,
@@ -36,7 +39,7 @@ from benchmarks.bench import (
 )
 from benchmarks.candidates import CANDIDATES, names_in
 from benchmarks.machine import num_cores
-from benchmarks.timing import interleaved
+from benchmarks.timing import after_operations
 from pyringar.comm.auto import choose
 
 KIB, MIB = 2**10, 2**20
@@ -49,6 +52,12 @@ def touch_once(lists: Sequence[Sequence[Tensor]]) -> None:
     for tensors in lists:
         for tensor in tensors:
             tensor.mul_(1)
+
+
+def zeros(case: Case) -> list[list[Tensor]]:
+    """Return buffers for one candidate: sums of zeros stay what they are."""
+    dtype = DTYPES[case.dtype]
+    return [[torch.zeros(s, dtype=dtype) for s in case.shapes] for _ in range(case.world_size)]
 
 
 def reducer(name: str, comm: pr.Communicator, lists: list[list[Tensor]]) -> Callable[[], object]:
@@ -67,16 +76,13 @@ def run_case(run: Run, case: Case) -> None:
     """Check every candidate, then time all of them and the limit in turns."""
     with pr.Communicator(["cpu"] * case.world_size) as comm:
         correct = {name: is_correct(name, comm, case) for name in case.candidates}
-        lists = [[torch.zeros_like(t) for t in tensors] for tensors in random_lists(case)]
-        calls = {name: reducer(name, comm, lists) for name in case.candidates}
-        numel = sum(tensor.numel() for tensors in lists for tensor in tensors)
-        flat = torch.zeros(numel, dtype=lists[0][0].dtype)
-        limits = {"each": lambda: touch_once(lists), "flat": lambda: flat.mul_(1)}
-        timings = interleaved(
-            calls | limits,
-            rounds=run.effort.rounds,
-            budget_s=run.effort.budget_s,
-            settle_s=run.effort.settle_s,
+        calls = {name: reducer(name, comm, zeros(case)) for name in case.candidates}
+        touched = zeros(case)
+        flat = torch.zeros(case.world_size * case.size_bytes // DTYPES[case.dtype].itemsize)
+        flat = flat.to(DTYPES[case.dtype])
+        limits = {"each": lambda: touch_once(touched), "flat": lambda: flat.mul_(1)}
+        timings = after_operations(
+            calls | limits, rounds=run.effort.rounds, budget_s=run.effort.budget_s
         )
     limit_s = min(timings.pop(name).min_s for name in limits)
     taken, _ = choose("host")
@@ -126,13 +132,15 @@ def cases_of(effort: str) -> list[Case]:
 BENCHMARK = Benchmark(
     section="allreduce",
     title="Ranks that are lists of one process",
-    about="One interleaved run; `bound` is a call whose arguments were checked before. The limit "
-    "reads and writes every buffer once, the least that an allreduce can do.",
+    about="One interleaved run; single calls, each just after a small operation of torch's on all "
+    "threads, and buffers of their own for each candidate. `bound` is a call whose arguments were "
+    "checked before. The limit reads and writes every buffer once, the least that an allreduce can "
+    "do.",
     baseline=("naive",),
     efforts={
-        "full": Effort(31, 6.0),
-        "quick": Effort(9, 1.0, settle_s=0.01),
-        "smoke": Effort(5, 0.0, settle_s=0.0),
+        "full": Effort(1000, 6.0),
+        "quick": Effort(200, 1.0),
+        "smoke": Effort(5, 0.0),
     },
     cases=cases_of,
     measure=each_case(run_case),

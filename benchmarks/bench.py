@@ -17,7 +17,7 @@ from benchmarks.candidates import CANDIDATES
 from benchmarks.machine import describe_machine, machine_in_words
 from benchmarks.rows import Results, Row, limits, share_of_limit
 from benchmarks.script import exit_with
-from benchmarks.timing import SETTLE_S, Timing, torch_threads
+from benchmarks.timing import Timing, torch_threads
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "B": 1}
 DTYPES = {
@@ -97,7 +97,6 @@ class Effort:
 
     rounds: int
     budget_s: float
-    settle_s: float = SETTLE_S
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 import pyringar as pr
 from benchmarks.bench import Benchmark, Case, Effort, Run, run_as_script
 from benchmarks.candidates import naive
+from benchmarks.machine import num_cores
 from benchmarks.timing import Timing, host_s, in_turns
 from pyringar.train import lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
@@ -232,12 +233,13 @@ def cases_of(effort: str) -> list[Case]:
 BENCHMARK = Benchmark(
     section="bucketing",
     title="Gradients while backward runs",
-    about="A training step without the optimiser, one torch thread, gradients checked bit for bit. "
-    "`exposed` is the part of the reductions' time after backward.",
+    about="A training step without the optimiser, gradients checked bit for bit. `exposed` is "
+    "the part of the reductions' time after backward.",
     baseline=("coalesced",),
     efforts={"full": Effort(61, 12.0), "quick": Effort(5, 0.5), "smoke": Effort(5, 0.0)},
     cases=cases_of,
     measure=measure,
+    threads=num_cores(),  # with one, a core would be idle that a reduction could use
 )
 
 if __name__ == "__main__":

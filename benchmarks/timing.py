@@ -19,7 +19,6 @@ Call = Callable[[], object]
 Measure = Callable[[Call, int], float]  # seconds per call of so many calls in a row
 
 LEAST_ROUNDS = 5
-SETTLE_S = 0.02
 ROTATED_BYTES = 256 * 2**20  # of all ranks together; the largest L2 has a quarter of it
 MOST_REPEATS = 100  # a thousand launches fill a device's queue, and the host would wait
 
@@ -109,38 +108,61 @@ def host_s(function: Call, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def after_operations(
+    candidates: Mapping[str, Call], *, rounds: int, budget_s: float
+) -> dict[str, Timing]:
+    """Time single calls, each just after a small operation of torch's on all its threads.
+
+    That is how calls come in training. Its OpenMP threads then spin for milliseconds, whoever wants
+    their cores; and no call finds the caches as one of its own has left them.
+
+    Args:
+        candidates: Name to function without arguments, each with buffers of its own.
+        rounds: Most rounds; fewer, but at least 5, when they outlast ``budget_s``.
+        budget_s: Seconds after which no further round begins.
+    """
+    operand = torch.zeros(2**16)  # twice what torch gives a single thread at most
+
+    def sampler(function: Call) -> Callable[[], float]:
+        function()
+
+        def sample() -> float:
+            operand.mul_(1)
+            return host_s(function, 1)
+
+        return sample
+
+    samplers = {name: sampler(function) for name, function in candidates.items()}
+    samples = in_turns(samplers, rounds=rounds, budget_s=budget_s)
+    return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+
 def interleaved(
     candidates: Mapping[str, Call],
-    measure: Measure = host_s,
+    measure: Measure,
     *,
     rounds: int,
     budget_s: float,
-    round_s: float = 2e-3,
-    settle_s: float = 0.0,
-    most_repeats: int | None = None,
+    round_s: float,
+    most_repeats: int,
 ) -> dict[str, Timing]:
     """Time functions against each other; one sample is as many calls as fill ``round_s``.
 
-    Before each sample the process sleeps for ``settle_s`` and the candidate warms up: OpenMP's
-    threads spin for milliseconds after a parallel loop, and would take a core from the next one.
-
     Args:
         candidates: Name to function without arguments.
-        measure: The clock: the host's, or one of `Clock`.
+        measure: One of a `Clock`.
         rounds: Most rounds; fewer, but at least 5, when they outlast ``budget_s``.
         budget_s: Seconds after which no further round begins.
         round_s: Shortest time to measure at once.
-        settle_s: Sleep before every sample.
         most_repeats: Most calls of one sample.
     """
 
     def sampler(function: Call) -> Callable[[], float]:
         measure(function, 2)
         repeats = max(1, round(round_s / max(measure(function, 2), 1e-8)))
-        repeats = min(repeats, most_repeats or repeats)
+        repeats = min(repeats, most_repeats)
 
         def sample() -> float:
-            time.sleep(settle_s)
             measure(function, 1 + repeats // 4)
             return measure(function, repeats)
 

@@ -148,6 +148,14 @@ def _one_torch_thread() -> None:
 
 
 @pytest.fixture
+def two_torch_threads() -> Iterator[None]:
+    """Two torch threads, which large calls join: else they are their caller's alone."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def make_comm() -> Iterator[Callable[..., pr.Communicator]]:
     """``make_comm(k, **kwargs)``: a communicator of k CPU ranks, closed after the test."""
     with contextlib.ExitStack() as made:

@@ -16,12 +16,14 @@ import os, torch, pyringar as pr
 LARGE = 1 << 21
 def threads():
     return {int(t) for t in os.listdir("/proc/self/task")}
-def reduce(comm, **options):
+def reduce(comm, beside_torch=False, **options):
     tensors = [torch.arange(LARGE) % 17 + rank for rank in range(comm.world_size)]
     want = tensors[0] * comm.world_size + sum(range(comm.world_size))
     for _ in range(2):
         given = [tensor.clone() for tensor in tensors]
-        comm.all_reduce(given, **options)
+        work = comm.all_reduce(given, **options, async_op=beside_torch)
+        if beside_torch:
+            work.wait()
         assert all(torch.equal(tensor, want) for tensor in given)
 """
 
@@ -40,8 +42,8 @@ torch.set_num_threads(1)
 before = threads()
 comm = pr.Communicator(["cpu"] * 3)
 if {has_helpers}:
-    for algorithm in ("fused", "ring"):
-        reduce(comm, algorithm=algorithm)
+    reduce(comm, beside_torch=True, algorithm="fused")
+    reduce(comm, algorithm="ring")
 os.sched_setaffinity(0, {{{CORES[1]}}})
 for algorithm in ("fused", "ring", "direct"):
     reduce(comm, algorithm=algorithm)
@@ -64,8 +66,8 @@ torch.ones(1 << 22).add_(1).sum()
 assert len(os.sched_getaffinity(0)) == 1, "OpenMP did not bind the main thread"
 comm = pr.Communicator(["cpu"] * 2)
 before = threads()
-reduce(comm, algorithm="fused")
-assert len(threads() - before) >= 1, "no helper"
+reduce(comm, beside_torch=True, algorithm="fused")
+assert len(threads() - before) >= 2, "no helper"
 """,
         OMP_PROC_BIND="true",
         OMP_NUM_THREADS="2",

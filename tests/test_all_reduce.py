@@ -121,10 +121,11 @@ def test_positions(comm_of, dtype):
         check(comm_of(4), parts, "sum", algorithm)
 
 
+@pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_around_block_boundaries(comm_of, dtype, algorithm):
-    """Large enough for helper threads; the last block full, short by one, over by one."""
+    """Large enough for several threads; the last block full, short by one, over by one."""
     block = limit_bytes("fused_block") // dtype.itemsize
     for world_size, numel in [
         (2, 2 * block - 1),
@@ -139,6 +140,7 @@ def test_around_block_boundaries(comm_of, dtype, algorithm):
     check(comm_of(world_size), parts, "mean", algorithm)
 
 
+@pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_several_mebibytes(comm_of, algorithm):
     for dtype, world_size, numel in [

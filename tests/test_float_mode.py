@@ -46,20 +46,12 @@ def test_the_mode_is_that_of_one_thread_and_comes_back():
     assert not flushes()
 
 
-@pytest.fixture
-def _two_torch_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def denormals(numel, dtype, rank):
     tiny = torch.finfo(dtype).smallest_normal / 32
     return (positional(numel, dtype, rank).double() * tiny).to(dtype)
 
 
-@pytest.mark.usefixtures("_two_torch_threads")
+@pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_denormals_in_the_callers_mode(comm_of, algorithm):
     """Many elements too, which torch computes in threads that have a mode of their own."""

@@ -100,7 +100,7 @@ MEMORY_ORDER_FILE = "cuda/flag.cuh"
 THREADS = {"thread", "mutex", "condition_variable", "future", "semaphore", "barrier", "latch"}
 THREADS |= {"shared_mutex", "stop_token"}
 POSIX = {"pthread.h", "sched.h", "time.h", "unistd.h", "errno.h", "fcntl.h", "signal.h"}
-POSIX |= {"sys/mman.h", "sys/stat.h", "sys/types.h", "sys/wait.h"}
+POSIX |= {"dlfcn.h", "sys/mman.h", "sys/stat.h", "sys/types.h", "sys/wait.h"}
 INTRINSICS = {"immintrin.h", "arm_neon.h"}
 # Only Linux has these, so only one file may: the rest builds elsewhere.
 LINUX_ONLY = {"linux/futex.h", "sys/syscall.h"}

@@ -104,9 +104,10 @@ def test_layouts_in_the_books_call(layout):
     check(None, bases_of(360, torch.float32, 3, SHAPE), LAYOUTS[layout])
 
 
+@pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_large_layouts(comm_of, algorithm):
-    """Large enough for helper threads and many pieces."""
+    """Large enough for several threads and many pieces."""
     shape = (8, 33, 41, 37)
     numel = 8 * 33 * 41 * 37
     for name in ("channels_last", "inner slice", "every other", "offset by one"):

@@ -58,15 +58,17 @@ void call_kernel(const Kernels& kernels, const Buffers& tensor, int divisor, Ran
 class BlockList {
  public:
   BlockList(std::span<const Buffers> tensors, Fold fold, int num_threads)
-      : tensors_(tensors), fold_(fold), parts_(static_cast<std::size_t>(num_threads)) {
+      : tensors_(tensors), fold_(fold) {
     ends_.reserve(tensors.size());
     for (const Buffers& tensor : tensors) {
       total_bytes_ += padded_bytes(tensor);
       ends_.push_back(total_bytes_);
     }
-    const std::size_t even = total_bytes_ / (kBlocksPerThread * parts_.size());
+    const auto most_parts = static_cast<std::size_t>(num_threads);
+    const std::size_t even = total_bytes_ / (kBlocksPerThread * most_parts);
     block_bytes_ = std::clamp(even, kMinBlockBytes, kMaxBlockBytes) / kLineBytes * kLineBytes;
     num_blocks_ = (total_bytes_ + block_bytes_ - 1) / block_bytes_;
+    parts_ = std::vector<Part>(std::min(most_parts, num_blocks_));
   }
 
   std::size_t num_blocks() const { return num_blocks_; }
