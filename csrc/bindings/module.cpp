@@ -42,7 +42,12 @@ struct Engine {
   }
   template <typename Call>  // a Collective, or one that is shared
   static py::object submit(const GroupPtr& group, Call call) {
-    return py::cast(group->submit(std::move(call)));
+    std::shared_ptr<Work> work;
+    {
+      const PythonCall python_call;  // it may run at once
+      work = group->submit(std::move(call));
+    }
+    return py::cast(std::move(work));
   }
   static void wait_for_turn(Group& group) {
     const PythonCall python_call;

@@ -130,6 +130,12 @@ class BlockList {
   std::vector<Part> parts_;
 };
 
+std::size_t traffic_bytes_of(std::span<const Buffers> tensors) {
+  std::size_t bytes = 0;
+  for (const Buffers& tensor : tensors) bytes += tensor.traffic_bytes();
+  return bytes;
+}
+
 // How many threads may work on a call at once. One that its caller waits for keeps no more of them
 // busy than an operation of torch's would; where torch computes meanwhile there is no such number.
 int most_threads(std::size_t traffic_bytes, Beside beside) {
@@ -161,8 +167,7 @@ void fuse_range(const Buffers& tensor, Fold fold, Range range) {
 }
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside) {
-  std::size_t traffic_bytes = 0;
-  for (const Buffers& tensor : tensors) traffic_bytes += tensor.traffic_bytes();
+  const std::size_t traffic_bytes = traffic_bytes_of(tensors);
   const int most = most_threads(traffic_bytes, beside);
   if (most == 1) return fuse_alone(tensors, fold);
   const bool may_join = beside == Beside::kNothing && torch_team::is_ready();
@@ -171,6 +176,12 @@ void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Be
   const bool is_small = traffic_bytes < kAloneWhenColdBytes;
   if (num_helpers == 0 || (is_small && pool.is_cold())) return fuse_alone(tensors, fold);
   fuse_with_helpers(tensors, fold, pool, num_helpers);
+}
+
+bool is_best_done_at_once(std::span<const Buffers> tensors) {
+  const std::size_t traffic_bytes = traffic_bytes_of(tensors);
+  return traffic_bytes < kAloneBytes ||
+         (traffic_bytes < kAloneWhenColdBytes && torch_team::is_ready());
 }
 
 std::string describe_workers(std::size_t traffic_bytes) {

@@ -28,6 +28,11 @@ enum class Beside { kNothing, kTorch };
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
 
+// Whether a call that need not be waited for had better run at once: it is small, and to hand it to
+// another thread would take longer; or it is not large, and torch's threads, which have all cores,
+// are about to do nothing else.
+bool is_best_done_at_once(std::span<const Buffers> tensors);
+
 // On which threads a call that its caller waits for would run now: for people.
 std::string describe_workers(std::size_t traffic_bytes);
 

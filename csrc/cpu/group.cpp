@@ -150,9 +150,25 @@ std::shared_ptr<Work> Group::submit(Collective collective) {
   return submit(std::make_shared<const Collective>(std::move(collective)));
 }
 
+// Null where it is for the background.
+std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
+  const bool is_fused = collective.algorithm == Algorithm::kFused && collective.packed.empty();
+  if (!is_fused || !is_best_done_at_once(collective.tensors)) return nullptr;
+  std::exception_ptr error;
+  try {
+    if (!try_run(collective)) return nullptr;
+  } catch (...) {
+    error = std::current_exception();
+  }
+  auto work = std::make_shared<Work>(&turn_, nullptr);
+  work->complete(std::move(error));
+  return work;
+}
+
 // Shared, since a std::function must be copyable, and the pointer tables must not move.
 std::shared_ptr<Work> Group::submit(std::shared_ptr<const Collective> collective) {
   check_usable();
+  if (std::shared_ptr<Work> done = run_at_once(*collective)) return done;
   return queue_.submit(
       [this, collective] {
         const Turn::Held turn = turn_.take([this] { check_usable(); });

@@ -41,6 +41,7 @@ class Group {
   void wait_for_turn();
   // False, and nothing done, when another collective is running or waiting to.
   bool try_run(const Collective& collective);
+  // Later, or at once where that is best (cpu/fused.h) and nothing else runs or waits.
   std::shared_ptr<Work> submit(Collective collective);
   // One that may be submitted again.
   std::shared_ptr<Work> submit(std::shared_ptr<const Collective> collective);
@@ -68,6 +69,7 @@ class Group {
   void check_not_forked() const;
   void check_not_failed() const;
   Turn::Held take_turn();
+  std::shared_ptr<Work> run_at_once(const Collective& collective);
   void run_locked(const Collective& collective, Beside beside);
   void dispatch(const Collective& collective, Beside beside);
   void run_direct(const Collective& collective);

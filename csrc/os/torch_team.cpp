@@ -160,8 +160,9 @@ int num_threads() {
 // Other numbers of threads: torch computes with threads of another kind.
 bool is_ready() {
   const Runtime& found = runtime();
-  return found.parallel != nullptr && !is_forked() && found.in_parallel() == 0 &&
-         found.max_threads() == found.torch_threads() && is_awake();
+  if (found.parallel == nullptr || is_forked() || found.in_parallel() != 0) return false;
+  const int num_threads = found.torch_threads();
+  return num_threads > 1 && num_threads == found.max_threads() && is_awake();
 }
 
 bool try_run(const std::function<void(int thread)>& work) {

@@ -27,9 +27,9 @@ namespace pyringar::torch_team {
 // a parallel region; 0 where no torch is loaded.
 int num_threads();
 
-// Whether this thread has a team whose threads are awake. Waking them costs up to milliseconds,
-// since a thread that wakes is often put on the core of the one that waits for it; helpers of ours
-// are kept off it (os/thread.h). Asked once for each job: two system calls.
+// Whether this thread has a team, of two at least, whose threads are awake. Waking them costs up to
+// milliseconds, since a thread that wakes is often put on the core of the one that waits for it;
+// helpers of ours are kept off it (os/thread.h). Asked once for each job: two system calls.
 bool is_ready();
 
 // False, and nothing done, where another thread has its team at work. Only where is_ready().
