@@ -98,8 +98,10 @@ class Communicator(EngineCommunicator):
     Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph, as an
     operator of torch's; other calls break it. `pyringar.ops` returns new tensors instead.
 
-    One communicator may be used from several threads; its collectives run one at a time. Its
-    threads start when first needed and end with `close`.
+    One communicator may be used from several threads; its collectives run one at a time. ``fused``
+    computes on CPUs with the OpenMP threads that torch has in the calling thread, as many as
+    ``torch.set_num_threads`` says; the communicator's own start when first needed and end with
+    `close`.
     """
 
     def __init__(
@@ -182,8 +184,9 @@ class Communicator(EngineCommunicator):
                 towards zero.
             algorithm: Overrides the communicator's.
             order: Overrides the communicator's.
-            async_op: Return a `Work` at once and reduce in the background (``naive`` and
-                ``sharded`` reduce at once); until it is done, no ``resize_`` of its tensors.
+            async_op: Return a `Work` and reduce in the background. ``naive`` and ``sharded``
+                reduce before they return, and so may ``fused`` on CPUs where that takes less time
+                than to hand it over. Until it is done, no ``resize_`` of its tensors.
 
         Raises:
             ArgumentError: Names the index and value that is wrong; nothing was changed.
