@@ -73,16 +73,19 @@ class BlockList {
 
   std::size_t num_blocks() const { return num_blocks_; }
 
-  // Takes the blocks of the thread's own part, from the front, then what is left of others', from
-  // the back: a buffer that is reduced again and again finds most of itself in the caches where it
-  // was left, and a thread that is late holds nobody up. A thread without a part takes others'.
+  // Takes the blocks of the thread's own part, from the front, then those of parts that nobody has
+  // begun, from the back: a buffer that is reduced again and again finds itself in the caches where
+  // it was left, and a thread that comes late holds nobody up. What one has begun it ends: lines
+  // that move between cores cost more than the last block of a part saves.
   void take_blocks(int thread) {
-    const std::size_t own = static_cast<std::size_t>(thread);
+    const auto own = static_cast<std::size_t>(thread);
     for (std::size_t i = 0; i < parts_.size(); ++i) {
-      const std::size_t part = (own + i) % parts_.size();
-      const std::size_t begin = num_blocks_ * part / parts_.size();
-      const std::size_t end = num_blocks_ * (part + 1) / parts_.size();
-      take_part(parts_[part], begin, end, part == own);
+      const std::size_t at = (own + i) % parts_.size();
+      Part& part = parts_[at];
+      if (at != own && part.taken.load(std::memory_order_relaxed) > 0) continue;
+      const std::size_t begin = num_blocks_ * at / parts_.size();
+      const std::size_t end = num_blocks_ * (at + 1) / parts_.size();
+      take_part(part, begin, end, at == own);
     }
   }
 
