@@ -183,6 +183,26 @@ def test_what_runs_beside_torch_has_helpers(torch_threads):
             assert new_threads(comm, async_op=True) >= 2  # the background's, and a helper
 
 
+def test_small_asynchronous_calls_run_at_once():
+    """With no thread of their own; in their turn all the same, behind what waits."""
+    with pr.Communicator(["cpu"] * 2) as comm:
+        tensors = [torch.full((1000,), rank + 1.0) for rank in range(2)]
+        before = threads()
+        work = comm.all_reduce(tensors, async_op=True)
+        assert work.is_completed()
+        assert work.finished_ns() > 0
+        assert threads() == before
+        assert all(bool((tensor == 3).all()) for tensor in tensors)
+        comm._group.delay_rank(0, 30.0)
+        first = comm.all_reduce(tensors, algorithm="ring", async_op=True)
+        second = comm.all_reduce(tensors, "max", async_op=True)
+        assert not second.is_completed()
+        comm._group.end_delay()
+        assert first.wait(30)
+        assert second.wait(30)
+        assert all(bool((tensor == 6).all()) for tensor in tensors)
+
+
 def test_threads_of_the_user_call_at_once(torch_threads):
     torch_threads(2)
     wrong: list[str] = []

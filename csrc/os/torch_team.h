@@ -15,7 +15,7 @@
 //           would have a team each, more than there are cores.
 // Forks     a process that was forked, and has not become another program since, has no team: its
 //           threads stayed behind, and libgomp would wait for them for ever.
-// Tests     tests/test_torch_team.py, tests/cpp/pool_test.cpp
+// Tests     tests/test_torch_team.py, tests/cpp/team/team_test.cpp
 #pragma once
 
 #include <functional>
