@@ -1,12 +1,11 @@
 // thread_pool: helpers that join the caller's loop when they can; the caller never waits for one
 // that has not joined.
 //
-// Contract  run(work) calls work(0) on the caller's thread and work(i) on every helper i = 1, 2,
-// ...
-//           that joins before the caller has finished its own call; it returns when all of these
-//           have returned. work() shares out its own items (atomic counters). Everything written
-//           before run() is visible to helpers, everything they wrote is visible after it. What the
-//           first work() to fail threw is thrown by run(), once all have returned.
+// Contract  run(work) calls work(0) on the caller's thread and work(i), i > 0, on every helper that
+//           joins before the caller has finished its own call; it returns when all of these have
+//           returned. work() shares out its own items (atomic counters). Everything written before
+//           run() is visible to helpers, everything they wrote is visible after it. What the first
+//           work() to fail threw is thrown by run(), once all have returned.
 // Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
 //           sleep between jobs, and are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, under ThreadSanitizer
