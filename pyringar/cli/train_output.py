@@ -42,6 +42,7 @@ def print_header(trainer: Trainer) -> None:
 
 def _facts(trainer: Trainer) -> dict[str, str]:
     from pyringar.train.devices import describe_devices
+    from pyringar.train.models import takes_turns, threads_per_rank
     from pyringar.train.step import AfterBackward
 
     config = trainer.config
@@ -60,6 +61,13 @@ def _facts(trainer: Trainer) -> dict[str, str]:
         "allreduce": plan,
         "buckets": f"{len(bucketer.buckets)}, {when}",
     }
+    if len(trainer.devices) > 1:
+        in_turns = takes_turns(config, trainer.devices)
+        each = threads_per_rank(config, trainer.devices)
+        facts["ranks"] = (
+            f"{'in turns' if in_turns else 'at the same time'}, with {each} torch "
+            f"thread{'' if each == 1 else 's'} each"
+        )
     if config.cuda_graph:
         facts["step"] = "captured in a CUDA graph, replayed for every full batch"
     amp = " with amp" if config.amp else ""

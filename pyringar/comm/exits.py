@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
-__all__ = ["close_at_exit", "empty_backward_at_exit", "is_inherited", "never_destroy"]
+__all__ = ["close_at_exit", "drop_failed_backward", "empty_backward_at_exit", "is_inherited", "never_destroy"]
 
 _Call = Callable[[Any], object]
 
@@ -86,10 +86,11 @@ def empty_backward_at_exit() -> None:
     torch keeps it until the thread's next pass. Where it holds hooks on saved tensors, for instance
     of activation checkpointing, torch 2.15 crashes if it is dropped after Python's end.
     """
-    atexit.register(_run_empty_backward)
+    atexit.register(drop_failed_backward)
 
 
-def _run_empty_backward() -> None:
+def drop_failed_backward() -> None:
+    """Drop what a backward pass that failed in this thread has left in torch's queue."""
     import torch
 
     torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from pyringar.comm.base import RankCommunicator
@@ -170,6 +170,14 @@ class GradientBucketer:
             yield
         finally:
             native.is_counting = before
+
+    def together(self) -> AbstractContextManager[None]:
+        """Let backward passes of several ranks run at the same time in here, each in a thread.
+
+        Leave it once all have ended. Buckets leave from whichever thread is last. A pass that fails
+        is seen to at the end, when no other one writes to gradients any more.
+        """
+        return self._reducer.together()
 
     def stats(self) -> StepStats:
         """Return the statistics of the last step."""

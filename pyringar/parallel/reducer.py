@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ class Reducer:
     ) -> None:
         self._params, self._ranks = params, ranks
         self._process = os.getpid()
+        self._is_together = False
         self.stats = StepStats()
         engine = load.engine()
         self._marks = engine.Mark
@@ -90,6 +91,19 @@ class Reducer:
         if step.sent:
             return f"{len(step.sent)} of {len(step.buckets)} buckets sent"
         return "backward has begun" if step.has_marks() else "waits for backward"
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let backward passes of several ranks run at the same time in here.
+
+        What one breaks off is seen to at the end: before that the others write to gradients.
+        """
+        self._is_together = True
+        try:
+            yield
+        finally:
+            self._is_together = False
+            self._settle()
 
     def wait(self) -> None:
         """Do what `GradientBucketer.wait` says."""
@@ -284,6 +298,8 @@ class Reducer:
 
     def _settle(self) -> None:
         """See to steps that were broken off. If this is interrupted, the next call does."""
+        if self._is_together:
+            return
         broken = self.native.unsettled
         while broken:
             reason, step, is_spared, is_known = entry = broken[0]

@@ -315,9 +315,13 @@ def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str,
     }
 
 
-def setting() -> dict[str, Any]:
-    """Return what decides the bits of a run beside its recipe, by names for people."""
-    return {"torch": str(torch.__version__), "torch threads": torch.get_num_threads()}
+def setting(num_threads: int) -> dict[str, Any]:
+    """Return what decides the bits of a run beside its recipe, by names for people.
+
+    Args:
+        num_threads: Of torch, that each rank has.
+    """
+    return {"torch": str(torch.__version__), "torch threads per rank": num_threads}
 
 
 def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:

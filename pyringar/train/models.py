@@ -15,15 +15,19 @@ from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import CompilerNotFoundError
 from pyringar.parallel.bucketer import GradientBucketer
+from pyringar.parallel.lockstep import RankThreads, are_side_by_side
 from pyringar.parallel.module import DataParallel
 from pyringar.parallel.replicate import copy_buffers
 from pyringar.parallel.shards import get_params
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
-from pyringar.train.step import AfterBackward, Mark
+from pyringar.train.step import AfterBackward, Mark, SideBySide
 
-__all__ = ["RankedModel", "autocast", "build_model", "plain_model"]
+__all__ = [
+    *("RankedModel", "autocast", "build_model", "plain_model"),
+    *("takes_turns", "threads_per_rank"),
+]
 
 _NUM_CLASSES = 10
 
@@ -37,6 +41,23 @@ def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
     return stack
 
 
+def takes_turns(config: TrainConfig, devices: Sequence[torch.device]) -> bool:
+    """Return whether one rank of this process computes after the other.
+
+    Raises:
+        ArgumentError: They cannot do what ``config.in_turns`` says.
+    """
+    # A model is compiled by one thread, and batch norm over the whole batch ties ranks together.
+    is_tied = config.compile or config.batchnorm == "sync" or config.cuda_graph
+    return is_tied or not are_side_by_side(devices, config.in_turns)
+
+
+def threads_per_rank(config: TrainConfig, devices: Sequence[torch.device]) -> int:
+    """Return how many torch threads a rank of this process computes with."""
+    num_threads = torch.get_num_threads()
+    return num_threads if takes_turns(config, devices) else RankThreads(devices).share()
+
+
 class RankedModel(ABC):
     """A model with one replica per rank, all of which hold the same bits.
 
@@ -44,14 +65,17 @@ class RankedModel(ABC):
         title: Its name, for people.
         params: ``params[rank][i]``: what a step changes.
         bucketer: What reduces the gradients of ``params``.
+        beside: How ranks compute at the same time; None where they take turns.
     """
 
     title: str
     params: list[list[Tensor]]
     bucketer: GradientBucketer | AfterBackward
+    beside: SideBySide | None = None
 
     def __init__(self, config: TrainConfig, devices: Sequence[torch.device]) -> None:
         self._autocast = functools.partial(autocast, config, devices)
+        self._threads = None if takes_turns(config, devices) else RankThreads(devices)
 
     def scores(self, shards: Sequence[Tensor], mark: Mark | None = None) -> list[Tensor]:
         """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each.
@@ -65,6 +89,18 @@ class RankedModel(ABC):
 
     @abstractmethod
     def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _score(self, rank: int, X: Tensor) -> Tensor: ...  # noqa: N803
+
+    def _compute_beside(self) -> None:
+        """Let ranks compute at the same time, if they may; call when all else is there."""
+        if self._threads is not None:
+            self.beside = SideBySide(self._threads, self._score_rank, self.bucketer.together)
+
+    def _score_rank(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+        with self._autocast():
+            return self._score(rank, X)
 
     @abstractmethod
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
@@ -85,6 +121,8 @@ class RankedModel(ABC):
     def close(self) -> None:
         """Let go of hooks and threads, not of the communicator."""
         self.bucketer.close()
+        if self._threads is not None:
+            self._threads.close()
 
 
 def build_model(
@@ -162,6 +200,10 @@ class _LeNet(RankedModel):
             self.params, comm, bucket_cap_mb=config.bucket_cap_mb, overlap=config.overlap
         )
         self._lenet = torch.compile(lenet) if config.compile else lenet
+        self._compute_beside()
+
+    def _score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+        return self._lenet(X, self.params[rank])
 
     def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
         scores = []
@@ -205,6 +247,13 @@ class _ResNet18(RankedModel):
                 replica.compile()
         self.bucketer = self._net.bucketer
         self.params = [list(replica.parameters()) for replica in self._net.replicas]
+        self._compute_beside()
+
+    def _score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+        if not len(X):
+            return X.new_empty(0, _NUM_CLASSES)
+        scores: Tensor = self._net.replicas[rank](X)
+        return scores
 
     def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
         if not any(len(shard) for shard in shards):  # ranks in other processes have them all
@@ -244,4 +293,5 @@ class _ResNet18(RankedModel):
         return state
 
     def close(self) -> None:
+        super().close()
         self._net.close()

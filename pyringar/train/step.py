@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +17,34 @@ from torch.nn import functional as F  # noqa: N812
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError
 from pyringar.parallel.bucket_step import StepStats
+from pyringar.parallel.lockstep import RankThreads, are_side_by_side, can_leave_thread
 from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
-__all__ = ["AfterBackward", "EagerStep", "reduce_gradients", "sgd", "sum_loss", "train_batch"]
+__all__ = [
+    *("AfterBackward", "EagerStep", "SideBySide"),
+    *("reduce_gradients", "sgd", "sum_loss", "train_batch"),
+]
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
 Mark = Callable[[int], None]  # called with a rank that has got on
 Scores = Callable[[Sequence[Tensor], Mark | None], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Ranks that compute at the same time.
+
+    Attributes:
+        threads: Where.
+        score: Called with a rank and its shard in that rank's thread: ``(n, classes)``.
+        together: Entered while backward passes of several ranks run.
+    """
+
+    threads: RankThreads
+    score: Callable[[int, Tensor], Tensor]
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def train_batch(
@@ -35,6 +56,7 @@ def train_batch(
     *,
     comm: Communicator | None = None,
     weights: Sequence[float] | None = None,
+    in_turns: bool = False,
 ) -> list[Tensor]:
     """Do one step of SGD on a batch that is split over the ranks, with LeNet.
 
@@ -51,6 +73,9 @@ def train_batch(
         lr: Learning rate.
         comm: What reduces; if not given, one in rank order that is closed again.
         weights: Shares of the ranks; see `pyringar.split_batch`.
+        in_turns: False: ranks on CPUs compute at the same time, each in a thread with its share of
+            the caller's torch threads; these threads are kept with ``comm``, if it is given. True:
+            one after the other, with all torch threads.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
@@ -64,15 +89,37 @@ def train_batch(
     shards = split_batch(X, y, devices, weights)
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
-    return _train_shards(
-        shards,
-        device_params,
-        scores=lambda shards, mark: [
-            lenet(X, params) for X, params in zip(shards, device_params, strict=True)
-        ],
-        reduce=lambda: reduce_gradients(device_params, devices, comm),
-        step_size=lr / X.shape[0],
-    )
+    with _lenet_threads(device_params, comm, in_turns) as threads:
+        return _train_shards(
+            shards,
+            device_params,
+            scores=lambda shards, mark: [
+                lenet(X, params) for X, params in zip(shards, device_params, strict=True)
+            ],
+            reduce=lambda: reduce_gradients(device_params, devices, comm),
+            step_size=lr / X.shape[0],
+            beside=threads
+            and SideBySide(threads, lambda rank, X: lenet(X, device_params[rank])),  # noqa: N803
+        )
+
+
+# Those of communicators that callers of `train_batch` have made, which outlive its calls.
+_threads_of: weakref.WeakKeyDictionary[Communicator, RankThreads] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def _lenet_threads(
+    replicas: Replicas, comm: Communicator | None, in_turns: bool
+) -> Iterator[RankThreads | None]:
+    """Give the threads that ranks compute in: their communicator's, or some for this call."""
+    devices = [params[0].device for params in replicas]
+    if in_turns or not are_side_by_side(devices):
+        yield None
+    elif comm is None:
+        with closing(RankThreads(devices)) as threads:
+            yield threads
+    else:
+        yield _threads_of.setdefault(comm, RankThreads(devices))
 
 
 def _train_shards(
@@ -82,15 +129,78 @@ def _train_shards(
     reduce: Callable[[], None],
     step_size: float | Tensor,
     trace: Trace | None = None,
+    beside: SideBySide | None = None,
 ) -> list[Tensor]:
     """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
+    for param in itertools.chain(*replicas):
+        param.grad = None  # or what an earlier step left would be added
+    is_beside = beside is not None and can_leave_thread()
+    if beside is not None and is_beside:
+        losses = _compute_beside(shards, beside, trace)
+    else:
+        losses = _compute_in_turns(shards, replicas, scores, trace)
+    with _span(trace, "wait", *range(len(replicas))):
+        reduce()
+    updates = {
+        rank: functools.partial(_update, rank, params, step_size, trace)
+        for rank, params in enumerate(replicas)
+    }
+    if beside is not None and is_beside:
+        beside.threads.run(updates, num_threads=beside.threads.share())
+    else:
+        for update in updates.values():
+            update()
+    return losses
+
+
+def _compute_beside(
+    shards: tuple[Shards, Shards], beside: SideBySide, trace: Trace | None
+) -> list[Tensor]:
+    """Run forward and backward of all ranks at the same time."""
+    computations = {
+        rank: functools.partial(_compute_rank, beside.score, rank, X, y, trace)
+        for rank, (X, y) in enumerate(zip(*shards, strict=True))  # noqa: N806
+    }
+    with beside.together():
+        losses = beside.threads.run(computations, num_threads=beside.threads.share())
+    return list(losses.values())
+
+
+def _compute_rank(
+    score: Callable[[int, Tensor], Tensor],
+    rank: int,
+    X: Tensor,  # noqa: N803
+    y: Tensor,
+    trace: Trace | None,
+) -> Tensor:
+    with _span(trace, "forward", rank):
+        loss = sum_loss(score(rank, X), y)
+    with _span(trace, "backward", rank):
+        if loss.requires_grad:  # a rank without samples may have computed nothing
+            loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def _update(
+    rank: int, params: Sequence[Tensor], step_size: float | Tensor, trace: Trace | None
+) -> None:
+    with _span(trace, "optimizer", rank):
+        sgd(params, step_size)
+
+
+def _span(trace: Trace | None, category: str, *ranks: int) -> AbstractContextManager[None]:
+    return nullcontext() if trace is None else trace.span(category, *ranks)
+
+
+def _compute_in_turns(
+    shards: tuple[Shards, Shards], replicas: Replicas, scores: Scores, trace: Trace | None
+) -> list[Tensor]:
+    """Run forward of one rank after the other, then one backward pass through all of them."""
     lanes = [params[0].device for params in replicas]  # ranks on one device take turns
 
     def turns(category: str) -> AbstractContextManager[Mark | None]:
         return nullcontext() if trace is None else trace.turns(category, lanes)
 
-    for param in itertools.chain(*replicas):
-        param.grad = None  # or what an earlier step left would be added
     with turns("forward") as mark:
         losses = [sum_loss(*pair) for pair in zip(scores(shards[0], mark), shards[1], strict=True)]
     # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
@@ -99,13 +209,6 @@ def _train_shards(
         found_losses = [loss for loss in losses if loss.requires_grad]
         if found_losses:
             torch.autograd.backward(found_losses)
-    with nullcontext() if trace is None else trace.span("wait", *range(len(replicas))):
-        reduce()
-    with turns("optimizer") as mark:
-        for rank, params in enumerate(replicas):
-            sgd(params, step_size)
-            if mark is not None:
-                mark(rank)
     return [loss.detach() for loss in losses]
 
 
@@ -184,6 +287,10 @@ class AfterBackward:
         """Return statistics of no bucket."""
         return StepStats()
 
+    def together(self) -> AbstractContextManager[None]:
+        """Do nothing: there are no hooks."""
+        return nullcontext()
+
     def close(self) -> None:
         """Do nothing: there are no hooks."""
 
@@ -230,6 +337,7 @@ class EagerStep:
         reduce: Called after backward; returns when every ``grad`` is the sum over all ranks, such
             as `GradientBucketer.wait`.
         split: Cuts a batch into one shard per rank that is here.
+        beside: Ranks compute at the same time so, and not through ``scores``; None: in turns.
 
     Attributes:
         sums: Every rank's loss so far, float64. Added up where it is: reading would wait.
@@ -241,11 +349,13 @@ class EagerStep:
         scores: Scores,
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
+        beside: SideBySide | None = None,
     ) -> None:
         self._replicas = replicas
         self._scores = scores
         self._reduce = reduce
         self._split = split
+        self._beside = beside
         self.sums = [
             torch.zeros((), dtype=torch.float64, device=params[0].device) for params in replicas
         ]
@@ -269,7 +379,9 @@ class EagerStep:
             Whether each rank but the first differs from it now; see `mismatch_flags`.
         """
         losses = _train_shards(
-            self._split(X, y), self._replicas, self._scores, self._reduce, step_size, trace
+            self._split(X, y),
+            self._replicas,
+            *(self._scores, self._reduce, step_size, trace, self._beside),
         )
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss

@@ -37,7 +37,13 @@ from pyringar.train.graph import GraphStep, check_ranks
 from pyringar.train.group import OneProcess, TrainGroup
 from pyringar.train.interrupts import Interrupts
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
-from pyringar.train.models import autocast, build_model, plain_model
+from pyringar.train.models import (
+    autocast,
+    build_model,
+    plain_model,
+    takes_turns,
+    threads_per_rank,
+)
 from pyringar.train.pacing import StepWindow
 from pyringar.train.remarks import BusyCores, tell_of_idle_ranks
 from pyringar.train.step import EagerStep
@@ -234,7 +240,10 @@ class Trainer:
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = build_model(config, self.devices, self.group.comm)
         if trace is not None:
-            trace.title = f"{self.model.title}, {describe_ranks(self.devices, self.all_devices)}"
+            ranks = describe_ranks(
+                self.devices, self.all_devices, in_turns=takes_turns(config, self.devices)
+            )
+            trace.title = f"{self.model.title}, {ranks}"
         self.replicas = self.model.params
         self.weights = self._choose_weights() if checkpoint is None else checkpoint.weights
         self._run_step = self._make_step()
@@ -420,7 +429,7 @@ class Trainer:
         self._folder.write(
             Checkpoint(
                 recipe=recipe_of(self.config, self.all_devices),
-                setting=setting(),
+                setting=setting(threads_per_rank(self.config, self.devices)),
                 num_epochs=self.config.epochs,
                 epochs=[list(astuple(epoch)) for epoch in epochs],
                 epoch_steps=progress.steps,
@@ -464,7 +473,7 @@ class Trainer:
     def _check(self, found: Checkpoint, folder: Path) -> None:
         """Raise unless this run is the one of a checkpoint; warn if its bits may yet differ."""
         check_same(found.recipe, recipe_of(self.config, self.all_devices), folder)
-        for name, value in setting().items():
+        for name, value in setting(threads_per_rank(self.config, self.devices)).items():
             if found.setting.get(name) != value:
                 logger.warning(
                     "%s: %s here, %s where the checkpoint in '%s' was written; the bits of what "
@@ -513,7 +522,10 @@ class Trainer:
 
     def _make_step(self) -> EagerStep | GraphStep:
         split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
-        eager = EagerStep(self.replicas, self.model.scores, self.model.bucketer.wait, split)
+        eager = EagerStep(
+            *(self.replicas, self.model.scores, self.model.bucketer.wait, split),
+            beside=self.model.beside,
+        )
         if not self.config.cuda_graph:
             return eager
         size = self.config.global_batch_size
