@@ -49,7 +49,7 @@ ORDER = {
     "parallel": [
         *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step", "reducer"],
         *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
-        "module",
+        *["beside", "module"],
     ],
     "distributed": [],
     "predict": [],

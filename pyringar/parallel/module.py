@@ -17,8 +17,9 @@ from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel import nested
 from pyringar.parallel.batchnorm import synchronise_batchnorm
+from pyringar.parallel.beside import ReplicasBeside
 from pyringar.parallel.bucketer import GradientBucketer, StepStats
-from pyringar.parallel.lockstep import LockStep, RankThreads
+from pyringar.parallel.lockstep import LockStep, RankThreads, are_side_by_side
 from pyringar.parallel.optimizer import ParamGroups, ReplicaOptimizer
 from pyringar.parallel.replicate import copy_buffers, copy_parameters, replicate
 from pyringar.parallel.shards import Device, shard_sizes
@@ -27,7 +28,7 @@ __all__ = ["DataParallel"]
 
 # What a copy makes anew.
 _REBUILT = (
-    *("replicas", "bucketer", "_threads", "_lockstep"),
+    *("replicas", "bucketer", "_threads", "_lockstep", "_beside"),
     *("_gradient_changes", "_parameter_changes", "_stats_then"),
 )
 
@@ -58,6 +59,10 @@ class DataParallel(nn.Module):
         gather: False: a call returns the list of the ranks' outputs, each on its device.
         op: ``"sum"`` for one loss over all samples; ``"mean"`` for the mean of per-rank losses.
         comm: What reduces; if not given, a communicator in rank order of its own.
+        in_turns: None: ranks on CPUs compute at the same time, forward and backward, each in a
+            thread of its own with its share of torch's threads, at least one. True: one after the
+            other in the caller's thread, with all of torch's threads. False: each GPU has a thread,
+            too, in backward as in forward (not yet run on one).
 
     See `GradientBucketer` for ``bucket_cap_mb``, ``first_bucket_mb`` and ``overlap``.
 
@@ -66,6 +71,14 @@ class DataParallel(nn.Module):
             that are no shares, an unknown ``batchnorm``.
         UnsupportedError: A module that cannot be copied, or a batch norm that cannot be
             synchronised.
+
+    Ranks at the same time give the bits of ranks in turns with as many torch threads each, every
+    time, and leave the caller's number of them alone. They take turns as with ``in_turns=True``
+    where the module draws random numbers (dropout) or is compiled, where ``batchnorm`` is
+    ``"sync"``, where an input requires a gradient or a parameter has a hook on its gradient, under
+    reentrant checkpoints, and where the calling thread has entered a mode of torch's (a default
+    device, ``torch.func``, a counter of operations). Hooks on modules run in the ranks' threads. A
+    loss of what modules keep beside their outputs (``self.extra``) takes ``in_turns=True``.
 
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
     Whatever changes parameters or gradients must do so on all ranks: `optimizer`,
@@ -78,8 +91,9 @@ class DataParallel(nn.Module):
     last into `no_sync`. As with ``nn.DataParallel``, a rank that no sample is left for does
     not run.
 
-    Cost: a call copies no parameters, only samples and outputs between devices. On CPUs and on one
-    GPU ranks run one after the other; on several GPUs at the same time, each from its own thread.
+    Cost: a call copies no parameters, only samples and outputs between devices. On CPUs ranks run at
+    the same time, on one GPU one after the other; on several GPUs at the same time, forward from a
+    thread each. Where ranks have threads in backward, gradients are reduced once all have theirs.
     """
 
     def __init__(
@@ -96,12 +110,14 @@ class DataParallel(nn.Module):
         op: Any = "sum",
         overlap: bool = True,
         comm: Communicator | RankCommunicator | None = None,
+        in_turns: bool | None = None,
     ) -> None:
         super().__init__()
         self.devices = check_devices(devices)
         shard_sizes(0, len(self.devices), weights)  # says what is wrong with them
         self._batchnorm = check_choice("batchnorm", batchnorm, BATCHNORMS)
         self._weights = weights
+        self._wants_threads = are_side_by_side(self.devices, in_turns)
         self._gather = bool(gather)
         self._output_device = (
             None if output_device is None else check_device(output_device, "output_device")
@@ -128,6 +144,9 @@ class DataParallel(nn.Module):
             lockstep = LockStep(self._threads)
             if synchronise_batchnorm(self.replicas, lockstep):
                 self._lockstep = lockstep
+        self._beside: ReplicasBeside | None = None
+        if self._wants_threads and self._lockstep is None:
+            self._beside = ReplicasBeside(self.replicas, self._threads)
         self.bucketer = self._make_bucketer(comm)
         self._remember_parameters()
 
@@ -193,6 +212,8 @@ class DataParallel(nn.Module):
         }
         if self._lockstep is not None:
             return self._lockstep.run(functions)
+        if self._beside is not None and len(calls) > 1 and self._beside.may_run(list(calls.values())):
+            return self._beside.run(functions)
         if len({self.devices[rank] for rank in functions} - {torch.device("cpu")}) > 1:
             return self._threads.run(functions)
         return {rank: function() for rank, function in functions.items()}
@@ -487,6 +508,7 @@ class DataParallel(nn.Module):
     def close(self) -> None:
         """Remove all hooks, end all threads; the replicas stay usable. May be called again."""
         self.bucketer.close()
+        self._beside = None
         self._threads.close()
 
     def __enter__(self) -> DataParallel:
