@@ -372,18 +372,21 @@ def test_numbers_of_numpy_are_read_back(images, tmp_path):
 
 
 def test_other_threads_or_another_torch_are_told(images, tmp_path, caplog, monkeypatch):
-    go(images, LENET, 1, save=tmp_path)
+    options = {**LENET, "in_turns": True}
+    go(images, options, 1, save=tmp_path)
     caplog.clear()
-    go(images, LENET, 1, resume=tmp_path)
+    go(images, options, 1, resume=tmp_path)
     assert len(caplog.records) == 1, "that it was stopped"
     caplog.clear()
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 93)
     monkeypatch.setattr(torch, "__version__", "1.0")
-    go(images, LENET, resume=tmp_path)
+    go(images, options, resume=tmp_path)
     told = "\n".join(record.getMessage() for record in caplog.records)
     assert "torch: 1.0 here, 2." in told
-    assert f"torch threads: 93 here, {threads} where the checkpoint in '{tmp_path}'" in told
+    assert (
+        f"torch threads per rank: 93 here, {threads} where the checkpoint in '{tmp_path}'" in told
+    )
 
 
 def test_a_home_folder_is_expanded_and_a_long_name_written(images, tmp_path, monkeypatch):

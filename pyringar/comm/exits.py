@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 
 from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
-__all__ = ["close_at_exit", "drop_failed_backward", "empty_backward_at_exit", "is_inherited", "never_destroy"]
+__all__ = [
+    "close_at_exit",
+    "drop_failed_backward",
+    "empty_backward_at_exit",
+    "is_inherited",
+    "never_destroy",
+]
 
 _Call = Callable[[Any], object]
 

@@ -187,12 +187,20 @@ def _gradients(
     pairs: Sequence[tuple[Tensor, Tensor]], params: Tensors, keep: bool
 ) -> Sequence[Tensor | None]:
     outputs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(
-        *(outputs, params, grads),
-        retain_graph=keep,
-        create_graph=torch.is_grad_enabled(),
-        allow_unused=True,
-    )
+    try:
+        return torch.autograd.grad(
+            *(outputs, params, grads),
+            retain_graph=keep,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+    except RuntimeError as error:
+        if "second time" in str(error) and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(
+                "Where a loss takes what modules keep beside their outputs, or gradients of "
+                "gradients of parameters, make pyringar.DataParallel with in_turns=True."
+            )
+        raise
 
 
 @contextmanager

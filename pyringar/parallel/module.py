@@ -212,7 +212,11 @@ class DataParallel(nn.Module):
         }
         if self._lockstep is not None:
             return self._lockstep.run(functions)
-        if self._beside is not None and len(calls) > 1 and self._beside.may_run(list(calls.values())):
+        if (
+            self._beside is not None
+            and len(calls) > 1
+            and self._beside.may_run(list(calls.values()))
+        ):
             return self._beside.run(functions)
         if len({self.devices[rank] for rank in functions} - {torch.device("cpu")}) > 1:
             return self._threads.run(functions)

@@ -240,6 +240,7 @@ class _ResNet18(RankedModel):
             bucket_cap_mb=config.bucket_cap_mb,
             overlap=config.overlap,
             comm=comm,
+            in_turns=True,  # where they do not, each is called in its thread, and not all at once
         )
         self._is_compiled = config.compile
         if config.compile:

@@ -98,8 +98,7 @@ def train_batch(
             ],
             reduce=lambda: reduce_gradients(device_params, devices, comm),
             step_size=lr / X.shape[0],
-            beside=threads
-            and SideBySide(threads, lambda rank, X: lenet(X, device_params[rank])),  # noqa: N803
+            beside=threads and SideBySide(threads, lambda rank, X: lenet(X, device_params[rank])),  # noqa: N803
         )
 
 

@@ -1,0 +1,293 @@
+"""Ranks that compute at the same time: the bits of turns, in DataParallel, training and steps."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import pyringar as pr
+from pyringar.parallel.lockstep import RankThreads, are_side_by_side
+from pyringar.parallel.shards import check_replicas_equal, get_params, split_batch
+from pyringar.train import ImageData, TrainConfig, Trainer, lenet, lenet_params, train_batch
+from pyringar.train.model_resnet18 import resnet18
+from pyringar.train.step import EagerStep, SideBySide
+from pyringar.train.synthetic import synthetic_images
+
+
+@pytest.fixture(autouse=True)
+def torch_threads():
+    """``torch_threads(n)``: how many torch has from now on; 2 at first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def batch_of(n, shape=(1, 28, 28), seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *shape, generator=generator), torch.randint(10, (n,), generator=generator)
+
+
+class Meet(torch.autograd.Function):
+    """Forward and backward that end only where all ranks are in them at once."""
+
+    @staticmethod
+    def forward(ctx, x, barrier):
+        ctx.barrier = barrier
+        barrier.wait(20)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.barrier.wait(20)
+        return grad, None
+
+
+class MeetingNet(nn.Module):
+    barriers: dict[str, threading.Barrier] = {}  # not copied with a module
+
+    def __init__(self, name="", is_on=False):
+        super().__init__()
+        self.linear, self.name, self.is_on = nn.Linear(4, 3), name, is_on
+
+    def forward(self, x):
+        out = self.linear(x)
+        return Meet.apply(out, self.barriers[self.name]) if self.is_on else out
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def rows(n=6, seed=2):
+    X, y = batch_of(n, (4,), seed)  # noqa: N806
+    return X, y % 3
+
+
+def gradients(net):
+    return [param.grad for param in net.parameters()]
+
+
+def step(net, optimizer, X, y):  # noqa: N803
+    optimizer.zero_grad()
+    F.cross_entropy(net(X), y).backward()
+    optimizer.step()
+
+
+def trained(module, k, X, y, *, steps=3, **options):  # noqa: N803
+    """Parameters and buffers of all ranks after some steps."""
+    with pr.DataParallel(module, ["cpu"] * k, **options) as net:
+        optimizer = net.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+        for _ in range(steps):
+            step(net, optimizer, X, y)
+        return [
+            t.detach().clone() for replica in net.replicas for t in replica.state_dict().values()
+        ]
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class TestBits:
+    """Ranks in threads have the bits of ranks in turns with as many torch threads."""
+
+    @pytest.mark.parametrize(
+        ("total", "each", "options"),
+        [
+            (2, 1, {"ranks": 2}),
+            (2, 1, {"ranks": 5, "weights": (1, 0, 2, 1, 1)}),
+            (4, 2, {"ranks": 2, "amp": True}),
+            (2, 1, {"ranks": 2, "overlap": False, "dtype": "float64", "allreduce": "ring"}),
+            (2, 1, {"ranks": 2, "model": "resnet18", "width": 4}),
+            (4, 2, {"ranks": 2, "model": "resnet18", "width": 4}),
+            (3, 1, {"ranks": 4, "model": "resnet18", "width": 4}),
+        ],
+    )
+    def test_of_training(self, torch_threads, total, each, options):
+        images, labels = synthetic_images(44, 5)
+        data = ImageData("synthetic", images, labels, images[:8], labels[:8])
+
+        def run(num_threads, **more):
+            torch_threads(num_threads)
+            config = TrainConfig(epochs=1, batch_size=16, bucket_cap_mb=0.1, **options, **more)
+            with Trainer(config, data) as trainer:
+                result = trainer.run()
+                assert torch.get_num_threads() == num_threads
+            return [*result.params, *result.state.values(), *itertools.chain(*trainer.replicas)]
+
+        assert_equal(run(total), run(each, in_turns=True))
+
+    @pytest.mark.parametrize(("total", "each", "k"), [(2, 1, 2), (4, 2, 2), (2, 1, 4)])
+    def test_of_data_parallel(self, torch_threads, total, each, k):
+        X, y = batch_of(18)  # noqa: N806
+        module = resnet18(width=4, seed=0)
+        torch_threads(total)
+        found = trained(module, k, X, y)
+        torch_threads(each)
+        assert_equal(found, trained(module, k, X, y, in_turns=True))
+
+    @pytest.mark.parametrize("has_comm", [False, True])
+    def test_of_train_batch(self, torch_threads, make_comm, has_comm):
+        images, labels = batch_of(13)
+        found = []
+        for total, in_turns in ((2, False), (1, True)):
+            torch_threads(total)
+            params = lenet_params(generator=torch.Generator().manual_seed(0))
+            replicas = [get_params(params, "cpu") for _ in range(3)]
+            comm = make_comm(3) if has_comm else None
+            before = threading.active_count()
+            for _ in range(3):
+                train_batch(
+                    *(images, labels, replicas, ["cpu"] * 3, 0.1), comm=comm, in_turns=in_turns
+                )
+            found += replicas
+            if not has_comm:
+                assert threading.active_count() <= before
+        check_replicas_equal(found)
+
+    def test_of_what_goes_round_the_loss(self):
+        """A penalty on rank 0's parameters, gradients asked for by name, and their gradients."""
+        X, y = rows()  # noqa: N806
+
+        def penalty(net):
+            loss = F.cross_entropy(net(X), y) + 0.1 * sum(
+                p.square().sum() for p in net.parameters()
+            )
+            loss.backward()
+
+        def named(net):
+            params = [p for replica in net.replicas for p in replica.parameters()]
+            grads = torch.autograd.grad(F.cross_entropy(net(X), y), params)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+
+        def some(net):
+            params = [replica[0].weight for replica in net.replicas]
+            F.cross_entropy(net(X), y).backward(inputs=params)
+
+        def twice(net):
+            loss = F.cross_entropy(net(X), y)
+            with net.no_sync():
+                loss.backward(retain_graph=True)
+            loss.backward()
+
+        def with_graph(net):
+            F.cross_entropy(net(X), y).backward(create_graph=True)
+
+        for do in (penalty, named, some, twice, with_graph):
+            found = []
+            for in_turns in (None, True):
+                torch.set_num_threads(1)
+                with pr.DataParallel(mlp(), ["cpu"] * 2, in_turns=in_turns) as net:
+                    net(X)  # the first call is tried in turns
+                    do(net)
+                    net.wait()
+                    found.append([g for r in net.replicas for g in gradients(r) if g is not None])
+            assert_equal(*found)
+            assert found[0], do
+
+    @pytest.mark.parametrize("what", ["gradients of gradients", "what a module keeps"])
+    def test_what_needs_turns_is_an_error_and_not_another_gradient(self, what):
+        X, y = rows()  # noqa: N806
+        with pr.DataParallel(mlp(), ["cpu"] * 2) as net:
+            kept = []
+            net.module[0].register_forward_hook(lambda part, args, out: kept.append(out))
+            loss = F.cross_entropy(net(X), y)
+            if what == "gradients of gradients":
+                kept = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+            with pytest.raises(RuntimeError, match="second time"):
+                (loss + sum(t.square().sum() for t in kept)).backward()
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_of_activation_checkpoints(self, torch_threads, reentrant):
+        class Recomputes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+            def forward(self, x):
+                hidden = self.first(x)
+                return checkpoint(lambda h: self.second(h.tanh()), hidden, use_reentrant=reentrant)
+
+        torch_threads(1)
+        torch.manual_seed(0)
+        module = Recomputes()
+        found = trained(module, 2, *rows())
+        assert_equal(found, trained(module, 2, *rows(), in_turns=True))
+
+
+class TestAtTheSameTime:
+    @pytest.mark.parametrize("k", [2, 4])
+    def test_in_data_parallel(self, k):
+        MeetingNet.barriers["net"] = threading.Barrier(k)
+        X, y = rows(2 * k)  # noqa: N806
+        with pr.DataParallel(MeetingNet("net"), ["cpu"] * k) as net:
+            optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
+            step(net, optimizer, X, y)
+            for replica in net.replicas:
+                replica.is_on = True
+            step(net, optimizer, X, y)
+            check_replicas_equal([list(replica.parameters()) for replica in net.replicas])
+
+    def test_in_a_step(self):
+        barrier = threading.Barrier(3)
+        params = lenet_params()
+        replicas = [get_params(params, "cpu") for _ in range(3)]
+        names = []
+
+        def score(rank, X):  # noqa: N803
+            names.append(threading.current_thread().name)
+            return Meet.apply(lenet(X, replicas[rank]), barrier)
+
+        threads = RankThreads([torch.device("cpu")] * 3)
+        with pr.GradientBucketer(replicas, bucket_cap_mb=0.1) as bucketer:
+            split = functools.partial(split_batch, devices=["cpu"] * 3)
+            run = EagerStep(
+                *(replicas, None, bucketer.wait, split),
+                beside=SideBySide(threads, score, bucketer.together),
+            )
+            for _ in range(3):
+                run(*batch_of(7), 0.1)
+                assert not any(map(bool, run(*batch_of(7), 0.1)))
+            stats = bucketer.stats()
+        threads.close()
+        assert all(bucket.launched_s < stats.backward_s for bucket in stats.buckets)
+        assert {name[:15] for name in names} == {f"pyringar-rank-{rank}" for rank in range(3)}
+
+    def test_each_has_its_share_of_the_threads_and_the_caller_all(self, torch_threads):
+        torch_threads(4)
+        threads = RankThreads([torch.device("cpu")] * 2)
+        counts = dict.fromkeys(range(2), torch.get_num_threads)
+        assert threads.share() == 2
+        assert threads.run(counts, num_threads=2) == {0: 2, 1: 2}
+        found = []
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert found == [4], "what a thread that starts later gets"
+        torch_threads(1)
+        assert threads.share() == 1
+        assert threads.run(counts) == {0: 1, 1: 1}
+        assert torch.get_num_threads() == 1
+        threads.close()
+
+    def test_on_gpus_only_where_that_is_asked_for(self):
+        cpu, first, second = map(torch.device, ("cpu", "cuda:0", "cuda:1"))
+        assert are_side_by_side([cpu, cpu])
+        assert not are_side_by_side([cpu])
+        assert not are_side_by_side([cpu, cpu], in_turns=True)
+        assert not are_side_by_side([first, second])
+        assert not are_side_by_side([cpu, first])
+        assert are_side_by_side([first, second], in_turns=False)
+        with pytest.raises(pr.ArgumentError, match="2 ranks share cuda:0"):
+            are_side_by_side([first, cpu, first], in_turns=False)

@@ -1,0 +1,408 @@
+"""Ranks that compute at the same time: failures, Ctrl-C, settings of torch, and their threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import signal
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from programs import run_programs
+from test_ranks_beside import assert_equal, gradients, mlp, rows, step, torch_threads, trained
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pyringar as pr
+from pyringar.parallel.lockstep import RankThreads
+from pyringar.parallel.shards import check_replicas_equal, get_params, split_batch
+from pyringar.train import lenet, lenet_params
+from pyringar.train.step import EagerStep, SideBySide
+from pyringar.train.synthetic import synthetic_images
+
+__all__ = ["torch_threads"]  # a fixture
+
+
+class Acts(nn.Module):
+    """Calls ``act(x)`` in forward and ``react(grad)`` in backward, which all ranks share."""
+
+    act = react = staticmethod(lambda x: x)
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        out = self.linear(type(self).act(x))
+        if out.requires_grad:
+            out.register_hook(type(self).react)
+        return out
+
+
+@pytest.fixture
+def acts():
+    """A fresh class of modules that act."""
+    torch.manual_seed(0)
+    return type("Acting", (Acts,), {})
+
+
+class TestFailures:
+    @pytest.mark.parametrize("where", ["act", "react"])
+    def test_the_first_error_names_its_rank_and_later_steps_work(self, acts, where):
+        X, y = rows(8)  # noqa: N806
+        module = acts()
+        expected = trained(module, 4, X, y)
+        ended = []
+
+        def fail(x):
+            name = threading.current_thread().name
+            if "rank-1" in name or "rank-3" in name:
+                raise ValueError(f"planted in {name}")
+            time.sleep(0.05)
+            ended.append(name)
+            return x
+
+        with pr.DataParallel(module, ["cpu"] * 4) as net:
+            optimizer = net.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+            step(net, optimizer, X, y)
+            setattr(acts, where, staticmethod(fail))
+            with pytest.raises(ValueError, match="planted in pyringar-rank-1") as failed:
+                step(net, optimizer, X, y)
+            delattr(acts, where)
+            assert len(ended) == 2, "the others have ended"
+            assert any("rank 1" in note for note in getattr(failed.value, "__notes__", ["rank 1"]))
+            for _ in range(2):
+                step(net, optimizer, X, y)
+            found = [t for replica in net.replicas for t in replica.state_dict().values()]
+        assert_equal(found, expected)
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_a_step_whose_backward_fails_is_broken_off_and_the_next_is_right(self, overlap):
+        images, labels = synthetic_images(12, 5)
+        params = lenet_params(generator=torch.Generator().manual_seed(0))
+        ours, theirs = ([get_params(params, "cpu") for _ in range(3)] for _ in range(2))
+
+        def run_step(replicas, fails, bucketer, threads):
+            def score(rank, X):  # noqa: N803
+                out = lenet(X, replicas[rank])
+                if rank == 1 and fails:
+                    replicas[1][0].register_hook(fail)  # the first layer's: others have left
+                return out
+
+            split = functools.partial(split_batch, devices=["cpu"] * 3)
+            beside = SideBySide(threads, score, bucketer.together)
+            EagerStep(replicas, None, bucketer.wait, split, beside)(images, labels, 0.01)
+
+        def fail(grad):
+            raise ValueError("planted")
+
+        threads = RankThreads([torch.device("cpu")] * 3)
+        for replicas, fails in ((ours, True), (theirs, False)):
+            with pr.GradientBucketer(replicas, bucket_cap_mb=0.01, overlap=overlap) as bucketer:
+                run_step(replicas, False, bucketer, threads)
+                if fails:
+                    with pytest.raises(ValueError, match="planted"):
+                        run_step(replicas, True, bucketer, threads)
+                    with pytest.raises(pr.RingarError, match="backward pass failed"):
+                        bucketer.wait()
+                    replicas[1][0]._backward_hooks.clear()
+                run_step(replicas, False, bucketer, threads)
+        threads.close()
+        check_replicas_equal([*ours, *theirs])
+
+    def test_ctrl_c_ends_it_and_the_next_step_is_right(self, acts):
+        X, y = rows(8)  # noqa: N806
+        module = acts()
+        expected = trained(module, 2, X, y, in_turns=True)
+        started = threading.Event()
+        with pr.DataParallel(module, ["cpu"] * 2) as net:
+            optimizer = net.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+            step(net, optimizer, X, y)
+            for where in ("act", "react"):
+
+                def slow(x):
+                    started.set()
+                    time.sleep(0.3)
+                    return x
+
+                def interrupt():
+                    started.wait(20)
+                    time.sleep(0.05)
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+                started.clear()
+                setattr(acts, where, staticmethod(slow))
+                thread = threading.Thread(target=interrupt)
+                thread.start()
+                began_s = time.monotonic()
+                optimizer.zero_grad()
+                with pytest.raises(KeyboardInterrupt):
+                    F.cross_entropy(net(X), y).backward()
+                assert time.monotonic() - began_s < 5
+                thread.join()
+                delattr(acts, where)
+            for _ in range(2):
+                step(net, optimizer, X, y)
+            found = [t for replica in net.replicas for t in replica.state_dict().values()]
+            assert_equal(found, expected)
+
+    def test_a_signal_handler_may_call_the_module_that_runs(self, acts):
+        X, _ = rows(4)  # noqa: N806
+        found = []
+        before = signal.signal(signal.SIGUSR1, lambda *_: found.append(net(X)))
+        try:
+            with pr.DataParallel(acts(), ["cpu"] * 2) as net:
+                net(X)
+
+                to_send = [signal.SIGUSR1]
+
+                def slow(x):
+                    with contextlib.suppress(IndexError):  # one rank, once
+                        signal.pthread_kill(threading.main_thread().ident, to_send.pop())
+                        time.sleep(0.1)
+                    return x
+
+                acts.act = staticmethod(slow)
+                expected = net(X)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert torch.equal(found[0], expected)
+
+
+class Counts(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("context", "look", "expected"),
+        [
+            (torch.no_grad, torch.is_grad_enabled, False),
+            (torch.inference_mode, torch.is_inference_mode_enabled, True),
+            (
+                lambda: torch.autocast("cpu", torch.bfloat16),
+                lambda: torch.is_autocast_enabled("cpu"),
+                True,
+            ),
+            (torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled, True),
+            (lambda: torch.device("meta"), lambda: torch.empty(1).device.type, "meta"),
+            (Counts, torch._C._len_torch_dispatch_stack, 1),
+            (contextlib.nullcontext, torch.is_grad_enabled, True),
+        ],
+        ids=["no_grad", "inference", "autocast", "anomaly", "device", "dispatch", "none"],
+    )
+    def test_of_the_caller_hold_on_all_ranks(self, acts, context, look, expected):
+        X, _ = rows()  # noqa: N806
+        seen = []
+        with pr.DataParallel(acts(), ["cpu"] * 2) as net:
+            acts.act = staticmethod(lambda x: (seen.append(look()), x)[1])
+            for _ in range(2):
+                is_anomaly = context is torch.autograd.set_detect_anomaly
+                with context(True) if is_anomaly else context():
+                    net(X)
+        assert seen == [expected] * 4
+
+    def test_a_default_dtype_holds(self):
+        torch.set_default_dtype(torch.float64)
+        try:
+            with pr.DataParallel(nn.Linear(2, 2), ["cpu"] * 2) as net:
+                assert net(torch.rand(4, 2)).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def test_hooks_on_saved_tensors_and_anomalies_reach_backward(self, acts):
+        X, y = rows()  # noqa: N806
+        packed, found = [], []
+        with pr.DataParallel(acts(), ["cpu"] * 2) as net:
+            net(X)
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda t: packed.append(1) or t, lambda t: t
+            )
+            with hooks:
+                F.cross_entropy(net(X), y).backward()
+            assert len(packed) >= 2
+            net.zero_grad()
+            acts.react = staticmethod(lambda grad: found.append(grad) or grad * float("nan"))
+            with (
+                torch.autograd.detect_anomaly(check_nan=True),
+                pytest.warns(UserWarning, match="Error detected in AddmmBackward"),
+                pytest.raises(RuntimeError, match="nan"),
+            ):
+                F.cross_entropy(net(X), y).backward()
+
+    def test_torch_func_and_a_compiled_module_run_in_the_callers_thread(self, acts):
+        X, _ = rows()  # noqa: N806
+        names = []
+        with pr.DataParallel(acts(), ["cpu"] * 2) as net:
+            net(X)
+            act = staticmethod(lambda x: (names.append(threading.current_thread().name), x)[1])
+            acts.act = act
+            _, tangent = torch.func.jvp(net, (X,), (torch.ones_like(X),))
+            assert tangent.shape == (6, 3)
+            for replica in net.replicas:
+                replica.compile(backend="eager", dynamic=False)
+            del acts.act
+            assert net(X).shape == (6, 3)
+            assert not net._beside.may_run([X])
+        assert set(names) == {"MainThread"}
+
+    def test_module_hooks_run_for_each_rank_and_parameters_hooks_once(self):
+        X, y = rows()  # noqa: N806
+        seen = []
+        with pr.DataParallel(mlp(), ["cpu"] * 2) as net:
+            for replica in net.replicas:
+                replica[2].register_full_backward_hook(lambda part, into, out: seen.append("full"))
+            for late in (False, True):
+                net.zero_grad()
+                seen.clear()
+                loss = F.cross_entropy(net(X), y) if late else None
+                handles = [
+                    replica[0].weight.register_hook(lambda grad: seen.append("grad") or grad * 2)
+                    for replica in net.replicas
+                ]
+                (loss if late else F.cross_entropy(net(X), y)).backward()
+                net.wait()
+                assert sorted(seen) == ["full", "full", "grad", "grad"]
+                twice = [g.clone() for g in gradients(net)]
+                for handle in handles:
+                    handle.remove()
+                net.zero_grad()
+                F.cross_entropy(net(X), y).backward()
+                net.wait()
+                torch.testing.assert_close(twice[0], 2 * gradients(net)[0])
+
+
+class TestRandomNumbers:
+    @pytest.mark.parametrize("of", ["torch", "python"])
+    def test_are_drawn_as_in_turns(self, acts, of, torch_threads):
+        torch_threads(1)
+        X, y = rows(9)  # noqa: N806
+        draw = {"torch": lambda: torch.rand(()), "python": random.random}[of]
+        acts.act = staticmethod(lambda x: x * draw())
+        found = []
+        for in_turns in (None, None, True):
+            torch.manual_seed(5)
+            module = acts()
+            random.seed(5)
+            found.append(trained(module, 3, X, y, steps=4, in_turns=in_turns))
+        assert_equal(found[0], found[1])
+        assert_equal(found[0], found[2])
+
+    def test_dropout_is_the_same_every_time(self, torch_threads):
+        torch_threads(1)
+        module = nn.Sequential(nn.Linear(4, 32), nn.Dropout(), nn.Linear(32, 3))
+        found = []
+        for in_turns in (None, None, True):
+            torch.manual_seed(7)
+            found.append(trained(module, 3, *rows(9), in_turns=in_turns))
+        assert_equal(found[0], found[1])
+        assert_equal(found[0], found[2])
+
+    def test_that_a_module_begins_to_draw_is_told_and_then_it_takes_turns(self, acts, caplog):
+        X, _ = rows()  # noqa: N806
+        with pr.DataParallel(acts(), ["cpu"] * 2) as net, caplog.at_level(logging.WARNING):
+            net(X)
+            net(X)
+            assert not caplog.records
+            acts.act = staticmethod(lambda x: x * torch.rand(()))
+            net(X)
+            assert "not repeatable" in caplog.text
+            names = []
+            acts.act = staticmethod(lambda x: names.append(threading.current_thread().name) or x)
+            net(X)
+        assert names == ["MainThread"] * 2
+        assert len(caplog.records) == 1
+
+    def test_a_checkpoint_leaves_the_callers_generator_alone(self):
+        """Its backward sets the generator to what it was in forward, and back: in all threads."""
+
+        class Recomputes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = nn.Linear(4, 300), nn.Linear(300, 3)
+
+            def forward(self, x):
+                return torch.utils.checkpoint.checkpoint(
+                    lambda h: self.second(self.first(h).tanh()), x, use_reentrant=False
+                )
+
+        X, y = rows(400)  # noqa: N806
+        with pr.DataParallel(Recomputes(), ["cpu"] * 4) as net:
+            for number in range(20):
+                loss = F.cross_entropy(net(X), y)
+                torch.manual_seed(number)
+                before = torch.get_rng_state()
+                loss.backward()
+                assert torch.equal(torch.get_rng_state(), before)
+                net.wait()
+                net.zero_grad()
+
+
+class TestThreads:
+    def test_are_kept_and_end_with_their_owner(self):
+        before = set(threading.enumerate())
+        X, y = rows()  # noqa: N806
+        net = pr.DataParallel(mlp(), ["cpu"] * 2)
+        optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
+        names = []
+        for _ in range(3):
+            step(net, optimizer, X, y)
+            mine = [t for t in set(threading.enumerate()) - before if "pyringar-rank" in t.name]
+            names.append(sorted((t.name, t.native_id) for t in mine))
+        assert names[0] == names[1] == names[2]
+        assert len(names[0]) == 2
+        net.close()
+        assert not [t for t in set(threading.enumerate()) - before if t.name in dict(names[0])]
+        ours = net(X)  # in turns
+        assert ours.shape == (6, 3)
+        assert not [t for t in set(threading.enumerate()) - before if "rank" in t.name]
+
+    def test_those_of_a_dropped_one_end(self):
+        before = set(threading.enumerate())
+        net = pr.DataParallel(mlp(), ["cpu"] * 2)
+        net(rows()[0])
+        mine = [t for t in set(threading.enumerate()) - before if "pyringar-rank" in t.name]
+        assert len(mine) == 2
+        del net
+        for thread in mine:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+    def test_a_forked_child_has_its_own_and_a_program_ends(self):
+        program = """
+            import os, threading, torch
+            from torch import nn
+            import pyringar as pr
+            from pyringar.parallel.lockstep import RankThreads
+            torch.set_num_threads(1)
+            threads = RankThreads([torch.device("cpu")] * 2)
+            two = {rank: (lambda rank=rank: rank) for rank in range(2)}
+            assert threads.run(two) == {0: 0, 1: 1}
+            child = os.fork()
+            if not child:
+                ok = threads.run(two) == {0: 0, 1: 1}
+                threads.close()
+                os._exit(0 if ok else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            net = pr.DataParallel(nn.Linear(2, 2), ["cpu"] * 2)
+            for _ in range(2):
+                net(torch.rand(4, 2)).sum().backward()
+                net.wait()
+                net.zero_grad()
+            print("the end")
+        """
+        (ended,) = run_programs(textwrap.dedent(program), ())
+        assert ended.returncode == 0, ended.stderr
+        assert "the end" in ended.stdout
