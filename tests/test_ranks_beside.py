@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class Meet(torch.autograd.Function):
 
 
 class MeetingNet(nn.Module):
-    barriers: dict[str, threading.Barrier] = {}  # not copied with a module
+    barriers: ClassVar[dict[str, threading.Barrier]] = {}  # not copied with a module
 
     def __init__(self, name="", is_on=False):
         super().__init__()

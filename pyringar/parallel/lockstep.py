@@ -161,7 +161,7 @@ def can_leave_thread() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        or torch._C._get_tracing_state() is not None
     )
 
 

@@ -91,9 +91,9 @@ class DataParallel(nn.Module):
     last into `no_sync`. As with ``nn.DataParallel``, a rank that no sample is left for does
     not run.
 
-    Cost: a call copies no parameters, only samples and outputs between devices. On CPUs ranks run at
-    the same time, on one GPU one after the other; on several GPUs at the same time, forward from a
-    thread each. Where ranks have threads in backward, gradients are reduced once all have theirs.
+    Cost: a call copies no parameters, only samples and outputs between devices. CPU ranks run at
+    the same time, those on one GPU one after the other, those on several GPUs forward at the same
+    time. Where ranks have threads in backward, gradients are reduced once all ranks have theirs.
     """
 
     def __init__(

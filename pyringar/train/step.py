@@ -90,6 +90,9 @@ def train_batch(
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
     with _lenet_threads(device_params, comm, in_turns) as threads:
+        beside = None
+        if threads is not None:
+            beside = SideBySide(threads, lambda rank, X: lenet(X, device_params[rank]))  # noqa: N803
         return _train_shards(
             shards,
             device_params,
@@ -98,7 +101,7 @@ def train_batch(
             ],
             reduce=lambda: reduce_gradients(device_params, devices, comm),
             step_size=lr / X.shape[0],
-            beside=threads and SideBySide(threads, lambda rank, X: lenet(X, device_params[rank])),  # noqa: N803
+            beside=beside,
         )
 
 
@@ -158,7 +161,7 @@ def _compute_beside(
     """Run forward and backward of all ranks at the same time."""
     computations = {
         rank: functools.partial(_compute_rank, beside.score, rank, X, y, trace)
-        for rank, (X, y) in enumerate(zip(*shards, strict=True))  # noqa: N806
+        for rank, (X, y) in enumerate(zip(*shards, strict=True))
     }
     with beside.together():
         losses = beside.threads.run(computations, num_threads=beside.threads.share())

@@ -253,7 +253,11 @@ class Trainer:
         self._progress: EpochProgress | None = None  # of the epoch that it broke off
         if checkpoint is not None:
             self._go_on_from(checkpoint, Path(resume or ""))
-        self._busy_cores = BusyCores({device.type for device in self.all_devices} == {"cpu"})
+        self._busy_cores = BusyCores(
+            {device.type for device in self.all_devices} == {"cpu"},
+            1 if takes_turns(config, self.devices) else len(self.devices),
+            threads_per_rank(config, self.devices),
+        )
         if self.is_main:
             size = min(config.global_batch_size, len(self._data.train_labels))
             tell_of_idle_ranks(size, config.world_size, self.weights)
