@@ -82,14 +82,14 @@ class TrainConfig:
             rank order.
         compile: Let torch compile the model, which takes a minute first. Its backward hands over
             all gradients at its end, so that nothing overlaps.
+        cuda_graph: Capture the whole step in a CUDA graph once, and replay it for every batch: the
+            host then has next to nothing to do. For ranks that share one GPU. Changes no bit. A
+            last batch that is smaller runs as without.
         in_turns: None: ranks on CPUs compute at the same time, each in a thread with its share of
             torch's threads, at least one; ranks on GPUs are driven by one thread. True: one after
             the other, each with all of torch's threads. False: also GPUs have a thread each (not
             yet run on one). The number of threads decides the bits, and nothing else of this.
             Ranks that ``compile`` or ``batchnorm="sync"`` ties together always take turns.
-        cuda_graph: Capture the whole step in a CUDA graph once, and replay it for every batch: the
-            host then has next to nothing to do. For ranks that share one GPU. Changes no bit. A
-            last batch that is smaller runs as without.
 
     Raises:
         ArgumentError: A value is out of range; names the option.
