@@ -379,6 +379,43 @@ class TestThreads:
             thread.join(10)
             assert not thread.is_alive()
 
+    def test_a_module_may_call_what_it_is_a_part_of(self, acts):
+        """One of the threads that run would wait for itself."""
+        X, _ = rows()  # noqa: N806
+        with pr.DataParallel(acts(), ["cpu"] * 2) as net:
+            expected = net(X)
+            calls = [X]
+            inner = []
+
+            def again(x):
+                with contextlib.suppress(IndexError):
+                    inner.append(net(calls.pop()))
+                return x
+
+            acts.act = staticmethod(again)
+            assert torch.equal(net(X), expected)
+        assert torch.allclose(inner[0], expected)
+
+    def test_streams_of_gpus_are_the_callers_with_the_own_one_last(self, monkeypatch):
+        """On the CPU, with names in the place of streams."""
+        entered = {0: [], 1: []}
+        here = threading.local()
+
+        @contextlib.contextmanager
+        def stream(name):
+            entered[int(threading.current_thread().name.split("-")[2][0])].append(name)
+            here.current = name
+            yield
+
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        devices = [torch.device("cuda", rank) for rank in range(2)]
+        threads = RankThreads(devices)
+        found = threads.run(dict.fromkeys(range(2), lambda: here.current), num_threads=1)
+        threads.close()
+        assert found == {0: "of cuda:0", 1: "of cuda:1"}
+        assert entered == {0: ["of cuda:1", "of cuda:0"], 1: ["of cuda:0", "of cuda:1"]}
+
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
     def test_a_forked_child_has_its_own_and_a_program_ends(self):
         program = """

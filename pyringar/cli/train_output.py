@@ -61,7 +61,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
         "allreduce": plan,
         "buckets": f"{len(bucketer.buckets)}, {when}",
     }
-    if len(trainer.devices) > 1:
+    if len(trainer.devices) > 1 and trainer.devices[0].type == "cpu":
         in_turns = takes_turns(config, trainer.devices)
         each = threads_per_rank(config, trainer.devices)
         facts["ranks"] = (

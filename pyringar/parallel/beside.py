@@ -57,7 +57,7 @@ class ReplicasBeside:
         Args:
             inputs: Of all ranks.
         """
-        if not can_leave_thread() or self._in_turns.get(self._mode()):
+        if self._threads.is_own() or not can_leave_thread() or self._in_turns.get(self._mode()):
             return False
         if torch.is_grad_enabled() and any(t.requires_grad for t in nested.batches(inputs)):
             return False

@@ -45,6 +45,11 @@ class RankThreads:
         self._devices = tuple(devices)
         self._pools: dict[int, ThreadPoolExecutor] = {}  # by rank, a thread each
         self._process = 0  # whose pools they are
+        self._idents: set[int] = set()  # of their threads
+
+    def is_own(self) -> bool:
+        """Return whether one of these threads calls, for which none of them must wait."""
+        return threading.get_ident() in self._idents
 
     def share(self) -> int:
         """Return how many torch threads each rank has if all share the caller's, at least one."""
@@ -110,21 +115,28 @@ class RankThreads:
     def close(self) -> None:
         """End the threads. May be called again; a later run starts new ones."""
         pools, self._pools = self._pools, {}
+        self._idents = set()
         if self._process == os.getpid():
             for pool in pools.values():
                 pool.shutdown()
 
     def _pool(self, rank: int) -> ThreadPoolExecutor:
         if self._process != os.getpid():
-            self._pools = {}
+            self._pools, self._idents = {}, set()
             self._process = os.getpid()
         if rank not in self._pools:
-            self._pools[rank] = ThreadPoolExecutor(1, f"pyringar-rank-{rank}")
+            self._pools[rank] = ThreadPoolExecutor(
+                1, f"pyringar-rank-{rank}", _note_thread, (self._idents,)
+            )
         return self._pools[rank]
 
     def _streams(self) -> dict[torch.device, torch.cuda.Stream]:
         gpus = {device for device in self._devices if device.type == "cuda"}
         return {device: torch.cuda.current_stream(device) for device in gpus}
+
+
+def _note_thread(idents: set[int]) -> None:
+    idents.add(threading.get_ident())
 
 
 def are_side_by_side(devices: Sequence[torch.device], in_turns: bool | None = None) -> bool:
