@@ -50,8 +50,8 @@ from pyringar.train.synthetic import synthetic_images
 
 LR, SEED = 0.02, 0
 MODELS: dict[str, dict[str, Any]] = {
-    "LeNet": {"model": "lenet", "batch_size": 256},
-    "ResNet-18, width 8": {"model": "resnet18", "width": 8, "batch_size": 128},
+    "LeNet, batch 256": {"model": "lenet", "batch_size": 256},
+    "ResNet-18, width 8, batch 128": {"model": "resnet18", "width": 8, "batch_size": 128},
 }
 BUSY = ", beside a busy process"  # ends a case's name
 
@@ -94,7 +94,7 @@ class Book(TorchLoop):
             self._add_replica(model, device)
 
     def _add_replica(self, model: str, device: str) -> None:
-        if model == "LeNet":
+        if MODELS[model]["model"] == "lenet":
             initial = lenet_params(generator=torch.Generator().manual_seed(SEED))
             params = [p.to(device, copy=True).requires_grad_() for p in initial]
             self._forward.append(functools.partial(lenet, params=params))
@@ -181,7 +181,7 @@ def why_no_data_parallel(model: str, device: str, k: int) -> str | None:
     """Return why nn.DataParallel cannot take part; None if it can."""
     if device == "cpu":
         return "nn.DataParallel knows no CPU ranks: it would run the plain module, undivided"
-    if model == "LeNet":
+    if MODELS[model]["model"] == "lenet":
         return "LeNet is a list of tensors and a function here, nn.DataParallel wants a module"
     gpus = torch.cuda.device_count()
     return None if k <= gpus else f"nn.DataParallel wants a GPU per rank, here are {gpus}"
@@ -269,12 +269,13 @@ def check(loops: dict[str, Any]) -> dict[str, bool]:
 def cases_of(effort: str) -> list[Case]:
     """Return what is measured with this effort."""
     if effort == "smoke":
-        return [Case("LeNet", 2, tuple(LOOPS))]
+        return [Case(next(iter(MODELS)), 2, tuple(LOOPS))]
     idle = [Case(model, k, tuple(LOOPS)) for model in MODELS for k in (1, 2, 4)]
     return idle + [Case(model + BUSY, 2, tuple(LOOPS)) for model in MODELS]
 
 
-GOALS = {("LeNet", 2): 1.15, ("ResNet-18, width 8", 2): 1.1, ("ResNet-18, width 8", 4): 1.2}
+_LENET, _RESNET = MODELS
+GOALS = {(_LENET, 2): 1.15, (_RESNET, 2): 1.1, (_RESNET, 4): 1.2}
 GOALS |= {(model + BUSY, 2): 5.0 for model in MODELS}
 
 
@@ -292,11 +293,10 @@ def goals_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
 BENCHMARK = Benchmark(
     section="training",
     title="Training steps",
-    about="From the batch to updated parameters, batches of 256 images for LeNet and of 128 for "
-    "ResNet-18, with torch's default number of threads; parameters checked against the book's. The "
-    "limit, `undivided`, is the whole batch on one replica: all of the arithmetic and no "
-    "communication. `book` reduces each parameter through rank 0 after backward. `ringar` computes "
-    "all ranks at the same time, `ringar, turns` one after the other.",
+    about="From the batch to updated parameters; parameters checked against the book's. The limit, "
+    "`undivided`, is the whole batch on one replica: all of the arithmetic and no communication. "
+    "`book` reduces each parameter through rank 0 after backward; `ringar, turns` computes one "
+    "rank after the other.",
     baseline=("book",),
     limit="undivided",
     efforts={"full": Effort(25, 20.0), "quick": Effort(5, 1.0), "smoke": Effort(5, 0.0)},

@@ -63,6 +63,9 @@ class MeetingNet(nn.Module):
         return Meet.apply(out, self.barriers[self.name]) if self.is_on else out
 
 
+SHARED = []  # what modules use that is not theirs
+
+
 def mlp():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -196,6 +199,48 @@ class TestBits:
                     found.append([g for r in net.replicas for g in gradients(r) if g is not None])
             assert_equal(*found)
             assert found[0], do
+
+    @pytest.mark.parametrize("what", ["outside", "plain tensor", "kept", "scalar", "in place"])
+    def test_of_graphs_that_go_beyond_outputs_and_parameters(self, torch_threads, what):
+        torch_threads(1)
+        X, y = rows()  # noqa: N806
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.kept = mlp(), None
+                self.plain = torch.ones(3, requires_grad=True)
+
+            def forward(self, x, scale=1):
+                out = self.net(x) * scale
+                if what == "outside":
+                    return out * next(iter(SHARED))
+                if what == "plain tensor":
+                    return out * self.plain
+                self.kept = out.square().sum() if what == "kept" else None
+                return out
+
+        found = []
+        for in_turns in (None, True):
+            SHARED[:] = [torch.full((3,), 2.0, requires_grad=True)]
+            scale = torch.tensor(3.0, requires_grad=what == "scalar")
+            with pr.DataParallel(
+                Net(), ["cpu"] * 2, in_turns=in_turns, gather=what != "in place"
+            ) as net:
+                for _ in range(2):
+                    net.zero_grad()
+                    outs = net(X, scale)
+                    if what == "in place":
+                        outs = torch.cat([out.mul_(2) for out in outs])
+                    loss = F.cross_entropy(outs, y)
+                    if what == "kept":
+                        loss = loss + sum(replica.kept for replica in net.replicas)
+                    loss.backward()
+                    net.wait()
+                others = [SHARED[0].grad, scale.grad, *(r.plain.grad for r in net.replicas)]
+            found.append([*gradients(net), *(g for g in others if g is not None)])
+        assert_equal(*found)
+        assert len(found[0]) == 4 + {"outside": 1, "scalar": 1, "plain tensor": 2}.get(what, 0)
 
     @pytest.mark.parametrize("what", ["gradients of gradients", "what a module keeps"])
     def test_what_needs_turns_is_an_error_and_not_another_gradient(self, what):

@@ -49,17 +49,17 @@ class ReplicasBeside:
         """Return whether a call can run so and give what it gives in turns.
 
         It cannot where this thread is in a mode of its own (`can_leave_thread`), where an input
-        requires a gradient, so that the graph goes on beyond the ranks, where hooks wait for the
-        gradients of parameters, which would see those of single ranks, where a module is compiled,
-        and where the module draws random numbers, or recomputes itself in a pass of its own
-        (``checkpoint`` with ``use_reentrant=True``).
+        requires a gradient, so that the graph goes on beyond the ranks, where hooks wait for
+        gradients of parameters, of which some may stay None here, where a module is compiled, and
+        where the first call has shown that the module draws random numbers or that its graph is
+        tied to others (`_is_tied`).
 
         Args:
             inputs: Of all ranks.
         """
         if self._threads.is_own() or not can_leave_thread() or self._in_turns.get(self._mode()):
             return False
-        if torch.is_grad_enabled() and any(t.requires_grad for t in nested.batches(inputs)):
+        if torch.is_grad_enabled() and _differentiable(inputs):
             return False
         parts = [part for replica in self._replicas for part in replica.modules()]
         is_compiled = any(_is_compiled(part) for part in parts)
@@ -80,7 +80,7 @@ class ReplicasBeside:
         before = _RandomState()
         outputs = self._call(functions, in_turns=is_first)
         outer = [t for rank in outputs for t in _differentiable(outputs[rank])]
-        is_tied = is_first and any(map(_has_reentrant_checkpoint, outer))
+        is_tied = is_first and any(self._is_tied(rank, outputs[rank]) for rank in outputs)
         self._in_turns.setdefault(mode, is_tied)
         if before != _RandomState():
             self._note_draw(mode, is_first)
@@ -99,6 +99,22 @@ class ReplicasBeside:
         if not in_turns:
             return run(functions)
         return {rank: run({rank: function})[rank] for rank, function in functions.items()}
+
+    def _is_tied(self, rank: int, output: Any) -> bool:
+        """Return whether a rank's graph is not only from its outputs to its parameters.
+
+        That is: it leads to other tensors, modules keep parts of it, for a loss to take, or it has
+        a checkpoint that recomputes in a pass of its own (``use_reentrant=True``).
+        """
+        replica = self._replicas[rank]
+        params = set(replica.parameters())
+        nodes = _nodes(_differentiable(output))
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        return (
+            any(leaf not in params for leaf in leaves)
+            or any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
+            or any(map(_keeps_graph, replica.modules()))
+        )
 
     def _mode(self) -> Any:
         parts = self._replicas[0].modules()
@@ -226,18 +242,27 @@ def _is_compiled(part: nn.Module) -> bool:
     return part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
 
 
-def _has_reentrant_checkpoint(tensor: Tensor) -> bool:
-    """Look through the whole graph."""
-    seen, todo = set(), [tensor.grad_fn]
+def _nodes(tensors: Tensors) -> set[Any]:
+    """Return all nodes of the graphs of these tensors."""
+    found: set[Any] = set()
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        todo += [other for other, _ in node.next_functions]
-    return False
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [other for other, _ in node.next_functions]
+    return found
+
+
+def _keeps_graph(part: nn.Module) -> bool:
+    kept = [v for value in vars(part).values() for v in (_items(value) or [value])]
+    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in kept)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else []
 
 
 class _RandomState:

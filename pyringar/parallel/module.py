@@ -76,9 +76,10 @@ class DataParallel(nn.Module):
     time, and leave the caller's number of them alone. They take turns as with ``in_turns=True``
     where the module draws random numbers (dropout) or is compiled, where ``batchnorm`` is
     ``"sync"``, where an input requires a gradient or a parameter has a hook on its gradient, under
-    reentrant checkpoints, and where the calling thread has entered a mode of torch's (a default
-    device, ``torch.func``, a counter of operations). Hooks on modules run in the ranks' threads. A
-    loss of what modules keep beside their outputs (``self.extra``) takes ``in_turns=True``.
+    reentrant checkpoints, where modules use outer tensors that require gradients or keep parts of
+    their graph, and where the calling thread has entered a mode of torch's (a default device,
+    ``torch.func``, a counter of operations). Hooks on modules run in the ranks' threads. Gradients
+    of gradients of parameters, and losses of what such hooks put aside, take ``in_turns=True``.
 
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
     Whatever changes parameters or gradients must do so on all ranks: `optimizer`,
