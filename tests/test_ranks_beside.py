@@ -227,6 +227,7 @@ class TestBits:
             with pr.DataParallel(
                 Net(), ["cpu"] * 2, in_turns=in_turns, gather=what != "in place"
             ) as net:
+                net(X, torch.tensor(3.0))  # which tells nothing of a scale with gradients
                 for _ in range(2):
                     net.zero_grad()
                     outs = net(X, scale)
