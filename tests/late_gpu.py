@@ -151,7 +151,7 @@ class Late(Tensor):
         run = partial(func, *hosts, **(kwargs or {}))
         alias = func._schema.returns[0].alias_info
         if alias is not None and not alias.is_write:
-            return Late(run(), args[0].block)
+            return tree_map_only(Tensor, lambda host: Late(host, args[0].block), run())
         if alias is not None:
             gpu.current().put(run)
             crosses = func is torch.ops.aten.copy_.default and not all(

@@ -340,9 +340,13 @@ def run_group(
     timeout_s: float = 30.0,
     limit_s: float = 90.0,
     env: dict[str, str] | None = None,
+    machines: str = "",
 ) -> list[Any]:
-    """What ``function(rank, size, *args)`` returned in a process group, or `Failed` or `Died`."""
-    options = (backend, timeout_s, limit_s, env or {})
+    """What ``function(rank, size, *args)`` returned in a process group, or `Failed` or `Died`.
+
+    ``machines`` names each rank's, a letter for each; without it all are on this one.
+    """
+    options = (backend, timeout_s, limit_s, env or {}, machines)
     deadline = time.monotonic() + limit_s
     with Crew(size) as crew:
         results = crew.results(_in_group, options, function, args, timeout_s=limit_s, ends=True)
@@ -419,9 +423,11 @@ def _in_group(
 
     import pyringar.distributed  # noqa: F401
 
-    backend, timeout_s, limit_s, env = options
+    backend, timeout_s, limit_s, env, machines = options
     faulthandler.dump_traceback_later(0.9 * limit_s)  # says where it hangs before it is killed
     os.environ.update(env)
+    if machines:
+        os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     if "TORCH_DISTRIBUTED_DEBUG" in env:
         dist.set_debug_level_from_env()
     timeout = timedelta(seconds=timeout_s)

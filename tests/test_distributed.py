@@ -21,10 +21,12 @@ IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
 
 
 @functools.cache
-def verdicts(cases: str, size: int, backend: str = "ringar", debug: str = "") -> list[Any]:
+def verdicts(
+    cases: str, size: int, backend: str = "ringar", debug: str = "", machines: str = ""
+) -> list[Any]:
     env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
     work = list(importlib.import_module(f"distributed_{cases}").CASES.items())
-    return run_group(run_cases, size, work, backend=backend, env=env)
+    return run_group(run_cases, size, work, backend=backend, env=env, machines=machines)
 
 
 def check(results: list[Any], case: str) -> None:

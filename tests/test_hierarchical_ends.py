@@ -116,7 +116,7 @@ def local_errors(rank: int, size: int, store: Any) -> Any:
 
     torch.zeros = refuse  # type: ignore[assignment]
     try:
-        errors.append(error_of(lambda: comm.all_reduce(tensor)))
+        errors.append(error_of(lambda: comm.all_reduce([tensor, numbers(rank)])))
     finally:
         torch.zeros = zeros
     comm.all_reduce(tensor)

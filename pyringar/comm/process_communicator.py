@@ -129,12 +129,13 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         algorithm: str,
         order: str,
         timeout: float,
+        compares_shapes: bool,
     ) -> ProcessCommunicator:
         """Return the communicator of ``members``, who have met already."""
         self = cls.__new__(cls)
         self._limits = {}
         self._configure(meeting.name, algorithm, order, timeout, device)
-        self._join(meeting, members, compares_shapes=True)
+        self._join(meeting, members, compares_shapes)
         return self
 
     def _configure(self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any) -> None:

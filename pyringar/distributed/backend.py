@@ -23,6 +23,7 @@ from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
+from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
@@ -40,9 +41,10 @@ _open_groups: set[Any] = set()
 
 def make_communicator(
     store: Any, rank: int, size: int, timeout: float, name: str
-) -> ProcessCommunicator:
+) -> ProcessCommunicator | HierarchicalCommunicator:
     """Make this rank's communicator of a group, as the backend does; all ranks call it.
 
+    Ranks of one machine meet in its memory; those of several there, and through gloo between them.
     Tensors correspond by the index of their elements, as torch.distributed has it.
 
     Args:
@@ -56,7 +58,7 @@ def make_communicator(
         ArgumentError, PeerLostError, CollectiveTimeout, RingarError: See
             `ProcessCommunicator`.
     """
-    return ProcessCommunicator(store, rank, size, name=name, timeout=timeout, compares_shapes=False)
+    return communicator_for(store, rank, size, name=name, timeout=timeout, compares_shapes=False)
 
 
 class _Group(Collectives):

@@ -12,8 +12,8 @@ from torch.futures import Future
 from pyringar.choices import check_choice
 from pyringar.comm.arguments import check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.shown import never_fails
+from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.work import Completer, PendingWork
 
 __all__ = ["HookState", "ddp_hook"]
@@ -46,7 +46,7 @@ class HookState:
     def comm(self) -> Any:
         """The communicator; the first call makes it, and all ranks must make that call."""
         if self._comm is None:
-            self._comm = ProcessCommunicator(
+            self._comm = communicator_for(
                 name="ddp_hook", timeout=self._timeout_s, compares_shapes=False
             )
         return self._comm

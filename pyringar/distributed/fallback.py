@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -166,7 +167,11 @@ def _make_gloo(
     options = kind._Options()
     options._timeout = timeout
     options._threads = 2
-    options._devices = [kind.create_default_device(lazy_init=False)]
+    # As torch's own: without names, the network on which this machine's name is found.
+    networks = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
+    options._devices = [
+        *(kind.create_device(interface=network, lazy_init=False) for network in networks)
+    ] or [kind.create_default_device(lazy_init=False)]
 
     class Gloo(kind):  # type: ignore[misc]
         def _set_default_timeout(self, timeout: timedelta) -> None:

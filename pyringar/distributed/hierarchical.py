@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,28 +29,22 @@ from pyringar.comm.arguments import (
 )
 from pyringar.comm.base import OwnRank, RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.float_mode import default_float_mode
 from pyringar.comm.jobs import Job, Jobs
-from pyringar.comm.member import Member, check_agreed, check_equal_nodes, ranks_by_node
+from pyringar.comm.member import Member, check_agreed, ranks_by_node
 from pyringar.comm.process_communicator import ProcessCommunicator
-from pyringar.comm.reference import divide, wide
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.shown import never_fails
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan
 from pyringar.comm.work import Work
-from pyringar.distributed.convert import copy_all, count_changes
+from pyringar.distributed.between import Between
+from pyringar.distributed.convert import count_changes
+from pyringar.distributed.links import Links
+from pyringar.distributed.machines import Machines
 from pyringar.distributed.own_stream import OwnStream, StreamJob
-from pyringar.distributed.packing import check_tensor, describe, own_bytes, pack
-from pyringar.distributed.wire import (
-    Inter,
-    PinnedInter,
-    TorchInter,
-    Wait,
-    check_place,
-    compare,
-)
-from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
+from pyringar.distributed.packing import check_tensor, describe
+from pyringar.distributed.wire import Inter, PinnedInter, TorchInter, check_place
+from pyringar.errors import ArgumentError, RingarError
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]
 
@@ -69,6 +63,7 @@ def communicator_for(
     timeout: float = 30.0,
     backend: str = "gloo",
     device: str | torch.device | int | None = None,
+    compares_shapes: bool = True,
 ) -> ProcessCommunicator | HierarchicalCommunicator:
     """Make the communicator for this job: of one machine, or of several.
 
@@ -89,14 +84,20 @@ def communicator_for(
         num_nodes = len(ranks_by_node(members))
         if num_nodes == 1:
             return ProcessCommunicator._of_meeting(
-                *(meeting, members, place), algorithm=algorithm, order=order, timeout=timeout
+                *(meeting, members, place),
+                algorithm=algorithm,
+                order=order,
+                timeout=timeout,
+                compares_shapes=compares_shapes,
             )
     if algorithm != "auto" or order != "any":
         raise ArgumentError(
             f"algorithm is {algorithm!r} and order {order!r}, but the ranks are on {num_nodes} "
             "machines, whose sums are added to each other: expected 'auto' and 'any'"
         )
-    return HierarchicalCommunicator._of_meeting(meeting, members, backend, timeout, place)
+    return HierarchicalCommunicator._of_meeting(
+        *(meeting, members, backend, timeout, place), compares_shapes=compares_shapes
+    )
 
 
 class HierarchicalCommunicator(OwnRank):
@@ -156,6 +157,7 @@ class HierarchicalCommunicator(OwnRank):
         timeout: float = 30.0,
         piece_bytes: int = _PIECE_BYTES,
         device: str | torch.device | int | None = None,
+        compares_shapes: bool = True,
     ) -> None:
         if not is_count(piece_bytes, 1):
             raise ArgumentError(f"piece_bytes is {piece_bytes!r}, expected a number of bytes")
@@ -165,6 +167,7 @@ class HierarchicalCommunicator(OwnRank):
             store, rank, world_size, name, check_timeout(timeout), place.type
         ) as meeting:
             members = meeting.exchange_members()
+        self._compares_shapes = compares_shapes
         self._join(meeting, members, inter, backend, timeout, piece_bytes, place)
 
     @classmethod
@@ -175,9 +178,12 @@ class HierarchicalCommunicator(OwnRank):
         backend: str,
         timeout: float,
         device: torch.device,
+        *,
+        compares_shapes: bool,
     ) -> HierarchicalCommunicator:
         """Return the communicator of ``members``, who have met already."""
         self = cls.__new__(cls)
+        self._compares_shapes = compares_shapes
         self._join(meeting, members, None, backend, timeout, _PIECE_BYTES, device)
         return self
 
@@ -193,35 +199,32 @@ class HierarchicalCommunicator(OwnRank):
     ) -> None:
         """Connect to the ranks of this machine, and to those on the others."""
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
-        self._name, self._timeout_s, self._piece_bytes = meeting.name, timeout, piece_bytes
-        self._nodes = nodes = ranks_by_node(members)
+        self._name, self._timeout_s = meeting.name, timeout
+        self._in_pieces = f" in pieces of {piece_bytes} bytes"
         check_agreed(members)
-        check_equal_nodes(nodes, members)
-        self._node = next(i for i, ranks in enumerate(nodes) if self._rank in ranks)
-        self._local_rank = nodes[self._node].index(self._rank)
+        self._members = members
+        self._machines = machines = Machines.of(ranks_by_node(members), self._rank)
         self._intra = ProcessCommunicator(
-            *(self._store, self._local_rank, len(nodes[0])),
-            name=f"machine {self._node}",
+            *(self._store, machines.local_rank, len(machines.here)),
+            name=f"machine {machines.node}",
             timeout=timeout,
             device=device,
         )
         self._device = device
         self._stream = OwnStream(device) if device.type == "cuda" else None
         # NCCL reads what is on the GPU: the host waits for nothing, and sees no loss in time.
-        self._looks = self._stream is not None and backend != "nccl"
-        if inter is None and len(nodes) > 1:
-            columns = list(zip(*nodes, strict=True))
-            inter = TorchInter(self._store, columns, self._rank, backend, timeout)
-            inter = PinnedInter(inter) if self._looks else inter
-        self._inter = inter
+        looks = self._stream if backend != "nccl" else None
+        if inter is None and len(machines.nodes) > 1:
+            inter = TorchInter(self._store, machines.columns, self._rank, backend, timeout)
+            inter = inter if looks is None else PinnedInter(inter)
+        self._links = Links(machines, members, self._intra, inter, looks)
+        self._between = Between(machines, self._links, piece_bytes, in_place=self._stream is None)
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._is_told = False  # whether other ranks know of the call that runs
-        self._stats = {"hierarchical": {"calls": 0, "bytes": 0, "busy_s": 0.0}}
-        self._stats["inter"] = {"calls": 0, "bytes": 0}
+        self._stats = {"calls": 0, "bytes": 0, "busy_s": 0.0}
         close_at_exit(  # gloo's threads must end before
             *(self, HierarchicalCommunicator.close),
             abort=HierarchicalCommunicator.abort,
@@ -236,12 +239,34 @@ class HierarchicalCommunicator(OwnRank):
     @property
     def local_rank(self) -> int:
         """This process's rank among those of its machine."""
-        return self._local_rank
+        return self._machines.local_rank
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Every rank's process and host, in rank order."""
+        return tuple(self._members)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a call waits for other ranks."""
+        return self._timeout_s
+
+    def set_timeout(self, timeout: float) -> None:
+        """Let waits for other ranks that begin from now on last as long as this.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            ArgumentError: It is no positive number of seconds.
+        """
+        self._timeout_s = check_timeout(timeout)
+        self._links.set_timeout(self._timeout_s)
 
     @property
     def nodes(self) -> list[list[int]]:
         """The ranks of every machine, in the order in which machines are added."""
-        return [list(ranks) for ranks in self._nodes]
+        return [list(ranks) for ranks in self._machines.nodes]
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -279,8 +304,9 @@ class HierarchicalCommunicator(OwnRank):
         for i, tensor in enumerate(given):
             check_tensor(f"tensors[{i}]", tensor, self._device)
         name = op_name(op)
-        what = f"all_reduce ({name}) of {describe(given)} in pieces of {self._piece_bytes} bytes"
-        return self._submit(what, partial(self._reduce, given, name, what), given, async_op)
+        what = f"all_reduce ({name}) of {self._describe(given)}{self._in_pieces}"
+        call = partial(self._between.all_reduce, given, name, what)
+        return self._submit(what, call, given, given, async_op)
 
     def all_reduce_coalesced(
         self,
@@ -295,6 +321,59 @@ class HierarchicalCommunicator(OwnRank):
         check_list("all_reduce_coalesced", tensors)
         return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
 
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, op: Any = "sum", *, async_op: bool = False
+    ) -> Work | None:
+        """Reduce ``input`` over all ranks and leave this rank's part of the result in ``output``.
+
+        Args:
+            output: ``n`` elements.
+            input: ``world_size * n`` elements, left as they are; part ``r``, in index order, is for
+                rank ``r``.
+
+        See `all_reduce` for the other arguments and errors.
+
+        Cost: with L of k ranks on each machine a rank sends ``(k - L) n / L`` elements to others.
+        """
+        self._check_parts("reduce_scatter", output, input, output, input)
+        name = op_name(op)
+        what = f"reduce_scatter ({name}) of {self._describe([input])}"
+        call = partial(self._between.reduce_scatter, output, input, name, what)
+        return self._submit(what, call, [input, output], [output], async_op)
+
+    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
+        """Put all ranks' ``input``, end to end in rank order, into ``output``.
+
+        Args:
+            output: ``world_size * n`` elements.
+            input: ``n`` elements, left as they are.
+
+        See `all_reduce` for the other arguments and errors.
+
+        Cost: with M machines of L ranks a rank sends ``(M - 1) n`` elements to others.
+        """
+        self._check_parts("all_gather", output, input, input, output)
+        what = f"all_gather of {self._describe([input])}"
+        call = partial(self._between.all_gather, output, input, what)
+        return self._submit(what, call, [output, input], [output], async_op)
+
+    def _check_parts(
+        self, operation: str, output: Tensor, input: Tensor, part: Tensor, whole: Tensor
+    ) -> None:
+        """Refuse what cannot be written, and sizes and dtypes that do not belong together."""
+        check_tensor("output", output, self._device)
+        check_tensor("input", input, self._device, is_written=False)
+        size = self._world_size
+        if part.dtype != whole.dtype or part.numel() * size != whole.numel():
+            raise ArgumentError(
+                f"{operation}: input has {input.numel()} elements of {input.dtype} and output "
+                f"{output.numel()} of {output.dtype}; expected one dtype, and "
+                f"{'input' if whole is input else 'output'} {size} times as long"
+            )
+
+    def _describe(self, tensors: Sequence[Tensor]) -> str:
+        return describe(tensors, with_shapes=self._compares_shapes)
+
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's.
 
@@ -308,9 +387,10 @@ class HierarchicalCommunicator(OwnRank):
         """
         check_root(root, self._world_size)
         check_tensor("tensor", tensor, self._device)
-        what = f"broadcast from rank {root} of " + describe([tensor])
-        call = partial(self._copy, tensor, root, what)
-        return self._submit(what, call, [tensor], async_op, is_written=root != self._rank)
+        what = f"broadcast from rank {root} of {self._describe([tensor])}"
+        call = partial(self._between.broadcast, tensor, root, what)
+        written = [tensor] if root != self._rank else []
+        return self._submit(what, call, [tensor], written, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
@@ -321,13 +401,20 @@ class HierarchicalCommunicator(OwnRank):
         """
 
         def meet() -> None:
-            self._inside(self._intra.barrier)
+            self._links.meet_inside()
             if self._stream is not None:  # other machines' streams cannot wait for this one
                 self._stream.finish()
-            self._compare("barrier")()
-            self._inside(self._intra.barrier)
+            self._links.compare("barrier")()
+            self._links.meet_inside()
 
-        return self._submit("barrier", meet, [], async_op)
+        return self._submit("barrier", meet, [], [], async_op)
+
+    def _submit_step(self, step: Callable[[], object]) -> Work:
+        """Call ``step`` after all calls made before, and before later ones.
+
+        It must neither call this communicator nor wait for its works.
+        """
+        return Work(self._jobs.submit(step, "step"), {}, "step")
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
         """Return what an all_reduce of ``nbytes`` per rank would do, and why.
@@ -335,24 +422,23 @@ class HierarchicalCommunicator(OwnRank):
         See `pyringar.Communicator.plan` for arguments and errors.
         """
         check_plan(nbytes, dtype)
-        pieces = len(self._pieces(nbytes // dtype.itemsize, dtype))
+        pieces = self._between.num_pieces(nbytes // dtype.itemsize, dtype)
         return Plan(
             algorithm="hierarchical",
             order="machine",
-            steps=3 * pieces,
+            steps=4 * pieces,
             traffic_bytes=6 * self._world_size * nbytes,
-            reason=f"{len(self._nodes)} machines of {len(self._nodes[0])} ranks: reduced inside, "
-            "then between, then shared inside",
+            reason=f"{self._machines}: reduced inside, then between, then shared inside",
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what ran so far.
 
-        ``hierarchical`` counts calls and one rank's bytes, ``inter`` what this rank handed to the
-        backend between machines.
+        ``hierarchical`` counts calls and one rank's bytes, ``inter`` what this rank sent to other
+        machines, in how many exchanges.
         """
         with self._lock:
-            return {name: dict(row) for name, row in self._stats.items()}
+            return {"hierarchical": dict(self._stats), "inter": dict(self._links.sent())}
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -360,6 +446,20 @@ class HierarchicalCommunicator(OwnRank):
         """Raise if it is closed or has failed. See `pyringar.ProcessCommunicator.check`."""
         self._check_not_failed()
         self._intra.check()
+
+    def check_peers(self, ranks: Sequence[int]) -> None:
+        """Raise what the next call would, as far as it is known. Never waits.
+
+        Args:
+            ranks: Those that must be there.
+
+        See `pyringar.ProcessCommunicator.check_peers` for errors.
+        """
+        self._check_not_failed()
+        here = self._machines.here
+        self._links.inside(
+            lambda: self._intra.check_peers([here.index(rank) for rank in ranks if rank in here])
+        )
 
     def close(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again.
@@ -378,8 +478,7 @@ class HierarchicalCommunicator(OwnRank):
         except BaseException as error:
             self._break_off(error)
             raise
-        with nullcontext() if self._inter is None else closing(self._inter):
-            self._intra.close()
+        self._links.close()
 
     def abort(self) -> None:
         """Fail what runs, here and on the other ranks, then `close`."""
@@ -391,22 +490,20 @@ class HierarchicalCommunicator(OwnRank):
     def _progress(self) -> tuple[float, float] | None:
         """Return what changes with each call, and each piece that crosses the wire."""
         num = self._jobs.num_under_way()
-        return (num, self._stats["inter"]["calls"]) if num else None
+        return (num, self._links.sent()["calls"]) if num else None
 
     def _break_off(self, why: BaseException) -> None:
         """Make the call that runs fail, and those that wait for it."""
         if self._failure is None:
             self._failure = why
-        self._intra.abort()  # those who wait for this rank are told, in the machine
-        if self._inter is not None:  # and on the others
-            self._inter.abort()
+        self._links.abort()
 
     @never_fails
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
         return (
             f"HierarchicalCommunicator({closed}rank {self._rank} of {self._world_size}, machine "
-            f"{self._node} of {len(self._nodes)}, name={self._name!r}, "
+            f"{self._machines.node} of {len(self._machines.nodes)}, name={self._name!r}, "
             f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
         )
 
@@ -417,8 +514,8 @@ class HierarchicalCommunicator(OwnRank):
         what: str,
         call: Callable[[], None],
         tensors: Sequence[Tensor],
+        written: Sequence[Tensor],
         async_op: bool,
-        is_written: bool = True,
     ) -> Work | None:
         if is_inherited(self):
             raise RingarError(
@@ -429,10 +526,9 @@ class HierarchicalCommunicator(OwnRank):
             raise RingarError("this communicator is closed")
         if self._stream is not None:
             self._stream.refuse_capture(what)
-        if is_written:
-            count_changes(tensors)
+        count_changes(written)
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
-        run = partial(self._run, what, call)
+        run = partial(self._run, what, call, sum(t.numel() * t.itemsize for t in tensors))
         job: Job | StreamJob
         if self._stream is None:
             job = host = self._jobs.submit(run, in_words)
@@ -457,15 +553,15 @@ class HierarchicalCommunicator(OwnRank):
             why = str(self._failure) or type(self._failure).__name__
             raise kind(f"this communicator failed before and cannot be used again: {why}")
 
-    def _run(self, what: str, call: Callable[[], None]) -> None:
+    def _run(self, what: str, call: Callable[[], None], nbytes: int) -> None:
         self._check_not_failed()
         began = time.perf_counter()
-        self._is_told = False
+        self._links.is_told = False
         try:
             with torch.no_grad():
                 call()
         except BaseException as error:
-            if self._failure is None and not self._is_told:
+            if self._failure is None and not self._links.is_told:
                 raise  # such as no memory: there was no call
             self._break_off(error)
             if self._failure is error:
@@ -473,126 +569,9 @@ class HierarchicalCommunicator(OwnRank):
             why = str(self._failure) or type(self._failure).__name__
             raise RingarError(f"{what} was broken off: {why}") from error
         with self._lock:
-            row = self._stats["hierarchical"]
-            row["calls"] += 1
-            row["busy_s"] += time.perf_counter() - began
-
-    def _inside(self, call: Callable[[], object]) -> None:
-        """Call the machine's own communicator; its errors count ranks from 0."""
-        self._is_told = True
-        try:
-            call()
-        except RingarError as error:
-            raise type(error)(
-                f"on machine {self._node} of {len(self._nodes)}, whose ranks "
-                f"{self._nodes[self._node]} count from 0 in what follows: {error}"
-            ) from error
-
-    def _outside(self, what: str, call: Callable[[Inter], Wait]) -> Wait:
-        """Begin a call between machines; errors of its own and of its wait are lost peers."""
-        if self._inter is None:
-            return lambda: None
-        self._is_told = True
-        inter = self._inter
-        arrived = self._named(what, lambda: call(inter))
-        return lambda: self._named(what, arrived)
-
-    def _named(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (torch.AcceleratorError, torch.OutOfMemoryError):  # this rank's own GPU
-            raise
-        except RuntimeError as error:
-            others = [ranks[self._local_rank] for ranks in self._nodes]
-            text = (
-                f"{what} over {len(self._nodes)} machines: rank {self._rank} waited for ranks "
-                f"{[rank for rank in others if rank != self._rank]} of the other machines: {error}"
-            )
-            is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-            raise (CollectiveTimeout if is_late else PeerLostError)(text) from error
-
-    def _reduce(self, tensors: list[Tensor], op: str, what: str) -> None:
-        # Before others are told: there may be no memory.
-        packed = pack(tensors, len(self._nodes[0]))
-        agreed = self._compare(what)
-        for flat, _, _ in packed:
-            self._reduce_flat(flat, "sum" if op == "mean" else op, what, agreed)
-            if op == "mean":
-                with default_float_mode() as pieces:
-                    divide(flat, self._world_size, pieces)
-        agreed()
-        self._look()
-        for _, views, mine in packed:  # not before all is well
-            copy_all(list(zip(mine, views, strict=True)))
-        with self._lock:
-            self._stats["hierarchical"]["bytes"] += sum(t.numel() * t.itemsize for t in tensors)
-
-    def _look(self) -> None:
-        """On a GPU, wait for it, and raise if a rank of the machine was lost before it was done.
-
-        Until then such a call ends without its data, which must neither cross nor be kept.
-        """
-        if self._stream is not None and self._looks:
-            self._stream.finish()
-            self._inside(partial(self._intra.check_peers, ()))
-
-    def _reduce_flat(self, flat: Tensor, op: str, what: str, agreed: Wait) -> None:
-        """Reduce in pieces: while one crosses the wire, the next is reduced inside."""
-        crossing: tuple[Tensor, Tensor, Wait] | None = None
-        for begin, end in self._pieces(flat.numel(), flat.dtype):
-            piece = flat[begin:end]
-            part = flat.new_empty(len(piece) // len(self._nodes[0]))
-            self._inside(partial(self._intra.reduce_scatter, part, piece, op))
-            self._look()
-            agreed()  # machines call the same, so that the other side has the same sizes
-            arrived = self._cross(part, op, what)
-            if crossing is not None:
-                self._share(*crossing)
-            crossing = (piece, part, arrived)
-        if crossing is not None:
-            self._share(*crossing)
-
-    def _cross(self, part: Tensor, op: str, what: str) -> Wait:
-        if self._inter is not None:
-            with self._lock:
-                self._stats["inter"]["calls"] += 1
-                self._stats["inter"]["bytes"] += part.numel() * part.itemsize
-        return self._outside(what, lambda inter: inter.all_reduce(part, op))
-
-    def _share(self, piece: Tensor, part: Tensor, arrived: Wait) -> None:
-        arrived()
-        self._inside(lambda: self._intra.all_gather(piece, part))
-
-    def _pieces(self, numel: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-        size = len(self._nodes[0])
-        step = max(1, self._piece_bytes // (wide(dtype).itemsize * size)) * size
-        total = -(-numel // size) * size
-        return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
-
-    def _compare(self, what: str) -> Wait:
-        """Begin to ask the other machines whether they call the same; what is returned raises."""
-        if self._inter is None:
-            return lambda: None
-        return compare(
-            what,
-            lambda asked: self._outside(what, lambda inter: inter.all_reduce(asked, "max")),
-            f"rank {self._rank} on machine {self._node}",
-        )
-
-    def _copy(self, tensor: Tensor, root: int, what: str) -> None:
-        data = own_bytes(tensor, filled=self._rank == root)
-        self._compare(what)()
-        node = next(i for i, ranks in enumerate(self._nodes) if root in ranks)
-        local_root = self._nodes[node].index(root)
-        if self._node == node:
-            self._inside(lambda: self._intra.broadcast(data, local_root))
-        if self._local_rank == local_root:
-            self._outside(what, lambda inter: inter.broadcast(data, node))()
-        if self._node != node:
-            self._inside(lambda: self._intra.broadcast(data, local_root))
-        self._look()
-        if self._rank != root:
-            copy_all([(tensor, data.view(tensor.dtype).view(tensor.shape))])
+            self._stats["calls"] += 1
+            self._stats["bytes"] += nbytes
+            self._stats["busy_s"] += time.perf_counter() - began
 
 
 _: type[RankCommunicator] = HierarchicalCommunicator  # mypy holds it to the same calls

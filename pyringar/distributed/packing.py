@@ -65,17 +65,23 @@ def own_bytes(tensor: Tensor, *, filled: bool) -> Tensor:
     return data.view(-1).view(torch.uint8)
 
 
-def describe(tensors: Sequence[Tensor]) -> str:
-    """Return words that are equal for lists of equal shapes and dtypes, else different."""
+def describe(tensors: Sequence[Tensor], *, with_shapes: bool = True) -> str:
+    """Return words that are equal for lists of equal sizes, or shapes, and dtypes, else different.
+
+    Args:
+        tensors: The list.
+        with_shapes: Whether other shapes of equal size are different.
+    """
     numel = sum(tensor.numel() for tensor in tensors)
-    kinds = repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+    kinds = repr([(tuple(t.shape) if with_shapes else t.numel(), t.dtype) for t in tensors])
     digest = hashlib.blake2b(kinds.encode(), digest_size=4).hexdigest()
     dtype = f" {tensors[0].dtype}" if tensors else ""
-    return f"{numel}{dtype} elements in {len(tensors)} tensors (shapes {digest})"
+    shapes = "shapes" if with_shapes else "sizes"
+    return f"{numel}{dtype} elements in {len(tensors)} tensors ({shapes} {digest})"
 
 
-def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
-    """Refuse what cannot be reduced.
+def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
+    """Refuse what cannot be reduced, or, if it is not written, moved.
 
     Raises:
         ArgumentError: No tensor, not on ``device``, expanded, or autograd would miss the change.
@@ -90,6 +96,8 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
             f"{name} is {tensor.layout} {tensor.dtype}, expected strided and one of "
             f"{', '.join(map(str, DTYPES))}"
         )
+    if not is_written:
+        return
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ArgumentError(
             f"{name} requires grad, and autograd would not see this in-place change; call it under "

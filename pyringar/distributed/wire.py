@@ -12,33 +12,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyringar.comm.arguments import REDUCE_OPS
 from pyringar.comm.float_mode import default_float_mode
 from pyringar.comm.topology import check_device
 from pyringar.distributed.fallback import break_off
 from pyringar.errors import ArgumentError, PeerLostError, RingarError
 
-__all__ = ["Inter", "PinnedInter", "TorchInter", "check_place", "compare"]
+__all__ = [
+    "Inter",
+    "Message",
+    "MessageError",
+    "PinnedInter",
+    "TorchInter",
+    "check_place",
+    "compare",
+]
 
 Wait = Callable[[], object]
-_THEIR_OPS = {ours: theirs for theirs, ours in REDUCE_OPS.items()}
+Message = tuple[int, Tensor]
+"""The other rank, and what goes there or comes from there: contiguous, flat."""
+
+# What crosses at once: each has a deadline of its own.
+_CHUNK_BYTES = 16 * 2**20
+# What machines tell each other of a call: a digest, and words for messages.
+_DIGEST_BYTES = 8
+_TOLD_BYTES = 256
+
+
+class MessageError(RuntimeError):
+    """A message did not cross; ``peer`` is the other rank."""
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
 
 
 class Inter(Protocol):
-    """This rank's counterparts on the other machines, one on each, numbered by machine."""
+    """What connects this rank with some on other machines."""
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Wait:
-        """Begin to reduce a flat tensor in place; what is returned waits for the end of it.
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
+        """Begin to send and receive; what is returned waits for all of it.
+
+        Two ranks' messages to each other come in the order in which they were sent, with the sizes
+        and dtypes that they were sent with.
 
         Args:
-            tensor: Contiguous; of one size and dtype on all machines. On a GPU it is read after
-                what is on the current stream, and what comes there after the wait sees the result.
-            op: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``. Results must have the same bits on
-                all machines.
+            sent: On a GPU each is read after what is on the current stream. They are left alone
+                until the wait is over.
+            received: They are written. On a GPU what comes on the current stream after the wait
+                sees them.
         """
 
-    def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        """Begin to copy the tensor of machine ``root`` to the others."""
+    def set_timeout(self, seconds: float) -> None:
+        """Let waits that begin from now on last as long as this without a message."""
 
     def abort(self) -> None:
         """Break connections off, so that the others need not wait for this rank."""
@@ -47,29 +72,35 @@ class Inter(Protocol):
         """Let go of connections."""
 
 
-def compare(what: str, begin: Callable[[Tensor], Wait], here: str) -> Wait:
+def compare(
+    what: str, peers: Sequence[int], exchange: Callable[..., Wait], names: Callable[[int], str]
+) -> Wait:
     """Begin to ask the other machines whether they call the same; what is returned raises if not.
 
     Args:
         what: The call in words, which are the same for equal calls alone.
-        begin: Begins to take the maximum of a tensor on the CPU, in place.
-        here: This rank, for messages.
+        peers: Who is asked.
+        exchange: See `Inter`.
+        names: Of ranks, for messages.
     """
-    digest = hashlib.blake2b(what.encode(), digest_size=7).digest()
-    own = int.from_bytes(digest, "big")
-    asked = torch.tensor([own, -own])
-    arrived = begin(asked)
-    is_asked = True
+    words = what.encode()
+    digest = hashlib.blake2b(words, digest_size=_DIGEST_BYTES).digest()
+    own = torch.frombuffer(
+        bytearray((digest + words)[:_TOLD_BYTES].ljust(_TOLD_BYTES)), dtype=torch.uint8
+    )
+    told = {peer: torch.empty_like(own) for peer in peers}
+    waits = [exchange([(peer, own) for peer in peers], list(told.items()))]
 
     def check() -> None:
-        nonlocal is_asked
-        if is_asked:
-            arrived()
-            is_asked = False
-            if asked.tolist() != [own, -own]:
+        if not waits:
+            return
+        waits.pop()()
+        for peer, theirs in told.items():
+            if not torch.equal(theirs[:_DIGEST_BYTES], own[:_DIGEST_BYTES]):
+                said = bytes(theirs[_DIGEST_BYTES:].tolist()).decode(errors="replace").rstrip()
                 raise ArgumentError(
-                    f"machines call different things: {here} calls {what}, and its counterparts on "
-                    "another machine something else"
+                    f"machines call different things: this rank calls {what}, and {names(peer)} "
+                    f"{said}"
                 )
 
     return check
@@ -78,18 +109,17 @@ def compare(what: str, begin: Callable[[Tensor], Wait], here: str) -> Wait:
 class TorchInter:
     """A process group of torch.distributed, such as one of gloo's.
 
-    Every rank of the job makes one, with equal arguments, at the same point of its program. Where
-    torch.distributed is initialised it makes the group (``new_group``); where not, gloo's is made
-    on the store, which needs nothing else.
+    Every rank of the job makes one, with equal arguments, at the same point of its program. Gloo's
+    is made on the store, which needs nothing else; another backend's group by torch.distributed
+    (``new_group``), which must be initialised.
 
     Args:
         store: Shared by all ranks of the job; this use of it has a name of its own.
-        columns: Ranks that belong together, one of each machine; one list for every rank of a
-            machine.
+        columns: Ranks that meet each other, in lists without a rank in common.
         rank: This process's rank.
         backend: Of torch.distributed, for tensors on the CPU; ``"nccl"`` is for those on GPUs, and
             gloo, beside it, for the CPU's.
-        timeout_s: How long a collective waits for other machines.
+        timeout_s: How long a wait lasts without a message.
 
     Raises:
         ArgumentError: Another backend than gloo and torch.distributed is not initialised, or it has
@@ -105,18 +135,18 @@ class TorchInter:
         backend: str,
         timeout_s: float,
     ) -> None:
-        self._under_way: list[list[Any]] = []
-        timeout = timedelta(seconds=min(timeout_s, 1e9))  # it holds no more than a thousand such
+        self._under_way: list[list[tuple[int, Any]]] = []
+        self.set_timeout(timeout_s)
         column = next(i for i, ranks in enumerate(columns) if rank in ranks)
+        self._at = {other: place for place, other in enumerate(columns[column])}
         if backend == "nccl":
             _check_nccl()
-            backend = "cpu:gloo,cuda:nccl"
         try:
             with default_float_mode():  # of this thread, and of those that gloo adds in
-                if dist.is_initialized():
-                    self._group = _new_groups(columns, rank, backend, timeout)[column]
+                if backend == "gloo":
+                    self._group = _make_gloo(store, columns, column, rank, self._timeout)
                 else:
-                    self._group = _make_gloo(store, columns, column, rank, backend, timeout)
+                    self._group = _new_groups(columns, rank, backend, self._timeout)[column]
         except RingarError:
             raise
         except RuntimeError as error:
@@ -125,42 +155,56 @@ class TorchInter:
                 f"machines: {error}; GLOO_SOCKET_IFNAME names the network to take"
             ) from error
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """See `Inter`."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, _THEIR_OPS[op])
-        if op not in ("max", "min") or not tensor.is_floating_point():
-            return self._waiter(self._group.allreduce([tensor], options))
-        image = _as_integers(tensor, op)  # backends lose NaNs
-        arrived = self._waiter(self._group.allreduce([image], options))
+        if any(tensor.device.type != "cpu" for _, tensor in (*sent, *received)):
+            return self._exchange_on_gpu(sent, received)
+        group = self._group
+        works = [
+            (peer, begin([chunk], self._at[peer], 0))
+            for begin, messages in ((group.recv, received), (group.send, sent))
+            for peer, tensor in messages
+            if tensor.numel()
+            for chunk in tensor.split(_CHUNK_BYTES // tensor.itemsize)
+        ]
+        return self._waiter(works)
 
-        def wait() -> None:
-            arrived()
-            tensor.copy_(_flip_negative(image).view(tensor.dtype))
+    def _exchange_on_gpu(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
+        """Let the backend begin all at once: one that sends first might wait for one that does."""
+        group: Any = self._group
+        calls = [
+            dist.P2POp(call, tensor, group=group, group_peer=self._at[peer])  # type: ignore[call-arg]
+            for call, messages in ((dist.irecv, received), (dist.isend, sent))
+            for peer, tensor in messages
+            if tensor.numel()
+        ]
+        peers = sorted({peer for peer, _ in (*sent, *received)})
+        works = dist.batch_isend_irecv(calls) if calls else []
+        return self._waiter([(peers[0], work) for work in works])
 
-        return wait
-
-    def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        """See `Inter`."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        return self._waiter(self._group.broadcast([tensor], options))
-
-    def _waiter(self, work: Any) -> Wait:
+    def _waiter(self, works: list[tuple[int, Any]]) -> Wait:
         """Return a function that waits, and lets go: a work that is held keeps connections open."""
-        held = [work]
+        held = list(works)
         self._under_way.append(held)
 
         def wait() -> None:
             try:
-                for work in held:
-                    work.wait()
+                for peer, work in list(held):
+                    try:
+                        work.wait(self._timeout)
+                    except RuntimeError as error:
+                        raise MessageError(peer, str(error)) from error
             finally:
                 held.clear()
                 self._under_way.remove(held)
 
         return wait
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Inter`."""
+        self._timeout = timedelta(
+            seconds=min(seconds, 1e9)
+        )  # it holds no more than a thousand such
 
     def abort(self) -> None:
         """See `Inter`; not every backend can."""
@@ -191,43 +235,49 @@ class PinnedInter:
     Args:
         inner: What crosses the wire.
 
-    Cost: a copy of each tensor to the host, for which the host waits, and one back, for which it
-    does not; a buffer for each tensor on its way, kept and grown by doubling.
+    Cost: a copy of each tensor that is sent to the host, for which the host waits, and one back of
+    each that came, for which it does not; a buffer for each tensor on its way, kept and grown by
+    doubling.
     """
 
     def __init__(self, inner: Inter) -> None:
         self._inner = inner
         self._idle: list[Tensor] = []  # buffers
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """See `Inter`."""
-        return self._cross(tensor, lambda host: self._inner.all_reduce(host, op))
-
-    def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        """See `Inter`."""
-        return self._cross(tensor, lambda host: self._inner.broadcast(host, root))
-
-    def _cross(self, tensor: Tensor, begin: Callable[[Tensor], Wait]) -> Wait:
-        if tensor.device.type == "cpu":
-            return begin(tensor)
-        buffer = self._take(tensor.numel() * tensor.itemsize)
-        host = buffer[: tensor.numel() * tensor.itemsize].view(tensor.dtype)
-        host.copy_(tensor)  # the host waits for it: the inner inter reads at once
-        arrived = begin(host)
+        taken: list[Tensor] = []
+        leaving = [(peer, self._on_host(tensor, taken)) for peer, tensor in sent]
+        for (_, host), (_, tensor) in zip(leaving, sent, strict=True):
+            if host is not tensor:
+                host.copy_(tensor)  # the host waits for it: the inner inter reads at once
+        coming = [(peer, self._on_host(tensor, taken)) for peer, tensor in received]
+        arrived = self._inner.exchange(leaving, coming)
 
         def wait() -> None:
-            arrived()  # what fails keeps its buffer: somebody may still write there
-            tensor.copy_(host, non_blocking=True)
-            self._idle.append(buffer)  # the next copy into it comes after this one on the stream
+            arrived()  # what fails keeps its buffers: somebody may still write there
+            for (_, host), (_, tensor) in zip(coming, received, strict=True):
+                if host is not tensor:
+                    tensor.copy_(host, non_blocking=True)
+            self._idle.extend(taken)  # the next copy into one comes after these on the stream
 
         return wait
 
-    def _take(self, nbytes: int) -> Tensor:
+    def _on_host(self, tensor: Tensor, taken: list[Tensor]) -> Tensor:
+        """Return a buffer of its size, noted in ``taken``, or itself."""
+        if tensor.device.type == "cpu":
+            return tensor
+        nbytes = tensor.numel() * tensor.itemsize
         buffer = self._idle.pop() if self._idle else torch.empty(0, dtype=torch.uint8)
         if buffer.numel() < nbytes:
             size = max(nbytes, 2 * buffer.numel())
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return buffer
+        taken.append(buffer)
+        return buffer[:nbytes].view(tensor.dtype)
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Inter`."""
+        self._inner.set_timeout(seconds)
 
     def abort(self) -> None:
         """See `Inter`."""
@@ -262,51 +312,30 @@ def _check_nccl() -> None:
         raise ArgumentError(
             "backend is 'nccl', which this torch was built without; take gloo, or a torch with CUDA"
         )
-    if not dist.is_initialized():
-        raise ArgumentError(
-            "backend is 'nccl' and torch.distributed is not initialised, which would connect the "
-            "machines with it: call torch.distributed.init_process_group first, or take gloo"
-        )
-
-
-def _as_integers(floats: Tensor, op: str) -> Tensor:
-    """Return integers in the order of the floats; a NaN is the most, or for ``min`` the least."""
-    kind = {4: torch.int32, 8: torch.int64}[floats.itemsize]
-    extreme = torch.iinfo(kind).max if op == "max" else torch.iinfo(kind).min
-    return _flip_negative(floats.view(kind)).masked_fill_(floats.isnan(), extreme)
-
-
-def _flip_negative(bits: Tensor) -> Tensor:
-    """Turn the order of negative numbers round, sign apart: there and back."""
-    return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)
 
 
 def _new_groups(
     columns: Sequence[Sequence[int]], rank: int, backend: str, timeout: timedelta
 ) -> list[Any]:
     """Make the group of every column: torch wants every rank to, whether it is in it or not."""
+    if not dist.is_initialized():
+        raise ArgumentError(
+            f"backend is {backend!r} and torch.distributed is not initialised, which would connect "
+            "the machines with it: call torch.distributed.init_process_group first, or take gloo"
+        )
     world_size = sum(map(len, columns))
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ArgumentError(
             f"rank is {rank} of {world_size}, in torch.distributed it is {dist.get_rank()} of "
             f"{dist.get_world_size()}: expected the same ranks"
         )
+    backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     return [dist.new_group(list(c), timeout=timeout, backend=backend) for c in columns]
 
 
 def _make_gloo(
-    store: Any,
-    columns: Sequence[Sequence[int]],
-    column: int,
-    rank: int,
-    backend: str,
-    timeout: timedelta,
+    store: Any, columns: Sequence[Sequence[int]], column: int, rank: int, timeout: timedelta
 ) -> Any:
-    if backend != "gloo":
-        raise ArgumentError(
-            f"backend is {backend!r} and torch.distributed is not initialised, which would connect "
-            "the machines with it: call torch.distributed.init_process_group first, or take gloo"
-        )
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo  # not in every build
 
     ranks = columns[column]
