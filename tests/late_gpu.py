@@ -147,8 +147,8 @@ class Late(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None) -> Any:
-        hosts = tree_map_only(Late, lambda late: late.host, args)
-        run = partial(func, *hosts, **(kwargs or {}))
+        hosts, named = tree_map_only(Late, lambda late: late.host, (args, kwargs or {}))
+        run = partial(func, *hosts, **named)
         alias = func._schema.returns[0].alias_info
         if alias is not None and not alias.is_write:
             return tree_map_only(Tensor, lambda host: Late(host, args[0].block), run())

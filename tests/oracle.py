@@ -22,6 +22,9 @@ NATIVE = ("fused", "direct", "ring")
 RANK_ORDER = ("auto", "fused", "direct", "sharded", "naive")
 ALGORITHMS = (*RANK_ORDER, "ring")
 
+# A letter for each rank says on which machine it is; without them all are on one.
+machines = ""
+
 # Random values lie between 2^-reach and 2^reach, so that sums lose bits, another in every order.
 _REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat16: 20}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -104,12 +107,21 @@ def _fold(total: Tensor, part: Tensor, op: str) -> Tensor:
 
 
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """``((x0 + x1) + x2) + ...`` in this order; 16-bit floats in fp32 with one rounding."""
+    """``((x0 + x1) + x2) + ...`` in this order; 16-bit floats in fp32 with one rounding.
+
+    On several machines so on each, and then the sums of the machines, in the order of their first
+    ranks.
+    """
     dtype = parts[0].dtype
     partial = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = parts[0].to(partial)
-    for part in parts[1:]:
-        total = _fold(total, part.to(partial), op)
+    places = machines if len(machines) == len(parts) else "a" * len(parts)
+    sums: dict[str, Tensor] = {}
+    for place, part in zip(places, parts, strict=True):
+        part = part.to(partial)
+        sums[place] = _fold(sums[place], part, op) if place in sums else part
+    total, *others = sums.values()
+    for other in others:
+        total = _fold(total, other, op)
     if op == "mean":
         if dtype.is_floating_point:
             total = total / torch.full_like(total, len(parts))

@@ -428,6 +428,7 @@ def _in_group(
     os.environ.update(env)
     if machines:
         os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+        importlib.import_module("oracle").machines = machines
     if "TORCH_DISTRIBUTED_DEBUG" in env:
         dist.set_debug_level_from_env()
     timeout = timedelta(seconds=timeout_s)

@@ -6,7 +6,7 @@ import distributed_cases
 import pytest
 from test_distributed import check, verdicts
 
-PLACES = ["ab", "aab"]
+PLACES = ["ab", "abb", "aba"]
 
 
 @pytest.mark.parametrize("machines", PLACES)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyringar.comm.float_mode import Pieces, default_float_mode
 
-__all__ = ["divide", "naive_all_reduce", "shard_owners", "sharded_all_reduce", "wide"]
+__all__ = ["divide", "fold", "naive_all_reduce", "shard_owners", "sharded_all_reduce", "wide"]
 
 
 def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int = 0) -> None:
@@ -44,7 +44,7 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
             total = total.clone()
         for tensor in tensors[1:]:
             for into, term in zip(pieces(total), pieces(tensor.to(device)), strict=True):
-                _fold(into, term, op)
+                fold(into, term, op)
         if op == "mean":
             divide(total, world_size, pieces)
         result = total.to(tensors[0].dtype)  # once for all: how a NaN is rounded depends on strides
@@ -74,8 +74,14 @@ def divide(total: Tensor, count: int, pieces: Pieces) -> None:
             piece.copy_(piece.long().div_(count, rounding_mode="trunc"))
 
 
-def _fold(total: Tensor, part: Tensor, op: str) -> None:
-    """Fold ``part`` into ``total`` in place, in the words of the contract (NaN wins)."""
+def fold(total: Tensor, part: Tensor, op: str) -> None:
+    """Fold ``part`` into ``total`` in place, in the words of the contract.
+
+    Args:
+        total: A sum so far.
+        part: What is folded in, of the same shape.
+        op: As for `naive_all_reduce`. A NaN wins; of zeros of both signs the later one.
+    """
     if op in ("sum", "mean"):
         total.add_(part)
     elif op == "prod":

@@ -11,13 +11,12 @@ on the backend that carries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar.comm.float_mode import Pieces, default_float_mode
-from pyringar.comm.reference import divide, wide
+from pyringar.comm.float_mode import default_float_mode
+from pyringar.comm.reference import divide, fold, wide
 from pyringar.distributed.convert import copy_all, has_plain_memory
 from pyringar.distributed.links import Links
 from pyringar.distributed.machines import Machines
@@ -259,18 +258,8 @@ def _reduced(parts: Sequence[Tensor], op: str, count: int) -> Tensor:
     total = parts[0]
     with default_float_mode() as pieces:
         for part in parts[1:]:
-            _fold(total, part, op, pieces)
+            for into, term in zip(pieces(total), pieces(part), strict=True):
+                fold(into, term, op)
         if op == "mean":
             divide(total, count, pieces)
     return total
-
-
-def _fold(total: Tensor, part: Tensor, op: str, pieces: Pieces) -> None:
-    """Fold one tensor into another in place; a NaN wins."""
-    for into, term in zip(pieces(total), pieces(part), strict=True):
-        others: dict[str, Callable[[Tensor], Any]] = {
-            "prod": into.mul_,
-            "max": into.clamp_min_,
-            "min": into.clamp_max_,
-        }
-        others.get(op, into.add_)(term)
