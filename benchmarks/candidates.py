@@ -30,6 +30,7 @@ class Candidate:
         allreduce   (comm, lists) -> call; also on GPUs
         processes   (worker, tensors) -> call, in every rank's process
         ddp         (module, worker's group of backend "ringar") -> module
+        machines    (worker, tensor) -> call, in every rank's process
         peers_cuda  (worker, numel) -> (tensor, call), in every rank's process
 
     ``extra`` names the sections in which only some cases have it, and the grid does not.
@@ -185,6 +186,7 @@ _ALL = (
         calls={
             "processes": lambda worker, tensors: lambda: [dist.all_reduce(t) for t in tensors],
             "ddp": lambda module, ours: with_ddp(module, dist.group.WORLD),
+            "machines": lambda worker, tensor: lambda: dist.all_reduce(tensor),
         },
     ),
     Candidate(
@@ -243,9 +245,14 @@ _ALL = (
         calls={
             "processes": lambda worker, tensors: (
                 lambda: [dist.all_reduce(t, group=worker.group) for t in tensors]
-            )
+            ),
+            "machines": lambda worker, tensor: lambda: dist.all_reduce(tensor, group=worker.group),
         },
         extra=("processes",),
+    ),
+    _ours(
+        *("machines", "several machines", _BLUE, "o"),
+        calls={"machines": lambda worker, tensor: lambda: worker.comm.all_reduce(tensor)},
     ),
     _ours("fused per tensor", "fused, per tensor", _GREEN, "P"),
     _ours("coalesced", "one coalesced call", _ORANGE, "^"),

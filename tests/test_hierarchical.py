@@ -253,10 +253,10 @@ class Recorder:
     def __init__(self, inner) -> None:
         self.inner, self.events = inner, []
 
-    def exchange(self, sent, received):
+    def exchange(self, sent, received, lane=0):
         number = sum(kind == "begin" for kind, _ in self.events)
         self.events.append(("begin", number))
-        wait = self.inner.exchange(sent, received)
+        wait = self.inner.exchange(sent, received, lane)
 
         def arrive():
             self.events.append(("wait", number))

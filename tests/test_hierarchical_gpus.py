@@ -66,10 +66,10 @@ class OnStream:
             for name in ("data", "words")
         ]
 
-    def exchange(self, sent, received):
+    def exchange(self, sent, received, lane=0):
         data, words = self._inters
         if all(tensor.device.type == "cpu" for _, tensor in (*sent, *received)):
-            return words.exchange(sent, received)
+            return words.exchange(sent, received, lane)
         lists = [[(peer, tensor.host) for peer, tensor in some] for some in (sent, received)]
         late_gpu.gpu.current().put(lambda: data.exchange(*lists)())
         return lambda: None

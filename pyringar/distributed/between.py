@@ -10,14 +10,14 @@ on the backend that carries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pyringar.comm.float_mode import default_float_mode
-from pyringar.comm.reference import divide, fold, wide
+from pyringar.comm.reference import wide
 from pyringar.distributed.convert import copy_all, has_plain_memory
+from pyringar.distributed.crossing import Crossing, Spare
 from pyringar.distributed.links import Links
 from pyringar.distributed.machines import Machines
 from pyringar.distributed.packing import own_bytes, pack
@@ -27,22 +27,25 @@ __all__ = ["Between"]
 
 
 class Between:
-    """The collectives between machines. A *block* is flat, with equal parts for a machine's ranks.
+    """The collectives of ranks on several machines.
 
     Args:
         machines: Who is where.
         links: What data moves by.
         piece_bytes: While so much of an all_reduce is on the wire, as much is reduced inside.
-        in_place: Whether results may be written before all of them are known to be good.
+        on_gpu: Whether tensors are on one: there data may turn out to be void, so that nothing is
+            written before all is known to be good.
     """
 
-    def __init__(
-        self, machines: Machines, links: Links, piece_bytes: int, *, in_place: bool
-    ) -> None:
+    def __init__(self, machines: Machines, links: Links, piece_bytes: int, *, on_gpu: bool) -> None:
         self._machines = machines
         self._links = links
         self._piece_bytes = piece_bytes
-        self._in_place = in_place
+        self._in_place = not on_gpu
+        self._spare = None if on_gpu else Spare(4 * piece_bytes)
+
+    def _crossing(self, what: str, blocks: Sequence[Tensor]) -> Crossing:
+        return Crossing(self._machines, self._links, self._spare, what, blocks)
 
     # -- the calls ---------------------------------------------------------------------------------
 
@@ -64,9 +67,12 @@ class Between:
         blocks = [_rows_of(rows, ranks).view(-1) for ranks in self._machines.nodes]
         agreed = self._links.compare(what)
         if output.numel():
-            own = self._begin_scatter(blocks, op, what, agreed)()
+            crossing = self._crossing(what, blocks)
+            crossing.scatter(op, agreed)
+            own = crossing.sum_up(op)
             self._links.look()
             copy_all([(output, own.view(output.shape))])
+            crossing.end()
         agreed()
 
     def all_gather(self, output: Tensor, input: Tensor, what: str) -> None:
@@ -80,7 +86,9 @@ class Between:
         if own.numel():
             rows = into.view(self._machines.world_size, -1)
             blocks = [_rows_of(rows, ranks) for ranks in self._machines.nodes]
-            self._begin_gather(own, [block.view(-1) for block in blocks], what)()
+            crossing = self._crossing(what, [block.view(-1) for block in blocks])
+            crossing.gather(own)
+            crossing.end()
             self._links.look()
             for block, ranks in zip(blocks, self._machines.nodes, strict=True):
                 if not _are_consecutive(ranks):
@@ -132,18 +140,19 @@ class Between:
         pieces = [flat[a * size : b * size] for a, b in self._pieces(whole // size, flat.dtype)]
         if rest := len(flat) - whole:
             pieces.append(torch.cat([flat[whole:], flat.new_zeros(size - rest)]))
-        there: tuple[list[Tensor], Callable[[], Tensor]] | None = None
-        back: Wait = _nothing
+        there: Crossing | None = None
+        back: Crossing | None = None
         for piece in [*pieces, None, None]:
             begun = None
             if piece is not None:
-                blocks = self._blocks(piece)
-                begun = blocks, self._begin_scatter(blocks, op, what, agreed)
-            arrive, back = back, _nothing
-            if there is not None:
-                back = self._begin_gather(there[1](), there[0], what)
+                begun = self._crossing(what, self._blocks(piece))
+                begun.scatter(op, agreed, will_gather=True)
+            arriving, back = back, there
+            if back is not None:
+                back.gather(back.sum_up(op))
             there = begun
-            arrive()
+            if arriving is not None:
+                arriving.end()
         if rest:
             flat[whole:].copy_(pieces[-1][:rest])
 
@@ -157,80 +166,6 @@ class Between:
         """Return the part of each machine's ranks: who owns what is all the same."""
         one = len(piece) // self._machines.world_size
         return list(piece.split([one * len(ranks) for ranks in self._machines.nodes]))
-
-    # -- the two halves ----------------------------------------------------------------------------
-
-    def _begin_scatter(
-        self, blocks: Sequence[Tensor], op: str, what: str, agreed: Wait
-    ) -> Callable[[], Tensor]:
-        """Begin to reduce a block for each machine; what is returned waits for this rank's part."""
-        machines = self._machines
-        inside = "sum" if op == "mean" else op
-        numel = len(blocks[machines.node]) // len(machines.here)
-        parts: dict[int, Tensor] = {}
-        waits: list[Wait] = []
-        for node in machines.others:
-            sums = self._sum_inside(blocks[node], node, inside)
-            self._links.look()
-            agreed()  # so that the other side has the same sizes
-            parts[node] = sums.new_empty(numel)
-            sent = list(zip(machines.carried(node), sums, strict=False))
-            received = [(machines.carrier(node), parts[node])]
-            waits.append(self._links.exchange(what, sent, received))
-        (parts[machines.node],) = self._sum_inside(blocks[machines.node], machines.node, inside)
-        self._links.look()
-
-        def finish() -> Tensor:
-            for wait in waits:
-                wait()
-            in_order = [parts[node] for node in range(len(machines.nodes))]
-            return _reduced(in_order, op, machines.world_size)
-
-        return finish
-
-    def _begin_gather(self, own: Tensor, blocks: Sequence[Tensor], what: str) -> Wait:
-        """Begin to put every rank's ``own`` into its place of the blocks."""
-        machines = self._machines
-        arriving: list[tuple[int, Tensor, Wait]] = []
-        for node in machines.others:
-            slots = own.new_empty(machines.num_slots(node), len(own))
-            received = list(zip(machines.carried(node), slots, strict=False))
-            wait = self._links.exchange(what, [(machines.carrier(node), own)], received)
-            arriving.append((node, slots, wait))
-        self._links.share_inside(blocks[machines.node], own)
-
-        def finish() -> None:
-            for node, slots, wait in arriving:
-                wait()
-                self._share_inside(blocks[node], slots, node)
-
-        return finish
-
-    def _sum_inside(self, block: Tensor, node: int, op: str) -> Tensor:
-        """Return this machine's sums of the parts that this rank carries, a row for each."""
-        machines = self._machines
-        num, local = machines.num_slots(node), len(machines.here)
-        rows = block.view(len(machines.nodes[node]), -1)
-        if not machines.is_even(node):
-            spread = rows.new_zeros(local, num, rows.shape[1])
-            for slot, some in enumerate(rows.split(local)):
-                spread[: len(some), slot].copy_(some)
-            block = spread.view(-1)
-        sums = rows.new_empty(num, rows.shape[1])
-        self._links.sum_inside(sums.view(-1), block, op)
-        return sums
-
-    def _share_inside(self, block: Tensor, slots: Tensor, node: int) -> None:
-        """Put the rows that each rank here carries into their places of a block."""
-        machines = self._machines
-        if machines.is_even(node):
-            self._links.share_inside(block, slots.view(-1))
-            return
-        local = len(machines.here)
-        spread = slots.new_empty(local, *slots.shape)
-        self._links.share_inside(spread.view(-1), slots.view(-1))
-        for slot, some in enumerate(block.view(len(machines.nodes[node]), -1).split(local)):
-            some.copy_(spread[: len(some), slot])
 
 
 def _nothing() -> None:
@@ -251,15 +186,3 @@ def _rows_of(rows: Tensor, ranks: Sequence[int]) -> Tensor:
     if _are_consecutive(ranks):
         return rows[ranks[0] : ranks[0] + len(ranks)]
     return rows[list(ranks)]
-
-
-def _reduced(parts: Sequence[Tensor], op: str, count: int) -> Tensor:
-    """Return the first of these, with the others folded in, in order; a mean of ``count``."""
-    total = parts[0]
-    with default_float_mode() as pieces:
-        for part in parts[1:]:
-            for into, term in zip(pieces(total), pieces(part), strict=True):
-                fold(into, term, op)
-        if op == "mean":
-            divide(total, count, pieces)
-    return total

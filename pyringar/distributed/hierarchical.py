@@ -218,7 +218,7 @@ class HierarchicalCommunicator(OwnRank):
             inter = TorchInter(self._store, machines.columns, self._rank, backend, timeout)
             inter = inter if looks is None else PinnedInter(inter)
         self._links = Links(machines, members, self._intra, inter, looks)
-        self._between = Between(machines, self._links, piece_bytes, in_place=self._stream is None)
+        self._between = Between(machines, self._links, piece_bytes, on_gpu=self._stream is not None)
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
         self._lock = threading.Lock()

@@ -18,6 +18,8 @@ from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["Links"]
 
+_WORDS = 2  # the lane of what machines ask each other; 0 and 1 are for data
+
 
 class Links:
     """A rank's connections: a communicator of its machine's ranks, and an inter to other machines.
@@ -89,8 +91,14 @@ class Links:
 
     # -- between -----------------------------------------------------------------------------------
 
-    def exchange(self, what: str, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
-        """Begin to send to other machines and receive; what is returned waits.
+    def exchange(
+        self,
+        what: str,
+        sent: Sequence[Message],
+        received: Sequence[Message],
+        lane: int = 0,
+    ) -> Wait:
+        """Begin to send to other machines and receive; what is returned waits. See `Inter`.
 
         Raises PeerLostError or CollectiveTimeout, then and in the wait: names ranks and machines.
         """
@@ -99,7 +107,7 @@ class Links:
             return lambda: None
         self.is_told = True
         peers = sorted({peer for peer, _ in (*sent, *received)})
-        arrived = self._named(what, peers, lambda: inter.exchange(sent, received))
+        arrived = self._named(what, peers, lambda: inter.exchange(sent, received, lane))
         with self._lock:
             self._sent["calls"] += 1
             self._sent["bytes"] += sum(tensor.numel() * tensor.itemsize for _, tensor in sent)
@@ -109,7 +117,7 @@ class Links:
         """Begin to ask the other machines whether they call the same; what is returned raises."""
 
         def exchange(sent: Sequence[Message], received: Sequence[Message]) -> Wait:
-            return self.exchange(what, sent, received)
+            return self.exchange(what, sent, received, _WORDS)
 
         peers = [] if self._inter is None else self._machines.peers
         return compare(what, peers, exchange, lambda peer: self._members[peer].name)

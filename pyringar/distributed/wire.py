@@ -49,13 +49,15 @@ class MessageError(RuntimeError):
 class Inter(Protocol):
     """What connects this rank with some on other machines."""
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int = 0) -> Wait:
         """Begin to send and receive; what is returned waits for all of it.
 
-        Two ranks' messages to each other come in the order in which they were sent, with the sizes
-        and dtypes that they were sent with.
+        Two ranks' messages to each other in one lane come in the order in which they were sent,
+        with the sizes and dtypes that they were sent with. On the CPU a rank may begin to receive
+        long before the other sends, and send nothing before that has come.
 
         Args:
+            lane: Messages of different lanes pass each other.
             sent: On a GPU each is read after what is on the current stream. They are left alone
                 until the wait is over.
             received: They are written. On a GPU what comes on the current stream after the wait
@@ -155,13 +157,13 @@ class TorchInter:
                 f"machines: {error}; GLOO_SOCKET_IFNAME names the network to take"
             ) from error
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int = 0) -> Wait:
         """See `Inter`."""
         if any(tensor.device.type != "cpu" for _, tensor in (*sent, *received)):
             return self._exchange_on_gpu(sent, received)
         group = self._group
         works = [
-            (peer, begin([chunk], self._at[peer], 0))
+            (peer, begin([chunk], self._at[peer], lane))
             for begin, messages in ((group.recv, received), (group.send, sent))
             for peer, tensor in messages
             if tensor.numel()
@@ -244,7 +246,7 @@ class PinnedInter:
         self._inner = inner
         self._idle: list[Tensor] = []  # buffers
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int = 0) -> Wait:
         """See `Inter`."""
         taken: list[Tensor] = []
         leaving = [(peer, self._on_host(tensor, taken)) for peer, tensor in sent]
@@ -252,7 +254,7 @@ class PinnedInter:
             if host is not tensor:
                 host.copy_(tensor)  # the host waits for it: the inner inter reads at once
         coming = [(peer, self._on_host(tensor, taken)) for peer, tensor in received]
-        arrived = self._inner.exchange(leaving, coming)
+        arrived = self._inner.exchange(leaving, coming, lane)
 
         def wait() -> None:
             arrived()  # what fails keeps its buffers: somebody may still write there

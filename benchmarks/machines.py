@@ -1,0 +1,124 @@
+"""Time ranks on two machines, 2 on each, with a cable of 1 or 10 Gbit/s between them.
+
+    python benchmarks/machines.py --quick
+    python benchmarks/machines.py --only "10 Gbit/s" --rounds 9
+
+The machines are network namespaces on this one (benchmarks/networks.py), so all four ranks share
+its processors: at 10 Gbit/s they are what a call waits for. Needs root, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
+
+from benchmarks.bench import Benchmark, Case, Effort, Run, format_size, run_as_script
+from benchmarks.candidates import CANDIDATES, names_in
+from benchmarks.networks import Machine, two_machines
+from benchmarks.ranks import Answer, Worker, run_cases
+from benchmarks.rows import by_key
+from benchmarks.timing import host_s, in_turns
+from pyringar.distributed import communicator_for
+
+KIB, MIB = 2**10, 2**20
+ROUND_S = 20e-3
+MOST_S = 60.0
+RANKS = 4
+
+
+class MachineWorker(Worker):
+    """One rank: the first two are on the first machine."""
+
+    def __init__(
+        self, rank: int, world_size: int, folder: str, machines: Sequence[Machine]
+    ) -> None:
+        machines[rank * len(machines) // world_size].enter()
+        torch.set_num_threads(1)
+        self.rank, self.world_size, self.device = rank, world_size, "cpu"
+        stores = [dist.FileStore(f"{folder}/{name}", world_size) for name in ("torch", "ours")]
+        dist.init_process_group("gloo", store=stores[0], rank=rank, world_size=world_size)
+        self.comm = communicator_for(stores[1], rank, world_size)
+        self.group = dist.new_group(backend="ringar")
+
+    def is_correct(self, candidate: str, tensor: Tensor) -> bool:
+        """Say whether this rank holds the sum after one call. Whole numbers: in any order."""
+        row = torch.arange(tensor.numel()) % 17
+        tensor.copy_(row + self.rank)
+        CANDIDATES[candidate].calls["machines"](self, tensor)()
+        k = self.world_size
+        return torch.equal(tensor, (k * row + k * (k - 1) // 2).to(tensor.dtype))
+
+    def sampler(self, function: Callable[[], object]) -> Callable[[], float]:
+        """Return what takes a sample: some milliseconds of calls, from a common start."""
+        once_s = self.over_ranks([host_s(function, 2)])[0]
+        calls = max(1, min(500, round(ROUND_S / once_s)))
+
+        def sample() -> float:
+            function()
+            self.comm.barrier()
+            return host_s(function, calls)
+
+        return sample
+
+    def run_case(self, case: Case, effort: Effort) -> Answer:
+        """Check every candidate, then time all of them in turns."""
+        tensors = {name: torch.zeros(case.shapes[0]) for name in case.candidates}
+        right = [float(self.is_correct(name, tensor)) for name, tensor in tensors.items()]
+        right = self.over_ranks(right, "min")
+        calls = {n: CANDIDATES[n].calls["machines"](self, t) for n, t in tensors.items()}
+        samples = in_turns(
+            {name: self.sampler(call) for name, call in calls.items()},
+            rounds=effort.rounds,
+            budget_s=effort.budget_s,
+            most_s=MOST_S,
+            agree=self.agree,
+        )
+        return self.slowest(samples), {n: bool(r) for n, r in zip(tensors, right, strict=True)}
+
+
+def measure(run: Run) -> None:
+    """Run the cases of each cable."""
+    for rate_gbps, cases in by_key(run.cases, lambda c: c.settings["rate_gbps"]).items():
+        with two_machines(rate_gbps) as machines:
+            for case, timings, correct in run_cases(MachineWorker, cases, run.effort, machines):
+                limit_s = case.size_bytes * 8 / (rate_gbps * 1e9)
+                run.add(run.rows(case, timings, correct, limit_s=limit_s))
+
+
+def case_of(size_bytes: int, rate_gbps: float) -> Case:
+    """Return a case of one flat tensor per rank."""
+    name = f"{format_size(size_bytes)}, {rate_gbps:g} Gbit/s"
+    settings = {"rate_gbps": rate_gbps}
+    return Case(name, RANKS, names_in("machines"), ((size_bytes // 4,),), settings=settings)
+
+
+def cases_of(effort: str) -> list[Case]:
+    """Return what is measured with this effort."""
+    if effort == "smoke":
+        return [case_of(4 * KIB, 10.0)]
+    sizes = [4 * KIB, MIB, 16 * MIB] if effort == "quick" else [4 * KIB, 64 * KIB, MIB, 4 * MIB]
+    sizes += [16 * MIB, 64 * MIB] if effort == "full" else []
+    return [case_of(size, rate) for rate in (1.0, 10.0) for size in sizes]
+
+
+BENCHMARK = Benchmark(
+    section="machines",
+    title="Two machines of two ranks",
+    about="Times of the slowest rank, from a common barrier on. The machines are network namespaces "
+    "that share this one's processors. The limit is the time in which one rank's bytes cross the "
+    "cable once, each way.",
+    baseline=("gloo",),
+    efforts={"full": Effort(15, 6.0), "quick": Effort(5, 1.0), "smoke": Effort(5, 0.0)},
+    cases=cases_of,
+    measure=measure,
+)
+
+if __name__ == "__main__":
+    run_as_script(BENCHMARK)
