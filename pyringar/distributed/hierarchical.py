@@ -48,7 +48,7 @@ from pyringar.errors import ArgumentError, RingarError
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]
 
-_PIECE_BYTES = 4 * 2**20
+_PIECE_BYTES = 8 * 2**20
 Tensors = Tensor | Sequence[Tensor]
 
 
