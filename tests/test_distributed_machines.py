@@ -49,7 +49,7 @@ def test_works(case):
 
 def test_hook_beside_gloo():
     work = [("hook", distributed_training.data_parallel_hook)]
-    check(run_group(run_cases, 3, work, backend="gloo", machines="abb"), "hook")
+    check(run_group(run_cases, 4, work, backend="gloo", machines="abba"), "hook")
 
 
 # -- groups ----------------------------------------------------------------------------------------

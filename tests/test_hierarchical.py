@@ -118,6 +118,11 @@ def modes_as_rank(rank, world_size, store):
             versions = [t._version for t in tensors[:2]]
             work.wait()
             comm.broadcast(tensors[2], 3)
+            alone, parts = floats(7, rank), torch.zeros(28)
+        comm.all_reduce(alone)  # begun outside
+        comm.all_gather(parts, alone)
+        comm.reduce_scatter(alone, parts)
+        assert torch.equal(alone, 4 * by_machine([floats(7, rank) for rank in range(4)]))
         return [t.detach().clone() for t in tensors], versions, [t._version for t in tensors[:2]]
 
 

@@ -92,7 +92,7 @@ class Between:
             self._links.look()
             for block, ranks in zip(blocks, self._machines.nodes, strict=True):
                 if not _are_consecutive(ranks):
-                    rows[ranks] = block
+                    copy_all([(rows[rank], row) for rank, row in zip(ranks, block, strict=True)])
         if not is_flat:
             copy_all([(output, into)])
 
@@ -154,7 +154,7 @@ class Between:
             if arriving is not None:
                 arriving.end()
         if rest:
-            flat[whole:].copy_(pieces[-1][:rest])
+            copy_all([(flat[whole:], pieces[-1][:rest])])
 
     def _pieces(self, rows: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """Cut so many elements of each rank's."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyringar.comm.float_mode import default_float_mode
 from pyringar.comm.reference import divide, fold
+from pyringar.distributed.convert import copy_all
 from pyringar.distributed.links import Links
 from pyringar.distributed.machines import Machines
 from pyringar.distributed.wire import Message, Wait
@@ -175,8 +176,8 @@ class Crossing:
         local = len(machines.here)
         spread = self._take(local, *slots.shape)
         self._links.share_inside(spread.view(-1), slots.view(-1))
-        for slot, some in enumerate(self._blocks[node].view(-1, self._numel).split(local)):
-            some.copy_(spread[: len(some), slot])
+        rows = self._blocks[node].view(-1, self._numel).split(local)
+        copy_all([(some, spread[: len(some), slot]) for slot, some in enumerate(rows)])
 
 
 def _reduced(parts: Sequence[Tensor], op: str, count: int) -> Tensor:
