@@ -1,4 +1,4 @@
-"""Two machines with a cable between them: network namespaces, torchrun in each.
+"""Two machines with a cable between them: network namespaces, torchrun in each, bytes counted.
 
 Needs root and `ip` (iproute2); skipped where they are not to be had.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import pyringar as pr
+from benchmarks.networks import two_machines, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-ADDRESSES = ("10.231.7.1", "10.231.7.2")
 
 STEPS = """
 import json, os, sys, time
@@ -71,48 +70,27 @@ else:
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def machines():
-    """Names of two namespaces that a veth pair connects."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"ringar{os.getpid()}{end}" for end in "ab"]
-    links = [f"rv{os.getpid() % 10**6}{end}" for end in "ab"]
-    made = []
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            made.append(name)
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for name, link, address in zip(names, links, ADDRESSES, strict=True):
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-    except (subprocess.CalledProcessError, OSError) as error:
-        for name in made:
-            ip("netns", "del", name)
-        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)}")
-    yield list(zip(names, links, strict=True))
-    for name in names:  # the veth pair goes with them
-        ip("netns", "del", name)
+    """Two namespaces that a veth pair connects."""
+    if why := why_not():
+        pytest.skip(why)
+    with two_machines() as made:
+        yield made
 
 
-def torchrun(machines, *program: str, timeout_s: float = 240) -> list[str]:
-    """Run a program with two processes on each machine; what each machine printed."""
+def torchrun(machines, *program: str, num_ranks=(2, 2), timeout_s: float = 240) -> list[str]:
+    """Run a program with so many processes on each machine; what each machine printed."""
     running = []
-    for node, (name, link) in enumerate(machines):
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node)]
-        command += ["--master-addr", ADDRESSES[0], "--master-port", "29531", *program]
+    for node, (machine, ranks) in enumerate(zip(machines, num_ranks, strict=True)):
+        command = machine.command(sys.executable, "-m", "torch.distributed.run")
+        command += ["--nnodes", "2", "--nproc-per-node", str(ranks), "--node-rank", str(node)]
+        command += ["--master-addr", machines[0].address, "--master-port", "29531", *program]
+        folders = (Path(pr.__file__).parents[1], Path(__file__).parent)
         environment = {
             **os.environ,
-            **{"PYRINGAR_NODE_ID": name, "GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"},
-            "PYTHONPATH": str(Path(pr.__file__).parents[1]),
+            **machine.environment,
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
         }
         running.append(
             subprocess.Popen(
@@ -190,3 +168,147 @@ def test_training_on_two_machines_is_that_on_one(machines, tmp_path, model):
     )
     assert float(loss[0]) == pytest.approx(float(loss[1]), abs=1.01e-4)  # the last digit printed
     assert accuracy[0] == accuracy[1]
+
+
+# -- the backend, with torch's own trainers --------------------------------------------------------
+
+TRAIN = """
+import sys
+import torch
+import torch.distributed as dist
+import pyringar.distributed
+import distributed_training
+import oracle
+
+torch.set_num_threads(1)
+oracle.machines = sys.argv[1]
+dist.init_process_group("ringar")
+for name in ("data_parallel", "fully_sharded", "zero_redundancy", "accumulation"):
+    distributed_training.CASES[name](dist.get_rank(), dist.get_world_size())
+print(f"rank {dist.get_rank()} is done", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_ddp_fsdp_and_zero_run_unchanged(machines, tmp_path):
+    """Each case compares parameters, bit for bit, with replicas that one process averages."""
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN)
+    printed = torchrun(machines, str(program), "aabb")
+    assert sorted("".join(printed).splitlines()) == [f"rank {rank} is done" for rank in range(4)]
+
+
+COUNT = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import pyringar.distributed
+
+backend, kind = sys.argv[1:3]
+torch.set_num_threads(1)
+dist.init_process_group(backend)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+if kind == "ddp":
+    net = DistributedDataParallel(net)
+else:
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+x = torch.randn(4, 512)
+
+def sent():
+    dist.barrier()
+    time.sleep(0.5)
+    link = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(open(f"/sys/class/net/{link}/statistics/tx_bytes").read())
+
+net(x).square().mean().backward()
+before = sent()
+for _ in range(4):
+    net(x).square().mean().backward()
+crossed = sent() - before
+if int(os.environ["LOCAL_RANK"]) == 0:
+    print(json.dumps(crossed / 4))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("kind", "most"), [("ddp", 0.72), ("fsdp", 0.75)])
+def test_fewer_bytes_of_a_step_cross_than_with_flat_gloo(machines, tmp_path, kind, most):
+    program = tmp_path / "count.py"
+    program.write_text(COUNT)
+    crossed = {}
+    for backend in ("gloo", "ringar"):
+        found = torchrun(machines, str(program), backend, kind)
+        crossed[backend] = [json.loads(out) for out in found]
+    print(f"{kind}: bytes that each machine sends for a step: {crossed}")
+    num_bytes = 4 * (2 * 512 * 1024 + 1024 + 512)
+    for flat, ours in zip(crossed["gloo"], crossed["ringar"], strict=True):
+        assert ours < most * flat
+        if kind == "ddp":  # its own sum once, and TCP's headers
+            assert ours == pytest.approx(num_bytes, rel=0.08)
+
+
+# -- a machine that dies ---------------------------------------------------------------------------
+
+DIE = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+import pyringar as pr
+import pyringar.distributed
+
+torch.set_num_threads(1)
+rank, size = int(sys.argv[1]), 5
+store = dist.TCPStore(sys.argv[2], 29533, is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group(
+    "ringar", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=8)
+)
+tensor = torch.ones(4_000_000)
+dist.all_reduce(tensor)
+print("ready", flush=True)
+try:
+    while True:
+        began = time.monotonic()
+        dist.all_reduce(tensor)
+except (pr.PeerLostError, pr.CollectiveTimeout) as error:
+    print(type(error).__name__, round(time.monotonic() - began, 1), error, flush=True)
+"""
+
+
+def test_a_machine_that_dies_is_named_by_its_ranks_within_the_deadline(machines, tmp_path):
+    """All its processes get SIGKILL in the middle of a call; 2 ranks are left of 2 + 3."""
+    program = tmp_path / "die.py"
+    program.write_text(DIE)
+    ranks = []
+    for rank in range(5):
+        machine = machines[rank >= 2]
+        folder = str(Path(pr.__file__).parents[1])
+        ranks.append(
+            subprocess.Popen(
+                machine.command(sys.executable, str(program), str(rank), machines[0].address),
+                env={**os.environ, **machine.environment, "PYTHONPATH": folder},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+    try:
+        for process in ranks:
+            assert process.stdout.readline() == "ready\n"
+        for process in ranks[2:]:
+            process.kill()
+        killed_at = time.monotonic()
+        answers = [process.communicate(timeout=30)[0] for process in ranks[:2]]
+        assert time.monotonic() - killed_at < 12
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for answer in answers:
+        assert answer.startswith(("PeerLostError", "CollectiveTimeout")), answer
+        assert "has ranks [2, 3, 4]" in answer, answer

@@ -165,7 +165,7 @@ class Between:
     def _blocks(self, piece: Tensor) -> list[Tensor]:
         """Return the part of each machine's ranks: who owns what is all the same."""
         one = len(piece) // self._machines.world_size
-        return list(piece.split([one * len(ranks) for ranks in self._machines.nodes]))
+        return list(torch.split(piece, [one * len(ranks) for ranks in self._machines.nodes]))
 
 
 def _nothing() -> None:

@@ -160,7 +160,7 @@ class Crossing:
         block = self._blocks[node]
         if not machines.is_even(node):
             spread = block.new_zeros(local, num, self._numel)
-            for slot, some in enumerate(block.view(-1, self._numel).split(local)):
+            for slot, some in enumerate(torch.split(block.view(-1, self._numel), local)):
                 spread[: len(some), slot].copy_(some)
             block = spread.view(-1)
         sums = self._take(num, self._numel)
@@ -176,7 +176,7 @@ class Crossing:
         local = len(machines.here)
         spread = self._take(local, *slots.shape)
         self._links.share_inside(spread.view(-1), slots.view(-1))
-        rows = self._blocks[node].view(-1, self._numel).split(local)
+        rows = torch.split(self._blocks[node].view(-1, self._numel), local)
         copy_all([(some, spread[: len(some), slot]) for slot, some in enumerate(rows)])
 
 

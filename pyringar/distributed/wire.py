@@ -167,7 +167,7 @@ class TorchInter:
             for begin, messages in ((group.recv, received), (group.send, sent))
             for peer, tensor in messages
             if tensor.numel()
-            for chunk in tensor.split(_CHUNK_BYTES // tensor.itemsize)
+            for chunk in torch.split(tensor, _CHUNK_BYTES // tensor.itemsize)
         ]
         return self._waiter(works)
 
@@ -175,7 +175,7 @@ class TorchInter:
         """Let the backend begin all at once: one that sends first might wait for one that does."""
         group: Any = self._group
         calls = [
-            dist.P2POp(call, tensor, group=group, group_peer=self._at[peer])  # type: ignore[call-arg]
+            dist.P2POp(call, tensor, group=group, group_peer=self._at[peer])
             for call, messages in ((dist.irecv, received), (dist.isend, sent))
             for peer, tensor in messages
             if tensor.numel()
