@@ -111,9 +111,9 @@ def cases_of(effort: str) -> list[Case]:
 BENCHMARK = Benchmark(
     section="machines",
     title="Two machines of two ranks",
-    about="Times of the slowest rank, from a common barrier on. The machines are network namespaces "
-    "that share this one's processors. The limit is the time in which one rank's bytes cross the "
-    "cable once, each way.",
+    about="Times of the slowest rank, from a common barrier on. The machines are network "
+    "namespaces that share this one's processors. The limit is the time in which one rank's bytes "
+    "cross the cable once, each way.",
     baseline=("gloo",),
     efforts={"full": Effort(15, 6.0), "quick": Effort(5, 1.0), "smoke": Effort(5, 0.0)},
     cases=cases_of,

@@ -132,6 +132,29 @@ def test_a_machine_that_is_lost_is_named_by_its_ranks(how):
             assert found[name][3] < 10, (name, found[name])
 
 
+def lost_in_gloo(rank: int, size: int, name: str) -> Any:
+    """Calls that gloo does, of a group that has met nothing yet."""
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    calls = {
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(size), torch.ones(size)),
+        "recv": lambda: dist.recv(torch.empty(1), 1),
+        "reduce": lambda: dist.reduce(torch.ones(4), 0),
+    }
+    return error_of(calls[name])
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "recv", "reduce"])
+def test_a_rank_of_another_machine_is_named_in_gloos_calls(name):
+    (kind, _, text, seconds), _ = run_group(lost_in_gloo, 2, name, machines="ab")
+    assert kind == "PeerLostError", text
+    assert "rank 1 (process" in text, text
+    assert "machine 1" in text, text
+    assert seconds < 10
+
+
 def aborted(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(3))
     if rank == 2:

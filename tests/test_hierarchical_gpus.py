@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore
 import pyringar as pr
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.distributed import HierarchicalCommunicator, communicator_for, hierarchical
-from pyringar.distributed.wire import TorchInter
+from pyringar.distributed.sockets import SocketInter
 from pyringar.engine import load
 
 MACHINES = ["ab", "aabb"]
@@ -62,14 +62,14 @@ class OnStream:
 
     def __init__(self, store, rank) -> None:
         self._inters = [
-            TorchInter(PrefixStore(name, store), [(0, 1)], rank, "gloo", 20.0)
+            SocketInter(PrefixStore(name, store), rank, [1 - rank], 20.0)
             for name in ("data", "words")
         ]
 
-    def exchange(self, sent, received, lane=0):
+    def exchange(self, sent, received):
         data, words = self._inters
         if all(tensor.device.type == "cpu" for _, tensor in (*sent, *received)):
-            return words.exchange(sent, received, lane)
+            return words.exchange(sent, received)
         lists = [[(peer, tensor.host) for peer, tensor in some] for some in (sent, received)]
         late_gpu.gpu.current().put(lambda: data.exchange(*lists)())
         return lambda: None
@@ -368,7 +368,7 @@ def real_as_rank(rank, world_size, store, machines, backend):
 @pytest.mark.timeout(120)
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device here")
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["tcp", "nccl"])
 def test_on_gpus(crew, machines, backend):
     if backend == "nccl" and torch.cuda.device_count() < len(machines):
         pytest.skip(f"NCCL wants a GPU per rank, here: {torch.cuda.device_count()}")

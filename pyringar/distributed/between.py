@@ -146,7 +146,7 @@ class Between:
             begun = None
             if piece is not None:
                 begun = self._crossing(what, self._blocks(piece))
-                begun.scatter(op, agreed, will_gather=True)
+                begun.scatter(op, agreed)
             arriving, back = back, there
             if back is not None:
                 back.gather(back.sum_up(op))
@@ -163,7 +163,9 @@ class Between:
         return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
     def _blocks(self, piece: Tensor) -> list[Tensor]:
-        """Return the part of each machine's ranks: who owns what is all the same."""
+        """Return the part of each machine's ranks, or one for all: any may own any of it."""
+        if self._machines.are_equal:
+            return [piece]
         one = len(piece) // self._machines.world_size
         return list(torch.split(piece, [one * len(ranks) for ranks in self._machines.nodes]))
 

@@ -1,4 +1,4 @@
-"""Let one piece of data cross between machines: sums there, results back."""
+"""Let one piece of data cross between machines: sums go to their owners, results come back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from pyringar.distributed.machines import Machines
 from pyringar.distributed.wire import Message, Wait
 
 __all__ = ["Crossing", "Spare"]
-
-# Lanes of the wire: sums go to their owners, results come back.
-_THERE, _BACK = 0, 1
 
 
 class Spare:
@@ -46,14 +43,16 @@ class Spare:
 
 
 class Crossing:
-    """One piece of data. A *block* is flat, with equal parts for the ranks of one machine.
+    """One piece of data.
 
     Args:
         machines: Who is where.
         links: What data moves by.
         spare: Where memory comes from; None: from torch.
         what: The call in words.
-        blocks: One for each machine.
+        blocks: One for each machine, flat, with equal parts for its ranks. Or one for all, for
+            machines of equal numbers of ranks: parts of the first ranks of all machines, then of
+            the second ones, and so on.
     """
 
     def __init__(
@@ -69,79 +68,75 @@ class Crossing:
         self._spare = spare
         self._what = what
         self._blocks = blocks
-        self._numel = len(blocks[machines.node]) // len(machines.here)
+        self._is_whole = len(blocks) < len(machines.nodes)
+        self._numel = sum(map(len, blocks)) // machines.world_size
         self._taken: list[Tensor] = []
         self._parts: dict[int, Tensor] = {}  # of this rank, by machine
         self._slots: dict[int, Tensor] = {}  # results of those that this rank carries, by machine
-        self._waits: dict[int, list[Wait]] = {_THERE: [], _BACK: []}
+        self._waits: list[Wait] = []
 
     # -- sums there --------------------------------------------------------------------------------
 
-    def scatter(self, op: str, agreed: Wait, *, will_gather: bool = False) -> None:
+    def scatter(self, op: str, agreed: Wait) -> None:
         """Begin to reduce the blocks, which are left as they are; `sum_up` ends it.
 
         Args:
             op: The reduction.
             agreed: Returns when the other machines are known to call the same.
-            will_gather: Expect results, too.
         """
         machines = self._machines
-        coming = {node: [self._expected_sum(node)] for node in machines.others}
-        if self._spare is not None:  # who expects a message early is sent it without being asked
-            self._exchange([], [m for some in coming.values() for m in some], _THERE)
-            coming = {}
-            if will_gather:
-                results = [self._expected_results(node) for node in machines.others]
-                self._exchange([], [m for some in results for m in some], _BACK)
         inside = "sum" if op == "mean" else op
+        rows = self._sum_whole(inside) if self._is_whole else None
         for node in machines.others:
-            sums = self._sum_inside(node, inside)
-            self._links.look()
+            sums = self._sum_inside(node, inside) if rows is None else rows[node : node + 1]
             agreed()  # so that the other side has the same sizes
+            part = self._parts[node] = self._take(self._numel)
             sent = list(zip(machines.carried(node), sums, strict=False))
-            self._exchange(sent, coming.get(node, []), _THERE)
-        (self._parts[machines.node],) = self._sum_inside(machines.node, inside)
-        self._links.look()
+            self._exchange(sent, [(machines.carrier(node), part)])
+        own = self._sum_inside(machines.node, inside)[0] if rows is None else rows[machines.node]
+        self._parts[machines.node] = own
 
     def sum_up(self, op: str) -> Tensor:
         """Return this rank's part of the sum, when those of all machines have come."""
-        self._arrive(_THERE)
+        self._arrive()
         in_order = [self._parts[node] for node in range(len(self._machines.nodes))]
         return _reduced(in_order, op, self._machines.world_size)
-
-    def _expected_sum(self, node: int) -> Message:
-        part = self._parts[node] = self._take(self._numel)
-        return self._machines.carrier(node), part
 
     # -- results back ------------------------------------------------------------------------------
 
     def gather(self, own: Tensor) -> None:
         """Begin to put every rank's part into its place of the blocks; `end` ends it."""
         machines = self._machines
+        if self._is_whole:
+            rows = self._rows = self._take(len(machines.nodes), self._numel)
+            rows[machines.node].copy_(own)
+            self._slots = {node: rows[node : node + 1] for node in machines.others}
         for node in machines.others:
-            received = [] if node in self._slots else self._expected_results(node)
-            self._exchange([(machines.carrier(node), own)], received, _BACK)
-        self._links.share_inside(self._blocks[machines.node], own)
+            if not self._is_whole:
+                self._slots[node] = self._take(machines.num_slots(node), self._numel)
+            received = list(zip(machines.carried(node), self._slots[node], strict=False))
+            self._exchange([(machines.carrier(node), own)], received)
+        if not self._is_whole:
+            self._links.share_inside(self._blocks[machines.node], own)
 
     def end(self) -> None:
         """Wait for what has begun; then memory is for the next."""
-        self._arrive(_BACK)
-        for node in self._slots:
-            self._share_inside(node)
+        self._arrive()
+        if self._is_whole:
+            self._links.share_inside(self._blocks[0], self._rows.view(-1))
+        else:
+            for node in self._slots:
+                self._share_inside(node)
         if self._spare is not None:
             self._spare.give(self._taken)
 
-    def _expected_results(self, node: int) -> list[Message]:
-        slots = self._slots[node] = self._take(self._machines.num_slots(node), self._numel)
-        return list(zip(self._machines.carried(node), slots, strict=False))
-
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int) -> None:
-        self._waits[lane].append(self._links.exchange(self._what, sent, received, lane))
+    def _exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> None:
+        self._waits.append(self._links.exchange(self._what, sent, received))
 
-    def _arrive(self, lane: int) -> None:
-        waits, self._waits[lane] = self._waits[lane], []
+    def _arrive(self) -> None:
+        waits, self._waits = self._waits, []
         for wait in waits:
             wait()
 
@@ -152,6 +147,13 @@ class Crossing:
         nbytes = torch.Size(shape).numel() * like.itemsize
         self._taken.append(self._spare.take(nbytes))
         return self._taken[-1][:nbytes].view(like.dtype).view(shape)
+
+    def _sum_whole(self, op: str) -> Tensor:
+        """Return this machine's sums for the ranks of this one's column, a row for each."""
+        rows = self._take(len(self._machines.nodes), self._numel)
+        self._links.sum_inside(rows.view(-1), self._blocks[0], op)
+        self._links.look()
+        return rows
 
     def _sum_inside(self, node: int, op: str) -> Tensor:
         """Return this machine's sums of the parts that this rank carries, a row for each."""
@@ -165,6 +167,7 @@ class Crossing:
             block = spread.view(-1)
         sums = self._take(num, self._numel)
         self._links.sum_inside(sums.view(-1), block, op)
+        self._links.look()
         return sums
 
     def _share_inside(self, node: int) -> None:

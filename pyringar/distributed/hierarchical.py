@@ -43,6 +43,7 @@ from pyringar.distributed.links import Links
 from pyringar.distributed.machines import Machines
 from pyringar.distributed.own_stream import OwnStream, StreamJob
 from pyringar.distributed.packing import check_tensor, describe
+from pyringar.distributed.sockets import SocketInter
 from pyringar.distributed.wire import Inter, PinnedInter, TorchInter, check_place
 from pyringar.errors import ArgumentError, RingarError
 
@@ -61,7 +62,7 @@ def communicator_for(
     algorithm: str = "auto",
     order: str = "any",
     timeout: float = 30.0,
-    backend: str = "gloo",
+    backend: str = "tcp",
     device: str | torch.device | int | None = None,
     compares_shapes: bool = True,
 ) -> ProcessCommunicator | HierarchicalCommunicator:
@@ -152,7 +153,7 @@ class HierarchicalCommunicator(OwnRank):
         world_size: int | None = None,
         *,
         inter: Inter | None = None,
-        backend: str = "gloo",
+        backend: str = "tcp",
         name: str = "default",
         timeout: float = 30.0,
         piece_bytes: int = _PIECE_BYTES,
@@ -215,7 +216,10 @@ class HierarchicalCommunicator(OwnRank):
         # NCCL reads what is on the GPU: the host waits for nothing, and sees no loss in time.
         looks = self._stream if backend != "nccl" else None
         if inter is None and len(machines.nodes) > 1:
-            inter = TorchInter(self._store, machines.columns, self._rank, backend, timeout)
+            if backend == "tcp":
+                inter = SocketInter(self._store, self._rank, machines.peers, timeout)
+            else:
+                inter = TorchInter(machines.columns, self._rank, backend, timeout)
             inter = inter if looks is None else PinnedInter(inter)
         self._links = Links(machines, members, self._intra, inter, looks)
         self._between = Between(machines, self._links, piece_bytes, on_gpu=self._stream is not None)
@@ -456,10 +460,7 @@ class HierarchicalCommunicator(OwnRank):
         See `pyringar.ProcessCommunicator.check_peers` for errors.
         """
         self._check_not_failed()
-        here = self._machines.here
-        self._links.inside(
-            lambda: self._intra.check_peers([here.index(rank) for rank in ranks if rank in here])
-        )
+        self._links.check_peers(ranks)
 
     def close(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again.

@@ -18,8 +18,6 @@ from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["Links"]
 
-_WORDS = 2  # the lane of what machines ask each other; 0 and 1 are for data
-
 
 class Links:
     """A rank's connections: a communicator of its machine's ranks, and an inter to other machines.
@@ -91,13 +89,7 @@ class Links:
 
     # -- between -----------------------------------------------------------------------------------
 
-    def exchange(
-        self,
-        what: str,
-        sent: Sequence[Message],
-        received: Sequence[Message],
-        lane: int = 0,
-    ) -> Wait:
+    def exchange(self, what: str, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """Begin to send to other machines and receive; what is returned waits. See `Inter`.
 
         Raises PeerLostError or CollectiveTimeout, then and in the wait: names ranks and machines.
@@ -107,7 +99,7 @@ class Links:
             return lambda: None
         self.is_told = True
         peers = sorted({peer for peer, _ in (*sent, *received)})
-        arrived = self._named(what, peers, lambda: inter.exchange(sent, received, lane))
+        arrived = self._named(what, peers, lambda: inter.exchange(sent, received))
         with self._lock:
             self._sent["calls"] += 1
             self._sent["bytes"] += sum(tensor.numel() * tensor.itemsize for _, tensor in sent)
@@ -117,7 +109,7 @@ class Links:
         """Begin to ask the other machines whether they call the same; what is returned raises."""
 
         def exchange(sent: Sequence[Message], received: Sequence[Message]) -> Wait:
-            return self.exchange(what, sent, received, _WORDS)
+            return self.exchange(what, sent, received)
 
         peers = [] if self._inter is None else self._machines.peers
         return compare(what, peers, exchange, lambda peer: self._members[peer].name)
@@ -137,6 +129,18 @@ class Links:
             )
             is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
             raise (CollectiveTimeout if is_late else PeerLostError)(text) from error
+
+    def check_peers(self, ranks: Sequence[int]) -> None:
+        """Raise for ranks that are known to be gone. Never waits."""
+        machines = self._machines
+        here = machines.here
+        self.inside(
+            lambda: self.intra.check_peers([here.index(rank) for rank in ranks if rank in here])
+        )
+        lost = set(self._inter.lost() if self._inter is not None else ()) & set(ranks)
+        if lost:
+            names = ", ".join(self._members[rank].name for rank in sorted(lost))
+            raise PeerLostError(f"{names} is gone, of another machine ({self.where(sorted(lost))})")
 
     def where(self, ranks: Sequence[int]) -> str:
         """Return the machines on which these are, for messages."""

@@ -66,9 +66,14 @@ class Machines(NamedTuple):
         return sorted(rank for ranks in met for rank in ranks)
 
     @property
+    def are_equal(self) -> bool:
+        """Whether all machines have the same number of ranks."""
+        return len({len(ranks) for ranks in self.nodes}) == 1
+
+    @property
     def columns(self) -> list[list[int]]:
         """Groups of ranks that need no connections to others."""
-        if len({len(ranks) for ranks in self.nodes}) == 1:
+        if self.are_equal:
             return [list(column) for column in zip(*self.nodes, strict=True)]
         return [[rank for ranks in self.nodes for rank in ranks]]
 

@@ -52,17 +52,18 @@ class Inter(Protocol):
     def exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int = 0) -> Wait:
         """Begin to send and receive; what is returned waits for all of it.
 
-        Two ranks' messages to each other in one lane come in the order in which they were sent,
-        with the sizes and dtypes that they were sent with. On the CPU a rank may begin to receive
-        long before the other sends, and send nothing before that has come.
+        Two ranks' messages to each other come in the order in which they were sent, with the sizes
+        and dtypes that they were sent with.
 
         Args:
-            lane: Messages of different lanes pass each other.
             sent: On a GPU each is read after what is on the current stream. They are left alone
                 until the wait is over.
             received: They are written. On a GPU what comes on the current stream after the wait
                 sees them.
         """
+
+    def lost(self) -> Sequence[int]:
+        """Return the ranks that are known to be gone. Never waits."""
 
     def set_timeout(self, seconds: float) -> None:
         """Let waits that begin from now on last as long as this without a message."""
@@ -109,14 +110,11 @@ def compare(
 
 
 class TorchInter:
-    """A process group of torch.distributed, such as one of gloo's.
+    """A process group of torch.distributed, which must be initialised.
 
-    Every rank of the job makes one, with equal arguments, at the same point of its program. Gloo's
-    is made on the store, which needs nothing else; another backend's group by torch.distributed
-    (``new_group``), which must be initialised.
+    Every rank of the job makes one, with equal arguments, at the same point of its program.
 
     Args:
-        store: Shared by all ranks of the job; this use of it has a name of its own.
         columns: Ranks that meet each other, in lists without a rank in common.
         rank: This process's rank.
         backend: Of torch.distributed, for tensors on the CPU; ``"nccl"`` is for those on GPUs, and
@@ -124,14 +122,13 @@ class TorchInter:
         timeout_s: How long a wait lasts without a message.
 
     Raises:
-        ArgumentError: Another backend than gloo and torch.distributed is not initialised, or it has
-            other ranks; NCCL in a torch without it.
+        ArgumentError: torch.distributed is not initialised, or it has other ranks; NCCL in a torch
+            without it.
         PeerLostError: Other machines cannot be reached.
     """
 
     def __init__(
         self,
-        store: Any,
         columns: Sequence[Sequence[int]],
         rank: int,
         backend: str,
@@ -145,10 +142,7 @@ class TorchInter:
             _check_nccl()
         try:
             with default_float_mode():  # of this thread, and of those that gloo adds in
-                if backend == "gloo":
-                    self._group = _make_gloo(store, columns, column, rank, self._timeout)
-                else:
-                    self._group = _new_groups(columns, rank, backend, self._timeout)[column]
+                self._group = _new_groups(columns, rank, backend, self._timeout)[column]
         except RingarError:
             raise
         except RuntimeError as error:
@@ -163,7 +157,7 @@ class TorchInter:
             return self._exchange_on_gpu(sent, received)
         group = self._group
         works = [
-            (peer, begin([chunk], self._at[peer], lane))
+            (peer, begin([chunk], self._at[peer], 0))
             for begin, messages in ((group.recv, received), (group.send, sent))
             for peer, tensor in messages
             if tensor.numel()
@@ -201,6 +195,10 @@ class TorchInter:
                 self._under_way.remove(held)
 
         return wait
+
+    def lost(self) -> Sequence[int]:
+        """See `Inter`; torch.distributed cannot tell."""
+        return ()
 
     def set_timeout(self, seconds: float) -> None:
         """See `Inter`."""
@@ -254,7 +252,7 @@ class PinnedInter:
             if host is not tensor:
                 host.copy_(tensor)  # the host waits for it: the inner inter reads at once
         coming = [(peer, self._on_host(tensor, taken)) for peer, tensor in received]
-        arrived = self._inner.exchange(leaving, coming, lane)
+        arrived = self._inner.exchange(leaving, coming)
 
         def wait() -> None:
             arrived()  # what fails keeps its buffers: somebody may still write there
@@ -276,6 +274,10 @@ class PinnedInter:
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         taken.append(buffer)
         return buffer[:nbytes].view(tensor.dtype)
+
+    def lost(self) -> Sequence[int]:
+        """See `Inter`."""
+        return self._inner.lost()
 
     def set_timeout(self, seconds: float) -> None:
         """See `Inter`."""
@@ -299,12 +301,12 @@ def check_place(device: str | torch.device | int | None, backend: str) -> torch.
     """
     if not isinstance(backend, str) or not backend or backend != backend.lower():
         raise ArgumentError(
-            f"backend is {backend!r}, expected 'gloo', 'nccl' or another's name, in small letters"
+            f"backend is {backend!r}, expected 'tcp', or 'nccl' or another's name, in small letters"
         )
     place = check_device("cpu" if device is None else device, "device")
     if backend == "nccl" and place.type == "cpu":
         raise ArgumentError(
-            "backend is 'nccl' and device the CPU, expected a GPU: name it, or take gloo"
+            "backend is 'nccl' and device the CPU, expected a GPU: name it, or take 'tcp'"
         )
     return torch.device("cpu") if place.type == "cpu" else place
 
@@ -312,7 +314,7 @@ def check_place(device: str | torch.device | int | None, backend: str) -> torch.
 def _check_nccl() -> None:
     if not (dist.is_nccl_available() and torch.version.cuda):
         raise ArgumentError(
-            "backend is 'nccl', which this torch was built without; take gloo, or a torch with CUDA"
+            "backend is 'nccl', which this torch was built without; take another torch, or 'tcp'"
         )
 
 
@@ -323,7 +325,7 @@ def _new_groups(
     if not dist.is_initialized():
         raise ArgumentError(
             f"backend is {backend!r} and torch.distributed is not initialised, which would connect "
-            "the machines with it: call torch.distributed.init_process_group first, or take gloo"
+            "the machines with it: call torch.distributed.init_process_group first, or take 'tcp'"
         )
     world_size = sum(map(len, columns))
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -333,16 +335,3 @@ def _new_groups(
         )
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     return [dist.new_group(list(c), timeout=timeout, backend=backend) for c in columns]
-
-
-def _make_gloo(
-    store: Any, columns: Sequence[Sequence[int]], column: int, rank: int, timeout: timedelta
-) -> Any:
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo  # not in every build
-
-    ranks = columns[column]
-    prefix = PrefixStore(f"pyringar/gloo/{column}", store)
-    group: Any = ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)
-    # Who is connected to all may close at once; to one that still connects it would be lost.
-    group.barrier().wait()
-    return group

@@ -1,0 +1,298 @@
+"""Carry messages between machines over TCP: a connection for each two ranks that meet.
+
+There is one stream of bytes each way, and nothing in it but data: both sides know what comes next,
+since they make the same calls (`pyringar.distributed.wire.compare` finds out if not, before data is
+sent). Bytes move in the thread that waits for them: no other is woken, and nobody asks whether it
+may send.
+
+Who may connect knows a random word from the store. Nothing is encrypted, as with gloo and NCCL: it
+is for networks whose machines trust each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from pyringar.comm.exits import close_at_exit
+from pyringar.distributed.wire import Message, MessageError, Wait
+from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError
+
+__all__ = ["SocketInter"]
+
+_WORD_BYTES = 32
+_HELLO = struct.Struct(f"!{_WORD_BYTES}sI")
+_LOOK_S = 1.0  # between looks at whether this one was aborted
+
+
+class _Stream:
+    """One connection, and what is on its way: each way in order."""
+
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self.peer = peer
+        self.connection = connection
+        self.leaving: deque[_Transfer] = deque()
+        self.coming: deque[_Transfer] = deque()
+
+    def move(self) -> bool:
+        """Move what can be moved now; return whether anything was."""
+        return self._send() | self._receive()
+
+    def wanted(self) -> int:
+        """Return what to wait for, as `select.poll` has it."""
+        return (select.POLLOUT if self.leaving else 0) | (select.POLLIN if self.coming else 0)
+
+    def _send(self) -> bool:
+        has_moved = False
+        while self.leaving:
+            transfer = self.leaving[0]
+            try:
+                num = self.connection.send(transfer.rest)
+            except (BlockingIOError, InterruptedError):
+                break
+            has_moved = True
+            transfer.rest = transfer.rest[num:]
+            if not transfer.rest:
+                self.leaving.popleft()
+        return has_moved
+
+    def _receive(self) -> bool:
+        has_moved = False
+        while self.coming:
+            transfer = self.coming[0]
+            try:
+                num = self.connection.recv_into(transfer.rest)
+            except (BlockingIOError, InterruptedError):
+                break
+            if num == 0:
+                raise ConnectionResetError("the connection was closed by the other side")
+            has_moved = True
+            transfer.rest = transfer.rest[num:]
+            if not transfer.rest:
+                self.coming.popleft()
+        return has_moved
+
+
+class _Transfer:
+    """Bytes of a tensor that have not moved yet."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        nbytes = tensor.numel() * tensor.itemsize
+        memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+        self.rest = memoryview(memory).cast("B")
+        self._tensor = tensor  # keeps it
+
+
+class SocketInter:
+    """TCP connections to ranks on other machines; see `pyringar.distributed.wire.Inter`.
+
+    Args:
+        store: Shared by all ranks of the job; this use of it has a name of its own.
+        rank: This process's rank.
+        peers: The ranks that it meets; each of them meets it.
+        timeout_s: How long to wait for connections, and for bytes.
+
+    Raises:
+        ArgumentError: There is no such network as ``GLOO_SOCKET_IFNAME`` says.
+        CollectiveTimeout, PeerLostError: Other machines cannot be reached.
+    """
+
+    def __init__(self, store: Any, rank: int, peers: Sequence[int], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._is_over = False
+        self._streams: dict[int, _Stream] = {}
+        try:
+            self._connect(store, rank, peers, time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        # A child's copies would keep connections open when this process is gone.
+        close_at_exit(self, SocketInter.close, in_child=SocketInter.close)
+
+    def _connect(self, store: Any, rank: int, peers: Sequence[int], deadline: float) -> None:
+        """Those of lower ranks listen, and those of higher ones call."""
+        word = secrets.token_bytes(_WORD_BYTES)
+        callers = {peer for peer in peers if peer > rank}
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server(("", 0), backlog=len(peers) + 8))
+            where = {"hosts": _own_hosts(), "port": listener.getsockname()[1], "word": word.hex()}
+            store.set(f"wire/{rank}", json.dumps(where))
+            for peer in sorted(set(peers) - callers):
+                self._streams[peer] = _Stream(peer, _call(store, rank, peer, deadline))
+            while callers:
+                connection, peer = _answer(listener, word, callers, rank, deadline)
+                self._streams[peer] = _Stream(peer, connection)
+                callers.discard(peer)
+
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
+        """See `Inter`."""
+        transfers = []
+        for messages, name in ((received, "coming"), (sent, "leaving")):
+            for peer, tensor in messages:
+                if tensor.numel():
+                    transfers.append(transfer := _Transfer(tensor))
+                    getattr(self._streams[peer], name).append(transfer)
+        for peer, _ in sent:
+            self._move(self._streams[peer])
+
+        def wait() -> None:
+            ends = time.monotonic() + self._timeout_s
+            while any(transfer.rest for transfer in transfers):
+                if self._move_some(ends):
+                    ends = time.monotonic() + self._timeout_s
+
+        return wait
+
+    def _move_some(self, ends: float) -> bool:
+        """Wait until something can move, and move it; return whether it was something."""
+        poll = select.poll()
+        at: dict[int, _Stream] = {}
+        for stream in self._streams.values():
+            if wanted := stream.wanted():
+                if self._is_over:
+                    raise MessageError(stream.peer, "this rank has closed its connections")
+                at[stream.connection.fileno()] = stream
+                poll.register(stream.connection, wanted)
+        left_s = ends - time.monotonic()
+        if left_s <= 0:
+            late = next(iter(at.values()))
+            raise MessageError(late.peer, f"timed out: nothing moved in {self._timeout_s:g} s")
+        ready = poll.poll(1000 * min(left_s, _LOOK_S))
+        moved = [self._move(at[fd]) for fd, _ in ready]
+        return any(moved)
+
+    def _move(self, stream: _Stream) -> bool:
+        try:
+            return stream.move()
+        except OSError as error:
+            raise MessageError(stream.peer, str(error)) from error
+
+    def lost(self) -> list[int]:
+        """See `Inter`."""
+        return [peer for peer, stream in self._streams.items() if _is_closed(stream.connection)]
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Inter`."""
+        self._timeout_s = seconds
+
+    def abort(self) -> None:
+        """See `Inter`."""
+        self._is_over = True
+        for stream in self._streams.values():
+            with contextlib.suppress(OSError):
+                stream.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See `Inter`."""
+        self._is_over = True
+        for stream in self._streams.values():
+            stream.connection.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
+
+
+def _call(store: Any, rank: int, peer: int, deadline: float) -> socket.socket:
+    """Connect to a rank, and say who calls."""
+    where = json.loads(_read(store, f"wire/{peer}", rank, peer, deadline))
+    hello = _HELLO.pack(bytes.fromhex(where["word"]), rank)
+    errors = []
+    for host in where["hosts"]:
+        try:
+            connection = socket.create_connection(
+                (host, where["port"]), timeout=max(0.1, deadline - time.monotonic())
+            )
+            connection.sendall(hello)
+            if connection.recv(1):  # it knows the word, so it is who we mean
+                return connection
+            errors.append(f"{host}: refused")
+            connection.close()
+        except OSError as error:
+            errors.append(f"{host}: {error}")
+    raise PeerLostError(
+        f"rank {rank} cannot connect to rank {peer} of another machine at port {where['port']}: "
+        f"{'; '.join(errors)}. GLOO_SOCKET_IFNAME names the network to take"
+    )
+
+
+def _answer(
+    listener: socket.socket, word: bytes, callers: set[int], rank: int, deadline: float
+) -> tuple[socket.socket, int]:
+    """Return a connection of one of these ranks, and whose it is; others are let go."""
+    while True:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise CollectiveTimeout(
+                f"rank {rank} waited for ranks {sorted(callers)} of the other machines to connect"
+            ) from None
+        with contextlib.suppress(OSError, struct.error):
+            connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
+            said, peer = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+            if secrets.compare_digest(said, word) and peer in callers:
+                connection.sendall(b"!")
+                return connection, peer
+        connection.close()
+
+
+def _read(store: Any, key: str, rank: int, peer: int, deadline: float) -> bytes:
+    try:
+        store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        found: bytes = store.get(key)
+        return found
+    except RuntimeError as error:
+        raise CollectiveTimeout(
+            f"rank {rank} waited for rank {peer} of another machine to say where it is: {error}"
+        ) from error
+
+
+def _own_hosts() -> list[str]:
+    """Return where this machine may be reached: on the networks asked for, or under its name."""
+    networks = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if networks:
+        return [_address_on(name) for name in networks]
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        return [*dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None))]
+    return ["127.0.0.1"]
+
+
+def _address_on(network: str) -> str:
+    """Return this machine's address on a network, by the name of its device."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            entry = fcntl.ioctl(
+                asked.fileno(),
+                0x8915,
+                struct.pack("256s", network.encode()[:15]),  # SIOCGIFADDR
+            )
+        except OSError as error:
+            raise ArgumentError(
+                f"GLOO_SOCKET_IFNAME is {network!r}, expected a network device with an IPv4 "
+                f"address: {error}"
+            ) from error
+    return socket.inet_ntoa(entry[20:24])
