@@ -198,6 +198,7 @@ _ALL = (
         *("limit", "limit: each byte read, written once", _BLACK, ""),
         calls={"processes": lambda worker, tensors: lambda: [t.mul_(1) for t in tensors]},
     ),
+    Candidate("open mpi", "Open MPI over TCP", _ORANGE, "^"),
     Candidate("torch nccl", "NCCL, torch", _GREY, "s", calls={"peers_cuda": torch_collective}),
     Candidate("cupy nccl", "NCCL, CuPy", _PINK, "v", calls={"peers_cuda": cupy_nccl}),
     Candidate(

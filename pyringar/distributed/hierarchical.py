@@ -216,11 +216,12 @@ class HierarchicalCommunicator(OwnRank):
         # NCCL reads what is on the GPU: the host waits for nothing, and sees no loss in time.
         looks = self._stream if backend != "nccl" else None
         if inter is None and len(machines.nodes) > 1:
+            wire: Inter
             if backend == "tcp":
-                inter = SocketInter(self._store, self._rank, machines.peers, timeout)
+                wire = SocketInter(self._store, self._rank, machines.peers, timeout)
             else:
-                inter = TorchInter(machines.columns, self._rank, backend, timeout)
-            inter = inter if looks is None else PinnedInter(inter)
+                wire = TorchInter(machines.columns, self._rank, backend, timeout)
+            inter = wire if looks is None else PinnedInter(wire)
         self._links = Links(machines, members, self._intra, inter, looks)
         self._between = Between(machines, self._links, piece_bytes, on_gpu=self._stream is not None)
         self._jobs = Jobs("machines")

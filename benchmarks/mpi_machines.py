@@ -1,0 +1,130 @@
+"""Ranks of Open MPI on machines that are network namespaces, and what each of them runs.
+
+As a program it is one rank, started by `MpiRanks`: mpi_machines.py SOCKET. Between requests it
+waits in the kernel. A request is a line, ``NUMEL CALLS``; its answer the seconds of a call, or
+``nan`` if a sum was wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "open mpi": (),
+    "open mpi, han": ("--mca", "coll_han_priority", "100"),
+}
+"""The collectives that Open MPI takes by itself, and those made for machines of several ranks."""
+
+RANKS_EACH = 2
+DEADLINE_S = 60.0
+# More ranks than processors: without yielding they are ten times as slow.
+_COMMON = (
+    "--mca",
+    "mpi_yield_when_idle",
+    "1",
+    "--mca",
+    "pml",
+    "ob1",
+    "--mca",
+    "btl",
+    "tcp,sm,self",
+)
+_AGENT = """#!/bin/sh
+host=$1
+shift
+name=$(cat "$RINGAR_HOSTS/$host")
+exec ip netns exec "$name" unshare --uts sh -c "hostname $name; $*"
+"""
+
+
+class MpiRanks:
+    """Ranks that wait for requests, two on each machine.
+
+    Args:
+        prefix: Of an environment with Open MPI and mpi4py.
+        machines: `benchmarks.networks.Machine` each.
+        flags: Of mpirun.
+
+    Raises:
+        OSError: They did not come in time.
+    """
+
+    def __init__(self, prefix: str, machines: Sequence[Any], flags: Sequence[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        for machine in machines:
+            (folder / machine.address).write_text(machine.name)
+        agent = folder / "agent"
+        agent.write_text(_AGENT)
+        agent.chmod(0o700)
+        network = f"{machines[0].address.rpartition('.')[0]}.0/24"
+        command = [f"{prefix}/bin/mpirun", "--allow-run-as-root", "--bind-to", "none"]
+        command += ["--host", ",".join(f"{m.address}:{RANKS_EACH}" for m in machines)]
+        command += ["-n", str(RANKS_EACH * len(machines)), "--prtemca", "plm_ssh_agent", str(agent)]
+        command += ["--prtemca", "prte_if_include", network, "--mca", "btl_tcp_if_include", network]
+        command += [*_COMMON, *flags, f"{prefix}/bin/python", __file__, str(folder / "socket")]
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', machines[0].name]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen()
+            listener.settimeout(DEADLINE_S)
+            self._program = subprocess.Popen(
+                machines[0].command(*named, *command),
+                env={**os.environ, "RINGAR_HOSTS": str(folder)},
+                stdin=subprocess.DEVNULL,
+            )
+            self._ranks = [listener.accept()[0] for _ in range(RANKS_EACH * len(machines))]
+        for rank in self._ranks:
+            rank.settimeout(DEADLINE_S)
+
+    def seconds(self, numel: int, calls: int) -> float:
+        """Return the seconds of a call on the slowest rank; none: the sum is checked only."""
+        for rank in self._ranks:
+            rank.sendall(f"{numel} {calls}\n".encode())
+        return max(float(rank.recv(64)) for rank in self._ranks)
+
+    def close(self) -> None:
+        """Let the ranks end."""
+        for rank in self._ranks:
+            rank.close()
+        try:
+            self._program.wait(10)
+        except subprocess.TimeoutExpired:
+            self._program.kill()
+        self._folder.cleanup()
+
+
+def serve(path: str) -> None:
+    """Be one rank."""
+    import numpy as np
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    k = world.size
+    with socket.socket(socket.AF_UNIX) as parent:
+        parent.connect(path)
+        while request := parent.recv(64):
+            numel, calls = map(int, request.split())
+            row = np.arange(numel, dtype=np.float32) % 17
+            array = row + np.float32(world.rank)
+            world.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+            is_right = bool((array == k * row + k * (k - 1) // 2).all())
+            array[:] = 0
+            world.Barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                world.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+            each_s = (time.perf_counter() - begin) / max(1, calls)
+            parent.sendall(f"{each_s if is_right else float('nan')}".encode())
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
