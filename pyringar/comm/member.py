@@ -20,7 +20,6 @@ __all__ = [
     "LONGEST_BYTES",
     "Member",
     "check_agreed",
-    "check_equal_nodes",
     "garbage",
     "node_id",
     "parse_object",
@@ -143,20 +142,6 @@ def check_agreed(members: Sequence[Member]) -> None:
                 f"device is a {first.kind} device for {first.name} and a {other.kind} device for "
                 f"{other.name}, expected GPUs for all ranks, or for none"
             )
-
-
-def check_equal_nodes(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> None:
-    """Refuse machines with different numbers of ranks.
-
-    Raises:
-        ArgumentError: They have; names them.
-    """
-    if len({len(ranks) for ranks in nodes}) > 1:
-        raise ArgumentError(
-            "the machines have different numbers of ranks "
-            f"({where_nodes_are(nodes, members)}), expected equal ones: each rank of a machine "
-            "reduces one part with its counterparts on the others"
-        )
 
 
 def where_nodes_are(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> str:

@@ -8,8 +8,9 @@
     ddp.register_comm_hook(pyringar.distributed.HookState(), pyringar.distributed.ddp_hook)
 
 all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors go through shared
-memory, with the engine's bits and errors; everything else is handed to gloo, and CUDA tensors to
-NCCL where the group has one. `HierarchicalCommunicator` is for ranks on several machines.
+memory, with the engine's bits and errors, and between machines over TCP, every byte once;
+everything else is handed to gloo, and CUDA tensors to NCCL where the group has one. On several
+machines `HierarchicalCommunicator` takes the place of `pyringar.ProcessCommunicator`.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class Collectives(Delegated):
         UnsupportedError: There is no way to do this with these tensors; no rank was told.
         PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
 
-    Cost: as `pyringar.ProcessCommunicator`'s calls. Lists of tensors to gather into or
+    Cost: as the calls of `pyringar.ProcessCommunicator`, or on several machines of
+    `HierarchicalCommunicator`. Lists of tensors to gather into or
     scatter from are copied once more than the ``_into_tensor`` and ``_tensor`` forms.
     """
 

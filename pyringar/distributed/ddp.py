@@ -78,7 +78,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Reduce a bucket of gradients through shared memory, whatever the process group's backend.
 
     Register it with ``ddp.register_comm_hook(HookState(), ddp_hook)``, on every rank, before the
-    first backward pass. Gradients lie on the CPU, on ranks of one machine.
+    first backward pass. Gradients lie on the CPU, on ranks of one machine or of several.
 
     Args:
         state: Made for this DistributedDataParallel, on every rank.
@@ -88,10 +88,10 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
         A future of the bucket's buffer, averaged over ranks in place (``state.op``).
 
     Raises:
-        ArgumentError: The gradients are not on the CPU; the ranks are on several machines.
+        ArgumentError: The gradients are not on the CPU.
         RuntimeError: From ``backward()``, in the words of PeerLostError or CollectiveTimeout, if a
             rank died or stayed away.
 
-    Cost: as `ProcessCommunicator.all_reduce`, beside the rest of backward.
+    Cost: as the communicator's ``all_reduce``, beside the rest of backward.
     """
     return state.reduce(bucket.buffer())

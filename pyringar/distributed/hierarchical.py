@@ -1,8 +1,7 @@
 """Reduce over several machines: shared memory inside each, every byte once between them.
 
-Each rank of a machine owns one part of the data. Parts are summed inside the machine, cross the
-wire as the sum of their machine, and come back to all its ranks: with L ranks per machine a rank
-hands 1 / L of its bytes to the network.
+A machine sums inside first; what crosses the wire is the sum of a machine, and comes back to all
+its ranks: with L ranks per machine a rank sends 1 / L of its bytes.
 """
 
 from __future__ import annotations
@@ -72,6 +71,7 @@ def communicator_for(
         algorithm: For every call that names none itself; on several machines ``"auto"``.
         order: Of the sum; on several machines ``"any"``.
         backend: Between machines.
+        compares_shapes: As the communicators have it.
 
     Raises:
         ArgumentError: An algorithm or order that several machines do not have.
@@ -104,10 +104,11 @@ def communicator_for(
 class HierarchicalCommunicator(OwnRank):
     """This process's rank in a group of processes on several machines, which reduce together.
 
-    It uses a `pyringar.ProcessCommunicator` inside each machine; between machines, groups of
-    torch.distributed, which need not be initialised: one for each local rank, of the ranks that
-    have it on the machines. A machine is what has one ``node_id()``; ``PYRINGAR_NODE_ID`` overrides
-    it.
+    It uses a `pyringar.ProcessCommunicator` inside each machine, and TCP connections between
+    machines, which may have different numbers of ranks. ``GLOO_SOCKET_IFNAME`` names the network,
+    as for gloo; without it, it is the one on which the machine's name is found. A machine is what
+    has one ``node_id()``; ``PYRINGAR_NODE_ID`` overrides it. torch.distributed need not be
+    initialised.
 
     With tensors on GPUs (``device``) a call comes after what is on the current stream, and what
     comes there after the call, or after its work's ``wait()``, sees the result: nobody need
@@ -115,35 +116,40 @@ class HierarchicalCommunicator(OwnRank):
     tried: docs/gpu.md.
 
     Args:
-        inter: What crosses the wire, instead of groups of torch.distributed. With ``device`` it is
-            given tensors there, and the CPU's, too; `pyringar.distributed.wire.PinnedInter` makes
-            it of one for the CPU's.
-        backend: Of these groups. ``"gloo"`` adds on the CPU; tensors on a GPU reach it through
-            pinned host memory, in a thread that waits for the GPU. ``"nccl"`` adds on the GPU, and
-            nobody waits for it: a rank that is lost once its call was enqueued is told by the next
-            call, and results may be void until then.
+        inter: What connects machines (`pyringar.distributed.wire.Inter`), instead of ``backend``.
+            With ``device`` it is given tensors there, and the CPU's, too;
+            `pyringar.distributed.wire.PinnedInter` makes it of one for the CPU's.
+        backend: ``"tcp"``: connections of its own; tensors on a GPU reach them through pinned host
+            memory, in a thread that waits for the GPU. Another: groups of torch.distributed, which
+            must be initialised; with ``"nccl"`` data goes from GPU to GPU and nobody waits: a rank
+            that is lost once its call was enqueued is told by the next call, and results may be
+            void until then.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
-            for all. Between machines it is the other backend's, whose deadline may be for a call.
+            for all.
         piece_bytes: While so much of a rank's data crosses the wire, as much is reduced inside.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
             ranks a GPU, or on none.
+        compares_shapes: Refuse tensors of other shapes than on other ranks. False: as many elements
+            will do, and correspond by index.
 
     Raises:
-        ArgumentError: Machines with different numbers of ranks, which are named: there is no part
-            of the data for each. A backend other than gloo without torch.distributed; NCCL in a
-            torch without it, or with tensors on the CPU.
+        ArgumentError: A backend other than ``"tcp"`` without torch.distributed; NCCL in a torch
+            without it, or with tensors on the CPU; no such network.
 
     See `pyringar.ProcessCommunicator` for the other arguments and errors.
 
-    Bits are equal on all ranks. Machines are added to each other after the ranks inside them, so
-    they are not those of one machine with all ranks, but differ by rounding. 16-bit floats travel
-    as float32 and are rounded once; means divide once, at the end.
+    Bits are equal on all ranks. On each machine ranks are added in their order, then the sums of
+    the machines, in the order of their first ranks: ``(x0 + x1) + (x2 + x3)`` on two of two. That
+    depends on where ranks are, and on nothing else; it differs by rounding from one machine with
+    all ranks. 16-bit floats travel as float32 and are rounded once; means divide once, at the
+    end.
 
-    Cost: every byte is packed, summed inside the machine, and crosses the wire once per machine:
-    with L ranks per machine on M machines a rank hands ``N / L`` bytes to the backend, whose ring
-    sends ``2 (M - 1) / M`` of them. One small message more per call tells whether machines call the
-    same thing. A GPU keeps a packed copy of the data during a call; with gloo, two pieces' parts
-    have pinned buffers, and the thread waits once for each piece.
+    Cost: every byte is summed inside the machine, and crosses the wire once per machine: with L
+    ranks on each of M machines a rank sends ``2 (M - 1) / M`` of ``N / L`` bytes. 256 bytes more
+    per call and rank that it meets say whether machines call the same thing. One contiguous tensor on
+    the CPU is reduced where it lies; others are packed first, as all are on a GPU. Memory for three
+    pieces is kept. With machines of other numbers of ranks than others', data is copied once more,
+    and all ranks are connected to all that they may meet.
     """
 
     def __init__(
@@ -298,8 +304,8 @@ class HierarchicalCommunicator(OwnRank):
                 refuses further calls.
             UnsupportedError: A dtype or layout that cannot be reduced; a stream that is captured in
                 a CUDA graph. Nothing was changed.
-            PeerLostError, CollectiveTimeout: A rank or machine is gone, or late. Tensors are as
-                they were, but not with NCCL; the communicator refuses further calls.
+            PeerLostError, CollectiveTimeout: A rank or machine is gone, or late: names ranks and
+                machine. Tensors may be half reduced; the communicator refuses further calls.
 
         See `pyringar.Communicator.all_reduce` for the dtypes and the other arguments.
         """

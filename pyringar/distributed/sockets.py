@@ -35,6 +35,8 @@ __all__ = ["SocketInter"]
 
 _WORD_BYTES = 32
 _HELLO = struct.Struct(f"!{_WORD_BYTES}sI")
+# How long to look before sleeping: to be woken takes longer than many a message.
+_SPIN_S = 200e-6
 _LOOK_S = 1.0  # between looks at whether this one was aborted
 
 
@@ -153,10 +155,20 @@ class SocketInter:
         def wait() -> None:
             ends = time.monotonic() + self._timeout_s
             while any(transfer.rest for transfer in transfers):
-                if self._move_some(ends):
+                if self._move_soon() or self._move_some(ends):
                     ends = time.monotonic() + self._timeout_s
 
         return wait
+
+    def _move_soon(self) -> bool:
+        """Look again and again for a moment, in which others may have the processor."""
+        busy = [stream for stream in self._streams.values() if stream.wanted()]
+        ends = time.perf_counter() + _SPIN_S
+        while True:
+            moved = [self._move(stream) for stream in busy]
+            if any(moved) or time.perf_counter() > ends:
+                return any(moved)
+            os.sched_yield()
 
     def _move_some(self, ends: float) -> bool:
         """Wait until something can move, and move it; return whether it was something."""

@@ -49,7 +49,7 @@ class MessageError(RuntimeError):
 class Inter(Protocol):
     """What connects this rank with some on other machines."""
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int = 0) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """Begin to send and receive; what is returned waits for all of it.
 
         Two ranks' messages to each other come in the order in which they were sent, with the sizes
@@ -151,7 +151,7 @@ class TorchInter:
                 f"machines: {error}; GLOO_SOCKET_IFNAME names the network to take"
             ) from error
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int = 0) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """See `Inter`."""
         if any(tensor.device.type != "cpu" for _, tensor in (*sent, *received)):
             return self._exchange_on_gpu(sent, received)
@@ -244,7 +244,7 @@ class PinnedInter:
         self._inner = inner
         self._idle: list[Tensor] = []  # buffers
 
-    def exchange(self, sent: Sequence[Message], received: Sequence[Message], lane: int = 0) -> Wait:
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """See `Inter`."""
         taken: list[Tensor] = []
         leaving = [(peer, self._on_host(tensor, taken)) for peer, tensor in sent]
