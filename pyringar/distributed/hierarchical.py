@@ -146,10 +146,9 @@ class HierarchicalCommunicator(OwnRank):
 
     Cost: every byte is summed inside the machine, and crosses the wire once per machine: with L
     ranks on each of M machines a rank sends ``2 (M - 1) / M`` of ``N / L`` bytes. 256 bytes more
-    per call and rank that it meets say whether machines call the same thing. One contiguous tensor on
-    the CPU is reduced where it lies; others are packed first, as all are on a GPU. Memory for three
-    pieces is kept. With machines of other numbers of ranks than others', data is copied once more,
-    and all ranks are connected to all that they may meet.
+    per call and rank that it meets say whether machines call the same thing. One contiguous tensor
+    on the CPU is reduced where it lies; others are packed first, as all are on a GPU. Memory for
+    three pieces is kept. Where machines have different numbers of ranks data is copied once more.
     """
 
     def __init__(
