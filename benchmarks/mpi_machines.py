@@ -1,18 +1,11 @@
-"""Ranks of Open MPI on machines that are network namespaces, and what each of them runs.
-
-As a program it is one rank, started by `MpiRanks`: mpi_machines.py SOCKET. Between requests it
-waits in the kernel. A request is a line, ``NUMEL CALLS``; its answer the seconds of a call, or
-``nan`` if a sum was wrong.
-"""
+"""Ranks of Open MPI on machines that are network namespaces; each runs mpi_rank.py."""
 
 from __future__ import annotations
 
 import os
 import socket
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +18,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 
 RANKS_EACH = 2
 DEADLINE_S = 60.0
+_PROGRAM = str(Path(__file__).with_name("mpi_rank.py"))
 # More ranks than processors: without yielding they are ten times as slow.
 _COMMON = (
     "--mca",
@@ -70,7 +64,7 @@ class MpiRanks:
         command += ["--host", ",".join(f"{m.address}:{RANKS_EACH}" for m in machines)]
         command += ["-n", str(RANKS_EACH * len(machines)), "--prtemca", "plm_ssh_agent", str(agent)]
         command += ["--prtemca", "prte_if_include", network, "--mca", "btl_tcp_if_include", network]
-        command += [*_COMMON, *flags, f"{prefix}/bin/python", __file__, str(folder / "socket")]
+        command += [*_COMMON, *flags, f"{prefix}/bin/python", _PROGRAM, str(folder / "socket")]
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', machines[0].name]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "socket"))
@@ -100,31 +94,3 @@ class MpiRanks:
         except subprocess.TimeoutExpired:
             self._program.kill()
         self._folder.cleanup()
-
-
-def serve(path: str) -> None:
-    """Be one rank."""
-    import numpy as np
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    k = world.size
-    with socket.socket(socket.AF_UNIX) as parent:
-        parent.connect(path)
-        while request := parent.recv(64):
-            numel, calls = map(int, request.split())
-            row = np.arange(numel, dtype=np.float32) % 17
-            array = row + np.float32(world.rank)
-            world.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
-            is_right = bool((array == k * row + k * (k - 1) // 2).all())
-            array[:] = 0
-            world.Barrier()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                world.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
-            each_s = (time.perf_counter() - begin) / max(1, calls)
-            parent.sendall(f"{each_s if is_right else float('nan')}".encode())
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

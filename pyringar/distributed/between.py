@@ -25,6 +25,9 @@ from pyringar.distributed.wire import Wait
 
 __all__ = ["Between"]
 
+# Smaller ones take longer to meet over than to send.
+_LEAST_PIECE_BYTES = 2**20
+
 
 class Between:
     """The collectives of ranks on several machines.
@@ -157,9 +160,10 @@ class Between:
             copy_all([(flat[whole:], pieces[-1][:rest])])
 
     def _pieces(self, rows: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-        """Cut so many elements of each rank's."""
-        itemsize = wide(dtype).itemsize
-        step = max(1, self._piece_bytes // (itemsize * self._machines.world_size))
+        """Cut so many elements of each rank's: in four at least, unless pieces get too small."""
+        row_bytes = wide(dtype).itemsize * self._machines.world_size
+        least_bytes = max(rows * row_bytes // 4, _LEAST_PIECE_BYTES)
+        step = max(1, min(self._piece_bytes, least_bytes) // row_bytes)
         return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
     def _blocks(self, piece: Tensor) -> list[Tensor]:
