@@ -34,6 +34,7 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError
 __all__ = ["SocketInter"]
 
 _WORD_BYTES = 32
+_WELCOME = b"!"
 _HELLO = struct.Struct(f"!{_WORD_BYTES}sI")
 # How long to look before sleeping: to be woken takes longer than many a message.
 _SPIN_S = 200e-6
@@ -93,7 +94,8 @@ class _Stream:
 class _Transfer:
     """Bytes of a tensor that have not moved yet."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, peer: int, tensor: Tensor) -> None:
+        self.peer = peer
         nbytes = tensor.numel() * tensor.itemsize
         memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
         self.rest = memoryview(memory).cast("B")
@@ -147,16 +149,22 @@ class SocketInter:
         for messages, name in ((received, "coming"), (sent, "leaving")):
             for peer, tensor in messages:
                 if tensor.numel():
-                    transfers.append(transfer := _Transfer(tensor))
+                    transfers.append(transfer := _Transfer(peer, tensor))
                     getattr(self._streams[peer], name).append(transfer)
         for peer, _ in sent:
             self._move(self._streams[peer])
 
         def wait() -> None:
-            ends = time.monotonic() + self._timeout_s
-            while any(transfer.rest for transfer in transfers):
-                if self._move_soon() or self._move_some(ends):
+            left_bytes, ends = -1, 0.0
+            while left := [transfer for transfer in transfers if transfer.rest]:
+                before, left_bytes = left_bytes, sum(len(transfer.rest) for transfer in left)
+                if left_bytes != before:
                     ends = time.monotonic() + self._timeout_s
+                elif time.monotonic() > ends:
+                    why = f"timed out: nothing came or went in {self._timeout_s:g} s"
+                    raise MessageError(left[0].peer, why)
+                if not self._move_soon():
+                    self._move_later(ends)
 
         return wait
 
@@ -170,8 +178,8 @@ class SocketInter:
                 return any(moved)
             os.sched_yield()
 
-    def _move_some(self, ends: float) -> bool:
-        """Wait until something can move, and move it; return whether it was something."""
+    def _move_later(self, ends: float) -> None:
+        """Wait until something can move, and move it."""
         poll = select.poll()
         at: dict[int, _Stream] = {}
         for stream in self._streams.values():
@@ -180,13 +188,9 @@ class SocketInter:
                     raise MessageError(stream.peer, "this rank has closed its connections")
                 at[stream.connection.fileno()] = stream
                 poll.register(stream.connection, wanted)
-        left_s = ends - time.monotonic()
-        if left_s <= 0:
-            late = next(iter(at.values()))
-            raise MessageError(late.peer, f"timed out: nothing moved in {self._timeout_s:g} s")
-        ready = poll.poll(1000 * min(left_s, _LOOK_S))
-        moved = [self._move(at[fd]) for fd, _ in ready]
-        return any(moved)
+        left_s = max(0.0, min(ends - time.monotonic(), _LOOK_S))
+        for fd, _ in poll.poll(1000 * left_s):
+            self._move(at[fd])
 
     def _move(self, stream: _Stream) -> bool:
         try:
@@ -230,15 +234,14 @@ def _call(store: Any, rank: int, peer: int, deadline: float) -> socket.socket:
     where = json.loads(_read(store, f"wire/{peer}", rank, peer, deadline))
     hello = _HELLO.pack(bytes.fromhex(where["word"]), rank)
     errors = []
-    for host in where["hosts"]:
+    for num_left, host in zip(range(len(where["hosts"]), 0, -1), where["hosts"], strict=True):
+        limit_s = max(0.1, (deadline - time.monotonic()) / num_left)
         try:
-            connection = socket.create_connection(
-                (host, where["port"]), timeout=max(0.1, deadline - time.monotonic())
-            )
+            connection = socket.create_connection((host, where["port"]), timeout=limit_s)
             connection.sendall(hello)
-            if connection.recv(1):  # it knows the word, so it is who we mean
+            if connection.recv(1) == _WELCOME:
                 return connection
-            errors.append(f"{host}: refused")
+            errors.append(f"{host}: somebody else is there")
             connection.close()
         except OSError as error:
             errors.append(f"{host}: {error}")
@@ -264,7 +267,7 @@ def _answer(
             connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
             said, peer = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
             if secrets.compare_digest(said, word) and peer in callers:
-                connection.sendall(b"!")
+                connection.sendall(_WELCOME)
                 return connection, peer
         connection.close()
 
@@ -281,14 +284,21 @@ def _read(store: Any, key: str, rank: int, peer: int, deadline: float) -> bytes:
 
 
 def _own_hosts() -> list[str]:
-    """Return where this machine may be reached: on the networks asked for, or under its name."""
+    """Return where this machine may be reached, the likeliest first.
+
+    On the networks asked for; else on the way to the host of torchrun's store, and under its name.
+    """
     networks = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if networks:
         return [_address_on(name) for name in networks]
-    name = socket.gethostname()
+    hosts: list[str] = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        if master := os.environ.get("MASTER_ADDR"):
+            way.connect((master, 9))  # sends nothing
+            hosts.append(way.getsockname()[0])
     with contextlib.suppress(OSError):
-        return [*dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None))]
-    return ["127.0.0.1"]
+        hosts += [str(f[4][0]) for f in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)]
+    return [*dict.fromkeys(hosts)] or ["127.0.0.1"]
 
 
 def _address_on(network: str) -> str:

@@ -1,0 +1,202 @@
+"""Do messages between machines come whole, in order, by a deadline, and from whom they should?"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import oracle
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import pyringar as pr
+from pyringar.distributed.sockets import SocketInter
+from pyringar.distributed.wire import MessageError
+
+
+def connected(num: int, timeout_s: float = 10.0, store=None) -> list[SocketInter]:
+    """All meet all."""
+    store = store or HashStore()
+    with ThreadPoolExecutor(num) as ranks:
+        made = [
+            ranks.submit(SocketInter, store, r, [p for p in range(num) if p != r], timeout_s)
+            for r in range(num)
+        ]
+        return [future.result() for future in made]
+
+
+@pytest.fixture
+def pair():
+    made = connected(2)
+    yield made
+    for inter in made:
+        inter.close()
+
+
+def message(numel: int, seed: int) -> torch.Tensor:
+    return oracle.random(numel, torch.float32, seed)
+
+
+def test_messages_of_any_size_come_in_order_while_others_leave(pair):
+    sizes = [1, 0, 7, 3_000_001, 64, 1_000_000]
+
+    def run(rank: int) -> list[torch.Tensor]:
+        got = [torch.empty(size) for size in sizes]
+        waits = [
+            pair[rank].exchange([(1 - rank, message(size, 10 * rank + at))], [(1 - rank, into)])
+            for at, (size, into) in enumerate(zip(sizes, got, strict=True))
+        ]
+        for wait in waits:
+            wait()
+        return got
+
+    with ThreadPoolExecutor(2) as both:
+        answers = list(both.map(run, range(2)))
+    for rank, got in enumerate(answers):
+        for at, (size, tensor) in enumerate(zip(sizes, got, strict=True)):
+            assert oracle.same_bits(tensor, message(size, 10 * (1 - rank) + at))
+
+
+def test_three_at_once():
+    made = connected(3)
+    got = {(r, p): torch.empty(1000) for r in range(3) for p in range(3) if p != r}
+
+    def run(rank: int) -> None:
+        peers = [peer for peer in range(3) if peer != rank]
+        made[rank].exchange(
+            [(peer, message(1000, 3 * rank + peer)) for peer in peers],
+            [(peer, got[rank, peer]) for peer in peers],
+        )()
+
+    with ThreadPoolExecutor(3) as all_three:
+        list(all_three.map(run, range(3)))
+    for (rank, peer), tensor in got.items():
+        assert oracle.same_bits(tensor, message(1000, 3 * peer + rank))
+    for inter in made:
+        inter.close()
+
+
+def test_a_deadline_counts_from_the_last_byte_and_names_who_is_late(pair):
+    first, second = pair
+    first.set_timeout(0.6)
+    got = torch.empty(3)
+    wait = first.exchange([], [(1, got)])
+
+    def slowly() -> None:
+        for at in range(3):
+            time.sleep(0.4)
+            second.exchange([(0, torch.tensor([float(at)]))], [])()
+
+    thread = threading.Thread(target=slowly)
+    thread.start()
+    wait()
+    thread.join()
+    assert got.tolist() == [0.0, 1.0, 2.0]
+    began = time.monotonic()
+    with pytest.raises(MessageError, match="timed out") as error:
+        first.exchange([], [(1, got)])()
+    assert 0.5 < time.monotonic() - began < 2
+    assert error.value.peer == 1
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_who_leaves_is_named_and_known_without_a_wait(pair, how):
+    first, second = pair
+    assert list(first.lost()) == []
+    getattr(second, how)()
+    deadline = time.monotonic() + 5
+    while not first.lost() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(first.lost()) == [1]
+    for sent, received in (([], [(1, torch.empty(3))]), ([(1, torch.zeros(4_000_000))], [])):
+        with pytest.raises(MessageError) as error:
+            first.exchange(sent, received)()
+        assert error.value.peer == 1
+
+
+def test_abort_ends_a_wait_of_its_own(pair):
+    first, _ = pair
+    threading.Timer(0.3, first.abort).start()
+    began = time.monotonic()
+    with pytest.raises(MessageError):
+        first.exchange([], [(1, torch.empty(3))])()
+    assert time.monotonic() - began < 5
+
+
+def test_a_stranger_without_the_word_is_let_go(monkeypatch):
+    store, answers = HashStore(), []
+
+    def strangers() -> None:
+        where = json.loads(store.get("wire/0"))
+        for said in (b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, b"\0" * 36, b""):
+            with socket.create_connection((where["hosts"][0], where["port"]), 5) as connection:
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                try:
+                    answers.append(connection.recv(1))
+                except ConnectionResetError:
+                    answers.append(b"")
+        store.set("strangers", "came")
+
+    thread = threading.Thread(target=strangers)
+    thread.start()
+    with ThreadPoolExecutor(2) as both:
+        listening = both.submit(SocketInter, store, 0, [1], 10.0)
+        store.wait(["strangers"])
+        calling = both.submit(SocketInter, store, 1, [0], 10.0)
+        made = [listening.result(), calling.result()]
+    thread.join()
+    assert answers == [b"", b"", b""]
+    got = torch.empty(2)
+    wait = made[0].exchange([], [(1, got)])
+    made[1].exchange([(0, torch.tensor([1.0, 2.0]))], [])()
+    wait()
+    assert got.tolist() == [1.0, 2.0]
+    for inter in made:
+        inter.close()
+
+
+def test_who_does_not_come_is_named():
+    with pytest.raises(pr.CollectiveTimeout, match=r"waited for ranks \[1\]"):
+        SocketInter(HashStore(), 0, [1], 0.3)
+    with pytest.raises(pr.CollectiveTimeout, match=r"rank 1 waited for rank 0 .* where it is"):
+        SocketInter(HashStore(), 1, [0], 0.3)
+    store = HashStore()
+    with socket.create_server(("", 0)) as gone:
+        port = gone.getsockname()[1]
+    store.set("wire/0", json.dumps({"hosts": ["127.0.0.1"], "port": port, "word": "00" * 32}))
+    with pytest.raises(pr.PeerLostError, match=r"cannot connect to rank 0 .*127\.0\.0\.1.*refused"):
+        SocketInter(store, 1, [0], 5.0)
+
+
+def test_a_network_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    with pytest.raises(pr.ArgumentError, match="GLOO_SOCKET_IFNAME is 'nothing0'"):
+        SocketInter(HashStore(), 0, [1], 5.0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for inter in connected(2):
+        inter.close()
+
+
+def test_a_forked_child_does_not_keep_connections_open(pair):
+    """As a worker of a DataLoader, which outlives its parent's SIGKILL."""
+    first, second = pair
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent has looked
+        os._exit(0)
+    os.close(reading)
+    second.close()
+    deadline = time.monotonic() + 5
+    while not first.lost() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(first.lost()) == [1]
+    os.close(writing)
+    os.waitpid(child, 0)
