@@ -7,6 +7,7 @@ from benchmarks import (
     allreduce_cuda,
     bucketing,
     ddp,
+    machines,
     peers_cuda,
     processes,
     training,
@@ -19,6 +20,7 @@ SECTIONS: dict[str, Benchmark] = {
     for module in (
         allreduce,
         processes,
+        machines,
         ddp,
         bucketing,
         training,
