@@ -106,9 +106,9 @@ class HierarchicalCommunicator(OwnRank):
 
     It uses a `pyringar.ProcessCommunicator` inside each machine, and TCP connections between
     machines, which may have different numbers of ranks. ``GLOO_SOCKET_IFNAME`` names the network,
-    as for gloo; without it, it is the one on which the machine's name is found. A machine is what
-    has one ``node_id()``; ``PYRINGAR_NODE_ID`` overrides it. torch.distributed need not be
-    initialised.
+    as for gloo; without it others find this machine on its way to ``MASTER_ADDR``, or by its name.
+    A machine is what has one ``node_id()``; ``PYRINGAR_NODE_ID`` overrides it. torch.distributed
+    need not be initialised.
 
     With tensors on GPUs (``device``) a call comes after what is on the current stream, and what
     comes there after the call, or after its work's ``wait()``, sees the result: nobody need
