@@ -207,11 +207,7 @@ MISTAKES = {
     "no wait before the copy out": ("wire", "host.copy_(tensor)  #", "host.copy_(tensor, True)  #"),
     "no wait for the others": ("wire", "arrived()  # what", "pass  # what"),
     "a buffer is taken too early": (
-        *(
-            "wire",
-            "def wait() -> None:\n            arrived()  # what",
-            "self._idle.extend(taken)\n",
-        ),
+        *("wire", "exchange(leaving, coming)", "exchange(leaving, coming); self._idle += taken"),
     ),
 }
 

@@ -230,7 +230,7 @@ class TorchInter:
 class PinnedInter:
     """An inter for tensors on GPUs, by way of pinned host memory and one for tensors on the CPU.
 
-    Tensors that are on the CPU are handed on as they are.
+    Messages of the CPU alone are handed on as they are.
 
     Args:
         inner: What crosses the wire.
@@ -246,27 +246,25 @@ class PinnedInter:
 
     def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """See `Inter`."""
+        if all(tensor.device.type == "cpu" for _, tensor in (*sent, *received)):
+            return self._inner.exchange(sent, received)
         taken: list[Tensor] = []
         leaving = [(peer, self._on_host(tensor, taken)) for peer, tensor in sent]
         for (_, host), (_, tensor) in zip(leaving, sent, strict=True):
-            if host is not tensor:
-                host.copy_(tensor)  # the host waits for it: the inner inter reads at once
+            host.copy_(tensor)  # the host waits for it: the inner inter reads at once
         coming = [(peer, self._on_host(tensor, taken)) for peer, tensor in received]
         arrived = self._inner.exchange(leaving, coming)
 
         def wait() -> None:
             arrived()  # what fails keeps its buffers: somebody may still write there
             for (_, host), (_, tensor) in zip(coming, received, strict=True):
-                if host is not tensor:
-                    tensor.copy_(host, non_blocking=True)
+                tensor.copy_(host, non_blocking=True)
             self._idle.extend(taken)  # the next copy into one comes after these on the stream
 
         return wait
 
     def _on_host(self, tensor: Tensor, taken: list[Tensor]) -> Tensor:
-        """Return a buffer of its size, noted in ``taken``, or itself."""
-        if tensor.device.type == "cpu":
-            return tensor
+        """Return a buffer of a tensor's size, noted in ``taken``."""
         nbytes = tensor.numel() * tensor.itemsize
         buffer = self._idle.pop() if self._idle else torch.empty(0, dtype=torch.uint8)
         if buffer.numel() < nbytes:
