@@ -29,8 +29,8 @@ from process_checks import (
     check_list,
     crc,
     exchange_bytes,
-    reads_ahead_bytes,
     random_lists,
+    reads_ahead_bytes,
     slot_bytes,
 )
 from ranks import on_ranks

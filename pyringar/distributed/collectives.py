@@ -70,7 +70,8 @@ class Collectives(Delegated):
 
     def _init_collectives(self, comm: Any, fallback: Fallback, completer: Completer) -> None:
         self._comm = comm
-        self._reduce_plain = comm.reduce_plain
+        # Ranks on several machines have no short way.
+        self._reduce_plain = getattr(comm, "reduce_plain", _decline)
         self._fallback = fallback
         self._completer = completer
         self._batch = None
@@ -472,6 +473,10 @@ def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
 
 def _is_async(opts: Any) -> bool:
     return opts is None or bool(opts.asyncOp)
+
+
+def _decline(*_call: object) -> bool:
+    return False
 
 
 def _reduce_options(options: Any, reduce_op: Any) -> Any:

@@ -205,7 +205,7 @@ class DoneWork(PendingWork):
 
 def done_work(results: Any) -> DoneWork:
     """Return the work of a collective that has run; see `PendingWork` for ``results``."""
-    work = DoneWork()
+    work: DoneWork = DoneWork()
     work._results = results
     return work
 
