@@ -15,6 +15,7 @@ from benchmarks import rows as files
 from benchmarks.busy import Watch, others_now, refusal
 from benchmarks.candidates import CANDIDATES
 from benchmarks.machine import describe_machine, machine_in_words
+from benchmarks.peers.registry import PEERS, peers_option
 from benchmarks.rows import Results, Row, limits, share_of_limit
 from benchmarks.script import exit_with
 from benchmarks.timing import Timing, torch_threads
@@ -115,6 +116,7 @@ class Benchmark:
         threads: torch's own; None: as many as there are.
         device: ``cpu``, ``cuda``, or ``any``: on a GPU where there is one.
         goals: Maps rows to figures to reach, each a `goal`.
+        peers: Candidates with environments of their own, which may not be here: see peers/.
     """
 
     section: str
@@ -129,6 +131,7 @@ class Benchmark:
     threads: int | None = 1
     device: str = "cpu"
     goals: Callable[[Sequence[Row]], list[dict[str, Any]]] | None = None
+    peers: tuple[str, ...] = ()
 
     @property
     def why_not(self) -> str | None:
@@ -158,6 +161,7 @@ class Run:
         on_cpu: bool = False,
         tell: Callable[[Sequence[Row]], None] = lambda rows: None,
         path: str | None = None,
+        peers: Sequence[str] | None = None,
     ) -> None:
         self.benchmark = benchmark
         self.effort = benchmark.efforts[effort]
@@ -168,6 +172,17 @@ class Run:
         with torch_threads(benchmark.threads):
             machine = describe_machine(self.device)
         self.results = Results(benchmark.section, machine, effort)
+        self.peers = self._present(peers)
+
+    def _present(self, wanted: Sequence[str] | None) -> list[str]:
+        """Return the peers that can run, of those wanted or of all; note the others."""
+        whys = {}
+        for name in self.benchmark.peers:
+            is_wanted = wanted is None or name in wanted
+            whys[name] = PEERS[name].why_not() if is_wanted else "--peers does not name it"
+            if whys[name]:
+                self.results.not_run.append({"what": PEERS[name].label, "why": whys[name]})
+        return [name for name, why in whys.items() if why is None]
 
     @property
     def is_smoke(self) -> bool:
@@ -294,6 +309,9 @@ HEADER = (
 )
 
 
+PEERS_HELP = "all: those that are installed, the default; none; or NAME,...: these, which must be"
+
+
 def parse_arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line that all benchmarks share."""
     parser = argparse.ArgumentParser(
@@ -314,6 +332,8 @@ def parse_arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argpars
         parser.add_argument("--sizes", type=sizes, help=help_text)
     help_text = "NAME,...: these candidates of every case, and what they are compared with"
     parser.add_argument("--candidates", type=names, help=help_text)
+    if benchmark.peers:
+        parser.add_argument("--peers", type=peers_option, default="all", help=PEERS_HELP)
     parser.add_argument("--rounds", type=int, help="most rounds of a case")
     parser.add_argument("--budget-s", type=float, help="seconds of a case")
     parser.add_argument("--json", metavar="PATH", help="write a results file there")
@@ -348,7 +368,8 @@ def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
         cases = benchmark.grid(args.sizes, args.ranks or (2, 4, 8))
     else:
         cases = benchmark.cases(args.effort)
-    always = [*benchmark.baseline[:1], *([benchmark.limit] if benchmark.limit else [])]
+    limit = [benchmark.limit] if benchmark.limit else []
+    always = [*benchmark.baseline[:1], *limit, *benchmark.peers]
     return [
         case
         if args.candidates is None
@@ -369,7 +390,13 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     if benchmark.why_not and not args.dry_run:
         print(f"{benchmark.why_not}: nothing to measure (--dry-run tries the script itself)")
         return 2
-    run = Run(benchmark, args.effort, on_cpu=args.dry_run, tell=print_rows, path=args.json)
+    run = Run(
+        *(benchmark, args.effort),
+        on_cpu=args.dry_run,
+        tell=print_rows,
+        path=args.json,
+        peers=getattr(args, "peers", None),
+    )
     run.cases = chosen_cases(benchmark, args)
     if not run.cases:
         print("no case has such a name and number of ranks", file=sys.stderr)

@@ -6,6 +6,7 @@ a peer too, and looks plain.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
+from benchmarks.peers.registry import PEERS
 
 Call = Callable[[], object]
 Lists = list[list[Tensor]]  # lists[rank][i]
@@ -28,7 +30,8 @@ class Candidate:
     ``calls`` maps a section to the function that makes the call which is timed:
 
         allreduce   (comm, lists) -> call; also on GPUs
-        processes   (worker, tensors) -> call, in every rank's process
+        processes   (worker, tensors) -> call, in every rank's process; of a peer with an
+                    environment of its own, which peers/ tells of: (k) -> its ranks
         ddp         (module, worker's group of backend "ringar") -> module
         machines    (worker, tensor) -> call, in every rank's process
         peers_cuda  (worker, numel) -> (tensor, call), in every rank's process
@@ -72,6 +75,13 @@ def flatten_and_reduce(tensors: Sequence[Tensor]) -> None:
     dist.all_reduce(flat)
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def each(reduce: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> Call:
+    """Reduce tensor by tensor; of one, nothing else is timed."""
+    if len(tensors) == 1:
+        return functools.partial(reduce, tensors[0])
+    return lambda: [reduce(tensor) for tensor in tensors]
 
 
 def with_ddp(module: torch.nn.Module, group: Any) -> torch.nn.Module:
@@ -184,10 +194,14 @@ _ALL = (
     Candidate(
         *("gloo", "gloo", _GREY, "s"),
         calls={
-            "processes": lambda worker, tensors: lambda: [dist.all_reduce(t) for t in tensors],
+            "processes": lambda worker, tensors: each(dist.all_reduce, tensors),
             "ddp": lambda module, ours: with_ddp(module, dist.group.WORLD),
             "machines": lambda worker, tensor: lambda: dist.all_reduce(tensor),
         },
+    ),
+    *(
+        Candidate(peer.name, peer.label, *peer.look, calls={"processes": peer.start})
+        for peer in PEERS.values()
     ),
     Candidate(
         *("gloo flattened", "gloo, flattened", _YELLOW, "X"),
@@ -244,8 +258,8 @@ _ALL = (
     _ours(
         *("backend", 'backend "ringar"', _PINK, "v"),
         calls={
-            "processes": lambda worker, tensors: (
-                lambda: [dist.all_reduce(t, group=worker.group) for t in tensors]
+            "processes": lambda worker, tensors: each(
+                functools.partial(dist.all_reduce, group=worker.group), tensors
             ),
             "machines": lambda worker, tensor: lambda: dist.all_reduce(tensor, group=worker.group),
         },

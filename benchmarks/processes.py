@@ -1,176 +1,108 @@
-"""Time one rank per process: ours against gloo, in the same processes, interleaved.
+"""Time one rank per process: ours, gloo, and the libraries that benchmarks/peers can install.
 
     python benchmarks/processes.py --quick
-    python benchmarks/processes.py --only "4 KiB" --rounds 9
+    python benchmarks/processes.py --only "4 KiB" --ranks 2 --peers impi,openmpi
     python benchmarks/processes.py --json out.jsonl
 
-A call's time is that of the slowest rank, from a common barrier on. Small messages are timed with
-the processors kept awake by idle-priority loops, since gloo loses most of its time waking them.
-"after 100 ms": all ranks sleep, meet at a barrier, and 20 calls are timed.
+The ranks of each library are processes that are started once, and wait in the kernel while it is
+not their turn. Each call is timed by itself: every rank writes its tensor, so that its own cache
+holds it, all meet at the library's own barrier, and the slowest rank's time counts. Every sum is
+checked, element by element, after the call that was timed.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-import pyringar as pr
-from benchmarks.bench import (
-    Benchmark,
-    Case,
-    Effort,
-    Run,
-    format_size,
-    is_sum,
-    merged,
-    run_as_script,
-)
-from benchmarks.candidates import CANDIDATES, names_in
-from benchmarks.ranks import Answer, Worker, run_cases
+from benchmarks.bench import Benchmark, Case, Effort, Run, format_size, merged, run_as_script
+from benchmarks.candidates import names_in
+from benchmarks.machine import num_cores
+from benchmarks.peers.group import Group, GroupError
+from benchmarks.peers.registry import PEERS, start_ours
 from benchmarks.rows import by_key
-from benchmarks.timing import host_s, in_turns
+from benchmarks.timing import Timing, in_turns
 from pyringar.comm.auto import choose
 
 KIB, MIB = 2**10, 2**20
 MOST_S = 60.0  # of a case on a machine so busy that not even five rounds fit
-ROUND_S = 5e-3
-UNNAMED = ("bound", "auto")
-
-
-# -- in the ranks' processes -----------------------------------------------------------------------
-
-
-class CallWorker(Worker):
-    """One rank: makes tensors, runs candidates, keeps time."""
-
-    def tensors(self, case: Case, candidate: str) -> list[Tensor]:
-        """Return zeros, in memory that is registered where the candidate wants that."""
-        numels = [shape[0] for shape in case.shapes]
-        if candidate != "registered":
-            return [torch.zeros(n) for n in numels]
-        shared = [pr.shared_empty(n) for n in numels]
-        for tensor in shared:
-            self.comm.register(tensor)
-        return shared
-
-    def function(self, candidate: str, tensors: list[Tensor]) -> Callable[[], object]:
-        """Return the call that a candidate's name stands for."""
-        return CANDIDATES[candidate].calls["processes"](self, tensors)
-
-    def is_correct(self, case: Case, candidate: str) -> bool:
-        """Say whether this rank holds the sum after one call; the limit sums nothing."""
-        tensors = self.tensors(case, candidate)
-        inputs = [
-            [
-                torch.randn(t.numel(), generator=torch.Generator().manual_seed(9 + r))
-                for t in tensors
-            ]
-            for r in range(self.world_size)
-        ]
-        for tensor, mine in zip(tensors, inputs[self.rank], strict=True):
-            tensor.copy_(mine)
-        self.function(candidate, tensors)()
-        return candidate == "limit" or is_sum(candidate, tensors, inputs)
-
-    def time_calls(self, function: Callable[[], object], calls: int, idle_s: float = 0.0) -> float:
-        """Return the seconds per call on this rank, from a common start."""
-        time.sleep(idle_s)
-        self.comm.barrier()
-        return host_s(function, calls)
-
-    def sampler(self, function: Callable[[], object], idle_s: float) -> Callable[[], float]:
-        """Return what takes a sample: some milliseconds of calls; few after a sleep."""
-        if idle_s:
-            return lambda: self.time_calls(function, 20, idle_s)
-        self.time_calls(function, 2)
-        # Twice: a lucky one on a busy machine would ask for far too many calls.
-        once_s = max(self.over_ranks([self.time_calls(function, 4) for _ in range(2)]))
-        calls = max(1, min(2000, round(ROUND_S / once_s)))
-
-        def sample() -> float:
-            self.time_calls(function, 1 + calls // 4)
-            return self.time_calls(function, calls)
-
-        return sample
-
-    def run_case(self, case: Case, effort: Effort) -> Answer:
-        """Check every candidate, then time all of them in turns."""
-        correct = [float(self.is_correct(case, name)) for name in case.candidates]
-        correct = self.over_ranks(correct, "min")
-        shared = self.tensors(case, "auto")  # pages of their own would be luck of their own
-        samplers = {
-            name: self.sampler(
-                self.function(name, self.tensors(case, name) if name == "registered" else shared),
-                case.settings.get("idle_s", 0.0),
-            )
-            for name in case.candidates
-        }
-        samples = in_turns(
-            samplers,
-            rounds=effort.rounds,
-            budget_s=effort.budget_s,
-            most_s=MOST_S,
-            agree=self.agree,
-        )
-        return self.slowest(samples), {
-            name: bool(c) for name, c in zip(case.candidates, correct, strict=True)
-        }
-
-
-# -- in the parent ---------------------------------------------------------------------------------
-
-
-def spin() -> None:
-    """Keep a processor from halting, and give it up to whoever wants it."""
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while os.getppid() != 1:
-        for _ in range(100_000):
-            pass
-
-
-@contextmanager
-def awake_processors(wanted: bool) -> Iterator[None]:
-    """Run idle-priority loops, one per core, while the block runs."""
-    context = multiprocessing.get_context("spawn")
-    cores = len(os.sched_getaffinity(0)) if wanted else 0
-    spinners = [context.Process(target=spin, daemon=True) for _ in range(cores)]
-    for spinner in spinners:
-        spinner.start()
-    try:
-        yield
-    finally:
-        for spinner in spinners:
-            spinner.kill()
-            spinner.join()
+MOST_IDLE_SHARE = 0.05  # of a processor, for a rank whose turn it is not
+UNNAMED = ("bound", "auto", "registered", "backend")
 
 
 def measure(run: Run) -> None:
     """Run the cases in groups that the same processes can run."""
-    groups = by_key(run.cases, lambda c: (c.world_size, c.settings.get("awake", False)))
-    for (_, awake), cases in groups.items():
-        with awake_processors(awake):
-            for case, timings, correct in run_cases(CallWorker, cases, run.effort):
-                taken, _ = choose("processes")
-                run.add(
-                    run.rows(
-                        *(case, timings, correct),
-                        limit_s=timings["limit"].median_s if "limit" in timings else None,
-                        takes=dict.fromkeys(UNNAMED, taken),
-                    )
-                )
+    for k, cases in by_key(run.cases, lambda case: case.world_size).items():
+        names = {name for case in cases for name in case.candidates}
+        with ExitStack() as stack:
+            ours = stack.enter_context(start_ours(k))
+            peers = {
+                name: stack.enter_context(PEERS[name].start(k))
+                for name in run.peers
+                if name in names
+            }
+            for case in cases:
+                measure_case(run, case, ours, peers)
+            for group in (ours, *peers.values()):
+                note_group(run, group)
+
+
+def measure_case(run: Run, case: Case, ours: Group, peers: Mapping[str, Group]) -> None:
+    """Time and check all candidates in turns, and take their rows."""
+    numels = [shape[0] for shape in case.shapes]
+    idle_s = case.settings.get("idle_s", 0.0)
+    with busy_process() if case.settings.get("busy") else nullcontext():
+        samplers = {
+            name: peers.get(name, ours).sampler(name, numels, idle_s)
+            for name in case.candidates
+            if name not in PEERS or name in peers
+        }
+        answers = in_turns(
+            samplers, rounds=run.effort.rounds, budget_s=run.effort.budget_s, most_s=MOST_S
+        )
+    timings = {
+        name: replace(Timing.of(s for answer in found for s in answer.seconds), rounds=len(found))
+        for name, found in answers.items()
+    }
+    correct = {name: not any(a.wrong for a in found) for name, found in answers.items()}
+    limit_s = timings["limit"].median_s if "limit" in timings else None
+    taken, _ = choose("processes")
+    takes = dict.fromkeys(UNNAMED, taken)
+    run.add(run.rows(case, timings, correct, limit_s=limit_s, takes=takes))
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """Run a process that never sleeps, on whatever core the system gives it."""
+    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait()
+
+
+def note_group(run: Run, group: Group) -> None:
+    """Note a library's version, and what its ranks used of the processors out of turn.
+
+    Raises:
+        GroupError: So much that the others' times would be about them.
+    """
+    shares = run.results.facts.setdefault("idle_share", {})
+    shares[group.name] = max(round(group.idle_share, 4), shares.get(group.name, 0.0))
+    run.results.facts.setdefault("versions", {})[group.name] = group.version
+    if group.idle_share > MOST_IDLE_SHARE:
+        raise GroupError(
+            f"{group.name}: a rank used {group.idle_share:.0%} of a processor while others were "
+            f"measured, expected {MOST_IDLE_SHARE:.0%} at most"
+        )
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -183,22 +115,29 @@ def case_of(size_bytes: int, k: int, *candidates: str, **settings: Any) -> Case:
 
 
 def grid(sizes: Sequence[int], ranks: Sequence[int]) -> list[Case]:
-    """Return all sizes on all numbers of ranks, the small ones with awake processors."""
-    cases = []
-    for k in ranks:
-        for size in sizes:
-            also = "bound" if size <= MIB else "registered"
-            cases.append(case_of(size, k, *names_in("processes"), also, awake=size <= MIB))
-    return cases
+    """Return all sizes on all numbers of ranks."""
+    ours = (*names_in("processes"), "bound", "backend")
+    return [
+        case_of(size, k, *ours, *(("registered",) if size > MIB else ()))
+        for k in ranks
+        for size in sizes
+    ]
+
+
+def beside_a_busy_process(sizes: Sequence[int], ranks: Sequence[int]) -> list[Case]:
+    """Return cases while another process, which the benchmark starts, never sleeps."""
+    return [
+        replace(case, name=f"{case.name}, beside a busy process")
+        for size in sizes
+        for k in ranks
+        for case in [case_of(size, k, "gloo", *PEERS, "auto", "bound", busy=True)]
+    ]
 
 
 def single_cases() -> list[Case]:
-    """Return the cases beside the grid: tiny, large, lists, the backend, and after a sleep."""
-    everything = ("gloo", "auto", "registered", "limit")
-    cases = [case_of(8, 2, "gloo", "bound", "auto", awake=True), case_of(256 * MIB, 2, *everything)]
+    """Return the cases of lists, and of a first call after a sleep."""
     many = (((16 * KIB,),) * 64,)
-    cases.append(Case("64 x 64 KiB", 2, ("gloo", "gloo flattened", "auto"), *many))
-    cases += [case_of(size, 2, "gloo", "backend") for size in (4 * KIB, MIB, 25 * MIB, 100 * MIB)]
+    cases = [Case("64 x 64 KiB", 2, ("gloo", "gloo flattened", *PEERS, "auto"), *many)]
     for name, settings in (("hot", {}), ("after 100 ms", {"idle_s": 0.1})):
         case = case_of(256 * KIB, 2, "auto", **settings)
         cases.append(replace(case, name=f"256 KiB, {name}"))
@@ -207,25 +146,34 @@ def single_cases() -> list[Case]:
 
 def cases_of(effort: str) -> list[Case]:
     """Return what is measured with this effort."""
+    crowded = 2 * num_cores()  # ranks that must share cores, whatever the machine
     if effort == "smoke":
-        return [replace(grid((4 * KIB,), (2,))[0], settings={})]
+        return grid((4 * KIB,), (2,))
     if effort == "quick":
-        return grid((4 * KIB, MIB, 16 * MIB), (2, 4))
-    sizes = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-    return merged(grid(sizes, (2, 4)) + single_cases())
+        sizes = (4 * KIB, MIB, 16 * MIB)
+        return merged(grid(sizes, (2, 4)) + beside_a_busy_process((4 * KIB,), (2,)))
+    sizes = (8, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+    cases = grid(sizes, (2, 4)) + grid((8, 4 * KIB, MIB, 16 * MIB), (crowded,)) + single_cases()
+    return merged(cases + beside_a_busy_process((4 * KIB, MIB, 16 * MIB), (2, 4)))
 
 
 BENCHMARK = Benchmark(
     section="processes",
     title="One process per rank",
-    about="Times of the slowest rank from a common barrier on. gloo sleeps between messages, and "
-    "is far from its minimum most of the time. In the limit every rank writes its own tensors in "
-    "place, once, all ranks at the same time; only sizes well beyond the caches say much.",
-    baseline=("gloo", "gloo flattened"),
-    efforts={"full": Effort(61, 8.0), "quick": Effort(7, 1.0), "smoke": Effort(5, 0.0)},
+    about="A call is timed by itself, the slowest rank's time counts, and every rank has just "
+    "written its tensor and met the others at the library's own barrier. Each library's ranks are "
+    "processes of their own, which wait in the kernel while others are measured: a run in which a "
+    f"rank uses more than {MOST_IDLE_SHARE:.0%} of a processor out of turn fails. `auto` is the "
+    "call that users make, `bound` one whose arguments were checked before, and the best peer is "
+    "the fastest of gloo and all libraries that are not ours. Libraries run with the settings that "
+    "they come with. In the limit every rank writes its own tensors in place, once, all ranks at "
+    "the same time; only sizes well beyond the caches say much.",
+    baseline=("gloo", "gloo flattened", *PEERS),
+    efforts={"full": Effort(31, 8.0), "quick": Effort(7, 1.0), "smoke": Effort(5, 0.0)},
     cases=cases_of,
     measure=measure,
     grid=grid,
+    peers=tuple(PEERS),
 )
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
 from benchmarks import rows as files
-from benchmarks.bench import Benchmark, Run
+from benchmarks.bench import PEERS_HELP, Benchmark, Run
 from benchmarks.busy import others_now, refusal
 from benchmarks.machine import describe_machine, machine_in_words
+from benchmarks.peers.registry import peers_option
 from benchmarks.report import page, plots
 from benchmarks.rows import Results, Row
 from benchmarks.script import exit_with
@@ -68,7 +69,9 @@ def not_run(benchmark: Benchmark, effort: str, why: str) -> Results:
     return Results(benchmark.section, describe_machine(), effort, not_run=missing)
 
 
-def run_section(benchmark: Benchmark, effort: str, is_quiet: bool) -> Results:
+def run_section(
+    benchmark: Benchmark, effort: str, is_quiet: bool, peers: Sequence[str] | None = None
+) -> Results:
     """Measure one section; what it raises goes into its results."""
     count = 0
 
@@ -80,7 +83,7 @@ def run_section(benchmark: Benchmark, effort: str, is_quiet: bool) -> Results:
             print(f"\r{line:<100.100}", end="\r", file=sys.stderr, flush=True)
 
     begin = time.monotonic()
-    run = Run(benchmark, effort, tell=tell)
+    run = Run(benchmark, effort, tell=tell, peers=peers)
     try:
         run.measure()
     except Exception as error:  # whatever it was, the other sections can still be measured
@@ -110,6 +113,7 @@ def run(
     folder: Path,
     is_quiet: bool = False,
     allows_busy: bool = False,
+    peers: Sequence[str] | None = None,
 ) -> int:
     """Measure sections one after the other; return the exit status."""
     begin_s = time.monotonic()
@@ -121,7 +125,7 @@ def run(
                 print(f"{benchmark.section}: not run: {benchmark.why_not}", flush=True)
                 report.add(not_run(benchmark, effort, benchmark.why_not))
             else:
-                report.add(run_section(benchmark, effort, is_quiet))
+                report.add(run_section(benchmark, effort, is_quiet, peers))
                 print(summarize(report.sections[benchmark.section]), flush=True)
             waiting.remove(benchmark)
     except KeyboardInterrupt:
@@ -144,6 +148,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, every section")
     parser.add_argument("--only", metavar="NAME,...", help=f"some sections of {','.join(SECTIONS)}")
     parser.add_argument("--allow-busy", action="store_true", help="even beside other programs")
+    parser.add_argument("--peers", type=peers_option, default="all", help=PEERS_HELP)
     # A trial of the program, for its tests: seconds, one tiny case per section.
     parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -164,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(why, file=sys.stderr)
         return 3
     is_quiet = not sys.stderr.isatty()
-    return run(args.sections, args.effort, Path(args.out), is_quiet, args.allow_busy)
+    return run(args.sections, args.effort, Path(args.out), is_quiet, args.allow_busy, args.peers)
 
 
 if __name__ == "__main__":
