@@ -9,11 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-ADDRESS = sys.argv[1]
-NAME = Path(ADDRESS).parent.name  # of this group alone
-os.environ |= {"LOCAL_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "ranks", "MASTER_PORT": NAME}
-
 import deepspeed
 import torch
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
@@ -21,6 +16,11 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.peers.rank import Sum, serve
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+ADDRESS = sys.argv[1]
+NAME = Path(ADDRESS).parent.name  # of this group alone
+os.environ |= {"LOCAL_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "ranks", "MASTER_PORT": NAME}
 
 
 def prepare(candidate: str, numels: list[int]) -> Sum:

@@ -83,8 +83,7 @@ class Group:
         self._errors = folder / "stderr"
         self._stack.callback(self._end)
         address = str(folder / "socket")
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self._stack.close)
+        try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
                 listener.listen(ranks)
@@ -93,7 +92,10 @@ class Group:
                     variables = {**os.environ, **(environment or {}), **own}
                     self._start([part.replace("{address}", address) for part in command], variables)
                 self._meet(listener, ranks, time.monotonic() + start_s)
-            on_error.pop_all()
+        except BaseException:
+            self._kill()
+            self.close()
+            raise
 
     def __enter__(self) -> Group:
         """Return itself."""
@@ -213,8 +215,8 @@ class Group:
 
     def _start(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         with open(self._errors, "ab") as errors:
-            self._programs.append(
-                subprocess.Popen(
+            try:
+                program = subprocess.Popen(
                     command,
                     env=variables,
                     stdin=subprocess.DEVNULL,
@@ -222,7 +224,9 @@ class Group:
                     stderr=errors,
                     start_new_session=True,  # Ctrl-C is for us to handle
                 )
-            )
+            except OSError as error:
+                raise GroupError(f"{self._about}: did not start: {error}") from error
+        self._programs.append(program)
 
     def _meet(self, listener: socket.socket, ranks: int, deadline_s: float) -> None:
         """Wait until all ranks have said hello."""

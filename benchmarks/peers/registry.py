@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,9 +50,9 @@ class Peer:
     def stamp(self) -> str:
         """Return what its environment is made of."""
         parts = [*self.requirements, *self.alone, f"# Python {sys.version.split()[0]}"]
-        sources = [HERE / word.removeprefix("{here}/") for part in self.build for word in part]
-        parts += [f"# {path.read_text()}" for path in sources if path.suffix == ".cpp"]
-        return "\n".join(parts) + "\n"
+        words = [word for command in self.build for word in command]
+        sources = [word.removeprefix("{here}/") for word in words if word.startswith("{here}/")]
+        return "\n".join([*parts, *((HERE / name).read_text() for name in sources)]) + "\n"
 
     def why_not(self, folder: Path | None = None) -> str | None:
         """Return why it cannot run, with the command that helps; None if it can."""
@@ -60,8 +60,8 @@ class Peer:
         made_of = folder / self.name / STAMP
         if made_of.is_file() and made_of.read_text() == self.stamp():
             return None
-        why = "of other versions" if made_of.is_file() else "not installed"
-        return f"{why} in {folder}; python benchmarks/peers/install.py {self.name} installs it"
+        why = "installed in other versions" if made_of.is_file() else "not installed"
+        return f"{why}: python benchmarks/peers/install.py {self.name}"
 
     def filled(self, command: Sequence[str], place: Path, k: int = 0) -> list[str]:
         """Return a command with all words in place."""

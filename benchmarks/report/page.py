@@ -33,7 +33,7 @@ def render(sections: Sections, figures: Sequence[Figure], folder: str) -> str:
             parts += [f"![{f.title}]({folder}/{f.filename})" for f in figures if f.section == name]
             busy = results.disturbed_by
             parts += [f"**Busy machine: other programs used {busy}.**"] if busy else []
-            parts += [SECTIONS[name].about, table(results)]
+            parts += [SECTIONS[name].about, _libraries(results), table(results)]
     parts += ["## auto against the best algorithm", auto_table(measured)]
     parts += _not_run(measured)
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -76,6 +76,17 @@ def _faults(sections: Sections) -> Iterator[str]:
             yield f"**The section {name} failed:** `{results.failed}`"
 
 
+def _libraries(results: Results) -> str:
+    """Name what was measured beside ours, and say what it used of the processors out of turn."""
+    versions, shares = results.facts.get("versions"), results.facts.get("idle_share")
+    if not versions or not shares:
+        return ""
+    return (
+        f"Measured: {'; '.join(versions.values())}. A rank used {max(shares.values()):.1%} of a "
+        "processor at most while it was another library's turn."
+    )
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 
@@ -91,20 +102,28 @@ def table(results: Results) -> str:
     names = list(dict.fromkeys(row.candidate for row in results.rows))
     needs_limit = not has_limit_column(results)
     are_limits = limits(results.rows)
+    compared = ("auto", "bound") if SECTIONS[results.section].peers else ()
     lines = []
     for (case, k, clock), rows in cases.items():
         found = {row.candidate: row for row in rows}
         best = min((r.median_s for r in rows if r.is_ours), default=None)
         limit_s = are_limits.get((case, k, clock)) if needs_limit else None
         limit = format_s(limit_s) if limit_s else ""
-        heads = {"case": case, "ranks": k, "clock": clock, "limit": limit}
+        crowd = " (twice the cores)" if compared and k == 2 * results.machine["cores"] else ""
+        heads = {"case": case, "ranks": f"{k}{crowd}", "clock": clock, "limit": limit}
         shares = {row.candidate: share_of_limit(row, are_limits) for row in rows}
         cells = {f"`{n}`": _cell(found.get(n), best, shares.get(n)) for n in names}
         if (case, k, clock) not in are_limits and "`limit`" in cells:
             cells["`limit`"] = ""
-        lines.append(heads | cells)
+        ratios = {f"best peer / `{n}`": _speedup(found.get(n)) for n in compared}
+        lines.append(heads | cells | ratios)
     columns = [name for name in lines[0] if any(line[name] for line in lines)]
     return markdown_table(columns, [[line[name] for name in columns] for line in lines])
+
+
+def _speedup(row: Row | None) -> str:
+    """Write how many times as fast as the best peer it is."""
+    return f"{row.speedup:.2f}" if row and row.speedup else ""
 
 
 def has_limit_column(results: Results) -> bool:

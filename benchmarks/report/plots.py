@@ -102,6 +102,8 @@ def sizes_panels(results: Results) -> dict[int, list[Row]]:
 
 def baseline_of(results: Results) -> str:
     """Name what the section compares with."""
+    if SECTIONS[results.section].peers:
+        return "the best peer"
     return candidate_of(next(iter(SECTIONS[results.section].baseline), "the peer")).label
 
 
@@ -111,7 +113,7 @@ def speedups_of(results: Results) -> dict[int, dict[str, list[Row]]]:
         row
         for row in results.rows
         if row.speedup
-        and row.candidate not in NOT_COMPARED
+        and row.candidate not in (*NOT_COMPARED, *SECTIONS[row.section].peers)
         and row.size_bytes
         and row.clock in (None, "device")
     ]

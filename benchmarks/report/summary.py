@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.bench import format_s
+from benchmarks.candidates import candidate_of
 from benchmarks.rows import Row, Sections, by_key, limits, share_of_limit
 
 FAR = 1.10  # auto's time over the best algorithm's, above which a row is flagged
 LARGE_BYTES = 16 * 2**20
+BESIDE = "beside a busy process"  # how the names of such cases end
 # What competes with auto. Where ranks share a process, naive is one line of torch: it counts.
 NAMED = {
     "allreduce": ("fused", "direct", "ring", "sharded", "naive"),
@@ -138,10 +140,27 @@ def _auto(sections: Sections) -> Iterator[str]:
 
 
 def _processes(sections: Sections) -> Iterator[str]:
-    found = [rows["auto"] for rows in _cases(sections, "processes") if "auto" in rows]
-    ratios = [(row.speedup, f"{row.case}, {row.world_size} ranks") for row in found if row.speedup]
-    if ratios:
-        yield f"One process per rank, against gloo: {_range(ratios)}."
+    cases = list(_cases(sections, "processes"))
+    peers = [
+        candidate_of(name).label.partition(",")[0]
+        for rows in cases
+        for name in rows
+        if name != "limit" and not candidate_of(name).is_ours
+    ]
+    against = f"the fastest peer of each case ({', '.join(dict.fromkeys(peers))})"
+    for candidate, about in (
+        ("auto", ""),
+        ("bound", ", calls whose arguments were checked before"),
+    ):
+        own = [rows[candidate] for rows in cases if candidate in rows]
+        for is_busy, beside in ((False, ""), (True, f", {BESIDE}")):
+            ratios = [
+                (row.speedup, f"{row.case.partition(',')[0]}, {row.world_size} ranks")
+                for row in own
+                if row.speedup and row.case.endswith(BESIDE) == is_busy
+            ]
+            if ratios:
+                yield f"One process per rank{about}{beside}, against {against}: {_range(ratios)}."
 
 
 def _ddp(sections: Sections) -> Iterator[str]:

@@ -1,0 +1,62 @@
+"""Be a rank of a library that is none: it knows what the others hold, and errs as FAULT says."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers.rank import Sum, serve
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FAULT = os.environ.get("FAULT", "")
+IS_LAST = RANK == WORLD_SIZE - 1
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def prepare(candidate: str, numels: list[int]) -> Sum:
+    """Return a sum that is worked out from this rank's own numbers."""
+    arrays = [np.zeros(numel, np.float32) for numel in numels]
+    earlier: list[Any] = []
+
+    def call() -> None:
+        if FAULT == "dies" and IS_LAST:
+            os._exit(7)
+        if FAULT == "hangs" and IS_LAST:
+            time.sleep(60)
+        if FAULT == "raises" and IS_LAST:
+            raise ValueError("planted\nin two lines")
+        if FAULT == "is slow" and IS_LAST:
+            time.sleep(0.02)
+        others = WORLD_SIZE * (WORLD_SIZE - 1) // 2
+        for array in arrays:
+            array[...] = WORLD_SIZE * (array - RANK) + others
+        if FAULT == "one element" and IS_LAST:
+            arrays[-1][-1] += 1
+        if FAULT == "two swapped" and IS_LAST:
+            arrays[0][:2] = arrays[0][1::-1].copy()
+        if FAULT == "the call before":
+            earlier.append(arrays[0].copy())
+            arrays[0][...] = earlier[-2 if len(earlier) > 1 else -1]
+
+    return Sum(arrays, RANK, WORLD_SIZE, lambda: None, call)
+
+
+if FAULT == "does not start":
+    sys.exit("planted: no such fabric")
+if FAULT == "never comes" and IS_LAST:
+    time.sleep(60)
+if FAULT == "spins":
+    threading.Thread(target=spin, daemon=True).start()
+serve(sys.argv[1], RANK, f"fake {FAULT}", prepare)
