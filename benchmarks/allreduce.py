@@ -37,7 +37,7 @@ from benchmarks.bench import (
     resnet18_shapes,
     run_as_script,
 )
-from benchmarks.candidates import CANDIDATES, names_in
+from benchmarks.candidates import CANDIDATES, names_in, touch_once
 from benchmarks.machine import num_cores
 from benchmarks.timing import after_operations
 from pyringar.comm.auto import choose
@@ -45,13 +45,6 @@ from pyringar.comm.auto import choose
 KIB, MIB = 2**10, 2**20
 SIZES_OF_16 = (4 * KIB, 256 * KIB, MIB, 16 * MIB)
 UNNAMED = ("auto", "bound")
-
-
-def touch_once(lists: Sequence[Sequence[Tensor]]) -> None:
-    """Read and write every buffer once: the least traffic that an all_reduce can have."""
-    for tensors in lists:
-        for tensor in tensors:
-            tensor.mul_(1)
 
 
 def zeros(case: Case) -> list[list[Tensor]]:

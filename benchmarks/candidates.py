@@ -30,8 +30,9 @@ class Candidate:
     ``calls`` maps a section to the function that makes the call which is timed:
 
         allreduce   (comm, lists) -> call; also on GPUs
-        processes   (worker, tensors) -> call, in every rank's process; of a peer with an
-                    environment of its own, which peers/ tells of: (k) -> its ranks
+        lists       (comm, lists) -> call, in a process that is all ranks
+        processes   (worker, tensors) -> call, in every rank's process
+        lists, processes  of a peer with an environment of its own: (k) -> its ranks; see peers/
         ddp         (module, worker's group of backend "ringar") -> module
         machines    (worker, tensor) -> call, in every rank's process
         peers_cuda  (worker, numel) -> (tensor, call), in every rank's process
@@ -67,6 +68,13 @@ def stack_and_sum(lists: Sequence[Sequence[Tensor]]) -> None:
         total = torch.stack(data).sum(0)
         for tensor in data:
             tensor.copy_(total)
+
+
+def touch_once(lists: Sequence[Sequence[Tensor]]) -> None:
+    """Read and write every buffer once: the least traffic that an all_reduce can have."""
+    for tensors in lists:
+        for tensor in tensors:
+            tensor.mul_(1)
 
 
 def flatten_and_reduce(tensors: Sequence[Tensor]) -> None:
@@ -181,7 +189,7 @@ def _ours(name: str, label: str, color: str, marker: str, **more: Any) -> Candid
 _ALL = (
     Candidate(
         *("naive", "naive (the book's loop)", _GREY, "s"),
-        calls={"allreduce": lambda comm, lists: lambda: naive(lists)},
+        calls=dict.fromkeys(("allreduce", "lists"), lambda comm, lists: lambda: naive(lists)),
     ),
     Candidate(
         *("stack", "torch.stack().sum()", _PINK, "v"),
@@ -200,7 +208,7 @@ _ALL = (
         },
     ),
     *(
-        Candidate(peer.name, peer.label, *peer.look, calls={"processes": peer.start})
+        Candidate(peer.name, peer.label, *peer.look, calls={peer.section: peer.start})
         for peer in PEERS.values()
     ),
     Candidate(
@@ -210,7 +218,10 @@ _ALL = (
     ),
     Candidate(
         *("limit", "limit: each byte read, written once", _BLACK, ""),
-        calls={"processes": lambda worker, tensors: lambda: [t.mul_(1) for t in tensors]},
+        calls={
+            "lists": lambda comm, lists: lambda: touch_once(lists),
+            "processes": lambda worker, tensors: lambda: touch_once([tensors]),
+        },
     ),
     Candidate("open mpi", "Open MPI over TCP", _ORANGE, "^"),
     Candidate("torch nccl", "NCCL, torch", _GREY, "s", calls={"peers_cuda": torch_collective}),
@@ -235,7 +246,7 @@ _ALL = (
     _ours("sharded", "sharded", _YELLOW, "X", calls={"allreduce": local_call("sharded")}),
     _ours(
         *("auto", "auto", _BLUE, "o"),
-        calls={"allreduce": local_auto, "processes": rank_auto},
+        calls={"allreduce": local_auto, "lists": local_auto, "processes": rank_auto},
     ),
     _ours(
         *("allreduce", "pr.allreduce()", _PINK, "<"),
@@ -246,6 +257,7 @@ _ALL = (
         *("bound", "bound (checked before)", _RED, "*"),
         calls={
             "allreduce": local_bound,
+            "lists": local_bound,
             "processes": lambda worker, tensors: worker.comm.bind(tensors),
         },
         extra=("allreduce", "processes"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from benchmarks.bench import Benchmark, Case, Effort, Run, format_size, merged, 
 from benchmarks.candidates import names_in
 from benchmarks.machine import num_cores
 from benchmarks.peers.group import Group, GroupError
-from benchmarks.peers.registry import PEERS, start_ours
+from benchmarks.peers.registry import PEERS, peers_of, start_our_ranks
 from benchmarks.rows import by_key
 from benchmarks.timing import Timing, in_turns
 from pyringar.comm.auto import choose
@@ -34,10 +34,16 @@ from pyringar.comm.auto import choose
 KIB, MIB = 2**10, 2**20
 MOST_S = 60.0  # of a case on a machine so busy that not even five rounds fit
 MOST_IDLE_SHARE = 0.05  # of a processor, for a rank whose turn it is not
+LIBRARIES = peers_of("processes")
 UNNAMED = ("bound", "auto", "registered", "backend")
 
 
 def measure(run: Run) -> None:
+    """Run the cases beside the ranks of pyringar and gloo."""
+    measure_beside(run, start_our_ranks)
+
+
+def measure_beside(run: Run, start_ours: Callable[[int], Group]) -> None:
     """Run the cases in groups that the same processes can run."""
     for k, cases in by_key(run.cases, lambda case: case.world_size).items():
         names = {name for case in cases for name in case.candidates}
@@ -73,7 +79,7 @@ def measure_case(run: Run, case: Case, ours: Group, peers: Mapping[str, Group]) 
     }
     correct = {name: not any(a.wrong for a in found) for name, found in answers.items()}
     limit_s = timings["limit"].median_s if "limit" in timings else None
-    taken, _ = choose("processes")
+    taken, _ = choose("host" if run.benchmark.section == "lists" else "processes")
     takes = dict.fromkeys(UNNAMED, taken)
     run.add(run.rows(case, timings, correct, limit_s=limit_s, takes=takes))
 
@@ -130,14 +136,14 @@ def beside_a_busy_process(sizes: Sequence[int], ranks: Sequence[int]) -> list[Ca
         replace(case, name=f"{case.name}, beside a busy process")
         for size in sizes
         for k in ranks
-        for case in [case_of(size, k, "gloo", *PEERS, "auto", "bound", busy=True)]
+        for case in [case_of(size, k, "gloo", *LIBRARIES, "auto", "bound", busy=True)]
     ]
 
 
 def single_cases() -> list[Case]:
     """Return the cases of lists, and of a first call after a sleep."""
     many = (((16 * KIB,),) * 64,)
-    cases = [Case("64 x 64 KiB", 2, ("gloo", "gloo flattened", *PEERS, "auto"), *many)]
+    cases = [Case("64 x 64 KiB", 2, ("gloo", "gloo flattened", *LIBRARIES, "auto"), *many)]
     for name, settings in (("hot", {}), ("after 100 ms", {"idle_s": 0.1})):
         case = case_of(256 * KIB, 2, "auto", **settings)
         cases.append(replace(case, name=f"256 KiB, {name}"))
@@ -168,12 +174,12 @@ BENCHMARK = Benchmark(
     "the fastest of gloo and all libraries that are not ours. Libraries run with the settings that "
     "they come with. In the limit every rank writes its own tensors in place, once, all ranks at "
     "the same time; only sizes well beyond the caches say much.",
-    baseline=("gloo", "gloo flattened", *PEERS),
+    baseline=("gloo", "gloo flattened", *LIBRARIES),
     efforts={"full": Effort(31, 8.0), "quick": Effort(7, 1.0), "smoke": Effort(5, 0.0)},
     cases=cases_of,
     measure=measure,
     grid=grid,
-    peers=tuple(PEERS),
+    peers=LIBRARIES,
 )
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from benchmarks import (
     allreduce_cuda,
     bucketing,
     ddp,
+    lists,
     machines,
     peers_cuda,
     processes,
@@ -19,6 +20,7 @@ SECTIONS: dict[str, Benchmark] = {
     module.BENCHMARK.section: module.BENCHMARK
     for module in (
         allreduce,
+        lists,
         processes,
         machines,
         ddp,

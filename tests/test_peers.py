@@ -163,7 +163,7 @@ def peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Peer:
     (tmp_path / made.name / STAMP).write_text(made.stamp())
     monkeypatch.setenv(registry.VARIABLE, str(tmp_path))
     monkeypatch.setitem(PEERS, made.name, made)
-    monkeypatch.setattr(processes, "start_ours", lambda k: start_ranks("ours", FAKE, k))
+    monkeypatch.setattr(processes, "start_our_ranks", lambda k: start_ranks("ours", FAKE, k))
     return made
 
 
@@ -246,7 +246,7 @@ def test_beside_a_busy_process(peer: Peer) -> None:
 def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No peer is installed."""
     monkeypatch.setenv(registry.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(processes, "start_ours", lambda k: start_ranks("ours", FAKE, k))
+    monkeypatch.setattr(processes, "start_our_ranks", lambda k: start_ranks("ours", FAKE, k))
 
 
 def test_absent_peers_are_listed(

@@ -40,7 +40,8 @@ def report_in(folder: Path, status: int) -> Report:
 
 def run_smoke(folder: Path, *only: str) -> Report:
     """A tiny run."""
-    status = run_all.main(["--out", str(folder), "--smoke", "--only", ",".join(only)])
+    options = ["--smoke", "--peers", "none", "--only", ",".join(only)]
+    status = run_all.main(["--out", str(folder), *options])
     return report_in(folder, status)
 
 
@@ -83,7 +84,8 @@ def test_rows_hold_their_spread_and_the_limit(smoke: Report) -> None:
 def test_peers_stand_beside_ours(smoke: Report) -> None:
     found = {name: {row.candidate for row in r.rows} for name, r in smoke.sections.items()}
     assert {"naive", "stack", "sharded", "fused", "direct", "ring", "auto"} <= found["allreduce"]
-    assert {"gloo", "auto", "ring", "limit"} <= found["processes"]
+    assert {"naive", "auto", "bound", "limit"} == found["lists"]
+    assert {"gloo", "auto", "bound", "backend", "ring", "limit"} <= found["processes"]
     assert {"bare", "gloo", "ringar"} == found["ddp"]
     assert {"undivided", "book", "ringar"} <= found["training"]
     for name in set.union(*found.values()):

@@ -50,9 +50,10 @@ class Group:
     Args:
         name: Of the library; errors begin with it.
         commands: Programs to start; together they make the ranks. ``{address}`` is replaced.
-        ranks: Number of ranks.
+        ranks: Number of processes that say hello.
         environment: Variables beside this process's; each command's own follow in ``each``.
         each: Variables of every command, one mapping per command.
+        settle_s: That ranks sleep after their calls, within their turn.
         start_s: Deadline of the ranks' hello.
         answer_s: Deadline of a request.
 
@@ -68,10 +69,11 @@ class Group:
         *,
         environment: Mapping[str, str] | None = None,
         each: Sequence[Mapping[str, str]] | None = None,
+        settle_s: float = 0.0,
         start_s: float = START_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        self.name, self._answer_s = name, answer_s
+        self.name, self._answer_s, self._settle_s = name, answer_s, settle_s
         self._about = f"{name}, {ranks} ranks"
         self._ranks: dict[int, _Rank] = {}
         self._idle_cpu_ns, self._idle_s = 0, 0.0
@@ -90,6 +92,7 @@ class Group:
                 for number, command in enumerate(commands):
                     own = each[number] if each else {}
                     variables = {**os.environ, **(environment or {}), **own}
+                    variables["SETTLE_S"] = str(settle_s)
                     self._start([part.replace("{address}", address) for part in command], variables)
                 self._meet(listener, ranks, time.monotonic() + start_s)
         except BaseException:
@@ -131,7 +134,8 @@ class Group:
         def each_s(calls: int) -> float:
             begin_s = time.perf_counter()
             self.measure(candidate, numels, calls, 1)
-            return (time.perf_counter() - begin_s) / (1 + calls)
+            spent_s = time.perf_counter() - begin_s - self._settle_s
+            return max(spent_s, 1e-6) / (1 + calls)
 
         # By a lucky sample there would be too many calls, by a late one too few.
         once_s = each_s(1)

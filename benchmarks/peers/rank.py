@@ -114,6 +114,7 @@ def serve(
             other numbers come.
     """
     ready: dict[tuple[str, str], Call] = {}
+    settle_s = float(os.environ.get("SETTLE_S", "0"))  # for threads that spin after their work
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         connection.sendall(f"hello {rank} {os.getpid()} {' '.join(version.split())}\n".encode())
@@ -132,6 +133,7 @@ def serve(
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 connection.sendall(f"error {what}\n".encode())
                 raise
+            time.sleep(settle_s)
             numbers = [wrong, cpu_begin_ns, time.process_time_ns(), *times]
             connection.sendall(f"{' '.join(map(str, numbers))}\n".encode())
 

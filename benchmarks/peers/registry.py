@@ -13,12 +13,13 @@ from benchmarks.peers.group import Group
 
 HERE = Path(__file__).resolve().parent
 VARIABLE = "PYRINGAR_PEERS"
+SETTLE_S = 0.02  # OpenMP's threads spin for milliseconds after a parallel loop
 STAMP = "requirements.txt"  # what an environment that is ready was made of
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that sums over ranks which are processes.
+    """A library that sums over ranks.
 
     In commands, ``{env}`` is its environment, ``{here}`` this folder, and ``{k}`` the ranks.
 
@@ -34,6 +35,8 @@ class Peer:
         build: Commands that complete the environment.
         variables: Of the environment of the ranks and of ``build``.
         shares_torch: It needs torch, and takes the one that runs this.
+        section: The benchmark that it is in. In ``lists`` one process is all ranks, which RANKS
+            counts; in ``processes`` each rank has its own.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Peer:
     build: tuple[tuple[str, ...], ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     shares_torch: bool = False
+    section: str = "processes"
 
     def stamp(self) -> str:
         """Return what its environment is made of."""
@@ -85,7 +89,10 @@ class Peer:
         """
         place = (folder or default_folder()) / self.name
         command = self.filled((*self.launcher, *self.program), place, k)
-        return start_ranks(self.label, command, k, bool(self.launcher), self.environment(place))
+        variables = self.environment(place)
+        if self.section == "lists":
+            return start_lists(self.label, command, k, variables)
+        return start_ranks(self.label, command, k, bool(self.launcher), variables)
 
 
 def start_ranks(
@@ -105,9 +112,27 @@ def start_ranks(
     return Group(name, [whole] * len(each), k, environment=environment, each=each)
 
 
-def start_ours(k: int) -> Group:
-    """Start the ranks of pyringar and gloo."""
+def start_lists(
+    name: str, command: Sequence[str], k: int, environment: Mapping[str, str] | None = None
+) -> Group:
+    """Start one process that is all ranks, with RANKS.
+
+    Raises:
+        GroupError: It did not come.
+    """
+    variables = {**(environment or {}), "RANKS": str(k)}
+    whole = [*command, "{address}"]
+    return Group(name, [whole], 1, environment=variables, settle_s=SETTLE_S)
+
+
+def start_our_ranks(k: int) -> Group:
+    """Start the ranks of pyringar and gloo, a process each."""
     return start_ranks("pyringar and gloo", [sys.executable, str(HERE / "torch_rank.py")], k)
+
+
+def start_our_lists(k: int) -> Group:
+    """Start the process whose lists are the ranks of pyringar and of plain torch."""
+    return start_lists("pyringar and torch", [sys.executable, str(HERE / "list_ranks.py")], k)
 
 
 _MPI = ("{env}/bin/python", "{here}/mpi.py")
@@ -162,8 +187,19 @@ _ALL = (
         },
         shares_torch=True,
     ),
+    Peer(
+        *("jax", "JAX", ("#b03060", "v")),
+        requirements=("jax==0.10.2",),
+        program=("{env}/bin/python", "{here}/jax_ranks.py"),
+        section="lists",
+    ),
 )
 PEERS = {peer.name: peer for peer in _ALL}
+
+
+def peers_of(section: str) -> tuple[str, ...]:
+    """Return the names of a benchmark's peers."""
+    return tuple(name for name, peer in PEERS.items() if peer.section == section)
 
 
 def default_folder() -> Path:

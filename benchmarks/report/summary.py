@@ -69,7 +69,7 @@ def _cases(sections: Sections, section: str) -> Iterator[dict[str, Row]]:
 
 def summary_lines(sections: Sections) -> list[str]:
     """Return a sentence or more for every section that was measured."""
-    makers = (_lists, _auto, _processes, _ddp, _bucketing, _training, _gpu)
+    makers = (_lists, _jax, _auto, _processes, _ddp, _bucketing, _training, _gpu)
     return [line for make in makers for line in make(sections)]
 
 
@@ -121,6 +121,16 @@ def _lists(sections: Sections) -> Iterator[str]:
             f"which memory is read and written once (median {statistics.median(shares):.0%}; in "
             f"{len(shares)} cases that rate is known)."
         )
+
+
+def _jax(sections: Sections) -> Iterator[str]:
+    ratios = [
+        _against(rows["jax"], rows["auto"])
+        for rows in _cases(sections, "lists")
+        if {"jax", "auto"} <= set(rows)
+    ]
+    if ratios:
+        yield f"Ranks that are lists of one process, against JAX's `psum`: {_range(ratios)}."
 
 
 def _auto(sections: Sections) -> Iterator[str]:
