@@ -12,6 +12,7 @@ checked, element by element, after the call that was timed.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 from benchmarks.bench import Benchmark, Case, Effort, Run, format_size, merged, run_as_script
 from benchmarks.candidates import names_in
 from benchmarks.machine import num_cores
-from benchmarks.peers.group import Group, GroupError
+from benchmarks.peers.group import Answer, Group, GroupError
 from benchmarks.peers.registry import PEERS, peers_of, start_our_ranks
 from benchmarks.rows import by_key
 from benchmarks.timing import Timing, in_turns
@@ -64,7 +65,8 @@ def measure_case(run: Run, case: Case, ours: Group, peers: Mapping[str, Group]) 
     """Time and check all candidates in turns, and take their rows."""
     numels = [shape[0] for shape in case.shapes]
     idle_s = case.settings.get("idle_s", 0.0)
-    with busy_process() if case.settings.get("busy") else nullcontext():
+    is_busy = case.settings.get("busy", False)
+    with busy_process() if is_busy else nullcontext():
         samplers = {
             name: peers.get(name, ours).sampler(name, numels, idle_s)
             for name in case.candidates
@@ -73,15 +75,22 @@ def measure_case(run: Run, case: Case, ours: Group, peers: Mapping[str, Group]) 
         answers = in_turns(
             samplers, rounds=run.effort.rounds, budget_s=run.effort.budget_s, most_s=MOST_S
         )
-    timings = {
-        name: replace(Timing.of(s for answer in found for s in answer.seconds), rounds=len(found))
-        for name, found in answers.items()
-    }
+    timings = {name: timing_of(found, is_busy) for name, found in answers.items()}
     correct = {name: not any(a.wrong for a in found) for name, found in answers.items()}
     limit_s = timings["limit"].median_s if "limit" in timings else None
     taken, _ = choose("host" if run.benchmark.section == "lists" else "processes")
     takes = dict.fromkeys(UNNAMED, taken)
     run.add(run.rows(case, timings, correct, limit_s=limit_s, takes=takes))
+
+
+def timing_of(answers: Sequence[Answer], is_busy: bool) -> Timing:
+    """Summarize the calls of all rounds; beside a busy process, each round's mean.
+
+    Few calls bear all that another process costs: a median of calls would not show it.
+    """
+    means = (statistics.fmean(answer.seconds) for answer in answers)
+    calls = (seconds for answer in answers for seconds in answer.seconds)
+    return replace(Timing.of(means if is_busy else calls), rounds=len(answers))
 
 
 @contextmanager
@@ -172,8 +181,10 @@ BENCHMARK = Benchmark(
     f"rank uses more than {MOST_IDLE_SHARE:.0%} of a processor out of turn fails. `auto` is the "
     "call that users make, `bound` one whose arguments were checked before, and the best peer is "
     "the fastest of gloo and all libraries that are not ours. Libraries run with the settings that "
-    "they come with. In the limit every rank writes its own tensors in place, once, all ranks at "
-    "the same time; only sizes well beyond the caches say much.",
+    "they come with. Beside a busy process, which the benchmark starts, times are means of a "
+    "round's calls, few of which bear all that it costs. In the limit every rank writes its own "
+    "tensors in place, once, all ranks at the same time; only sizes well beyond the caches say "
+    "much.",
     baseline=("gloo", "gloo flattened", *LIBRARIES),
     efforts={"full": Effort(31, 8.0), "quick": Effort(7, 1.0), "smoke": Effort(5, 0.0)},
     cases=cases_of,

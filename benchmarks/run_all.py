@@ -1,7 +1,7 @@
 """Run every benchmark that this machine allows, and write one report.
 
-    python benchmarks/run_all.py --out DIR             # 20 minutes or so on two cores
-    python benchmarks/run_all.py --out DIR --quick     # 2 minutes; every section, rough figures
+    python benchmarks/run_all.py --out DIR             # 30 minutes or so on two cores
+    python benchmarks/run_all.py --out DIR --quick     # 3 minutes; every section, rough figures
     python benchmarks/run_all.py --out DIR --only allreduce,ddp
 
 DIR then holds report.md, which is for people, its pictures, and a results file per section, which

@@ -109,8 +109,7 @@ def table(results: Results) -> str:
         best = min((r.median_s for r in rows if r.is_ours), default=None)
         limit_s = are_limits.get((case, k, clock)) if needs_limit else None
         limit = format_s(limit_s) if limit_s else ""
-        crowd = " (twice the cores)" if compared and k == 2 * results.machine["cores"] else ""
-        heads = {"case": case, "ranks": f"{k}{crowd}", "clock": clock, "limit": limit}
+        heads = {"case": case, "ranks": _ranks(results, k), "clock": clock, "limit": limit}
         shares = {row.candidate: share_of_limit(row, are_limits) for row in rows}
         cells = {f"`{n}`": _cell(found.get(n), best, shares.get(n)) for n in names}
         if (case, k, clock) not in are_limits and "`limit`" in cells:
@@ -119,6 +118,12 @@ def table(results: Results) -> str:
         lines.append(heads | cells | ratios)
     columns = [name for name in lines[0] if any(line[name] for line in lines)]
     return markdown_table(columns, [[line[name] for name in columns] for line in lines])
+
+
+def _ranks(results: Results, k: int) -> str:
+    """Write the number of ranks, and where they are processes that must share cores."""
+    is_crowded = results.section == "processes" and k == 2 * results.machine["cores"]
+    return f"{k}, twice the cores" if is_crowded else str(k)
 
 
 def _speedup(row: Row | None) -> str:

@@ -171,6 +171,7 @@ def _processes(sections: Sections) -> Iterator[str]:
             ]
             if ratios:
                 yield f"One process per rank{about}{beside}, against {against}: {_range(ratios)}."
+                against = "the same peers"
 
 
 def _ddp(sections: Sections) -> Iterator[str]:
