@@ -22,10 +22,13 @@ sys.path.append(str(ROOT))  # last: the installed pyringar comes first
 
 from benchmarks import bench, processes, run_all  # noqa: E402
 from benchmarks.peers import install, registry  # noqa: E402
-from benchmarks.peers.group import Group, GroupError, descendants  # noqa: E402
+from benchmarks.peers.group import Answer, Group, GroupError, descendants  # noqa: E402
 from benchmarks.peers.rank import ROW, Sum  # noqa: E402
 from benchmarks.peers.registry import PEERS, STAMP, Peer, start_ranks  # noqa: E402
+from benchmarks.report import page, summary  # noqa: E402
+from benchmarks.rows import Results, Row  # noqa: E402
 from benchmarks.sections import SECTIONS  # noqa: E402
+from benchmarks.timing import Timing  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +242,52 @@ def test_beside_a_busy_process(peer: Peer) -> None:
     assert {row.case for row in run.results.rows} == {"16 B, beside a busy process"}
 
 
+def test_a_stall_that_few_calls_bear_shows_beside_a_busy_process() -> None:
+    answers = [Answer([1e-6] * 99 + [4e-3], 0), Answer([1e-6] * 99 + [2e-3], 0)]
+    alone, beside = (processes.timing_of(answers, is_busy) for is_busy in (False, True))
+    assert (alone.median_s, alone.max_s, alone.rounds) == (1e-6, 4e-3, 2)
+    assert beside.median_s == pytest.approx(31e-6, rel=0.05)
+
+
+def rows_of(k: int, case: str, **times_us: float) -> list[Row]:
+    """A case of ranks in processes, as a run makes it."""
+    run = bench.Run(SECTIONS["processes"], "smoke", peers=[])
+    timings = {name: Timing.of([us * 1e-6]) for name, us in times_us.items()}
+    about = bench.Case(case, k, tuple(timings), ((1024,),))
+    return run.rows(about, timings, dict.fromkeys(timings, True), limit_s=None)
+
+
+def test_the_report_compares_with_the_best_peer_of_each_case() -> None:
+    rows = rows_of(2, "4 KiB", gloo=200, impi=3, openmpi=4, limit=1, auto=2, bound=1)
+    rows += rows_of(4, "4 KiB", gloo=400, impi=40, openmpi=20, auto=40, bound=25)
+    rows += rows_of(2, "4 KiB, beside a busy process", gloo=200, impi=60, auto=10, bound=5)
+    facts = {
+        "versions": {"Intel MPI": "Intel MPI 1.2"},
+        "idle_share": {"Intel MPI": 0.001, "pyringar and gloo": 0.004},
+    }
+    sections = {"processes": Results("processes", {"cores": 2}, rows=rows, facts=facts)}
+    auto, busy, bound, _ = summary.summary_lines(sections)
+    assert auto == (
+        "One process per rank, against the fastest peer of each case (gloo, Intel MPI, Open MPI): "
+        "equally fast in the median of 2 cases, from 0.50 (4 KiB, 4 ranks) to 1.50 (4 KiB, 2 "
+        "ranks)."
+    )
+    assert busy.startswith("One process per rank, beside a busy process, against the same peers: 6")
+    assert "from 0.80 (4 KiB, 4 ranks) to 3.0 (4 KiB, 2 ranks)" in bound
+    assert summary.headlines(sections) == [auto]
+    lines = page.table(sections["processes"]).splitlines()
+    assert lines[0].endswith("| best peer / `auto` | best peer / `bound` |")
+    assert [line.rsplit(" | ", 2)[1:] for line in lines[2:]] == [
+        ["1.50", "3.00 |"],
+        ["0.50", "0.80 |"],
+        ["6.00", "12.00 |"],
+    ]
+    assert [" 4, twice the cores |" in line for line in lines[2:]] == [False, True, False]
+    assert "Measured: Intel MPI 1.2. A rank used 0.4% of a processor" in page._libraries(
+        sections["processes"]
+    )
+
+
 # -- here or not -----------------------------------------------------------------------------------
 
 
@@ -254,15 +303,18 @@ def test_absent_peers_are_listed(
 ) -> None:
     assert bench.main(SECTIONS["processes"], ["--dry-run"]) == 0
     out = capsys.readouterr().out
-    for name, peer in PEERS.items():
-        why = f"{peer.label}: not installed: python benchmarks/peers/install.py {name}"
-        assert f"not run: {why}\n" in out
+    whys = [
+        f"{PEERS[name].label}: not installed: python benchmarks/peers/install.py {name}"
+        for name in processes.LIBRARIES
+    ]
+    assert [line for line in out.splitlines() if line.startswith("not run:")] == [
+        f"not run: {why}" for why in whys
+    ]
     status = run_all.main(["--out", str(tmp_path / "report"), "--smoke", "--only", "processes"])
     text = (tmp_path / "report" / "report.md").read_text()
     assert status == 0
-    for name, peer in PEERS.items():
-        why = f"{peer.label}: not installed: python benchmarks/peers/install.py {name}"
-        assert f"- processes: {why}" in text
+    for why in whys:
+        assert f"- processes: {why}\n" in text
 
 
 def test_peers_that_were_not_asked_for_are_listed(
