@@ -35,6 +35,7 @@ from pyringar.comm.auto import choose
 KIB, MIB = 2**10, 2**20
 MOST_S = 60.0  # of a case on a machine so busy that not even five rounds fit
 MOST_IDLE_SHARE = 0.05  # of a processor, for a rank whose turn it is not
+LEAST_IDLE_CPU_S = 0.05  # less says nothing: a run was very short
 LIBRARIES = peers_of("processes")
 UNNAMED = ("bound", "auto", "registered", "backend")
 
@@ -113,7 +114,7 @@ def note_group(run: Run, group: Group) -> None:
     shares = run.results.facts.setdefault("idle_share", {})
     shares[group.name] = max(round(group.idle_share, 4), shares.get(group.name, 0.0))
     run.results.facts.setdefault("versions", {})[group.name] = group.version
-    if group.idle_share > MOST_IDLE_SHARE:
+    if group.idle_share > MOST_IDLE_SHARE and group.idle_cpu_s > LEAST_IDLE_CPU_S:
         raise GroupError(
             f"{group.name}: a rank used {group.idle_share:.0%} of a processor while others were "
             f"measured, expected {MOST_IDLE_SHARE:.0%} at most"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -114,9 +115,14 @@ class Group:
         return self._ranks[0].version
 
     @property
+    def idle_cpu_s(self) -> float:
+        """Processor seconds that all ranks used between requests."""
+        return self._idle_cpu_ns * 1e-9
+
+    @property
     def idle_share(self) -> float:
         """The share of a processor that one rank used between requests: should be next to 0."""
-        return self._idle_cpu_ns * 1e-9 / self._idle_s if self._idle_s else 0.0
+        return self.idle_cpu_s / self._idle_s if self._idle_s else 0.0
 
     def close(self) -> None:
         """Let the ranks end, and end those that do not."""
@@ -277,6 +283,7 @@ class Group:
         for program in self._programs:
             program.wait()
         for pidfd in self._pidfds.values():
+            select.select([pidfd], [], [], END_S)  # readable once it has ended
             os.close(pidfd)
         self._pidfds.clear()
 
