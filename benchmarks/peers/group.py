@@ -20,7 +20,7 @@ START_S = 60.0  # most time until all ranks have said hello
 ANSWER_S = 60.0  # most time until all ranks have answered a request
 LONG_S = 10e-3  # between two requests, from which on what they cost themselves does not matter
 END_S = 5.0  # most time that ranks get to end by themselves
-FAST_CALLS, FEW_CALLS = 200, 2  # most and least calls of a sample
+FAST_CALLS, FEW_CALLS = 2000, 2  # most and least calls of a sample
 SAMPLE_S = 20e-3  # that a sample should take, barriers and fills and all
 
 
@@ -175,7 +175,8 @@ class Group:
         with contextlib.suppress(BrokenPipeError):  # a rank is gone: `_answers` says so
             for rank in self._ranks.values():
                 rank.connection.sendall(line.encode())
-        what = f"{candidate}, {sizes} elements"
+        tensors = f"{len(numels)} tensors of " if len(numels) > 1 else ""
+        what = f"{candidate}, {tensors}{sum(numels)} elements"
         lines = self._answers(what, begin_s + self._answer_s + idle_s)
         wrong, times = 0, []
         for rank, text in lines.items():

@@ -1,16 +1,17 @@
-// Be a rank of oneCCL: mpiexec -n K oneccl ADDRESS. The protocol, the numbers and the check are those of rank.py.
+// Be a rank of oneCCL: mpiexec -n K oneccl ADDRESS. Protocol, numbers and check are rank.py's.
 
 #include <mpi.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <oneapi/ccl.hpp>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -44,9 +45,9 @@ class Rank {
   int rank() const { return rank_; }
 
   // Makes calls as rank.py does, and returns the line that answers.
-  std::string run(int calls, int warm_up, long idle_us, size_t numel) {
+  std::string run(int calls, int warm_up, long idle_us, const std::vector<size_t>& numels) {
     const long cpu_begin_ns = cpu_ns();
-    if (data_.size() != numel) std::vector<float>(numel).swap(data_);
+    make(numels);
     std::string times;
     int wrong = 0;
     std::this_thread::sleep_for(std::chrono::microseconds(idle_us));
@@ -54,7 +55,9 @@ class Rank {
       fill(shift);
       ccl::barrier(*comm_);
       const auto begin = std::chrono::steady_clock::now();
-      ccl::allreduce(data_.data(), data_.data(), numel, ccl::reduction::sum, *comm_).wait();
+      for (auto& data : tensors_) {
+        ccl::allreduce(data.data(), data.data(), data.size(), ccl::reduction::sum, *comm_).wait();
+      }
       const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - begin;
       ccl::barrier(*comm_);
       if (shift >= warm_up) times += " " + std::to_string(spent.count());
@@ -65,23 +68,39 @@ class Rank {
   }
 
  private:
+  // Allocates tensors, unless these are there.
+  void make(const std::vector<size_t>& numels) {
+    if (numels == numels_) return;
+    numels_ = numels;
+    tensors_.clear();
+    for (const size_t numel : numels) tensors_.emplace_back(numel);
+  }
+
   void fill(size_t shift) {
-    const auto add = static_cast<float>(static_cast<size_t>(rank_) + shift % kShifts);
-    for (size_t i = 0; i < data_.size(); ++i) data_[i] = static_cast<float>(i % kPeriod) + add;
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      const auto add = static_cast<float>(static_cast<size_t>(rank_) + (shift + t) % kShifts);
+      for (size_t i = 0; i < tensors_[t].size(); ++i) {
+        tensors_[t][i] = static_cast<float>(i % kPeriod) + add;
+      }
+    }
   }
 
   bool is_right(size_t shift) const {
     const auto k = static_cast<float>(world_size_);
     const float ranks = k * (k - 1) / 2;
-    for (size_t i = 0; i < data_.size(); ++i) {
-      if (data_[i] != k * static_cast<float>(i % kPeriod + shift % kShifts) + ranks) return false;
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      const size_t add = (shift + t) % kShifts;
+      for (size_t i = 0; i < tensors_[t].size(); ++i) {
+        if (tensors_[t][i] != k * static_cast<float>(i % kPeriod + add) + ranks) return false;
+      }
     }
     return true;
   }
 
   int rank_ = 0, world_size_ = 0;
   std::unique_ptr<ccl::communicator> comm_;
-  std::vector<float> data_;
+  std::vector<size_t> numels_;
+  std::vector<std::vector<float>> tensors_;
 };
 
 int connect_to(const char* path) {
@@ -115,13 +134,13 @@ void serve(const char* path) {
   while (fgets(line, sizeof line, lines)) {
     int calls = 0, warm_up = 0;
     long idle_us = 0;
-    char sizes[2048];
-    if (std::sscanf(line, "%d %d %ld %2047s", &calls, &warm_up, &idle_us, sizes) != 4) return;
-    if (std::strchr(sizes, ',')) {
-      send_all(connection, "error this driver sums one tensor\n");
-    } else {
-      send_all(connection, rank.run(calls, warm_up, idle_us, std::stoul(sizes)));
+    char sizes[4096];
+    if (std::sscanf(line, "%d %d %ld %4095s", &calls, &warm_up, &idle_us, sizes) != 4) return;
+    std::vector<size_t> numels;
+    for (char* size = std::strtok(sizes, ","); size; size = std::strtok(nullptr, ",")) {
+      numels.push_back(std::stoul(size));
     }
+    send_all(connection, rank.run(calls, warm_up, idle_us, numels));
   }
 }
 
