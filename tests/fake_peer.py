@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -55,6 +56,10 @@ def prepare(candidate: str, numels: list[int]) -> Sum:
 
 if FAULT == "does not start":
     sys.exit("planted: no such fabric")
+if FAULT == "leaves":
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(sys.argv[1])
+    sys.exit("planted: left")
 if FAULT == "never comes" and IS_LAST:
     time.sleep(60)
 if FAULT == "spins":

@@ -103,6 +103,7 @@ def test_a_rank_that_fails_is_named_in_time(fault: str, said: str) -> None:
     ("fault", "said"),
     [
         ("does not start", "ended with 1: planted: no such fabric"),
+        ("leaves", "ended with 1: planted: left"),
         ("never comes", "not all ranks came in time"),
     ],
 )

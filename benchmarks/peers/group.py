@@ -78,7 +78,6 @@ class Group:
         self._about = f"{name}, {ranks} ranks"
         self._ranks: dict[int, _Rank] = {}
         self._idle_cpu_ns, self._idle_s = 0, 0.0
-        self._calls: dict[tuple[object, ...], int] = {}
         self._programs: list[subprocess.Popen[bytes]] = []
         self._pidfds: dict[int, int] = {}
         self._stack = contextlib.ExitStack()
@@ -247,9 +246,8 @@ class Group:
             if ended or time.monotonic() > deadline_s:
                 why = f"ended with {ended[0]}" if ended else "not all ranks came in time"
                 raise GroupError(f"{self._about}: did not start: {why}{self._last_words()}")
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ValueError):  # nobody yet; or gone before hello
                 connection, _ = listener.accept()
-                self._stack.callback(connection.close)
                 connection.settimeout(max(0.1, deadline_s - time.monotonic()))
                 _, number, pid, version = connection.makefile("r").readline().split(" ", 3)
                 connection.settimeout(None)
