@@ -78,9 +78,13 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 
 def prove(check: Check, lists: Iterable[str], **options: object) -> None:
-    """All of these lists of calls are proved; a few run at a time."""
+    """All of these lists of calls are proved; a few run at a time. Two ranks: on GPUs, too."""
+    layouts: list[dict[str, object]] = [{}]
+    if options.get("ranks", 2) == 2:
+        layouts.append({"swaps": 0})
+    cases = list(itertools.product(lists, layouts))
     with ThreadPoolExecutor(JOBS) as pool:
-        for verdict in pool.map(lambda calls: check(calls, **options), lists):
+        for verdict in pool.map(lambda case: check(case[0], **options, **case[1]), cases):
             assert verdict.is_proved, f"{verdict.command}\n{verdict.text}"
 
 

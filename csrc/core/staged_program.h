@@ -4,8 +4,8 @@
 // Floor     core: host. An engine brings memory, flags and arithmetic; this file brings the order
 //           of events.
 // Units     pieces and messages; message n is the n-th piece over the life of the group, counted
-//           from 1 and never reset. Every rank has kStagingSlots slots; staging_slot() says in
-//           which of them, and of whose, its part of message n lies.
+//           from 1 and never reset. Every rank has kStagingSlots slots; its part of message n lies
+//           in slot n % kStagingSlots, and on hosts where staging_slot() says.
 // Contract  Every rank owns two counters that only it writes and that only grow (modulo 2^32):
 //
 //             announced   its part of message n lies in its slot       (release)

@@ -192,7 +192,9 @@ std::string describe_workers(std::size_t traffic_bytes) {
   if (most == 1) return "on the caller's thread";
   const torch_team::State team = torch_team::state();
   if (!team.why_not.empty()) return join("on helper threads: ", team.why_not);
-  return join("on torch's ", most, " threads of ", team.library);
+  return join("on torch's ", most, " threads of ", team.library,
+              " while they are awake, else on the "
+              "caller's and helpers");
 }
 
 }  // namespace pyringar

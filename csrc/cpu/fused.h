@@ -33,7 +33,7 @@ void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Be
 // are about to do nothing else.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
-// On which threads a call that its caller waits for would run now: for people.
+// On which threads a call that its caller waits for would run: for people.
 std::string describe_workers(std::size_t traffic_bytes);
 
 // The elements [range) of one tensor, on this thread.

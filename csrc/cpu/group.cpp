@@ -159,6 +159,7 @@ std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
     if (!try_run(collective)) return nullptr;
   } catch (...) {
     error = std::current_exception();
+    check_usable();  // closed meanwhile: there is no call
   }
   auto work = std::make_shared<Work>(&turn_, nullptr);
   work->complete(std::move(error));

@@ -14,7 +14,7 @@ namespace pyringar {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&

@@ -19,7 +19,10 @@ using namespace std::chrono_literals;
 // Measured on two cores: see the notes on each in benchmarks/processes.py.
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
-constexpr int kYieldsCrowded = 20;
+constexpr int kYieldsCrowded = 500;
+// Where that was in vain, beside a busy process, say, so many waits sleep at once: ranks that yield
+// to each other keep a core that a rank behind the busy one could have.
+constexpr int kWaitsAfterVainYields = 16;
 
 template <std::size_t kSize>
 std::string text_of(const std::array<char, kSize>& chars) {
@@ -101,6 +104,8 @@ bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const ch
   } else if (yield_for_flag(flag, wanted, has_core_per_rank_ ? kYieldsWithCore : kYieldsCrowded,
                             waits_without_yields_)) {
     return true;
+  } else if (!has_core_per_rank_ && waits_without_yields_ == 0) {
+    waits_without_yields_ = kWaitsAfterVainYields;
   }
   awaited_what_.store(what, std::memory_order_relaxed);
   awaited_peer_.store(peer, std::memory_order_release);

@@ -71,7 +71,7 @@ class Plan:
         traffic_bytes: Reads and writes of all ranks in the whole call: of memory, or of the caches
             for what fits there.
         reason: Why this algorithm.
-        threads: On which threads a call that is waited for would run now, where one pass in the
+        threads: On which threads a call that is waited for would run, where one pass in the
             host's memory reduces; else "".
     """
 

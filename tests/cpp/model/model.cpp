@@ -1,7 +1,7 @@
 // model: proves, or refutes with a trace, that the programs of csrc/core share slots rightly: every
 // interleaving of the real templates, on a memory with store buffers.
 //
-//   model --ranks 3 --calls direct:3,exchange:3 --base -4 [--slots 4] [--ring-slots 8]
+//   model --ranks 3 --calls direct:3,exchange:3 --base -4 [--slots 4] [--swaps 0] [--ring-slots 8]
 //         [--reduced-behind 0] [--bug two-ahead] [--reduction none|payload|all] [--most-states n]
 //
 // Decides    No piece is lost, added twice or torn; nobody reads a slot that its owner may be
@@ -113,6 +113,7 @@ Arguments parse(const std::vector<std::string_view>& words) {
         {"--ranks", [&] { setup.num_ranks = static_cast<int>(number(value)); }},
         {"--calls", [&] { setup.calls = parse_calls(value); }},
         {"--slots", [&] { set_counter(setup.slots); }},
+        {"--swaps", [&] { setup.swaps = number(value) != 0; }},
         {"--ring-slots", [&] { set_counter(setup.ring_slots); }},
         {"--base", [&] { set_counter(setup.base); }},
         {"--reduced-behind", [&] { set_counter(setup.reduced_behind); }},

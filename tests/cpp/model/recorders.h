@@ -87,6 +87,7 @@ struct Call {
 struct Setup {
   int num_ranks = 2;
   std::uint32_t slots = kStagingSlots;
+  bool swaps = true;                 // two ranks their slots; those on GPUs do not
   std::uint32_t ring_slots = 0;      // 0: as many as the template asks for
   std::uint32_t base = 0;            // of staged messages and of the ring's
   std::uint32_t reduced_behind = 0;  // how far `reduced` is behind base: messages exchanged since

@@ -109,10 +109,11 @@ class StagedRecorder {
  private:
   std::uint32_t message(std::uint32_t n) const { return n - setup_.base; }
   std::size_t part(int owner, std::uint32_t n, int slice, int half) {
-    const StagingSlot slot = staging_slot(owner, setup_.num_ranks, n, setup_.slots);
+    const bool swaps = setup_.swaps && setup_.num_ranks == 2;
+    const StagingSlot slot = swaps ? staging_slot(owner, setup_.num_ranks, n, setup_.slots)
+                                   : StagingSlot{owner, n % setup_.slots};
     return recording_.word(join("slot ", slot.index, " of rank ", slot.owner),
-                           join("slice ", slice, ", half ", half),
-                           setup_.num_ranks == 2 ? kNobody : owner);
+                           join("slice ", slice, ", half ", half), swaps ? kNobody : owner);
   }
   std::size_t filled(int owner, int slice, int half) {
     return recording_.word(join("tensor of rank ", owner),
