@@ -44,7 +44,7 @@ def make_communicator(
 ) -> ProcessCommunicator | HierarchicalCommunicator:
     """Make this rank's communicator of a group, as the backend does; all ranks call it.
 
-    Ranks of one machine meet in its memory; those of several there, and through gloo between them.
+    Ranks of one machine meet in its memory; those of several there, and through TCP between them.
     Tensors correspond by the index of their elements, as torch.distributed has it.
 
     Args:
