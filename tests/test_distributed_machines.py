@@ -176,7 +176,9 @@ def differ(rank: int, size: int) -> Any:
 
 
 def test_who_calls_something_else_is_told_what_the_others_call():
-    texts = [text for _, _, text, _ in run_group(differ, 3, machines="aab")]
+    results = run_group(differ, 3, machines="aab")
+    assert [kind for kind, *_ in results] == ["ArgumentError"] * 3, results
+    texts = [text for _, _, text, _ in results]
     assert "all_reduce (sum) of 4 torch.float32 elements" in texts[0]
     assert "rank 2 (process" in texts[0]
     assert "all_reduce (sum) of 3 torch.float32 elements" in texts[2]

@@ -312,32 +312,71 @@ def caught(function, *args) -> tuple[type, str, float]:
     return type(error.value), str(error.value), time.monotonic() - began
 
 
-def differ_as_rank(rank, world_size, store, what):
-    piece_bytes = 64 if what == "piece" and rank >= 2 else 4096
+# What the odd ranks call, and what both sides must read of both calls.
+DIFFERENT = {
+    "size": ("of 100 torch", "of 101 torch"),
+    "dtype": ("float32", "float64"),
+    "half": ("float32", "bfloat16"),
+    "mean": ("(sum)", "(mean)"),
+    "op": ("(sum)", "(max)"),
+    "call": ("all_reduce", "barrier"),
+    "root": ("broadcast from rank 0", "broadcast from rank 2"),
+    "piece": ("in pieces of 4096", "in pieces of 64"),
+}
+
+
+def differ_as_rank(rank, world_size, store, what, odd):
+    is_odd = rank in odd
+    piece_bytes = 64 if what == "piece" and is_odd else 4096
     with join(rank, world_size, store, piece_bytes=piece_bytes) as comm:
-        odd = rank >= 2 if what != "rank" else rank == 3
-        tensor = floats(100, rank)
+        mine = {"size": floats(101, rank), "dtype": floats(100, rank, torch.double)}
+        mine |= {"half": floats(100, rank, torch.bfloat16)}
+        tensor = mine.get(what, floats(100, rank)) if is_odd else floats(100, rank)
+        before = tensor.clone()
         calls = {
-            "size": lambda: comm.all_reduce(floats(101, rank)),
-            "dtype": lambda: comm.all_reduce(tensor.double()),
-            "op": lambda: comm.all_reduce(tensor, "max"),
             "call": comm.barrier,
-            "piece": lambda: comm.all_reduce(tensor),
-            "rank": lambda: comm.all_reduce(floats(102, rank)),
+            "op": partial(comm.all_reduce, tensor, "max"),
+            "mean": partial(comm.all_reduce, tensor, "mean"),
+            "root": partial(comm.broadcast, tensor, 2),
         }
-        first = caught(calls[what] if odd else lambda: comm.all_reduce(tensor))
-        return first, caught(comm.all_reduce, tensor), torch.equal(tensor, floats(100, rank))
+        same = partial(comm.all_reduce, tensor)
+        usual = partial(comm.broadcast, tensor, 0) if what == "root" else same
+        first = caught(calls.get(what, same) if is_odd else usual)
+        return first, caught(comm.all_reduce, tensor), torch.equal(tensor, before)
 
 
-@pytest.mark.parametrize("what", ["size", "dtype", "op", "call", "rank", "piece"])
-def test_machines_that_call_different_things_are_told(pool, what):
-    for first, second, is_untouched in pool.check(differ_as_rank, what):
-        # One whose counterpart calls the same is told that another has found out.
-        assert first[0] in (pr.ArgumentError, pr.PeerLostError), first
+@pytest.mark.parametrize("odd", [(2, 3), (1, 3), (3,)], ids=["machine", "column", "rank"])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_call_different_things_are_told(pool, what, odd):
+    for first, second, is_untouched in pool.check(differ_as_rank, what, odd):
+        assert first[0] is pr.ArgumentError, first
+        assert "call different things" in first[1]
+        assert all(words in first[1] for words in DIFFERENT[what]), first
         assert first[2] < 5, first
         assert "cannot be used again" in second[1]
         assert second[0] is first[0], "a call after it fails as it did"
         assert is_untouched
+
+
+def left_inside_as_rank(rank, world_size, store):
+    """Rank 0 has found out, and leaves rank 1 while this still sums inside."""
+    with join(rank, world_size, store) as comm:
+        links = comm._links
+        sum_inside = links.sum_inside
+
+        def is_left(*arguments) -> None:
+            sum_inside(*arguments)
+            raise pr.PeerLostError("rank 0 has aborted the group")
+
+        if rank == 1:
+            links.sum_inside = is_left
+        return caught(comm.all_reduce, floats(100, rank), "max" if rank >= 2 else "sum")
+
+
+def test_who_is_left_inside_is_told_what_the_others_call(pool):
+    for kind, text, _ in pool.check(left_inside_as_rank):
+        assert kind is pr.ArgumentError, text
+        assert "(max)" in text
 
 
 def refuse_as_rank(rank, world_size, store):

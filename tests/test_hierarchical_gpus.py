@@ -30,10 +30,16 @@ SIZES = (1, 700, 3001)
 SEEDS = range(4)
 
 
+def inside(*arguments, device, **options):
+    if device == "cpu":
+        return ProcessCommunicator(*arguments, **options)
+    return Inside(*arguments, **options)
+
+
 class Inside:
     """A machine's communicator, whose calls run on the stand-in's streams."""
 
-    def __init__(self, *arguments, device, **options) -> None:
+    def __init__(self, *arguments, **options) -> None:
         self._real = ProcessCommunicator(*arguments, **options)
         self.check_peers, self.abort = self._real.check_peers, self._real.abort
 
@@ -85,7 +91,7 @@ class OnStream:
 
 def join(rank, store, machines, **options) -> HierarchicalCommunicator:
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
-    hierarchical.ProcessCommunicator, load.cuda_engine = Inside, load.engine
+    hierarchical.ProcessCommunicator, load.cuda_engine = inside, load.engine
     options = {"device": "cuda:0", "timeout": 20.0, "piece_bytes": 4000, **options}
     return HierarchicalCommunicator(store, rank, len(machines), **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from pyringar.distributed.convert import copy_all
 from pyringar.distributed.links import Links
 from pyringar.distributed.machines import Machines
 from pyringar.distributed.wire import Message, Wait
+from pyringar.errors import CollectiveTimeout, PeerLostError
 
 __all__ = ["Crossing", "Spare"]
 
@@ -84,6 +86,15 @@ class Crossing:
             op: The reduction.
             agreed: Returns when the other machines are known to call the same.
         """
+        try:
+            self._scatter(op, agreed)
+        except PeerLostError:
+            # Who finds out that calls differ leaves those who still wait for it inside.
+            with suppress(PeerLostError, CollectiveTimeout):
+                agreed()
+            raise
+
+    def _scatter(self, op: str, agreed: Wait) -> None:
         machines = self._machines
         inside = "sum" if op == "mean" else op
         rows = self._sum_whole(inside) if self._is_whole else None

@@ -146,9 +146,10 @@ class HierarchicalCommunicator(OwnRank):
 
     Cost: every byte is summed inside the machine, and crosses the wire once per machine: with L
     ranks on each of M machines a rank sends ``2 (M - 1) / M`` of ``N / L`` bytes. 256 bytes more
-    per call and rank that it meets say whether machines call the same thing. One contiguous tensor
-    on the CPU is reduced where it lies; others are packed first, as all are on a GPU. Memory for
-    three pieces is kept. Where machines have different numbers of ranks data is copied once more.
+    per call, to all inside and to each rank that it meets, say whether all call the same. One
+    contiguous tensor on the CPU is reduced where it lies; others are packed first, as all are on a
+    GPU. Memory for three pieces is kept. Where machines have different numbers of ranks data is
+    copied once more.
     """
 
     def __init__(
@@ -216,6 +217,14 @@ class HierarchicalCommunicator(OwnRank):
             timeout=timeout,
             device=device,
         )
+        host = self._intra
+        if device.type != "cpu" and len(machines.here) > 1:  # what ranks say waits for no GPU
+            host = ProcessCommunicator(
+                *(self._store, machines.local_rank, len(machines.here)),
+                name=f"words of machine {machines.node}",
+                timeout=timeout,
+                device="cpu",
+            )
         self._device = device
         self._stream = OwnStream(device) if device.type == "cuda" else None
         # NCCL reads what is on the GPU: the host waits for nothing, and sees no loss in time.
@@ -227,7 +236,7 @@ class HierarchicalCommunicator(OwnRank):
             else:
                 wire = TorchInter(machines.columns, self._rank, backend, timeout)
             inter = wire if looks is None else PinnedInter(wire)
-        self._links = Links(machines, members, self._intra, inter, looks)
+        self._links = Links(machines, members, self._intra, host, inter, looks)
         self._between = Between(machines, self._links, piece_bytes, on_gpu=self._stream is not None)
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
@@ -411,11 +420,9 @@ class HierarchicalCommunicator(OwnRank):
         """
 
         def meet() -> None:
-            self._links.meet_inside()
-            if self._stream is not None:  # other machines' streams cannot wait for this one
+            if self._stream is not None:  # the other ranks' streams cannot wait for this one
                 self._stream.finish()
-            self._links.compare("barrier")()
-            self._links.meet_inside()
+            self._links.compare("barrier")()  # nobody knows before all have come
 
         return self._submit("barrier", meet, [], [], async_op)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,8 +13,16 @@ from torch import Tensor
 from pyringar.comm.member import Member
 from pyringar.distributed.machines import Machines
 from pyringar.distributed.own_stream import OwnStream
-from pyringar.distributed.wire import Inter, Message, MessageError, Wait, compare
-from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
+from pyringar.distributed.wire import (
+    Inter,
+    Message,
+    MessageError,
+    Wait,
+    compare,
+    told,
+    words_told,
+)
+from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["Links"]
 
@@ -26,6 +34,7 @@ class Links:
         machines: Who is where.
         members: All ranks, for messages.
         intra: The communicator of this machine; its ranks count from 0.
+        host: The same ranks', for tensors on the CPU: `intra`, if it takes these.
         inter: What crosses the wire; None: there is one machine.
         stream: On which calls are enqueued, if what ends on a GPU must be looked at before it is
             used: until then a call that lost a rank ends without its data. Else None.
@@ -39,11 +48,13 @@ class Links:
         machines: Machines,
         members: Sequence[Member],
         intra: Any,
+        host: Any,
         inter: Inter | None,
         stream: OwnStream | None,
     ) -> None:
         self.is_told = False
         self.intra = intra
+        self._host = host
         self._machines = machines
         self._members = members
         self._inter = inter
@@ -64,10 +75,6 @@ class Links:
     def copy_inside(self, tensor: Tensor, local_root: int) -> None:
         """Broadcast on this machine."""
         self.inside(lambda: self.intra.broadcast(tensor, local_root))
-
-    def meet_inside(self) -> None:
-        """Return when the ranks of this machine have come."""
-        self.inside(self.intra.barrier)
 
     def inside(self, call: Callable[[], object]) -> None:
         """Call the machine's own communicator; its errors count ranks from 0."""
@@ -106,13 +113,43 @@ class Links:
         return lambda: self._named(what, peers, arrived)
 
     def compare(self, what: str) -> Wait:
-        """Begin to ask the other machines whether they call the same; what is returned raises."""
+        """Begin to ask all ranks whether they call the same; what is returned raises if not.
+
+        If ranks of this machine do not, this raises already, when the other machines know.
+        """
+        different = self._different_here(what)
 
         def exchange(sent: Sequence[Message], received: Sequence[Message]) -> Wait:
             return self.exchange(what, sent, received)
 
         peers = [] if self._inter is None else self._machines.peers
-        return compare(what, peers, exchange, lambda peer: self._members[peer].name)
+        agreed = compare(different or what, peers, exchange, lambda peer: self._members[peer].name)
+        if not different:
+            return agreed
+        error = ArgumentError(f"ranks call {different}")
+        try:
+            agreed()
+        except RingarError as theirs:
+            raise error from theirs
+        raise error
+
+    def _different_here(self, what: str) -> str:
+        """Return what two ranks of this machine call if it is not the same, else nothing."""
+        here = self._machines.here
+        if len(here) == 1:
+            return ""
+        own = told(what)
+        memory = bytearray(len(here) * len(own))
+        gathered, given = (torch.frombuffer(m, dtype=torch.uint8) for m in (memory, own))
+        self.inside(lambda: self._host.all_gather(gathered, given))
+        rows = [memory[at : at + len(own)] for at in range(0, len(memory), len(own))]
+        for rank, row in zip(here, rows, strict=True):
+            if row != rows[0]:
+                return (
+                    f"different things: rank {here[0]} {words_told(rows[0])}; "
+                    f"rank {rank} {words_told(row)}"
+                )
+        return ""
 
     def _named(self, what: str, peers: Sequence[int], call: Callable[[], Any]) -> Any:
         try:
@@ -158,19 +195,31 @@ class Links:
         with self._lock:
             return dict(self._sent)
 
+    def progress(self) -> int:
+        """Return what changes as data moves to and from other machines. Never waits."""
+        return 0 if self._inter is None else self._inter.progress()
+
     def set_timeout(self, seconds: float) -> None:
         """Let calls that begin from now on wait for other ranks as long as this."""
-        self.intra.set_timeout(seconds)
+        for group in self._inside_groups():
+            group.set_timeout(seconds)
         if self._inter is not None:
             self._inter.set_timeout(seconds)
 
     def abort(self) -> None:
         """Tell those who wait for this rank, in the machine and on others."""
-        self.intra.abort()
+        for group in self._inside_groups():
+            group.abort()
         if self._inter is not None:
             self._inter.abort()
 
     def close(self) -> None:
-        """Leave both."""
-        with nullcontext() if self._inter is None else closing(self._inter):
-            self.intra.close()
+        """Leave all."""
+        with ExitStack() as all_of_them:
+            if self._inter is not None:
+                all_of_them.callback(self._inter.close)
+            for group in self._inside_groups():
+                all_of_them.callback(group.close)
+
+    def _inside_groups(self) -> list[Any]:
+        return [self.intra] if self._host is self.intra else [self._host, self.intra]

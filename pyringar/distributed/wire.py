@@ -25,6 +25,8 @@ __all__ = [
     "TorchInter",
     "check_place",
     "compare",
+    "told",
+    "words_told",
 ]
 
 Wait = Callable[[], object]
@@ -75,6 +77,18 @@ class Inter(Protocol):
         """Let go of connections."""
 
 
+def told(words: str) -> bytearray:
+    """Return what ranks tell each other of a call: a digest of its words, and these, cut."""
+    text = words.encode()
+    digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    return bytearray((digest + text)[:_TOLD_BYTES].ljust(_TOLD_BYTES))
+
+
+def words_told(heard: bytes | bytearray) -> str:
+    """Return the words that another rank has `told`."""
+    return heard[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+
+
 def compare(
     what: str, peers: Sequence[int], exchange: Callable[..., Wait], names: Callable[[int], str]
 ) -> Wait:
@@ -86,21 +100,17 @@ def compare(
         exchange: See `Inter`.
         names: Of ranks, for messages.
     """
-    words = what.encode()
-    digest = hashlib.blake2b(words, digest_size=_DIGEST_BYTES).digest()
-    own = torch.frombuffer(
-        bytearray((digest + words)[:_TOLD_BYTES].ljust(_TOLD_BYTES)), dtype=torch.uint8
-    )
-    told = {peer: torch.empty_like(own) for peer in peers}
-    waits = [exchange([(peer, own) for peer in peers], list(told.items()))]
+    own = torch.frombuffer(told(what), dtype=torch.uint8)
+    heard = {peer: torch.empty_like(own) for peer in peers}
+    waits = [exchange([(peer, own) for peer in peers], list(heard.items()))]
 
     def check() -> None:
         if not waits:
             return
         waits.pop()()
-        for peer, theirs in told.items():
+        for peer, theirs in heard.items():
             if not torch.equal(theirs[:_DIGEST_BYTES], own[:_DIGEST_BYTES]):
-                said = bytes(theirs[_DIGEST_BYTES:].tolist()).decode(errors="replace").rstrip()
+                said = words_told(bytes(theirs.tolist()))
                 raise ArgumentError(
                     f"machines call different things: this rank calls {what}, and {names(peer)} "
                     f"{said}"
