@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import oracle
 import pytest
@@ -15,6 +17,7 @@ import torch
 from torch.distributed import HashStore
 
 import pyringar as pr
+from pyringar.distributed import sockets
 from pyringar.distributed.sockets import SocketInter
 from pyringar.distributed.wire import MessageError
 
@@ -159,6 +162,82 @@ def test_a_stranger_without_the_word_is_let_go(monkeypatch):
     assert got.tolist() == [1.0, 2.0]
     for inter in made:
         inter.close()
+
+
+def said_by(store: HashStore, rank: int = 1) -> tuple[socket.socket, bytes]:
+    """A connection to rank 0, and what a rank says there."""
+    store.wait(["wire/0"])
+    where = json.loads(store.get("wire/0"))
+    connection = socket.create_connection((where["hosts"][0], where["port"]), 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection, sockets._HELLO.pack(bytes.fromhex(where["word"]), rank)
+
+
+def test_a_hello_may_come_in_parts():
+    store = HashStore()
+    with ThreadPoolExecutor(1) as listening:
+        made = listening.submit(SocketInter, store, 0, [1], 10.0)
+        connection, hello = said_by(store)
+        with connection:
+            for part in (hello[:5], hello[5:]):
+                connection.sendall(part)
+                time.sleep(0.2)
+            assert connection.recv(1) == sockets._WELCOME
+            connection.sendall(sockets._TAKEN)
+            made.result().close()
+
+
+def test_who_is_gone_before_it_was_welcome_is_not_taken_for_the_rank():
+    """As one that had too little time at an address, and has called at another."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as both:
+        listening = both.submit(SocketInter, store, 0, [1], 10.0)
+        connection, hello = said_by(store)
+        connection.sendall(hello)
+        connection.close()
+        made = [both.submit(SocketInter, store, 1, [0], 10.0).result(), listening.result()]
+    got = torch.empty(2)
+    wait = made[1].exchange([], [(1, got)])
+    made[0].exchange([(0, torch.tensor([1.0, 2.0]))], [])()
+    wait()
+    assert got.tolist() == [1.0, 2.0]
+    for inter in made:
+        inter.close()
+
+
+@pytest.mark.parametrize("timeout_s", [timedelta(days=30) / timedelta(seconds=1), math.inf])
+def test_any_timeout_may_be_given(timeout_s):
+    first, second = connected(2, timeout_s)
+    got = torch.empty(1)
+    second.exchange([(0, torch.ones(1))], [])()
+    first.exchange([], [(1, got)])()
+    assert got.item() == 1
+    first.close()
+    second.close()
+
+
+class Stopped(HashStore):
+    """A store whose process is stopped: it takes a question and does not answer."""
+
+    def check(self, keys) -> bool:
+        time.sleep(3)
+        return False
+
+
+class Dead(HashStore):
+    def set(self, key, value) -> None:
+        raise RuntimeError("Connection was closed by remote peer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [(Stopped, pr.CollectiveTimeout, "not answer rank 1"), (Dead, pr.PeerLostError, "is gone")],
+)
+def test_a_store_that_does_not_answer_is_named_by_the_deadline(kind, error, text):
+    began = time.monotonic()
+    with pytest.raises(error, match=text):
+        SocketInter(kind(), 1, [0], 0.3)
+    assert time.monotonic() - began < 2
 
 
 def test_who_does_not_come_is_named():

@@ -22,23 +22,26 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 
 from pyringar.comm.exits import close_at_exit
+from pyringar.comm.stores import PatientStore
 from pyringar.distributed.wire import Message, MessageError, Wait
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError
 
 __all__ = ["SocketInter"]
 
 _WORD_BYTES = 32
-_WELCOME = b"!"
+_WELCOME, _TAKEN = b"!", b"+"
 _HELLO = struct.Struct(f"!{_WORD_BYTES}sI")
 # How long to look before sleeping: to be woken takes longer than many a message.
 _SPIN_S = 200e-6
 _LOOK_S = 1.0  # between looks at whether this one was aborted
+_ASK_S = 0.01  # between questions to the store
+_HELLO_S = 5.0  # for who has connected, to say who it is
+_MOST_S = 1e6  # a socket takes no more than some weeks
 
 
 class _Stream:
@@ -135,9 +138,11 @@ class SocketInter:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.create_server(("", 0), backlog=len(peers) + 8))
             where = {"hosts": _own_hosts(), "port": listener.getsockname()[1], "word": word.hex()}
-            store.set(f"wire/{rank}", json.dumps(where))
+            asked = PatientStore(store, "machines", rank, deadline)
+            stack.callback(asked.close)
+            asked.set(f"wire/{rank}", json.dumps(where))
             for peer in sorted(set(peers) - callers):
-                self._streams[peer] = _Stream(peer, _call(store, rank, peer, deadline))
+                self._streams[peer] = _Stream(peer, _call(asked, rank, peer, deadline))
             while callers:
                 connection, peer = _answer(listener, word, callers, rank, deadline)
                 self._streams[peer] = _Stream(peer, connection)
@@ -229,25 +234,29 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def _call(store: Any, rank: int, peer: int, deadline: float) -> socket.socket:
+def _call(store: PatientStore, rank: int, peer: int, deadline: float) -> socket.socket:
     """Connect to a rank, and say who calls."""
     where = json.loads(_read(store, f"wire/{peer}", rank, peer, deadline))
     hello = _HELLO.pack(bytes.fromhex(where["word"]), rank)
     errors = []
     for num_left, host in zip(range(len(where["hosts"]), 0, -1), where["hosts"], strict=True):
-        limit_s = max(0.1, (deadline - time.monotonic()) / num_left)
+        limit_s = max(0.1, _left_s(deadline) / num_left)
         try:
-            connection = socket.create_connection((host, where["port"]), timeout=limit_s)
-            connection.sendall(hello)
-            if connection.recv(1) == _WELCOME:
-                return connection
+            with contextlib.ExitStack() as unless_taken:
+                connection = socket.create_connection((host, where["port"]), timeout=limit_s)
+                unless_taken.enter_context(connection)
+                connection.sendall(hello)
+                if connection.recv(1) == _WELCOME:
+                    connection.sendall(_TAKEN)  # or the other side would not count it
+                    unless_taken.pop_all()
+                    return connection
             errors.append(f"{host}: somebody else is there")
-            connection.close()
         except OSError as error:
             errors.append(f"{host}: {error}")
     raise PeerLostError(
         f"rank {rank} cannot connect to rank {peer} of another machine at port {where['port']}: "
-        f"{'; '.join(errors)}. GLOO_SOCKET_IFNAME names the network to take"
+        f"{'; '.join(errors)}. Connections are made over IPv4; GLOO_SOCKET_IFNAME names the "
+        "network to take"
     )
 
 
@@ -256,7 +265,7 @@ def _answer(
 ) -> tuple[socket.socket, int]:
     """Return a connection of one of these ranks, and whose it is; others are let go."""
     while True:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        listener.settimeout(_left_s(deadline))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -264,23 +273,43 @@ def _answer(
                 f"rank {rank} waited for ranks {sorted(callers)} of the other machines to connect"
             ) from None
         with contextlib.suppress(OSError, struct.error):
-            connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
-            said, peer = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+            ends = min(deadline, time.monotonic() + _HELLO_S)
+            said, peer = _HELLO.unpack(_receive(connection, _HELLO.size, ends))
             if secrets.compare_digest(said, word) and peer in callers:
                 connection.sendall(_WELCOME)
-                return connection, peer
+                # Who has not waited for the welcome has gone, to another address of this machine.
+                if _receive(connection, len(_TAKEN), ends) == _TAKEN:
+                    return connection, peer
         connection.close()
 
 
-def _read(store: Any, key: str, rank: int, peer: int, deadline: float) -> bytes:
-    try:
-        store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        found: bytes = store.get(key)
-        return found
-    except RuntimeError as error:
-        raise CollectiveTimeout(
-            f"rank {rank} waited for rank {peer} of another machine to say where it is: {error}"
-        ) from error
+def _read(store: PatientStore, key: str, rank: int, peer: int, deadline: float) -> bytes:
+    while True:
+        found: bytes | None = store.look_up([key])[0]
+        if found is not None:
+            return found
+        if time.monotonic() > deadline:
+            raise CollectiveTimeout(
+                f"rank {rank} waited for rank {peer} of another machine to say where it is"
+            )
+        time.sleep(_ASK_S)
+
+
+def _receive(connection: socket.socket, nbytes: int, ends: float) -> bytes:
+    """Return so many bytes, in however many parts they come; fewer where the other side ends."""
+    got = b""
+    while len(got) < nbytes:
+        connection.settimeout(_left_s(ends))
+        part = connection.recv(nbytes - len(got))
+        if not part:
+            break
+        got += part
+    return got
+
+
+def _left_s(deadline: float) -> float:
+    """Return the seconds until then, as a socket takes them: some, and not too many."""
+    return max(0.01, min(deadline - time.monotonic(), _MOST_S))
 
 
 def _own_hosts() -> list[str]:
