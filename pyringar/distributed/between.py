@@ -101,23 +101,30 @@ class Between:
 
     def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
         """Copy the tensor of rank ``root`` along a tree of machines, one rank of each."""
-        machines = self._machines
-        is_root = machines.rank == root
+        is_root = self._machines.rank == root
         data = own_bytes(tensor, filled=is_root)
         self._links.compare(what)()
         if data.numel():
-            heads, parent, children = machines.tree(root)
-            sending: Wait = _nothing
-            if machines.rank == heads[machines.node]:
-                if parent is not None:
-                    self._links.exchange(what, [], [(heads[parent], data)])()
-                sent = [(heads[child], data) for child in children]
-                sending = self._links.exchange(what, sent, [])
-            self._links.copy_inside(data, machines.here.index(heads[machines.node]))
-            sending()
+            self._pass_on(data, root, what)
         self._links.look()
         if not is_root:
             copy_all([(tensor, data.view(tensor.dtype).view(tensor.shape))])
+
+    def _pass_on(self, data: Tensor, root: int, what: str) -> None:
+        """Broadcast bytes in pieces: those who wait for the last one see the others come."""
+        machines = self._machines
+        heads, parent, children = machines.tree(root)
+        head = heads[machines.node]
+        leaving: list[Wait] = []
+        for piece in torch.split(data, self._piece_bytes):
+            if machines.rank == head:
+                if parent is not None:
+                    self._links.exchange(what, [], [(heads[parent], piece)])()
+                sent = [(heads[child], piece) for child in children]
+                leaving.append(self._links.exchange(what, sent, []))
+            self._links.copy_inside(piece, machines.here.index(head))
+        for has_left in leaving:
+            has_left()
 
     # -- one list, in pieces -----------------------------------------------------------------------
 
@@ -172,10 +179,6 @@ class Between:
             return [piece]
         one = len(piece) // self._machines.world_size
         return list(torch.split(piece, [one * len(ranks) for ranks in self._machines.nodes]))
-
-
-def _nothing() -> None:
-    """Have nothing to wait for."""
 
 
 def _whole(tensor: Tensor) -> Tensor:

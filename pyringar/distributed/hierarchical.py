@@ -406,7 +406,7 @@ class HierarchicalCommunicator(OwnRank):
         """
         check_root(root, self._world_size)
         check_tensor("tensor", tensor, self._device)
-        what = f"broadcast from rank {root} of {self._describe([tensor])}"
+        what = f"broadcast from rank {root} of {self._describe([tensor])}{self._in_pieces}"
         call = partial(self._between.broadcast, tensor, root, what)
         written = [tensor] if root != self._rank else []
         return self._submit(what, call, [tensor], written, async_op)
