@@ -107,6 +107,15 @@ def test_a_deadline_counts_from_the_last_byte_and_names_who_is_late(pair):
     assert error.value.peer == 1
 
 
+def test_progress_counts_bytes_either_way(pair):
+    first, second = pair
+    wait = first.exchange([], [(1, torch.empty(3))])
+    assert first.progress() == second.progress() == 0
+    second.exchange([(0, torch.ones(3))], [])()
+    wait()
+    assert first.progress() == second.progress() == 12
+
+
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_who_leaves_is_named_and_known_without_a_wait(pair, how):
     first, second = pair

@@ -502,9 +502,9 @@ class HierarchicalCommunicator(OwnRank):
         self.close()
 
     def _progress(self) -> tuple[float, float] | None:
-        """Return what changes with each call, and each piece that crosses the wire."""
+        """Return what changes with each call, and all that crosses the wire."""
         num = self._jobs.num_under_way()
-        return (num, self._links.sent()["calls"]) if num else None
+        return (num, self._links.progress()) if num else None
 
     def _break_off(self, why: BaseException) -> None:
         """Make the call that runs fail, and those that wait for it."""

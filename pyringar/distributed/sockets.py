@@ -52,6 +52,7 @@ class _Stream:
         connection.setblocking(False)
         self.peer = peer
         self.connection = connection
+        self.moved_bytes = 0  # either way
         self.leaving: deque[_Transfer] = deque()
         self.coming: deque[_Transfer] = deque()
 
@@ -72,6 +73,7 @@ class _Stream:
             except (BlockingIOError, InterruptedError):
                 break
             has_moved = True
+            self.moved_bytes += num
             transfer.rest = transfer.rest[num:]
             if not transfer.rest:
                 self.leaving.popleft()
@@ -88,6 +90,7 @@ class _Stream:
             if num == 0:
                 raise ConnectionResetError("the connection was closed by the other side")
             has_moved = True
+            self.moved_bytes += num
             transfer.rest = transfer.rest[num:]
             if not transfer.rest:
                 self.coming.popleft()
@@ -205,7 +208,13 @@ class SocketInter:
 
     def lost(self) -> list[int]:
         """See `Inter`."""
+        if self._is_over:  # it is this rank that has left
+            return []
         return [peer for peer, stream in self._streams.items() if _is_closed(stream.connection)]
+
+    def progress(self) -> int:
+        """See `Inter`: the bytes that have moved."""
+        return sum(stream.moved_bytes for stream in list(self._streams.values()))
 
     def set_timeout(self, seconds: float) -> None:
         """See `Inter`."""

@@ -67,6 +67,9 @@ class Inter(Protocol):
     def lost(self) -> Sequence[int]:
         """Return the ranks that are known to be gone. Never waits."""
 
+    def progress(self) -> int:
+        """Return a number that grows as data moves. Never waits."""
+
     def set_timeout(self, seconds: float) -> None:
         """Let waits that begin from now on last as long as this without a message."""
 
@@ -145,6 +148,7 @@ class TorchInter:
         timeout_s: float,
     ) -> None:
         self._under_way: list[list[tuple[int, Any]]] = []
+        self._num_crossed = 0
         self.set_timeout(timeout_s)
         column = next(i for i, ranks in enumerate(columns) if rank in ranks)
         self._at = {other: place for place, other in enumerate(columns[column])}
@@ -200,6 +204,7 @@ class TorchInter:
                         work.wait(self._timeout)
                     except RuntimeError as error:
                         raise MessageError(peer, str(error)) from error
+                    self._num_crossed += 1
             finally:
                 held.clear()
                 self._under_way.remove(held)
@@ -209,6 +214,10 @@ class TorchInter:
     def lost(self) -> Sequence[int]:
         """See `Inter`; torch.distributed cannot tell."""
         return ()
+
+    def progress(self) -> int:
+        """See `Inter`: how many messages, or parts of them, have been waited for."""
+        return self._num_crossed
 
     def set_timeout(self, seconds: float) -> None:
         """See `Inter`."""
@@ -286,6 +295,10 @@ class PinnedInter:
     def lost(self) -> Sequence[int]:
         """See `Inter`."""
         return self._inner.lost()
+
+    def progress(self) -> int:
+        """See `Inter`."""
+        return self._inner.progress()
 
     def set_timeout(self, seconds: float) -> None:
         """See `Inter`."""
