@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 
 import oracle
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator
 from pyringar.distributed.machines import Machines
+from pyringar.distributed.sockets import SocketInter
 
 PLACES = ["aabb", "abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 # Sizes of a rank's part: none, one, odd, more than a piece.
@@ -247,3 +249,67 @@ def test_wrong_arguments_are_named(pool):
         for text, word in zip(texts, words, strict=True):
             assert word in text
         assert ranks == [0, 1, 2, 3]
+
+
+# -- while others wait -----------------------------------------------------------------------------
+
+
+class SlowWire:
+    """An inter over which 4,000 bytes take 0.3 s."""
+
+    def __init__(self, inner: SocketInter) -> None:
+        self._inner = inner
+
+    def exchange(self, sent, received):
+        arrived = self._inner.exchange(sent, received)
+        nbytes = sum(tensor.numel() * tensor.itemsize for _, tensor in received)
+
+        def arrive() -> None:
+            time.sleep(0.3 * nbytes / 4000)
+            arrived()
+
+        return arrive
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def slowly_as_rank(rank, world_size, store):
+    inter = SlowWire(SocketInter(store, rank, [(rank + 2) % 4], 1.0))
+    with join(rank, world_size, store, "aabb", inter=inter, timeout=1.0) as comm:
+        tensor = values(5000, torch.float32, rank)
+        comm.broadcast(tensor, 0)
+        return tensor
+
+
+def test_a_broadcast_that_takes_longer_than_the_timeout_is_seen_to_go_on(pool):
+    for got in pool.check(slowly_as_rank):
+        assert oracle.same_bits(got, values(5000, torch.float32, 0))
+
+
+def left_as_rank(rank, world_size, store):
+    """Rank 0 meets that machine b is gone, and leaves rank 1, which waits for it inside."""
+    comm = join(rank, world_size, store, "aabb")
+    comm.barrier()
+    if rank >= 2:
+        comm.close()
+        store.set(f"left {rank}", "")
+        return None
+    store.wait(["left 2", "left 3"])
+    links = comm._links
+    if rank == 1:
+        links._different_here("this")
+    waits = [
+        lambda: links.compare("this")(),
+        lambda: links.share_inside(torch.empty(2), torch.ones(1)),
+    ]
+    with pytest.raises(pr.PeerLostError) as error:
+        waits[rank]()
+    comm._break_off(error.value)
+    comm.close()
+    return str(error.value)
+
+
+def test_who_waits_inside_is_told_of_a_machine_that_is_gone(pool):
+    for text in pool.check(left_as_rank)[:2]:
+        assert "has ranks [2, 3]" in text, text

@@ -85,8 +85,16 @@ class Links:
         except RingarError as error:
             raise type(error)(
                 f"on machine {machines.node} of {len(machines.nodes)}, whose ranks "
-                f"{machines.here} count from 0 in what follows: {error}"
+                f"{machines.here} count from 0 in what follows: {error}{self._gone_elsewhere()}"
             ) from error
+
+    def _gone_elsewhere(self) -> str:
+        """Return who on other machines has left: the cause, if a rank here has met that first."""
+        lost = sorted(self._lost())
+        return f"; ranks {lost} have closed connections ({self.where(lost)})" if lost else ""
+
+    def _lost(self) -> set[int]:
+        return set() if self._inter is None else set(self._inter.lost())
 
     def look(self) -> None:
         """Wait for this rank's GPU where it must be, and raise if what it holds now is void."""
@@ -174,10 +182,10 @@ class Links:
         self.inside(
             lambda: self.intra.check_peers([here.index(rank) for rank in ranks if rank in here])
         )
-        lost = set(self._inter.lost() if self._inter is not None else ()) & set(ranks)
+        lost = sorted(self._lost() & set(ranks))
         if lost:
-            names = ", ".join(self._members[rank].name for rank in sorted(lost))
-            raise PeerLostError(f"{names} is gone, of another machine ({self.where(sorted(lost))})")
+            names = ", ".join(self._members[rank].name for rank in lost)
+            raise PeerLostError(f"{names} is gone, of another machine ({self.where(lost)})")
 
     def where(self, ranks: Sequence[int]) -> str:
         """Return the machines on which these are, for messages."""
