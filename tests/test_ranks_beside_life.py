@@ -146,6 +146,34 @@ class TestFailures:
                 bucketer.wait()
         threads.close()
 
+    def test_a_step_whose_forward_fails_leaves_nothing_behind(self):
+        """Or the others' marks would send buckets of the next step before they are full."""
+        images, labels = synthetic_images(12, 5)
+        params = lenet_params(generator=torch.Generator().manual_seed(0))
+        ours, theirs = ([get_params(params, "cpu") for _ in range(3)] for _ in range(2))
+        threads = RankThreads([torch.device("cpu")] * 3)
+
+        def run_step(replicas, bucketer, fails, slow_rank=None):
+            def score(rank, X):  # noqa: N803
+                if rank == 1 and fails:
+                    raise ValueError("planted")
+                if rank == slow_rank:
+                    time.sleep(0.1)
+                return lenet(X, replicas[rank])
+
+            split = functools.partial(split_batch, devices=["cpu"] * 3)
+            beside = SideBySide(threads, score, bucketer.together)
+            EagerStep(replicas, None, bucketer.wait, split, beside)(images, labels, 0.01)
+
+        for replicas, fails in ((ours, True), (theirs, False)):
+            with pr.GradientBucketer(replicas, bucket_cap_mb=0.01) as bucketer:
+                if fails:
+                    with pytest.raises(ValueError, match="planted"):
+                        run_step(replicas, bucketer, True)
+                run_step(replicas, bucketer, False, slow_rank=0)
+        threads.close()
+        check_replicas_equal([*ours, *theirs])
+
     def test_ctrl_c_ends_it_and_the_next_step_is_right(self, acts):
         X, y = rows(8)  # noqa: N806
         module = acts()

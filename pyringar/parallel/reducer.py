@@ -96,11 +96,16 @@ class Reducer:
     def together(self) -> Iterator[None]:
         """Let backward passes of several ranks run at the same time in here.
 
-        What one breaks off is seen to at the end: before that the others write to gradients.
+        What one breaks off is seen to at the end: before that the others write to gradients. Where
+        one has failed that nobody has counted, as in forward, what the others have left goes, too.
         """
         self._is_together = True
         try:
             yield
+        except BaseException:
+            if self.native.step.has_marks() or self.native.step.sent:
+                self._break_off(FAILED)
+            raise
         finally:
             self._is_together = False
             self._settle()
