@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -173,6 +175,27 @@ class TestFailures:
                 run_step(replicas, bucketer, False, slow_rank=0)
         threads.close()
         check_replicas_equal([*ours, *theirs])
+
+    def test_an_error_is_let_go_with_all_that_it_holds(self):
+        class Big:
+            pass
+
+        held = []
+
+        def fail():
+            big = Big()
+            held.append(weakref.ref(big))
+            raise ValueError("planted")
+
+        threads = RankThreads([torch.device("cpu")] * 2)
+        gc.disable()
+        try:
+            with contextlib.suppress(ValueError):
+                threads.run({0: fail, 1: fail})
+            assert [ref() for ref in held] == [None, None]
+        finally:
+            gc.enable()
+            threads.close()
 
     def test_ctrl_c_ends_it_and_the_next_step_is_right(self, acts):
         X, y = rows(8)  # noqa: N806
@@ -517,3 +540,49 @@ class TestThreads:
         (ended,) = run_programs(textwrap.dedent(program), ())
         assert ended.returncode == 0, ended.stderr
         assert "the end" in ended.stdout
+
+    def test_run_after_the_main_thread_and_at_exit(self):
+        program = """
+            import atexit, threading, torch
+            from torch import nn
+            import pyringar as pr
+            torch.set_num_threads(1)
+            net = pr.DataParallel(nn.Linear(2, 2), ["cpu"] * 2)
+            X = torch.rand(4, 2)
+            def call(where):
+                for _ in range(2):
+                    net(X).sum().backward()
+                    net.wait()
+                    net.zero_grad()
+                print(where, flush=True)
+            def late():
+                threading.main_thread().join()
+                call("late")
+            atexit.register(lambda: (net(X), print("at exit", flush=True)))
+            threading.Thread(target=late).start()
+        """
+        (ended,) = run_programs(textwrap.dedent(program), ())
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.split("\n") == ["late", "at exit", ""], ended.stderr
+
+    def test_a_signal_handler_may_run_functions_wherever_it_comes(self):
+        program = """
+            import signal, torch
+            from pyringar.parallel.lockstep import RankThreads
+            torch.set_num_threads(1)
+            threads = RankThreads([torch.device("cpu")] * 2)
+            two = {rank: (lambda rank=rank: rank) for rank in range(2)}
+            threads.run(two)
+            found = []
+            def handle(*_):
+                found.append(threads.run(two))
+                if len(found) < 300:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-4)
+            signal.signal(signal.SIGALRM, handle)
+            signal.setitimer(signal.ITIMER_REAL, 1e-4)
+            while len(found) < 300:
+                assert threads.run(two) == {0: 0, 1: 1}
+            assert found == [{0: 0, 1: 1}] * 300
+        """
+        (ended,) = run_programs(textwrap.dedent(program), ())
+        assert ended.returncode == 0, ended.stderr

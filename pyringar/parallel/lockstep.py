@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextvars
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from pyringar.comm.exits import drop_failed_backward, empty_backward_at_exit
-from pyringar.comm.threads import starting_thread
+from pyringar.comm.threads import Latch, starting_thread
 from pyringar.errors import ArgumentError, RingarError
 
 __all__ = ["LockStep", "RankThreads", "are_side_by_side", "can_leave_thread"]
@@ -36,6 +36,7 @@ class RankThreads:
     device is one, and of ``torch.utils._python_dispatch`` stay behind: see `can_leave_thread`.
     Threads start when first used and stay until `close`, or until nobody holds this any more; they
     keep no program from ending. A forked child, where those of its parent are not, starts its own.
+    A signal handler may come in between anywhere, and run functions of its own after these.
 
     Args:
         devices: One device per rank, current in its thread if it is a GPU.
@@ -43,9 +44,7 @@ class RankThreads:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
-        self._pools: dict[int, ThreadPoolExecutor] = {}  # by rank, a thread each
-        self._process = 0  # whose pools they are
-        self._idents: set[int] = set()  # of their threads
+        self._begin_process()
 
     def is_own(self) -> bool:
         """Return whether one of these threads calls, for which none of them must wait."""
@@ -75,7 +74,7 @@ class RankThreads:
             The results by rank.
 
         Raises:
-            RingarError: The system has no thread left.
+            RingarError: The system has no thread left, or another thread has called `close`.
             Exception: The first rank's that failed, in rank order, once all have ended. A note
                 names the rank (from Python 3.11 on).
 
@@ -84,59 +83,147 @@ class RankThreads:
         own_threads = torch.get_num_threads()
         count = num_threads or own_threads
         streams = self._streams()
-        futures: dict[int, Future[Any]] = {}
+        calls: dict[int, _Call] = {}
         is_set = [False]  # a thread has set its number, which torch gives to later threads, too
         try:
             for rank, function in functions.items():
                 # Own device last: it is the one that stays current.
                 order = sorted(streams, key=lambda device: device == self._devices[rank])
                 settings = _Settings([streams[device] for device in order], count, is_set)
+                worker = self._worker(rank)
                 call = partial(contextvars.copy_context().run, settings.call, function)
-                with starting_thread("pyringar-rank"):
-                    futures[rank] = self._pool(rank).submit(call)
-            wait(futures.values())
+                calls[rank] = _Call(worker.thread, call)
+                worker.calls.put(calls[rank])
+            for each in calls.values():
+                each.wait()
         except BaseException:
             abandon()
-            if len(futures) < len(functions):  # one more may run, whose future did not come back
-                self.close()
-            wait(futures.values())
+            for each in calls.values():
+                if not each.cancel():
+                    each.wait()
             raise
         finally:
             if is_set[0]:
                 torch.set_num_threads(own_threads)
-        errors = [(rank, f.exception()) for rank, f in futures.items()]
-        failed = [(rank, error) for rank, error in errors if error is not None]
-        for rank, error in sorted(failed, key=lambda pair: isinstance(pair[1], _AbandonedError)):
-            if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(f"(in the thread of rank {rank}, {self._devices[rank]})")
-            raise error
-        return {rank: future.result() for rank, future in futures.items()}
+        error = self._take_error(calls)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or it would hold this frame, and this frame the error
+        return {rank: each.result for rank, each in calls.items()}
 
     def close(self) -> None:
         """End the threads. May be called again; a later run starts new ones."""
-        pools, self._pools = self._pools, {}
-        self._idents = set()
-        if self._process == os.getpid():
-            for pool in pools.values():
-                pool.shutdown()
+        workers = self._workers if self._process == os.getpid() else {}
+        self._begin_process()
+        for worker in workers.values():
+            worker.calls.put(None)
+        for worker in workers.values():
+            if worker.thread is not threading.current_thread():
+                worker.thread.join()
 
-    def _pool(self, rank: int) -> ThreadPoolExecutor:
+    def __del__(self) -> None:
+        for worker in vars(self).get("_workers", {}).values():
+            worker.calls.put(None)
+
+    def _begin_process(self) -> None:
+        self._process = os.getpid()
+        self._workers: dict[int, _Worker] = {}  # by rank
+        self._idents: set[int] = set()  # of their threads
+
+    def _worker(self, rank: int) -> _Worker:
         if self._process != os.getpid():
-            self._pools, self._idents = {}, set()
-            self._process = os.getpid()
-        if rank not in self._pools:
-            self._pools[rank] = ThreadPoolExecutor(
-                1, f"pyringar-rank-{rank}", _note_thread, (self._idents,)
-            )
-        return self._pools[rank]
+            self._begin_process()
+        if rank in self._workers:
+            return self._workers[rank]
+        calls: _Calls = queue.SimpleQueue()
+        name = f"pyringar-rank-{rank}"
+        thread = threading.Thread(target=_serve, args=(calls, self._idents), name=name, daemon=True)
+        try:
+            with starting_thread("pyringar-rank"):
+                thread.start()
+            # A signal handler may have started another one meanwhile.
+            worker = self._workers.setdefault(rank, _Worker(thread, calls))
+        except BaseException:
+            calls.put(None)
+            raise
+        if worker.thread is not thread:
+            calls.put(None)
+        return worker
+
+    def _take_error(self, calls: Mapping[int, _Call]) -> BaseException | None:
+        """Return the error to raise, if there is one; no call holds one afterwards."""
+        failed: list[tuple[int, BaseException]] = []
+        for rank, call in calls.items():
+            error, call.error = call.error, None
+            if error is not None:
+                failed.append((rank, error))
+        if not failed:
+            return None
+        rank, error = min(failed, key=lambda pair: isinstance(pair[1], _AbandonedError))
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"(in the thread of rank {rank}, {self._devices[rank]})")
+        return error
 
     def _streams(self) -> dict[torch.device, torch.cuda.Stream]:
         gpus = {device for device in self._devices if device.type == "cuda"}
         return {device: torch.cuda.current_stream(device) for device in gpus}
 
 
-def _note_thread(idents: set[int]) -> None:
-    idents.add(threading.get_ident())
+class _Call:
+    """A function for one thread to call, once, unless it is cancelled before."""
+
+    def __init__(self, thread: threading.Thread, function: Function) -> None:
+        self._thread = thread
+        self._functions = [function]  # whoever takes it, in one step, calls it or cancels it
+        self._end = Latch()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call it, in the thread."""
+        try:
+            function = self._functions.pop()
+        except IndexError:
+            return
+        try:
+            self.result = function()
+        except BaseException as error:
+            self.error = error
+        self._end.open()
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        while not self._end.wait(1.0):
+            if not self._thread.is_alive() and not self._end.is_open:
+                raise RingarError("the ranks' threads were closed, and a call did not begin")
+
+    def cancel(self) -> bool:
+        """Return whether it has not begun; then it never will."""
+        try:
+            self._functions.pop()
+        except IndexError:
+            return False
+        return True
+
+
+_Calls: TypeAlias = "queue.SimpleQueue[_Call | None]"
+
+
+class _Worker(NamedTuple):
+    thread: threading.Thread
+    calls: _Calls  # each use is one step, so that a signal handler may come in between
+
+
+def _serve(calls: _Calls, idents: set[int]) -> None:
+    """Run calls until there comes None. Holds nothing that would keep their owner alive."""
+    here = threading.get_ident()
+    idents.add(here)
+    while (call := calls.get()) is not None:
+        call.run()
+        del call
+    idents.discard(here)
 
 
 def are_side_by_side(devices: Sequence[torch.device], in_turns: bool | None = None) -> bool:
