@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
@@ -271,6 +273,78 @@ class TestBits:
         module = Recomputes()
         found = trained(module, 2, *rows())
         assert_equal(found, trained(module, 2, *rows(), in_turns=True))
+
+    def test_of_what_requires_gradients_from_the_second_call_on(self, torch_threads):
+        torch_threads(1)
+        X, y = rows()  # noqa: N806
+
+        class Prompted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = mlp()
+
+            def forward(self, x):
+                return self.net(x) * SHARED[0]
+
+        found = []
+        for in_turns in (None, True):
+            SHARED[:] = [torch.full((3,), 2.0)]
+            with pr.DataParallel(Prompted(), ["cpu"] * 2, in_turns=in_turns) as net:
+                net(X)
+                SHARED[0].requires_grad_(True)
+                F.cross_entropy(net(X), y).backward()
+                net.wait()
+                found.append([SHARED[0].grad, *gradients(net)])
+        assert_equal(*found)
+
+    def test_of_a_checkpoint_around_all_ranks(self, torch_threads):
+        torch_threads(1)
+        X, y = rows()  # noqa: N806
+        found = []
+        for in_turns in (None, True):
+            with pr.DataParallel(mlp(), ["cpu"] * 2, in_turns=in_turns) as net:
+                for _ in range(5):
+                    net.zero_grad()
+                    F.cross_entropy(checkpoint(net, X, use_reentrant=False), y).backward()
+                    net.wait()
+                found.append(gradients(net))
+        assert_equal(*found)
+
+    @pytest.mark.parametrize("whose", ["caller's", "module's", "nobody's"])
+    def test_of_a_parameter_that_is_used_twice_under_autocast(self, torch_threads, whose):
+        """Whether it is cast once or twice must not depend on when another rank has ended."""
+
+        def casting(is_on):
+            return torch.autocast("cpu", torch.bfloat16, enabled=True) if is_on else nullcontext()
+
+        class Twice(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x):
+                with casting(whose == "module's"):
+                    hidden = self.linear(x).tanh()
+                    if threading.current_thread().name.startswith("pyringar-rank-0"):
+                        time.sleep(0.3)
+                    return self.linear(hidden).float()
+
+        torch_threads(1)
+        torch.manual_seed(0)
+        module, (X, y) = Twice(), rows()  # noqa: N806
+        found = []
+        for in_turns in (None, True):
+            with pr.DataParallel(module, ["cpu"] * 2, in_turns=in_turns) as net:
+                for _ in range(2):
+                    net.zero_grad()
+                    with casting(whose == "caller's"):
+                        out = net(X)
+                    F.cross_entropy(out, y).backward()
+                    net.wait()
+                found.append([g for replica in net.replicas for g in gradients(replica)])
+                is_beside = not in_turns and net._beside.may_run([X])
+                assert is_beside == (not in_turns and whose != "module's")
+        assert_equal(*found)
 
 
 class TestAtTheSameTime:

@@ -312,7 +312,7 @@ class TestSettings:
             )
             with hooks:
                 F.cross_entropy(net(X), y).backward()
-            assert {name[:15] for name in packed} >= {"pyringar-rank-0", "pyringar-rank-1"}
+            assert set(packed) == {"MainThread"}, "hooks may count on the order"
             net.zero_grad()
             acts.react = staticmethod(lambda grad: found.append(grad) or grad * float("nan"))
             with (

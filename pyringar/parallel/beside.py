@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyringar.parallel import nested
-from pyringar.parallel.lockstep import RankThreads, can_leave_thread
+from pyringar.parallel.lockstep import RankThreads, can_leave_thread, is_in_autocast, saving_hooks
 
 __all__ = ["ReplicasBeside"]
 
@@ -48,7 +48,7 @@ class ReplicasBeside:
     def may_run(self, inputs: Any) -> bool:
         """Return whether a call can run so and give what it gives in turns.
 
-        It cannot where this thread is in a mode of its own (`can_leave_thread`), where an input
+        It cannot where this thread has modes or hooks of its own (`can_leave_thread`), an input
         requires a gradient, so that the graph goes on beyond the ranks, where hooks wait for
         gradients of parameters, of which some may stay None here, where a module is compiled, and
         where the first call has shown that the module draws random numbers or that its graph is
@@ -80,8 +80,9 @@ class ReplicasBeside:
         before = _RandomState()
         outputs = self._call(functions, in_turns=is_first)
         outer = [t for rank in outputs for t in _differentiable(outputs[rank])]
-        is_tied = is_first and any(self._is_tied(rank, outputs[rank]) for rank in outputs)
-        self._in_turns.setdefault(mode, is_tied)
+        # In every call: what a module uses may require gradients from now on.
+        is_tied = bool(outer) and any(self._is_tied(rank, outputs[rank]) for rank in outputs)
+        self._in_turns[mode] = self._in_turns.get(mode, False) or is_tied
         if before != _RandomState():
             self._note_draw(mode, is_first)
         if not outer or self._in_turns[mode]:
@@ -104,7 +105,9 @@ class ReplicasBeside:
         """Return whether a rank's graph is not only from its outputs to its parameters.
 
         That is: it leads to other tensors, modules keep parts of it, for a loss to take, or it has
-        a checkpoint that recomputes in a pass of its own (``use_reentrant=True``).
+        a checkpoint that recomputes in a pass of its own (``use_reentrant=True``). Or the module
+        has entered autocast itself and uses a parameter twice: how often that is cast depends on
+        when the other ranks leave theirs.
         """
         replica = self._replicas[rank]
         params = set(replica.parameters())
@@ -114,6 +117,7 @@ class ReplicasBeside:
             any(leaf not in params for leaf in leaves)
             or any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
             or any(map(_keeps_graph, replica.modules()))
+            or (not is_in_autocast() and _uses_casts_twice(nodes))
         )
 
     def _mode(self) -> Any:
@@ -164,15 +168,16 @@ class _Graphs:
             if pairs and self._params[rank]:
                 tasks[rank] = partial(_gradients, pairs, self._params[rank], keep)
         before = _RandomState()
+        in_turns = self._in_turns or saving_hooks() is not None  # those of create_graph=True
         with _without_hooks(self.params):
-            found = self._owner._call(tasks, in_turns=self._in_turns)
+            found = self._owner._call(tasks, in_turns=in_turns)
         after = _RandomState()
         # Activation checkpointing sets the state of the call in forward, and then the one before:
         # two threads at once may leave the former.
         if before != after and after == self._forward_state:
             before.restore()
         elif before != after:
-            self._owner._note_draw(self._mode, self._in_turns)
+            self._owner._note_draw(self._mode, in_turns)
         nothing = [None] * len(self.params)
         by_rank = [found.get(rank, nothing)[: len(own)] for rank, own in self._params.items()]
         return [grad for column in zip(*map(reversed, by_rank), strict=True) for grad in column]
@@ -252,6 +257,16 @@ def _nodes(tensors: Tensors) -> set[Any]:
             found.add(node)
             todo += [other for other, _ in node.next_functions]
     return found
+
+
+def _uses_casts_twice(nodes: set[Any]) -> bool:
+    """Return whether a leaf is used more than once in another dtype, from one cast or several."""
+    edges = (other for node in nodes for other, _ in node.next_functions)
+    casts = [node for node in edges if type(node).__name__ == "ToCopyBackward0"]
+    leaves = [
+        leaf for cast in casts for leaf, _ in cast.next_functions if hasattr(leaf, "variable")
+    ]
+    return len(set(leaves)) < len(leaves)
 
 
 def _keeps_graph(part: nn.Module) -> bool:

@@ -7,8 +7,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,10 @@ from pyringar.comm.exits import drop_failed_backward, empty_backward_at_exit
 from pyringar.comm.threads import Latch, starting_thread
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["LockStep", "RankThreads", "are_side_by_side", "can_leave_thread"]
+__all__ = [
+    *("LockStep", "RankThreads", "are_side_by_side"),
+    *("can_leave_thread", "is_in_autocast", "saving_hooks"),
+]
 
 Function = Callable[[], Any]
 
@@ -252,7 +255,8 @@ def can_leave_thread() -> bool:
 
     It does not where the caller has entered modes of torch's, which only its own thread has: a
     default device, a `TorchDispatchMode` that counts operations, `torch.func`, forward-mode
-    gradients; nor where torch records what this thread does, to compile or to export it.
+    gradients; nor where torch records what this thread does, to compile or to export it; nor under
+    hooks on tensors that autograd saves, which may count on their order, as those of a checkpoint.
     """
     return not (
         torch._C._len_torch_function_stack()
@@ -261,7 +265,16 @@ def can_leave_thread() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
+        or saving_hooks() is not None
     )
+
+
+def saving_hooks() -> tuple[Any, Any] | None:
+    """Return the hooks that this thread has on tensors that autograd saves, to pack and unpack."""
+    # torch has no public name for it; without this one, hooks are not seen.
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: tuple[Any, Any] | None = None if top is None else top(True)
+    return hooks
 
 
 class _Settings:
@@ -281,12 +294,8 @@ class _Settings:
         self._has_grad = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
         self._flushes_denormals = sys.float_info.min / 2 == 0
-        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        ]
+        self._saving = saving_hooks()
+        self._autocast, self._is_nested = _autocast(), is_in_autocast()
 
     def call(self, function: Function) -> Any:
         try:
@@ -305,11 +314,53 @@ class _Settings:
                 stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._has_grad))
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(_autocast_as(self._autocast, is_nested=self._is_nested))
             if self._saving is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
             return function()
+
+
+_Autocast: TypeAlias = "tuple[list[tuple[str, bool, torch.dtype]], bool]"
+
+
+def _autocast() -> _Autocast:
+    kinds = ("cpu", "cuda")
+    states = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return states, torch.is_autocast_cache_enabled()
+
+
+def _set_autocast(autocast: _Autocast) -> None:
+    states, is_cached = autocast
+    for kind, is_enabled, dtype in states:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(is_cached)
+
+
+def is_in_autocast() -> bool:
+    """Return whether this thread has entered ``torch.autocast``, in whatever way."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+@contextmanager
+def _autocast_as(autocast: _Autocast, *, is_nested: bool) -> Iterator[None]:
+    """Take over a thread's autocast, if ``is_nested`` as a part of it.
+
+    Threads share autocast's cache, and one that leaves its outermost ``torch.autocast`` clears it:
+    for a rank that uses a parameter twice, the sum of its gradient would depend on timing. So only
+    the caller, who is in ``torch.autocast`` still, does that.
+    """
+    before = _autocast()
+    _set_autocast(autocast)
+    if is_nested:
+        torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if is_nested:
+            torch.autocast_decrement_nesting()
+        _set_autocast(before)
 
 
 class _Run:

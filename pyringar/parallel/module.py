@@ -19,7 +19,7 @@ from pyringar.parallel import nested
 from pyringar.parallel.batchnorm import synchronise_batchnorm
 from pyringar.parallel.beside import ReplicasBeside
 from pyringar.parallel.bucketer import GradientBucketer, StepStats
-from pyringar.parallel.lockstep import LockStep, RankThreads, are_side_by_side
+from pyringar.parallel.lockstep import LockStep, RankThreads, are_side_by_side, can_leave_thread
 from pyringar.parallel.optimizer import ParamGroups, ReplicaOptimizer
 from pyringar.parallel.replicate import copy_buffers, copy_parameters, replicate
 from pyringar.parallel.shards import Device, shard_sizes
@@ -219,7 +219,9 @@ class DataParallel(nn.Module):
             and self._beside.may_run(list(calls.values()))
         ):
             return self._beside.run(functions)
-        if len({self.devices[rank] for rank in functions} - {torch.device("cpu")}) > 1:
+        may_leave = not self._threads.is_own() and can_leave_thread()
+        num_gpus = len({self.devices[rank] for rank in functions} - {torch.device("cpu")})
+        if may_leave and num_gpus > 1:
             return self._threads.run(functions)
         return {rank: function() for rank, function in functions.items()}
 

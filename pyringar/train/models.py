@@ -99,6 +99,8 @@ class RankedModel(ABC):
             self.beside = SideBySide(self._threads, self._score_rank, self.bucketer.together)
 
     def _score_rank(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+        # Threads share the casts that autocast keeps, and each clears them at its end: with every
+        # weight used once, as here, no bit depends on when.
         with self._autocast():
             return self._score(rank, X)
 

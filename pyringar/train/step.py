@@ -75,7 +75,8 @@ def train_batch(
         weights: Shares of the ranks; see `pyringar.split_batch`.
         in_turns: False: ranks on CPUs compute at the same time, each in a thread with its share of
             the caller's torch threads; these threads are kept with ``comm``, if it is given. True:
-            one after the other, with all torch threads.
+            one after the other, with all torch threads; so, too, under hooks on saved tensors and
+            in modes of torch that only the caller's thread has.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
