@@ -412,3 +412,9 @@ class TestAtTheSameTime:
         assert are_side_by_side([first, second], in_turns=False)
         with pytest.raises(pr.ArgumentError, match="2 ranks share cuda:0"):
             are_side_by_side([first, cpu, first], in_turns=False)
+
+    def test_a_data_parallel_on_gpus_refuses(self, monkeypatch):
+        gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+        monkeypatch.setattr("pyringar.parallel.module.check_devices", lambda devices: gpus)
+        with pytest.raises(pr.UnsupportedError, match="in_turns is False, but a rank is on cuda:0"):
+            pr.DataParallel(mlp(), gpus, in_turns=False)

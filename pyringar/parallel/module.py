@@ -118,6 +118,12 @@ class DataParallel(nn.Module):
         shard_sizes(0, len(self.devices), weights)  # says what is wrong with them
         self._batchnorm = check_choice("batchnorm", batchnorm, BATCHNORMS)
         self._weights = weights
+        gpu = next((device for device in self.devices if device.type != "cpu"), None)
+        if in_turns is False and gpu is not None:
+            raise UnsupportedError(
+                f"in_turns is False, but a rank is on {gpu}: backward of a DataParallel reaches "
+                "GPUs from the caller's thread only; expected CPUs, or None or True"
+            )
         self._wants_threads = are_side_by_side(self.devices, in_turns)
         self._gather = bool(gather)
         self._output_device = (
