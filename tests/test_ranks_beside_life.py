@@ -176,6 +176,13 @@ class TestFailures:
         threads.close()
         check_replicas_equal([*ours, *theirs])
 
+    def test_parameters_that_are_frozen_on_one_rank_are_named(self):
+        X, _ = rows()  # noqa: N806
+        with pr.DataParallel(mlp(), ["cpu"] * 2) as net:
+            net.module[0].weight.requires_grad_(False)
+            with pytest.raises(pr.ArgumentError, match=r"'0\.weight' does not .* on rank 0, but"):
+                net(X)
+
     def test_an_error_is_let_go_with_all_that_it_holds(self):
         class Big:
             pass

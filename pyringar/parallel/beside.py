@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyringar.errors import ArgumentError
 from pyringar.parallel import nested
 from pyringar.parallel.lockstep import RankThreads, can_leave_thread, is_in_autocast, saving_hooks
 
@@ -153,6 +154,7 @@ class _Graphs:
         self._owner, self._mode, self._in_turns = owner, mode, in_turns
         self._forward_state = _RandomState()
         self.outputs = {rank: _differentiable(outputs[rank]) for rank in functions}
+        _check_alike({rank: owner._replicas[rank] for rank in functions})
         self._params = {rank: owner._params([owner._replicas[rank]]) for rank in functions}
         columns = zip(*(reversed(params) for params in self._params.values()), strict=True)
         # As backward meets them: last to first, on all ranks.
@@ -181,6 +183,25 @@ class _Graphs:
         nothing = [None] * len(self.params)
         by_rank = [found.get(rank, nothing)[: len(own)] for rank, own in self._params.items()]
         return [grad for column in zip(*map(reversed, by_rank), strict=True) for grad in column]
+
+
+def _check_alike(replicas: Mapping[int, nn.Module]) -> None:
+    """Refuse parameters that require gradients on some ranks only.
+
+    Raises:
+        ArgumentError: Names the first one, and the ranks.
+    """
+    named = {rank: dict(replica.named_parameters()) for rank, replica in replicas.items()}
+    first, *others = named
+    for other in others:
+        for name, param in named[other].items():
+            if param.requires_grad != named[first][name].requires_grad:
+                ranks = (first, other) if param.requires_grad else (other, first)
+                raise ArgumentError(
+                    f"parameter '{name}' does not require gradients on rank {ranks[0]}, but does "
+                    f"on rank {ranks[1]}, expected the same on all: freeze it on the module, and "
+                    "make DataParallel from that"
+                )
 
 
 class _Join(torch.autograd.Function):
