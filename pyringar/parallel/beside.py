@@ -176,9 +176,10 @@ class _Graphs:
         after = _RandomState()
         # Activation checkpointing sets the state of the call in forward, and then the one before:
         # two threads at once may leave the former.
-        if before != after and after == self._forward_state:
+        if after.is_torch_as(self._forward_state) and not after.is_torch_as(before):
             before.restore()
-        elif before != after:
+            after = _RandomState()
+        if before != after:
             self._owner._note_draw(self._mode, in_turns)
         nothing = [None] * len(self.params)
         by_rank = [found.get(rank, nothing)[: len(own)] for rank, own in self._params.items()]
@@ -317,9 +318,13 @@ class _RandomState:
         if not isinstance(other, _RandomState):
             return NotImplemented
         is_same = self._python == other._python and self._numpy == other._numpy
-        return is_same and torch.equal(self._torch, other._torch)
+        return is_same and self.is_torch_as(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def is_torch_as(self, other: _RandomState) -> bool:
+        """Return whether torch's generator is the same, whatever the others are."""
+        return torch.equal(self._torch, other._torch)
 
     def restore(self) -> None:
         """Give torch's generator this state."""
