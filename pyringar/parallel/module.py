@@ -61,25 +61,30 @@ class DataParallel(nn.Module):
         comm: What reduces; if not given, a communicator in rank order of its own.
         in_turns: None: ranks on CPUs compute at the same time, forward and backward, each in a
             thread of its own with its share of torch's threads, at least one. True: one after the
-            other in the caller's thread, with all of torch's threads. False: each GPU has a thread,
-            too, in backward as in forward (not yet run on one).
+            other in the caller's thread, with all of torch's threads. False: as None, on CPUs only.
 
     See `GradientBucketer` for ``bucket_cap_mb``, ``first_bucket_mb`` and ``overlap``.
 
     Raises:
         ArgumentError: Lazy parameters that have no values yet, a device that is not there, weights
             that are no shares, an unknown ``batchnorm``.
-        UnsupportedError: A module that cannot be copied, or a batch norm that cannot be
-            synchronised.
+        UnsupportedError: A module that cannot be copied, a batch norm that cannot be synchronised,
+            or ``in_turns=False`` with a GPU.
 
     Ranks at the same time give the bits of ranks in turns with as many torch threads each, every
     time, and leave the caller's number of them alone. They take turns as with ``in_turns=True``
     where the module draws random numbers (dropout) or is compiled, where ``batchnorm`` is
     ``"sync"``, where an input requires a gradient or a parameter has a hook on its gradient, under
     reentrant checkpoints, where modules use outer tensors that require gradients or keep parts of
-    their graph, and where the calling thread has entered a mode of torch's (a default device,
-    ``torch.func``, a counter of operations). Hooks on modules run in the ranks' threads. Gradients
-    of gradients of parameters, and losses of what such hooks put aside, take ``in_turns=True``.
+    their graph, where modules enter autocast and use a parameter twice, and where the calling
+    thread has entered a mode of torch's (a default device, ``torch.func``, a counter of operations)
+    or hooks on saved tensors (a checkpoint around the whole). Such calls have the bits of all of
+    torch's threads. Other exceptions: a call in which a module first draws, or first uses a
+    parameter twice under its own autocast; a parameter whose gradient has three parts or more,
+    some of them from outside of the call (a penalty, a second call); and the ring algorithm
+    over three ranks or more, whose bits depend on the buckets. Hooks on modules run in the ranks'
+    threads. Gradients of gradients of parameters, and losses of what such hooks put aside, take
+    ``in_turns=True``.
 
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
     Whatever changes parameters or gradients must do so on all ranks: `optimizer`,
