@@ -272,7 +272,7 @@ TOO_FEW = r"expected message (\d+): ranks? [\d+]+, found message (?!\1\b)\d+: ra
 @pytest.mark.parametrize("calls", SMALLEST)
 def test_smallest_number_of_staging_slots(check: Check, calls: str, ranks: int) -> None:
     for slots in range(1, SMALLEST[calls]):
-        refute(check, calls, TOO_FEW, ranks=ranks, slots=slots)
+        refute(check, calls, TOO_FEW, ranks=ranks, slots=slots, swaps=0)
     for slots in range(SMALLEST[calls], STAGING_SLOTS + 1):
         prove(check, [calls], ranks=ranks, slots=slots)
 
@@ -288,7 +288,7 @@ def test_staging_slots_are_as_many_as_needed(check: Check) -> None:
 def test_staging_slots_are_a_power_of_two(check: Check) -> None:
     """Or n % slots would not go on evenly when n wraps."""
     prove(check, ["direct:4"], slots=3)
-    refute(check, "direct:4", "which it wrote there itself", slots=3, base=-2)
+    refute(check, "direct:4", "which it wrote there itself", slots=3, base=-2, swaps=0)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
@@ -374,7 +374,7 @@ RECORDERS = (MODEL / "recorders.h").read_text()
 def test_planted_bug_is_refuted(
     check: Check, bug: str, calls: str, pattern: str, ranks: int
 ) -> None:
-    refute(check, calls, pattern, ranks=ranks, base=-2, bug=bug)
+    refute(check, calls, pattern, ranks=ranks, swaps=0, base=-2, bug=bug)
     prove(check, [calls], ranks=ranks, base=-2, bug="none", reduction="all")
 
 
@@ -446,7 +446,7 @@ REDUCTIONS = ["none", "payload", "all"]
 
 
 def verdicts(check: Check, calls: str, **options: object) -> list[Verdict]:
-    return [check(calls, reduction=reduction, **options) for reduction in REDUCTIONS]
+    return [check(calls, reduction=reduction, swaps=0, **options) for reduction in REDUCTIONS]
 
 
 @pytest.mark.parametrize(("calls", "options"), SHORT)
