@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a rank on it has in its environment."""
+        """Return what a rank on it has in its environment."""
         return {
             "PYRINGAR_NODE_ID": self.name,
             "GLOO_SOCKET_IFNAME": self.link,

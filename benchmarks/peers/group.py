@@ -110,7 +110,7 @@ class Group:
 
     @property
     def version(self) -> str:
-        """What rank 0 calls its library."""
+        """Return what rank 0 calls its library."""
         return self._ranks[0].version
 
     @property

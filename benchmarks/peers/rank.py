@@ -27,7 +27,7 @@ PATTERN = (np.arange(ROW) % PERIOD).astype(np.float32)
 
 
 class Call(Protocol):
-    """What is timed, and what makes it ready and checks it."""
+    """Stand for what is timed, and make it ready and check it."""
 
     def fill(self, shift: int) -> None:
         """Write this rank's numbers, other ones for another shift."""

@@ -1,4 +1,4 @@
-"""What a rank's data moves by, inside its machine and to others; errors name who failed."""
+"""Move a rank's data inside its machine and to others; errors name who failed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MessageError(RuntimeError):
 
 
 class Inter(Protocol):
-    """What connects this rank with some on other machines."""
+    """Connect this rank with some on other machines."""
 
     def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """Begin to send and receive; what is returned waits for all of it.

@@ -140,7 +140,7 @@ class ReplicasBeside:
 
 
 class _Graphs:
-    """What the ranks' calls have recorded, each in a graph of its own."""
+    """Hold what the ranks' calls have recorded, each in a graph of its own."""
 
     def __init__(
         self,
