@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -207,8 +208,8 @@ def test_slower_on_a_busy_machine_says_nothing(
 def test_nonsense_about_others_is_refused(tmp_path: Path, others: Any) -> None:
     (results,) = read_sections(RESULTS / "ddp-cpu.jsonl").values()
     path = tmp_path / "ddp-cpu.jsonl"
-    text = lines_of(replace(results, others={"x": 1})).replace('{"x": 1}', repr(others), 1)
-    path.write_text(text.replace("'", '"'))
+    text = lines_of(replace(results, others={"x": 1})).replace('{"x": 1}', json.dumps(others), 1)
+    path.write_text(text)
     with pytest.raises(InputError, match=r"others is|is not the head"):
         read(path)
 
