@@ -45,10 +45,12 @@ class Interrupt:
 
     def __init__(self, n: int, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.n, self.left, self.error, self.at = n, n, error, ""
+        # Kept: Python 3.11 crashes if it is gone after a finalizer that ran while a frame was made.
+        self.trace = lambda frame, *_: self.count if self.is_ours(frame) else None
 
     def __enter__(self) -> Interrupt:
         self.before = sys.gettrace()
-        sys.settrace(lambda frame, *_: self.count if self.is_ours(frame) else None)
+        sys.settrace(self.trace)
         return self
 
     def __exit__(self, *exception: object) -> None:
