@@ -168,6 +168,44 @@ def test_a_call_starts_no_thread_beside_torchs(torch_threads):
     pytest.fail("every call has started threads")
 
 
+def start_ranks(comm: pr.Communicator, algorithm: str) -> int:
+    """Call just after an operation of torch's; how many threads that has started."""
+    parts = inputs(10_007, torch.float32, comm.world_size)
+    given = [part.clone() for part in parts]
+    operate()
+    before = threads()
+    comm.all_reduce(given, algorithm=algorithm)
+    started = len(threads() - before)
+    operate()
+    assert_all_ranks(given, expected(parts, "sum", algorithm), algorithm)
+    return started
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_ranks_run_on_torchs_threads(torch_threads, algorithm):
+    """Where there are enough; else those wait meanwhile, and a thread for each rank is started."""
+    torch_threads(2)
+    end = time.monotonic() + PATIENCE_S
+    started = {2: 1}
+    while started[2] and time.monotonic() < end:
+        for k in (2, 3, 5):
+            with pr.Communicator(["cpu"] * k) as comm:
+                started[k] = start_ranks(comm, algorithm)
+    assert started == {2: 0, 3: 2, 5: 4}
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_late_rank_is_named_and_torch_goes_on(torch_threads, algorithm, k):
+    torch_threads(2)
+    with pr.Communicator(["cpu"] * k, timeout=0.3) as comm:
+        comm._group.delay_rank(1, 1.5)
+        operate()
+        with pytest.raises(pr.CollectiveTimeout, match="for rank 1"):
+            comm.all_reduce([torch.ones(100) for _ in range(k)], algorithm=algorithm)
+        operate()
+
+
 def test_one_torch_thread_is_one_thread(torch_threads):
     torch_threads(1)
     with pr.Communicator(["cpu"] * 2) as comm:

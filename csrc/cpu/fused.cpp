@@ -11,7 +11,6 @@
 
 #include "core/error.h"
 #include "cpu/kernels.h"
-#include "os/torch_team.h"
 
 namespace pyringar {
 

@@ -17,14 +17,12 @@
 #include "core/collective.h"
 #include "os/stillness.h"
 #include "os/thread_pool.h"
+#include "os/torch_team.h"
 
 namespace pyringar {
 
 // Bytes per rank that a thread takes at a time, at most.
 inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
-
-// What goes on while a call runs: its caller waits for it, or torch may compute.
-enum class Beside { kNothing, kTorch };
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
 

@@ -89,37 +89,39 @@ void Group::dispatch(const Collective& collective, Beside beside) {
     case Algorithm::kFused:
       return run_fused(collective.tensors, collective.fold, *pool_, beside);
     case Algorithm::kDirect:
-      return run_direct(collective);
+      return run_direct(collective, beside);
     case Algorithm::kRing:
-      return run_ring_collective(collective);
+      return run_ring_collective(collective, beside);
   }
 }
 
-void Group::run_direct(const Collective& collective) {
+void Group::run_direct(const Collective& collective, Beside beside) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!barrier_) barrier_ = std::make_unique<Barrier>(world_size_);
   const std::uint32_t base = barrier_->passed;
   Watch watch(world_size_, timeout_);
-  team_->run([&](int rank) {
+  const auto program = [&](int rank) {
     sleep_if_delayed(rank);
     direct_rank(rank, collective.tensors, collective.fold, *barrier_, base, watch);
-  });
+  };
+  team_->run(program, beside);
   barrier_->passed += kDirectBarriers;
   finish_team_run(collective, watch);
 }
 
-void Group::run_ring_collective(const Collective& collective) {
+void Group::run_ring_collective(const Collective& collective, Beside beside) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!ring_) ring_ = std::make_unique<RingLinks>(world_size_);
   Watch watch(world_size_, timeout_);
-  team_->run([&](int rank) {
+  const auto program = [&](int rank) {
     sleep_if_delayed(rank);
     std::uint32_t base = ring_->messages;
     for (const Buffers& tensor : collective.tensors) {
       if (!ring_rank(rank, tensor, collective.fold, *ring_, base, watch)) return;
       base += ring_num_messages(ring_program(rank, tensor, *ring_, base));
     }
-  });
+  };
+  team_->run(program, beside);
   for (const Buffers& tensor : collective.tensors) {
     ring_->messages += ring_num_messages(ring_program(0, tensor, *ring_, ring_->messages));
   }

@@ -72,8 +72,8 @@ class Group {
   std::shared_ptr<Work> run_at_once(const Collective& collective);
   void run_locked(const Collective& collective, Beside beside);
   void dispatch(const Collective& collective, Beside beside);
-  void run_direct(const Collective& collective);
-  void run_ring_collective(const Collective& collective);
+  void run_direct(const Collective& collective, Beside beside);
+  void run_ring_collective(const Collective& collective, Beside beside);
   void finish_team_run(const Collective& collective, Watch& watch);
   void sleep_if_delayed(int rank);
 

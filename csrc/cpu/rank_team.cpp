@@ -27,7 +27,30 @@ RankTeam::~RankTeam() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void RankTeam::run(const std::function<void(int rank)>& program) {
+void RankTeam::run(const std::function<void(int rank)>& program, Beside beside) {
+  const bool may_join = beside == Beside::kNothing && torch_team::is_ready();
+  if (may_join && run_in_torch_team(program)) return;
+  run_in_own_threads(program);
+}
+
+bool RankTeam::run_in_torch_team(const std::function<void(int rank)>& program) {
+  if (torch_team::num_threads() >= world_size_) {
+    return torch_team::try_run([&](int thread) noexcept {
+      if (thread < world_size_) program(thread);
+    });
+  }
+  Flag returned;
+  return torch_team::try_run([&](int thread) {
+    if (thread != 0) return wait_for_flag(returned, 1);
+    struct AtEnd {
+      Flag& flag;
+      ~AtEnd() { flag.set(1); }
+    } at_end{returned};
+    run_in_own_threads(program);
+  });
+}
+
+void RankTeam::run_in_own_threads(const std::function<void(int rank)>& program) {
   const std::uint32_t epoch = started_.value.load(std::memory_order_relaxed) + 1;
   program_ = &program;
   start_threads(epoch - 1);

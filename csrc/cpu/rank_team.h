@@ -1,12 +1,14 @@
 // rank_team: one native thread per rank, for the algorithms in which ranks wait for each other.
 //
 // Contract  run(program) calls program(rank) for every rank at the same time, rank 0 on the
-//           caller's thread, and returns when all have returned. Programs wait only through Watch,
-//           whose waits end when no rank has moved for the timeout, so run() ends. The first to
-//           find so makes the others give up; of all their failures the one that names the culprit
-//           is kept. A program must not throw: all it may want is some hundred bytes of memory,
-//           and where there are none the process ends (std::terminate), since the other ranks could
-//           not be told how far the links have come.
+//           caller's thread, and returns when all have returned. Torch's threads, which spin after
+//           an operation and would keep ranks off their cores for milliseconds, are the ranks'
+//           threads where there are enough of them, and else wait until the ranks have returned.
+//           Programs wait only through Watch, whose waits end when no rank has moved for the
+//           timeout, so run() ends. The first to find so makes the others give up; of all their
+//           failures the one that names the culprit is kept. A program must not throw: all it may
+//           want is some hundred bytes of memory, and where there are none the process ends
+//           (std::terminate), since the other ranks could not be told how far the links have come.
 // Threads   one run() at a time per team (its owner holds a lock). Threads start at first use and
 //           are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, tests/test_ring.py
@@ -22,6 +24,7 @@
 #include "core/ring_program.h"
 #include "os/stillness.h"
 #include "os/thread.h"
+#include "os/torch_team.h"
 #include "os/wait.h"
 
 namespace pyringar {
@@ -97,9 +100,11 @@ class RankTeam {
   RankTeam& operator=(const RankTeam&) = delete;
 
   int world_size() const { return world_size_; }
-  void run(const std::function<void(int rank)>& program);
+  void run(const std::function<void(int rank)>& program, Beside beside);
 
  private:
+  bool run_in_torch_team(const std::function<void(int rank)>& program);
+  void run_in_own_threads(const std::function<void(int rank)>& program);
   void start_threads(std::uint32_t seen);
   void serve(int rank, std::uint32_t seen);
 

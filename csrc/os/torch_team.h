@@ -21,6 +21,13 @@
 #include <functional>
 #include <string>
 
+namespace pyringar {
+
+// What goes on while a call runs: its caller waits for it, or torch may compute.
+enum class Beside { kNothing, kTorch };
+
+}  // namespace pyringar
+
 namespace pyringar::torch_team {
 
 // How many threads an operation of torch's has in this thread (torch.set_num_threads); 1 inside of
