@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ MOST_SHARE = 0.10  # of the processors' time; more than that, and figures are th
 _STAT = "/proc/stat"
 _IDLE = (3, 4)  # the columns of /proc/stat in which nobody worked: idle, iowait
 _COUNTED_TWICE = (8, 9)  # guests, who are in user and nice, too
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,39 @@ def processors_s() -> float | None:
 
 
 def own_time_s() -> float:
-    """Return the seconds that this process and its children that have ended have worked."""
+    """Return the seconds that this process and its children that have ended have worked.
+
+    A program that leaves its parent, as Open MPI's daemons do on other machines, is a child of ours
+    after `adopt_orphans`; without it, the time of all that it starts is other programs'.
+    """
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
+
+
+def adopt_orphans() -> None:
+    """Become the parent of those of our descendants whose parent ends before them: Linux.
+
+    Raises:
+        OSError: The system does not do that.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, *map(ctypes.c_ulong, (1, 0, 0, 0))):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def wait_for_orphans(deadline_s: float = 10.0) -> None:
+    """Wait for all children of this process, adopted ones included: only then are they counted.
+
+    Raises:
+        TimeoutError: One is still there after so many seconds.
+    """
+    ends = time.monotonic() + deadline_s
+    while True:
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not ended:
+            if time.monotonic() > ends:
+                raise TimeoutError(f"a child process has not ended after {deadline_s:g} s")
+            time.sleep(0.01)

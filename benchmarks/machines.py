@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
 from benchmarks.bench import Benchmark, Case, Effort, Run, format_size, run_as_script
+from benchmarks.busy import wait_for_orphans
 from benchmarks.candidates import CANDIDATES, names_in
 from benchmarks.mpi_machines import FLAGS, MpiRanks
 from benchmarks.networks import Machine, two_machines, why_not
@@ -112,6 +113,8 @@ class MachineWorker(Worker):
         """Leave all groups."""
         for ranks in self._mpi.values():
             ranks.close()
+        if self._mpi:
+            wait_for_orphans()
         super().close()
 
 

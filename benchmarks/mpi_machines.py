@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.busy import adopt_orphans
+
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "open mpi": (),
     "open mpi, han": ("--mca", "coll_han_priority", "100"),
@@ -65,6 +67,7 @@ class MpiRanks:
         command += ["-n", str(RANKS_EACH * len(machines)), "--prtemca", "plm_ssh_agent", str(agent)]
         command += ["--prtemca", "prte_if_include", network, "--mca", "btl_tcp_if_include", network]
         command += [*_COMMON, *flags, f"{prefix}/bin/python", _PROGRAM, str(folder / "socket")]
+        adopt_orphans()  # on the other machines the daemons leave whoever has started them
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', machines[0].name]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "socket"))

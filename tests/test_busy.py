@@ -85,6 +85,55 @@ def test_a_program_that_computes_is_noticed() -> None:
     assert share * len(os.sched_getaffinity(0)) > 0.2
 
 
+LEAVES_ITS_PARENT = """
+import os, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+while time.process_time() < 0.4:
+    pass
+"""
+
+COUNTS_A_PROGRAM_THAT_LEFT = f"""
+import subprocess, sys
+from benchmarks import busy
+busy.adopt_orphans()
+before_s = busy.own_time_s()
+subprocess.run([sys.executable, "-S", "-c", {LEAVES_ITS_PARENT!r}], check=True)
+busy.wait_for_orphans()
+print(busy.own_time_s() - before_s)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+def test_a_program_of_ours_that_leaves_its_parent_is_ours() -> None:
+    """As the daemons of Open MPI do, which start the ranks on other machines."""
+    ran = subprocess.run(
+        [sys.executable, "-c", COUNTS_A_PROGRAM_THAT_LEFT],
+        **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60, "check": True},
+    )
+    assert float(ran.stdout) >= 0.4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+def test_a_child_that_does_not_end_is_not_waited_for_for_ever() -> None:
+    program = """
+import subprocess
+from benchmarks import busy
+child = subprocess.Popen(["sleep", "60"])
+try:
+    busy.wait_for_orphans(0.1)
+except TimeoutError as error:
+    print(error)
+child.kill()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60, "check": True},
+    )
+    assert ran.stdout == "a child process has not ended after 0.1 s\n"
+
+
 def test_processors_that_are_not_ours_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
