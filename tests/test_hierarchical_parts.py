@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from functools import partial
 
 import oracle
 import pytest
@@ -313,3 +314,34 @@ def left_as_rank(rank, world_size, store):
 def test_who_waits_inside_is_told_of_a_machine_that_is_gone(pool):
     for text in pool.check(left_as_rank)[:2]:
         assert "has ranks [2, 3]" in text, text
+
+
+def stood_still_as_rank(rank, world_size, store):
+    """Machine b is late; rank 0 meets that, and leaves rank 1, which waits for it inside."""
+    comm = join(rank, world_size, store, "aabb")
+    comm.barrier()
+    if rank >= 2:
+        store.wait(["told"])
+        comm.abort()
+        return None
+    links = comm._links
+    if rank == 1:
+        links._different_here("this")
+        call = partial(links.share_inside, torch.empty(2), torch.ones(1))
+    else:
+        comm.set_timeout(0.3)
+        call = links.compare("this")
+    with pytest.raises((pr.PeerLostError, pr.CollectiveTimeout)) as error:
+        call()
+    comm._break_off(error.value)
+    comm.close()
+    if rank == 1:
+        store.set("told", "")
+    return str(error.value)
+
+
+def test_who_waits_inside_is_told_why_another_rank_has_left(pool):
+    late, told = pool.check(stood_still_as_rank)[:2]
+    assert "timed out: nothing came or went in 0.3 s" in late
+    assert "has left the group: this over 2 machines: rank 0 waited for ranks [2]" in told, told
+    assert "timed out: nothing came or went" in told, told

@@ -370,8 +370,9 @@ void def_process_calls(Class& cls) {
                  group, Engine::prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
            })
       .def("abort",
-           [](Ptr group) {
+           [](Ptr group, std::string why) {
              const PythonCall python_call(Engine::host(*group).turn());
+             Engine::host(*group).explain(std::move(why));
              return group->close(Leaving::kAborting);
            })
       .def(

@@ -229,11 +229,18 @@ bool ProcessGroup::close(Leaving leaving) {
 // Calls under way find it at their next nap; those that were submitted are refused.
 void ProcessGroup::leave_at_once(Leaving leaving) {
   if (forked() || closed_.exchange(true)) return;
+  std::string how = " has left the group in the midst of a call; ";
+  if (leaving == Leaving::kAborting) {
+    const std::lock_guard<std::mutex> lock(why_mutex_);
+    how = why_.empty() ? " has aborted the group; " : join(" has left the group: ", why_, "; ");
+  }
   tell_failure(segment_, ErrorKind::kPeerLost,
-               join(watch_.name_of(rank_),
-                    leaving == Leaving::kAborting ? " has aborted the group; "
-                                                  : " has left the group in the midst of a call; ",
-                    watch_.last_call_of(rank_)));
+               join(watch_.name_of(rank_), how, watch_.last_call_of(rank_)));
+}
+
+void ProcessGroup::explain(std::string why) {
+  const std::lock_guard<std::mutex> lock(why_mutex_);
+  why_ = std::move(why);
 }
 
 void ProcessGroup::check_peers(const std::vector<int>& peers) const {

@@ -92,6 +92,8 @@ class ProcessGroup {
   bool forked() const;
   // Tells the others, and refuses what has not begun.
   void leave_at_once(Leaving leaving);
+  // What the others are told if this rank aborts: the cause, in words.
+  void explain(std::string why);
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
   // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
@@ -139,6 +141,8 @@ class ProcessGroup {
 
   std::mutex stats_mutex_;  // never held while one waits
   ProcessStats stats_;
+  std::mutex why_mutex_;
+  std::string why_;  // this rank aborts
 
   // Never held across a wait: find_registered() is called with the GIL, which the call that runs
   // may want.

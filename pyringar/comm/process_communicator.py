@@ -258,8 +258,12 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
         Calls and works under way end soon with a `RingarError` that names this rank.
         """
+        self._abort("")
+
+    def _abort(self, why: str) -> None:
+        """Do as `abort`, and tell the other ranks why, in words."""
         self._is_closed = True
-        if self._group.abort():
+        if self._group.abort(why):
             self._in_flight.clear()
 
     # -- collectives -------------------------------------------------------------------------------

@@ -510,7 +510,7 @@ class HierarchicalCommunicator(OwnRank):
         """Make the call that runs fail, and those that wait for it."""
         if self._failure is None:
             self._failure = why
-        self._links.abort()
+        self._links.abort(str(self._failure) or type(self._failure).__name__)
 
     @never_fails
     def __repr__(self) -> str:

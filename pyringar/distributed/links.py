@@ -214,10 +214,10 @@ class Links:
         if self._inter is not None:
             self._inter.set_timeout(seconds)
 
-    def abort(self) -> None:
-        """Tell those who wait for this rank, in the machine and on others."""
+    def abort(self, why: str) -> None:
+        """Tell those who wait for this rank, in the machine, where they hear why, and on others."""
         for group in self._inside_groups():
-            group.abort()
+            group._abort(why)
         if self._inter is not None:
             self._inter.abort()
 
