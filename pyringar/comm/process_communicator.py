@@ -254,10 +254,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self._group.check_peers(ranks)
 
     def abort(self) -> None:
-        """Fail what runs, here and on the other ranks, then `close`.
-
-        Calls and works under way end soon with a `RingarError` that names this rank.
-        """
+        """Fail what runs, here and elsewhere, with an error that names this rank, then `close`."""
         self._abort("")
 
     def _abort(self, why: str) -> None:
