@@ -65,9 +65,7 @@ struct BucketProgress {
 class Step {
  public:
   Step(int world_size, int num_params, const std::vector<Bucket>& plan)
-      : world_size_(world_size),
-        bucket_of_(static_cast<std::size_t>(num_params)),
-        ranks_ready_(bucket_of_.size()),
+      : bucket_of_(static_cast<std::size_t>(num_params)),
         marked_by_(bucket_of_.size() * static_cast<std::size_t>(world_size)),
         buckets_(plan.size()) {
     for (std::size_t bucket = 0; bucket < plan.size(); ++bucket) {
@@ -82,7 +80,8 @@ class Step {
     return static_cast<int>(bucket_of_[static_cast<std::size_t>(param)]);
   }
   bool is_marked(int rank, int param) const { return marked_by_[at(rank, param)] != 0; }
-  // Parameters that all ranks have, in the order in which the last rank had them.
+  // Rank 0's parameters in the order in which they came: one that does not depend on which rank
+  // was first.
   const std::vector<int>& ready() const { return ready_; }
 
   Mark mark(int rank, int param, std::int64_t pass, const Passes& passes) {
@@ -95,7 +94,7 @@ class Step {
     if (by != 0) return Mark::kAgain;
     by = pass;
     if (begin_ns_ == 0) begin_ns_ = now_ns();
-    if (++ranks_ready_[static_cast<std::size_t>(param)] == world_size_) ready_.push_back(param);
+    if (rank == 0) ready_.push_back(param);
     if (--bucket.missing > 0) return Mark::kCounted;
     bucket.ready_ns = now_ns();
     bucket.pass = pass;
@@ -132,9 +131,7 @@ class Step {
     });
   }
 
-  const int world_size_;
   std::vector<std::size_t> bucket_of_;   // by parameter
-  std::vector<int> ranks_ready_;         // by parameter
   std::vector<std::int64_t> marked_by_;  // by rank and parameter: the pass, or 0
   std::vector<BucketProgress> buckets_;
   std::vector<int> ready_;

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import random
 import sys
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from pyringar.comm.threads import Latch
 from pyringar.errors import ArgumentError
 from pyringar.parallel import nested
-from pyringar.parallel.lockstep import RankThreads, can_leave_thread, is_in_autocast, saving_hooks
+from pyringar.parallel.lockstep import (
+    RankThreads,
+    Running,
+    can_leave_thread,
+    is_in_autocast,
+    saving_hooks,
+)
+from pyringar.parallel.reducer import Reducer
 
 __all__ = ["ReplicasBeside"]
 
@@ -28,9 +40,11 @@ Tensors = Sequence[Tensor]
 class ReplicasBeside:
     """Runs replicas at the same time, so that a graph through all of them does so in backward, too.
 
-    A rank's part of the graph is its own; in the caller's graph one node stands for all parts, with
-    an edge to every parameter. Its backward pass computes the gradients of all ranks, each in its
-    thread, and hands them on: hooks on parameters run in the caller's thread, as ever.
+    A rank's part of the graph is its own. In the caller's graph a chain of nodes stands for all
+    parts, one per bucket, with edges to its parameters. The first one's backward pass begins that
+    of each rank, in its thread; each hands gradients on once all ranks have its own. So in the
+    caller's thread, as ever, they are accumulated, hooks on parameters run, and buckets leave,
+    while the ranks compute what is left.
 
     Random numbers come from generators that all threads share, in the order in which threads run.
     So the first call in each of the replicas' modes runs in turns, with what would be a rank's
@@ -39,11 +53,13 @@ class ReplicasBeside:
     Args:
         replicas: One per rank.
         threads: Where they run.
+        reducer: Of their gradients.
     """
 
-    def __init__(self, replicas: Sequence[nn.Module], threads: RankThreads) -> None:
-        self._replicas = replicas
-        self._threads = threads
+    def __init__(
+        self, replicas: Sequence[nn.Module], threads: RankThreads, reducer: Reducer
+    ) -> None:
+        self.replicas, self.threads, self.reducer = replicas, threads, reducer
         self._in_turns: dict[Any, bool] = {}  # by mode, once that was tried
 
     def may_run(self, inputs: Any) -> bool:
@@ -53,18 +69,18 @@ class ReplicasBeside:
         requires a gradient, so that the graph goes on beyond the ranks, where hooks wait for
         gradients of parameters, of which some may stay None here, where a module is compiled, and
         where the first call has shown that the module draws random numbers or that its graph is
-        tied to others (`_is_tied`).
+        tied to others (`_used_params`).
 
         Args:
             inputs: Of all ranks.
         """
-        if self._threads.is_own() or not can_leave_thread() or self._in_turns.get(self._mode()):
+        if self.threads.is_own() or not can_leave_thread() or self._in_turns.get(self._mode()):
             return False
         if torch.is_grad_enabled() and _differentiable(inputs):
             return False
-        parts = [part for replica in self._replicas for part in replica.modules()]
+        parts = [part for replica in self.replicas for part in replica.modules()]
         is_compiled = any(_is_compiled(part) for part in parts)
-        return not is_compiled and not any(p._backward_hooks for p in self._params(self._replicas))
+        return not is_compiled and not any(p._backward_hooks for p in _trained(self.replicas))
 
     def run(self, functions: Mapping[int, Function]) -> dict[int, Any]:
         """Call ``functions[rank]()``, which calls the rank's replica, for all of them at once.
@@ -79,16 +95,19 @@ class ReplicasBeside:
         mode = self._mode()
         is_first = mode not in self._in_turns
         before = _RandomState()
-        outputs = self._call(functions, in_turns=is_first)
-        outer = [t for rank in outputs for t in _differentiable(outputs[rank])]
-        # In every call: what a module uses may require gradients from now on.
-        is_tied = bool(outer) and any(self._is_tied(rank, outputs[rank]) for rank in outputs)
+        looks = {rank: partial(self._call_and_look, rank, functions[rank]) for rank in functions}
+        found = self._call(looks, in_turns=is_first)
+        outputs = {rank: output for rank, (output, _) in found.items()}
+        used = {rank: params for rank, (_, params) in found.items() if params is not None}
+        is_tied = len(used) < len(found)
         self._in_turns[mode] = self._in_turns.get(mode, False) or is_tied
         if before != _RandomState():
-            self._note_draw(mode, is_first)
-        if not outer or self._in_turns[mode]:
+            self.note_draw(mode, is_first)
+        if self._in_turns[mode] or not any(map(_differentiable, outputs.values())):
             return outputs
-        graphs = _Graphs(self, mode, functions, outputs, in_turns=is_first)
+        if not any(used.values()):
+            return outputs
+        graphs = _Graphs(self, mode, used, outputs, in_turns=is_first)
         joined = iter(_join(graphs))
 
         def exchange(tensor: Tensor) -> Tensor:
@@ -97,35 +116,23 @@ class ReplicasBeside:
         return {rank: nested.map_tensors(exchange, output) for rank, output in outputs.items()}
 
     def _call(self, functions: Mapping[int, Function], *, in_turns: bool) -> dict[int, Any]:
-        run = partial(self._threads.run, num_threads=self._threads.share())
+        run = partial(self.threads.run, num_threads=self.threads.share())
         if not in_turns:
             return run(functions)
         return {rank: run({rank: function})[rank] for rank, function in functions.items()}
 
-    def _is_tied(self, rank: int, output: Any) -> bool:
-        """Return whether a rank's graph is not only from its outputs to its parameters.
-
-        That is: it leads to other tensors, modules keep parts of it, for a loss to take, or it has
-        a checkpoint that recomputes in a pass of its own (``use_reentrant=True``). Or the module
-        has entered autocast itself and uses a parameter twice: how often that is cast depends on
-        when the other ranks leave theirs.
-        """
-        replica = self._replicas[rank]
-        params = set(replica.parameters())
-        nodes = _nodes(_differentiable(output))
-        leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-        return (
-            any(leaf not in params for leaf in leaves)
-            or any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
-            or any(map(_keeps_graph, replica.modules()))
-            or (not is_in_autocast() and _uses_casts_twice(nodes))
-        )
+    def _call_and_look(self, rank: int, function: Function) -> tuple[Any, set[int] | None]:
+        """Return what a rank's call returns, and what `_used_params` does; in its thread."""
+        output = function()
+        outer = _differentiable(output)
+        return output, _used_params(self.replicas[rank], outer) if outer else set()
 
     def _mode(self) -> Any:
-        parts = self._replicas[0].modules()
+        parts = self.replicas[0].modules()
         return torch.is_grad_enabled(), tuple(part.training for part in parts)
 
-    def _note_draw(self, mode: Any, is_first: bool) -> None:
+    def note_draw(self, mode: Any, is_first: bool) -> None:
+        """Let calls in a mode take turns; warn if they have not done so from the first."""
         self._in_turns[mode] = True
         if not is_first:
             logger.warning(
@@ -134,56 +141,246 @@ class ReplicasBeside:
                 "on they take turns, as with in_turns=True"
             )
 
-    @staticmethod
-    def _params(replicas: Sequence[nn.Module]) -> list[Tensor]:
-        return [p for replica in replicas for p in replica.parameters() if p.requires_grad]
+
+def _trained(replicas: Sequence[nn.Module]) -> list[Tensor]:
+    return [p for replica in replicas for p in replica.parameters() if p.requires_grad]
 
 
 class _Graphs:
-    """Hold what the ranks' calls have recorded, each in a graph of its own."""
+    """Hold what the ranks' calls have recorded, each in a graph of its own.
+
+    Attributes:
+        params: Of each rank that ran, those that require gradients.
+        sections: Which of these, by rank and index, get their gradients together: those of a
+            bucket, as planned now.
+    """
 
     def __init__(
         self,
         owner: ReplicasBeside,
         mode: Any,
-        functions: Mapping[int, Function],
+        used: Mapping[int, set[int]],
         outputs: Mapping[int, Any],
         *,
         in_turns: bool,
     ) -> None:
-        self._owner, self._mode, self._in_turns = owner, mode, in_turns
-        self._forward_state = _RandomState()
-        self.outputs = {rank: _differentiable(outputs[rank]) for rank in functions}
-        _check_alike({rank: owner._replicas[rank] for rank in functions})
-        self._params = {rank: owner._params([owner._replicas[rank]]) for rank in functions}
-        columns = zip(*(reversed(params) for params in self._params.values()), strict=True)
-        # As backward meets them: last to first, on all ranks.
-        self.params = [param for column in columns for param in column]
+        self.owner, self.mode, self.in_turns = owner, mode, in_turns
+        self.forward_state = _RandomState()
+        self.outputs = {rank: _differentiable(outputs[rank]) for rank in used}
+        _check_alike({rank: owner.replicas[rank] for rank in used})
+        self.params = {rank: _trained([owner.replicas[rank]]) for rank in used}
+        plan = owner.reducer.sections(len(next(iter(self.params.values()))))
+        # Hooks of a parameter that a rank has not used are not to run.
+        everywhere = [
+            [(r, i) for i in bucket for r, mine in self.params.items() if id(mine[i]) in used[r]]
+            for bucket in plan
+        ]
+        self.sections = [places for places in everywhere if places]
+        # By torch's number of the pass.
+        self._passes: weakref.WeakValueDictionary[int, _PassEnd] = weakref.WeakValueDictionary()
 
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of ``params`` from those of the outputs."""
+    def column(self, section: int) -> list[Tensor]:
+        """Return a section's parameters, one after the other, each on all ranks."""
+        return [self.params[rank][i] for rank, i in self.sections[section]]
+
+    def backward(self, section: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of a section's parameters; the first section's begins a pass.
+
+        Args:
+            section: Its number.
+            grads: Of the outputs, for the first section.
+        """
+        number = torch._C._current_graph_task_id()
+        if section > 0:
+            return self._passes[number].of.take(section)
+        end = self._passes[number] = _PassEnd(_Pass(self))
+        # Untyped. Torch holds it until the pass ends, well or not.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(end)
+        end.of.begin(grads)
+        return end.of.take(0)
+
+
+class _PassEnd:
+    """Torch calls it when a pass ends well, and drops it when one fails, before that is raised.
+
+    Then another node of the caller's graph may have failed, or a bucket that left, while ranks
+    still compute: they are waited for.
+    """
+
+    def __init__(self, of: _Pass) -> None:
+        self.of = of
+
+    def __call__(self) -> None:
+        self.of.finish()
+
+    def __del__(self) -> None:
+        is_interrupted = False
+        while not self.of.is_finished:
+            try:
+                self.of.stop()
+            except KeyboardInterrupt:  # cannot be raised in here
+                is_interrupted = True
+        if is_interrupted:
+            _thread.interrupt_main()
+
+
+class _Pass:
+    """One backward pass through the graphs of all ranks, each in its thread.
+
+    A section is handed on once all ranks have its gradients, while their threads compute others.
+    All are once all ranks have ended where ranks take turns, under ``create_graph=True``, and where
+    users' hooks on parameters would run meanwhile: they may draw random numbers, or look around.
+    """
+
+    def __init__(self, graphs: _Graphs) -> None:
+        self._graphs = graphs
+        sections, ranks = graphs.sections, graphs.params
+        # Hooks on saved tensors: those of create_graph=True.
+        self._in_turns = graphs.in_turns or saving_hooks() is not None
+        self._is_early = (
+            len(sections) > 1
+            and not (self._in_turns or torch.is_grad_enabled())
+            and not any(_has_users_hooks(param) for mine in ranks.values() for param in mine)
+        )
+        self._wants_order = graphs.owner.reducer.wants_order
+        self._section_of = {place: n for n, places in enumerate(sections) for place in places}
+        self._found: dict[int, list[Tensor | None]] = {r: [None] * len(ranks[r]) for r in ranks}
+        self._came: dict[int, list[int]] = {rank: [] for rank in ranks}  # in this order, by hooks
+        self._missing = {r: [sum(q == r for q, _ in places) for places in sections] for r in ranks}
+        self._arrived: list[list[int]] = [[] for _ in sections]  # ranks that have all of it
+        self._latches = [Latch() for _ in sections]  # open where all ranks have
+        self._numbers: dict[int, int] = {}  # torch's, of the ranks' own passes
+        self._num_ranks = 0
+        self._has_failed = self.is_finished = False
+        self._before = _RandomState()
+        self._running = Running()
+
+    def begin(self, grads: Sequence[Tensor | None]) -> None:
+        """Let all ranks' passes begin; where they take turns, end."""
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         rest = iter(grads)
         tasks: dict[int, Function] = {}
-        for rank, outputs in self.outputs.items():
+        for rank, outputs in self._graphs.outputs.items():
             pairs = [(t, g) for t in outputs if (g := next(rest)) is not None]
-            if pairs and self._params[rank]:
-                tasks[rank] = partial(_gradients, pairs, self._params[rank], keep)
-        before = _RandomState()
-        in_turns = self._in_turns or saving_hooks() is not None  # those of create_graph=True
-        with _without_hooks(self.params):
-            found = self._owner._call(tasks, in_turns=in_turns)
-        after = _RandomState()
+            if pairs and self._graphs.params[rank]:
+                tasks[rank] = partial(self._run_rank, rank, pairs, keep)
+        self._num_ranks = len(tasks)
+        threads = self._graphs.owner.threads
+        try:
+            if self._in_turns:
+                for rank, task in tasks.items():
+                    threads.run({rank: task}, num_threads=threads.share())
+            else:
+                threads.begin(tasks, self._running, num_threads=threads.share())
+        except BaseException:
+            self.stop()
+            raise
+
+    def take(self, section: int) -> list[Tensor | None]:
+        """Return a section's gradients, as `_Graphs.column` has the parameters, and forget them."""
+        is_last = section == len(self._latches) - 1
+        try:
+            if self._is_early and self._num_ranks and not is_last:
+                while not self._latches[section].wait(1.0):
+                    self._running.check()
+            else:
+                self.finish()
+            if self._has_failed:
+                self.finish()
+        except BaseException:
+            self.stop()
+            raise
+        # Forgotten, so that torch need not copy them.
+        return [_pop(self._found[rank], i) for rank, i in self._graphs.sections[section]]
+
+    def finish(self) -> None:
+        """Wait until all ranks have ended; raise the error of the first that failed."""
+        if self.is_finished:
+            return
+        try:
+            self._running.wait()
+        except BaseException:
+            self.stop()
+            raise
+        self.is_finished = True
+        self._running.results()
+        owner, before, after = self._graphs.owner, self._before, _RandomState()
         # Activation checkpointing sets the state of the call in forward, and then the one before:
         # two threads at once may leave the former.
-        if after.is_torch_as(self._forward_state) and not after.is_torch_as(before):
+        if after.is_torch_as(self._graphs.forward_state) and not after.is_torch_as(before):
             before.restore()
             after = _RandomState()
         if before != after:
-            self._owner._note_draw(self._mode, in_turns)
-        nothing = [None] * len(self.params)
-        by_rank = [found.get(rank, nothing)[: len(own)] for rank, own in self._params.items()]
-        return [grad for column in zip(*map(reversed, by_rank), strict=True) for grad in column]
+            owner.note_draw(self._graphs.mode, self._in_turns)
+        if self._wants_order:
+            owner.reducer.note_order(self._came.get(0, []))
+
+    def stop(self) -> None:
+        """Let no rank begin any more, and wait for those that have."""
+        self._running.stop()
+        self.is_finished = True
+
+    # -- in the thread of a rank -------------------------------------------------------------------
+
+    def _run_rank(self, rank: int, pairs: Sequence[tuple[Tensor, Tensor]], keep: bool) -> None:
+        params = self._graphs.params[rank]
+        roots = [output.grad_fn for output, _ in pairs if output.grad_fn is not None]
+        is_hooked = bool(roots) and (self._is_early or (self._wants_order and rank == 0))
+        takes = [partial(self._take, rank, i, param) for i, param in enumerate(params)]
+        for section, num_missing in enumerate(self._missing[rank]):
+            if num_missing == 0:
+                self._arrive(rank, section)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_without_hooks(params))
+                if is_hooked:
+                    stack.enter_context(_with_hooks(params, takes))
+                    for root in roots:
+                        stack.callback(root.register_prehook(partial(self._note, rank)).remove)
+                found = _gradients(pairs, params, keep)
+            came = set(self._came[rank])
+            for i, grad in enumerate(found):
+                if i not in came:
+                    self._found[rank][i] = grad
+        except BaseException:
+            self._has_failed = True
+            raise
+        finally:
+            for section, num_missing in enumerate(self._missing[rank]):
+                if num_missing > 0:
+                    self._arrive(rank, section)
+
+    def _note(self, rank: int, grads: Any) -> None:
+        """Note the number of the rank's own pass; modules may run passes inside of it."""
+        self._numbers.setdefault(rank, torch._C._current_graph_task_id())
+
+    def _take(self, rank: int, i: int, param: Tensor, grad: Tensor | None) -> Tensor | None:
+        """Take a gradient; give torch, which would hold it to the end, something in its place."""
+        if torch._C._current_graph_task_id() != self._numbers.get(rank):
+            return None
+        _hooks_of(param).pop(_OURS, None)  # the caller's graph is not to meet it
+        self._found[rank][i] = grad
+        self._came[rank].append(i)
+        section = self._section_of[rank, i]
+        self._missing[rank][section] -= 1
+        if self._missing[rank][section] == 0:
+            self._arrive(rank, section)
+        return param.detach() if grad is not None and grad.layout == param.layout else None
+
+    def _arrive(self, rank: int, section: int) -> None:
+        arrived = self._arrived[section]
+        arrived.append(rank)
+        if arrived[self._num_ranks - 1 :] == [rank]:  # the last one, whoever looks meanwhile
+            self._latches[section].open()
+
+
+_OURS = "pyringar"  # the key of a pass's own hook on a parameter
+
+
+def _pop(found: list[Tensor | None], i: int) -> Tensor | None:
+    grad, found[i] = found[i], None
+    return grad
 
 
 def _check_alike(replicas: Mapping[int, nn.Module]) -> None:
@@ -206,24 +403,34 @@ def _check_alike(replicas: Mapping[int, nn.Module]) -> None:
 
 
 class _Join(torch.autograd.Function):
-    """One node for the graphs of all ranks: from their outputs to their parameters."""
+    """A section of the graphs of all ranks: from their outputs to some of their parameters.
+
+    The first section's node has the outputs. Each has an edge to the next one's, made before it,
+    beside those to its parameters: torch runs it once these have got their gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, graphs: _Graphs, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.graphs = graphs
+    def forward(ctx: Any, graphs: _Graphs, section: int, *_: Tensor) -> Any:
+        ctx.graphs, ctx.section = graphs, section
         ctx.set_materialize_grads(False)
+        if section > 0:
+            return torch.empty(())
         return tuple(t.detach() for outputs in graphs.outputs.values() for t in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.graphs.backward(grads)
+        found = ctx.graphs.backward(ctx.section, grads)
+        return None, None, *[None] * (len(ctx.needs_input_grad) - 2 - len(found)), *found
 
 
 def _join(graphs: _Graphs) -> Tensors:
     # Through Any: torch 2.13 does not type `apply`, torch 2.15 does.
     apply: Any = _Join.apply
-    joined: Tensors = apply(graphs, *graphs.params)
-    return joined
+    joined: Any = ()
+    for section in reversed(range(1, len(graphs.sections))):
+        joined = (apply(graphs, section, *joined, *graphs.column(section)),)
+    outputs: Tensors = apply(graphs, 0, *joined, *graphs.column(0))
+    return outputs
 
 
 def _gradients(
@@ -259,6 +466,29 @@ def _without_hooks(params: Tensors) -> Iterator[None]:
             hooks.update(copies)
 
 
+@contextmanager
+def _with_hooks(params: Tensors, hooks: Sequence[Callable[[Any], Any]]) -> Iterator[None]:
+    """Let one hook more see the gradient of each parameter."""
+    try:
+        for param, hook in zip(params, hooks, strict=True):
+            if param._backward_hooks is None:
+                param._backward_hooks = OrderedDict()
+            _hooks_of(param)[_OURS] = hook
+        yield
+    finally:
+        for param in params:
+            _hooks_of(param).pop(_OURS, None)
+
+
+def _hooks_of(param: Tensor) -> dict[Any, Any]:
+    hooks: dict[Any, Any] | None = param._backward_hooks
+    return {} if hooks is None else hooks
+
+
+def _has_users_hooks(param: Tensor) -> bool:
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
+
+
 def _differentiable(output: Any) -> list[Tensor]:
     found: list[Tensor] = []
     nested.map_tensors(lambda t: found.append(t) if t.requires_grad else None, output)
@@ -269,31 +499,62 @@ def _is_compiled(part: nn.Module) -> bool:
     return part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
 
 
-def _nodes(tensors: Tensors) -> set[Any]:
-    """Return all nodes of the graphs of these tensors."""
-    found: set[Any] = set()
-    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
+def _used_params(replica: nn.Module, outputs: Tensors) -> set[int] | None:
+    """Return the parameters in a rank's graph, by ``id``; None where that is tied to others.
+
+    Tied is what is not only a graph from a rank's outputs to its parameters: it leads to other
+    tensors, modules keep parts of it, for a loss to take, or it has a checkpoint that recomputes in
+    a pass of its own (``use_reentrant=True``). Or the module has entered autocast itself and uses a
+    parameter twice: how often that is cast depends on when the other ranks leave theirs.
+
+    Every call looks: what a module uses may require gradients from now on, which changes no number
+    that torch would tell without a walk.
+    """
+    own, used = set(map(id, replica.parameters())), set()
+    seen = {get_gradient_edge(output).node for output in outputs}
+    todo, casts = list(seen), []
     while todo:
         node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [other for other, _ in node.next_functions]
-    return found
+        edges = node.next_functions
+        if not edges and hasattr(node, "variable"):
+            if id(node.variable) not in own:
+                return None
+            used.add(id(node.variable))
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return None
+        for other, _ in edges:
+            if other is None:
+                continue
+            if type(other).__name__ == "ToCopyBackward0":
+                casts.append(other)
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    is_cast_twice = bool(casts) and not is_in_autocast() and _are_twice_of_a_leaf(casts)
+    return None if is_cast_twice or any(map(_keeps_graph, replica.modules())) else used
 
 
-def _uses_casts_twice(nodes: set[Any]) -> bool:
+def _are_twice_of_a_leaf(casts: Sequence[Any]) -> bool:
     """Return whether a leaf is used more than once in another dtype, from one cast or several."""
-    edges = (other for node in nodes for other, _ in node.next_functions)
-    casts = [node for node in edges if type(node).__name__ == "ToCopyBackward0"]
     leaves = [
         leaf for cast in casts for leaf, _ in cast.next_functions if hasattr(leaf, "variable")
     ]
     return len(set(leaves)) < len(leaves)
 
 
+# What most of a module's attributes are, and no tensor. A parameter is no part of a graph.
+_PLAIN = frozenset({bool, int, float, str, type(None), set})
+_HELD = frozenset({"_parameters", "_modules"})
+
+
 def _keeps_graph(part: nn.Module) -> bool:
-    kept = [v for value in vars(part).values() for v in (_items(value) or [value])]
-    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in kept)
+    return any(
+        isinstance(value, Tensor) and value.grad_fn is not None
+        for name, held in vars(part).items()
+        if type(held) not in _PLAIN and name not in _HELD
+        for value in _items(held) or [held]
+        if type(value) not in _PLAIN
+    )
 
 
 def _items(value: Any) -> list[Any]:

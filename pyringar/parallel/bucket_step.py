@@ -142,7 +142,7 @@ class Step(Protocol):
         """Return whether this gradient was counted."""
 
     def ready(self) -> list[int]:
-        """Return the parameters that all ranks have, in the order in which they came."""
+        """Return the parameters of rank 0 in the order in which they came."""
 
     def begin_ns(self) -> int:
         """Return when the first gradient came; 0 if none did."""

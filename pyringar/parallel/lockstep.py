@@ -19,7 +19,7 @@ from pyringar.comm.threads import Latch, starting_thread
 from pyringar.errors import ArgumentError, RingarError
 
 __all__ = [
-    *("LockStep", "RankThreads", "are_side_by_side"),
+    *("LockStep", "RankThreads", "Running", "are_side_by_side"),
     *("can_leave_thread", "is_in_autocast", "saving_hooks"),
 ]
 
@@ -83,38 +83,42 @@ class RankThreads:
 
         Cost: some 0.1 ms for two ranks; starting a thread, once, as much again.
         """
-        own_threads = torch.get_num_threads()
-        count = num_threads or own_threads
-        streams = self._streams()
-        calls: dict[int, _Call] = {}
-        is_set = [False]  # a thread has set its number, which torch gives to later threads, too
+        running = Running()
         try:
-            for rank, function in functions.items():
-                # Own device last: it is the one that stays current.
-                order = sorted(streams, key=lambda device: device == self._devices[rank])
-                settings = _Settings([streams[device] for device in order], count, is_set)
-                worker = self._worker(rank)
-                call = partial(contextvars.copy_context().run, settings.call, function)
-                calls[rank] = _Call(worker.thread, call)
-                worker.calls.put(calls[rank])
-            for each in calls.values():
-                each.wait()
+            self.begin(functions, running, num_threads=num_threads)
+            running.wait()
         except BaseException:
             abandon()
-            for each in calls.values():
-                if not each.cancel():
-                    each.wait()
+            running.stop()
             raise
-        finally:
-            if is_set[0]:
-                torch.set_num_threads(own_threads)
-        error = self._take_error(calls)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # or it would hold this frame, and this frame the error
-        return {rank: each.result for rank, each in calls.items()}
+        return running.results()
+
+    def begin(
+        self, functions: Mapping[int, Function], running: Running, *, num_threads: int | None = None
+    ) -> None:
+        """Begin with what `run` does; the caller waits, and stops them if this is interrupted.
+
+        Args:
+            functions: By rank.
+            running: A new one, which has what was begun, also if this is interrupted.
+            num_threads: As for `run`.
+
+        Raises:
+            RingarError: The system has no thread left.
+        """
+        streams = self._streams()
+        for rank, function in functions.items():
+            # Own device last: it is the one that stays current.
+            order = sorted(streams, key=lambda device: device == self._devices[rank])
+            settings = _Settings(
+                [streams[device] for device in order],
+                num_threads or torch.get_num_threads(),
+                running.is_set,
+            )
+            worker = self._worker(rank)
+            function = partial(contextvars.copy_context().run, settings.call, function)
+            call = running.add(rank, _Call(worker.thread, function, str(self._devices[rank])))
+            worker.calls.put(call)
 
     def close(self) -> None:
         """End the threads. May be called again; a later run starts new ones."""
@@ -155,20 +159,6 @@ class RankThreads:
             calls.put(None)
         return worker
 
-    def _take_error(self, calls: Mapping[int, _Call]) -> BaseException | None:
-        """Return the error to raise, if there is one; no call holds one afterwards."""
-        failed: list[tuple[int, BaseException]] = []
-        for rank, call in calls.items():
-            error, call.error = call.error, None
-            if error is not None:
-                failed.append((rank, error))
-        if not failed:
-            return None
-        rank, error = min(failed, key=lambda pair: isinstance(pair[1], _AbandonedError))
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"(in the thread of rank {rank}, {self._devices[rank]})")
-        return error
-
     def _streams(self) -> dict[torch.device, torch.cuda.Stream]:
         gpus = {device for device in self._devices if device.type == "cuda"}
         return {device: torch.cuda.current_stream(device) for device in gpus}
@@ -177,8 +167,8 @@ class RankThreads:
 class _Call:
     """A function for one thread to call, once, unless it is cancelled before."""
 
-    def __init__(self, thread: threading.Thread, function: Function) -> None:
-        self._thread = thread
+    def __init__(self, thread: threading.Thread, function: Function, where: str) -> None:
+        self._thread, self._where = thread, where
         self._functions = [function]  # whoever takes it, in one step, calls it or cancels it
         self._end = Latch()
         self.result: Any = None
@@ -199,16 +189,87 @@ class _Call:
     def wait(self) -> None:
         """Return when it has ended."""
         while not self._end.wait(1.0):
-            if not self._thread.is_alive() and not self._end.is_open:
-                raise RingarError("the ranks' threads were closed, and a call did not begin")
+            self.check()
 
-    def cancel(self) -> bool:
-        """Return whether it has not begun; then it never will."""
+    def check(self) -> None:
+        """Raise `RingarError` if it will never begin."""
+        if not self._thread.is_alive() and not self._end.is_open:
+            raise RingarError("the ranks' threads were closed, and a call did not begin")
+
+    def cancel(self) -> None:
+        """Let it never begin, if it has not."""
         try:
             self._functions.pop()
         except IndexError:
-            return False
-        return True
+            return
+        self._end.open()
+
+    def take_error(self, rank: int) -> BaseException | None:
+        """Return the error with which it has ended, which it does not hold any longer."""
+        error, self.error = self.error, None
+        if error is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"(in the thread of rank {rank}, {self._where})")
+        return error
+
+
+class Running:
+    """What ranks' threads do for the thread that has made this; see `RankThreads.begin`.
+
+    Attributes:
+        is_set: Its only item is true once a rank's thread has set its number of torch threads,
+            which torch gives to later threads, too.
+    """
+
+    def __init__(self) -> None:
+        self._own_threads = torch.get_num_threads()
+        self._calls: dict[int, _Call] = {}
+        self.is_set = [False]
+
+    def add(self, rank: int, call: _Call) -> _Call:
+        """Note a call that is about to begin, and return it."""
+        self._calls[rank] = call
+        return call
+
+    def check(self) -> None:
+        """Raise `RingarError` if a call will never begin."""
+        for call in self._calls.values():
+            call.check()
+
+    def wait(self) -> None:
+        """Return when all have ended.
+
+        Raises:
+            RingarError: As `check`.
+        """
+        for call in self._calls.values():
+            call.wait()
+        self._restore()
+
+    def stop(self) -> None:
+        """Let none begin any more, and wait for those that have. May be called again."""
+        try:
+            for call in self._calls.values():
+                call.cancel()
+                call.wait()
+        finally:
+            self._restore()
+
+    def results(self) -> dict[int, Any]:
+        """Return the results of all, which have ended, or raise the error as `RankThreads.run`."""
+        errors = [call.take_error(rank) for rank, call in self._calls.items()]
+        failed = [error for error in errors if error is not None]
+        del errors
+        if failed:
+            error = min(failed, key=lambda error: isinstance(error, _AbandonedError))
+            try:
+                raise error
+            finally:
+                del error, failed  # or they would hold this frame, and this frame the error
+        return {rank: call.result for rank, call in self._calls.items()}
+
+    def _restore(self) -> None:
+        if self.is_set[0]:
+            torch.set_num_threads(self._own_threads)
 
 
 _Calls: TypeAlias = "queue.SimpleQueue[_Call | None]"

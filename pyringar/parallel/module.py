@@ -80,11 +80,10 @@ class DataParallel(nn.Module):
     thread has entered a mode of torch's (a default device, ``torch.func``, a counter of operations)
     or hooks on saved tensors (a checkpoint around the whole). Such calls have the bits of all of
     torch's threads. Other exceptions: a call in which a module first draws, or first uses a
-    parameter twice under its own autocast; a parameter whose gradient has three parts or more,
-    some of them from outside of the call (a penalty, a second call); and the ring algorithm
-    over three ranks or more, whose bits depend on the buckets. Hooks on modules run in the ranks'
-    threads. Gradients of gradients of parameters, and losses of what such hooks put aside, take
-    ``in_turns=True``.
+    parameter twice under its own autocast; and a parameter whose gradient has three parts or more,
+    two with a ring over three ranks or more, some from outside of the call (a penalty). Hooks on
+    modules run in the ranks' threads. Gradients of gradients of parameters, and losses of what such
+    hooks put aside, take ``in_turns=True``.
 
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
     Whatever changes parameters or gradients must do so on all ranks: `optimizer`,
@@ -99,7 +98,8 @@ class DataParallel(nn.Module):
 
     Cost: a call copies no parameters, only samples and outputs between devices. CPU ranks run at
     the same time, those on one GPU one after the other, those on several GPUs forward at the same
-    time. Where ranks have threads in backward, gradients are reduced once all ranks have theirs.
+    time. Buckets leave during backward; with ranks in threads only once all have ended in the first
+    step, under ``create_graph=True``, and where parameters have hooks of yours.
     """
 
     def __init__(
@@ -156,10 +156,11 @@ class DataParallel(nn.Module):
             lockstep = LockStep(self._threads)
             if synchronise_batchnorm(self.replicas, lockstep):
                 self._lockstep = lockstep
+        self.bucketer = self._make_bucketer(comm)
         self._beside: ReplicasBeside | None = None
         if self._wants_threads and self._lockstep is None:
-            self._beside = ReplicasBeside(self.replicas, self._threads)
-        self.bucketer = self._make_bucketer(comm)
+            reducer = self.bucketer._reducer
+            self._beside = ReplicasBeside(self.replicas, self._threads, reducer)
         self._remember_parameters()
 
     def _make_bucketer(self, comm: Communicator | RankCommunicator | None) -> GradientBucketer:

@@ -54,6 +54,7 @@ class Reducer:
     ) -> None:
         self._params, self._ranks = params, ranks
         self._process = os.getpid()
+        self._overlap = overlap
         self._is_together = False
         self.stats = StepStats()
         engine = load.engine()
@@ -82,6 +83,32 @@ class Reducer:
             make_ready=ranks.make_ready,
         )
         params.add_hooks(self.native)
+        # A step, and the order in which rank 0's gradients came, if hooks see them in another.
+        self._noted: tuple[Step, list[int]] = (self.native.step, [])
+
+    def sections(self, num_params: int) -> list[list[int]]:
+        """Return which gradients of a rank had better come together, last to first.
+
+        Args:
+            num_params: How many there are; if not these, all come together.
+        """
+        plan: list[list[int]] = self.native.step.buckets
+        if not self._overlap or sum(map(len, plan)) != num_params:
+            return [list(reversed(range(num_params)))]
+        return plan
+
+    @property
+    def wants_order(self) -> bool:
+        """Whether the buckets of later steps depend on the order in which gradients now come."""
+        return bool(self.native.is_first_step and self.native.is_counting)
+
+    def note_order(self, params: Sequence[int]) -> None:
+        """Note in which order a pass has found rank 0's gradients, before hooks see any of them."""
+        step, before = self._noted
+        if step is not self.native.step:
+            before = []
+        came = set(params)
+        self._noted = (self.native.step, [*(i for i in before if i not in came), *params])
 
     def state(self) -> str:
         """Say in a word or two where the step is."""
@@ -266,6 +293,9 @@ class Reducer:
         if not (self.native.is_first_step and has_gradients):
             return None
         order = step.ready()
+        if self._noted[0] is step:
+            places = {i: place for place, i in enumerate(self._noted[1])}
+            order.sort(key=lambda i: places.get(i, len(places)))
         came = set(order)
         order += [i for i in reversed(range(len(self._items))) if i not in came]
         plan: list[list[int]] = self._plan(self._ranks.agree_on_order(order))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ SplitFunction = Callable[
     [Tensor, Tensor, Sequence[torch.device]], tuple[Sequence[Tensor], Sequence[Tensor]]
 ]
 Replica = Callable[[Tensor], Tensor]  # a module, too
+RunRanks = Callable[[Mapping[int, Callable[[], Tensor]]], Mapping[int, Tensor]]
 
 
 def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
@@ -212,12 +214,14 @@ def count_correct(
     split_f: SplitFunction = split_batch,
     *,
     devices: Sequence[Device] | None = None,
+    run: RunRanks | None = None,
 ) -> tuple[int, int]:
     """Count what `evaluate_accuracy_gpus` divides.
 
     Args:
         replicas: One module or function per rank, or a `DataParallel`, or one module alone; also a
             part of all ranks, if ``split_f`` gives the shards of that part.
+        run: Calls one function per rank, by rank, and returns their results; in turns if not given.
 
     Returns:
         How many samples the replicas classify correctly, and how many there are in all.
@@ -237,7 +241,8 @@ def count_correct(
         for module in modules:
             module.eval()
         with torch.no_grad():
-            correct, total = _count_correct(ranks, data_iter, split_f, targets)
+            run = run or _run_in_turns
+            correct, total = _count_correct(ranks, data_iter, split_f, targets, run)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -303,6 +308,7 @@ def _count_correct(
     data_iter: Iterable[tuple[Tensor, Tensor]],
     split_f: SplitFunction,
     devices: Sequence[torch.device],
+    run: RunRanks,
 ) -> tuple[int, int]:
     # The counts stay on their devices until the end: reading one would wait for its GPU.
     counts = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
@@ -315,13 +321,22 @@ def _count_correct(
                 f"for each of {len(replicas)} replicas"
             )
         total += labels.shape[0]
-        for rank, replica in enumerate(replicas):
-            if sample_shards[rank].shape[0]:
-                counts[rank] += _hits(replica(sample_shards[rank]), label_shards[rank], rank)
+        hits = {
+            rank: partial(_hits, replica, sample_shards[rank], label_shards[rank], rank)
+            for rank, replica in enumerate(replicas)
+            if sample_shards[rank].shape[0]
+        }
+        for rank, found in run(hits).items():
+            counts[rank] += found
     return sum(int(count) for count in counts), total
 
 
-def _hits(scores: Tensor, labels: Tensor, rank: int) -> Tensor:
+def _run_in_turns(functions: Mapping[int, Callable[[], Tensor]]) -> dict[int, Tensor]:
+    return {rank: function() for rank, function in functions.items()}
+
+
+def _hits(replica: Replica, samples: Tensor, labels: Tensor, rank: int) -> Tensor:
+    scores = replica(samples)
     if scores.ndim != 2 or labels.ndim != 1 or scores.shape[0] != labels.shape[0]:
         raise ArgumentError(
             f"replicas[{rank}] gave shape {tuple(scores.shape)} for labels of shape "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,10 @@ class SideBySide:
     threads: RankThreads
     score: Callable[[int, Tensor], Tensor]
     together: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Call ``functions[rank]()`` in each rank's thread, with its share of torch's threads."""
+        return self.threads.run(functions, num_threads=self.threads.share())
 
 
 def train_batch(
@@ -149,7 +153,7 @@ def _train_shards(
         for rank, params in enumerate(replicas)
     }
     if beside is not None and is_beside:
-        beside.threads.run(updates, num_threads=beside.threads.share())
+        beside.run(updates)
     else:
         for update in updates.values():
             update()
@@ -165,7 +169,7 @@ def _compute_beside(
         for rank, (X, y) in enumerate(zip(*shards, strict=True))
     }
     with beside.together():
-        losses = beside.threads.run(computations, num_threads=beside.threads.share())
+        losses = beside.run(computations)
     return list(losses.values())
 
 

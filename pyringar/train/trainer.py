@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
+from pyringar.parallel.lockstep import can_leave_thread
 from pyringar.parallel.shards import check_replicas_equal, count_correct
 from pyringar.train.balance import measure_weights
 from pyringar.train.checkpoint import (
@@ -357,8 +358,12 @@ class Trainer:
         models = self.model.evaluators()
         self.group.share_buffers(self.model.state_dict(), self.replicas[0])
         test = batches(self._data.test_images, self._data.test_labels, _EVAL_BATCH)
+        beside = self.model.beside
+        run = beside.run if beside is not None and can_leave_thread() else None
         with autocast(self.config, self.devices):
-            correct, total = count_correct(models, test, self.group.split, devices=self.devices)
+            correct, total = count_correct(
+                *(models, test, self.group.split), devices=self.devices, run=run
+            )
         accuracy: float = self.group.total(correct) / total
         return accuracy
 
