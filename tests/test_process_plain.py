@@ -4,6 +4,7 @@ Results over several ranks, failures and deadlines of both are what tests/test_p
 """
 
 import threading
+import time
 
 import pytest
 import torch
@@ -51,6 +52,12 @@ def together(call):
         thread.join()
     if errors:
         raise errors[0]
+
+
+def wait_until(is_there):
+    deadline = time.monotonic() + 20
+    while not is_there() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class Mine(torch.Tensor):
@@ -144,6 +151,28 @@ def test_errors_are_those_of_the_long_way(comm):
     comm.close()
     with pytest.raises(pr.RingarError, match="closed"):
         comm.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_call_that_fails_after_others_saw_it_counts_as_a_change(is_bound):
+    store, versions = dist.HashStore(), []
+
+    def call(rank):
+        with pr.ProcessCommunicator(store, rank, 2, timeout=1) as comm:
+            tensor = torch.ones(3)
+            reduce = comm.bind(tensor) if is_bound else lambda: comm.all_reduce(tensor)
+            if rank == 0:
+                with pytest.raises(pr.CollectiveTimeout):
+                    reduce()
+                versions.append(tensor._version)
+                with pytest.raises(pr.CollectiveTimeout):
+                    reduce()  # refused at once
+                versions.append(tensor._version)
+            else:
+                wait_until(lambda: len(versions) == 2)
+
+    together(call)
+    assert versions == [1, 1]
 
 
 def test_a_tensor_that_changes_between_calls(pair):

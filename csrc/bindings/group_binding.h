@@ -8,6 +8,7 @@
 //             run(group, call)   now; on GPUs the work is enqueued when this returns
 //             submit(group, call)   in the background; returns the work as a Python object. Ranks
 //                                   in one process: also a call that is shared
+//             mark_and_run(group, call, written)   if it marks a bound call's tensors itself
 //             enqueued(group)    GPUs only: the work of all that is on the current streams
 //           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
 //           written before the first write: a call that fails half-way has written too.
@@ -136,8 +137,14 @@ struct BoundCall {
     try {
       auto* bound = static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, kCapsule));
       Engine::host(*bound->group).check_usable();
-      mark_written(bound->written.ptr());
-      Engine::run(*bound->group, bound->call);
+      if constexpr (requires {
+                      Engine::mark_and_run(*bound->group, bound->call, bound->written.ptr());
+                    }) {
+        Engine::mark_and_run(*bound->group, bound->call, bound->written.ptr());
+      } else {
+        mark_written(bound->written.ptr());
+        Engine::run(*bound->group, bound->call);
+      }
     } catch (...) {
       set_python_error(std::current_exception());
       return nullptr;

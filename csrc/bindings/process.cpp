@@ -46,6 +46,16 @@ struct Engine {
     const PythonCall python_call(group.turn());
     group.run(call);
   }
+  // written: the list or tuple of the tensors that it writes. What is small is done before the GIL
+  // would have changed hands, if the others are there.
+  static void mark_and_run(Group& group, const ProcessCall& call, PyObject* written) {
+    if (call.bytes() > kExchangeBytes) {
+      mark_written(written);
+      return run(group, call);
+    }
+    const PythonCall python_call(group.turn(), written);
+    group.run(call);
+  }
   static py::object submit(const GroupPtr& group, ProcessCall call) {
     return py::cast(group->submit(std::move(call)));
   }
@@ -88,8 +98,7 @@ struct PlainAllReduce {
     call.wants_ring = wants_ring;
     group->find_registered(call);
     group->check_usable();
-    mark_written(py::make_tuple(tensor).ptr());
-    Engine::run(*group, call);
+    Engine::mark_and_run(*group, call, py::make_tuple(tensor).ptr());
     return true;
   }
 };
@@ -110,8 +119,8 @@ Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, cons
                             double timeout_s, bool checks_digests, bool compares_shapes) {
   const Segment segment =
       Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests, compares_shapes,
-                                    &look_at_signals};
+  const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests,  compares_shapes,
+                                    &look_at_signals,          &let_others_run, &mark_announced};
   return Engine::GroupPtr(new ProcessGroup(std::move(memory), segment, rank, options),
                           GroupDeleter<Engine>{});
 }

@@ -1,10 +1,13 @@
 // python_call: releases the GIL, and handles signals during waits.
 //
-// Contract  While a PythonCall lives the GIL is released. look_at_signals() takes it back for a
-//           moment, for the innermost PythonCall of the thread; in threads of the engine's it does
-//           nothing. Handlers that it runs may call anything here again. Python
-//           3.12 and later also collect garbage then: a communicator that goes that way closes as
-//           it does anywhere else, waiting for its own calls in the background and for no others.
+// Contract  While a PythonCall lives the GIL is released: at once, or, of a short call, when
+//           let_others_run() says that it has to wait. Such a call marks its tensors as written
+//           when mark_announced() says so: others take their time to see what it has announced.
+//           look_at_signals() takes the GIL back for a moment. All three are for the innermost
+//           PythonCall of the thread; in threads of the engine's they do nothing. Handlers that it
+//           runs may call anything here again. Python 3.12 and later also collect garbage then: a
+//           communicator that goes that way closes as it does anywhere else, waiting for its own
+//           calls in the background and for no others.
 // Threads   each for itself.
 // Tests     tests/test_signals.py
 #pragma once
@@ -45,9 +48,18 @@ class PythonCall {
     innermost_ = this;
   }
   explicit PythonCall(Signals signals) : PythonCall(nullptr, signals) {}
+  // A short one. unmarked: the list or tuple of the tensors that it writes.
+  PythonCall(const Turn* turn, PyObject* unmarked)
+      : turn_(turn),
+        signals_(Signals::kLookAt),
+        outer_(innermost_),
+        holds_gil_(true),
+        unmarked_(unmarked) {
+    innermost_ = this;
+  }
   ~PythonCall() {
     innermost_ = outer_;
-    take_gil(state_);
+    if (!holds_gil_) take_gil(state_);
   }
   PythonCall(const PythonCall&) = delete;
   PythonCall& operator=(const PythonCall&) = delete;
@@ -61,13 +73,37 @@ class PythonCall {
 
  private:
   friend void look_at_signals();
+  friend void let_others_run();
+  friend void mark_announced();
 
   inline static thread_local PythonCall* innermost_ = nullptr;
   const Turn* const turn_;
   const Signals signals_;
   PythonCall* const outer_;
-  PyThreadState* state_;
+  bool holds_gil_ = false;  // still
+  PyObject* unmarked_ = nullptr;
+  PyThreadState* state_ = nullptr;
 };
+
+inline void mark_announced() {
+  PythonCall* const call = PythonCall::innermost_;
+  if (call == nullptr || call->unmarked_ == nullptr) return;
+  try {
+    mark_written(std::exchange(call->unmarked_, nullptr));
+  } catch (const PythonErrorPending&) {
+    PyErr_Clear();
+    fail(ErrorKind::kState, "torch could not count a change of the tensor: no memory?");
+  }
+}
+
+// Before a wait for longer than the release of the GIL takes.
+inline void let_others_run() {
+  PythonCall* const call = PythonCall::innermost_;
+  if (call == nullptr || !call->holds_gil_) return;
+  mark_announced();
+  call->holds_gil_ = false;
+  call->state_ = PyEval_SaveThread();
+}
 
 // Throws what a signal's handler raised, such as KeyboardInterrupt; and kState in a process that a
 // handler has forked, since the call is the parent's.

@@ -165,7 +165,8 @@ struct PythonErrorPending {};
 // whatever becomes of the tensors' own `.data`.
 py::list storages_of(std::initializer_list<py::handle> lists);
 
-// Tells autograd that these tensors (a Python list or tuple) were written in place.
+// Tells autograd that these tensors (a Python list or tuple) were written in place; of
+// torch.inference_mode()'s it wants to know nothing.
 void mark_written(PyObject* tensors);
 
 // References to these tensors as torch's C++ code holds them. Where none but Python's own object

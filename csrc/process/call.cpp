@@ -377,7 +377,8 @@ std::size_t ProcessCall::bytes() const {
 }
 
 void ProcessRank::sleep_in(Phase phase) {
-  if (delay.phase != phase) return;
+  if (delay.phase != phase || delay.delay <= delay.delay.zero()) return;
+  watch.before_wait();
   const auto time = delay.delay;
   delay = {};  // once
   std::this_thread::sleep_for(time);

@@ -76,6 +76,7 @@ struct ProcessRank {
   std::uint64_t sequence = 0;       // calls so far
   std::uint32_t messages = 0;       // announced so far
   std::uint32_t ring_messages = 0;  // on every link
+  void (*on_announce)() = [] {};    // see ProcessGroupOptions
   PhaseDelay delay{};               // for tests
   bool lies_otherwise = false;      // why the last call was refused: see in_index_order()
   // Of the call that runs; kept for their memory.

@@ -36,6 +36,8 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   watch_.publish_cores();
   line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
   watch_.set_on_nap(on_nap_);
+  watch_.set_on_wait(options.on_wait);
+  self_.on_announce = options.on_announce;
 }
 
 ProcessGroup::~ProcessGroup() { close(); }
@@ -69,6 +71,8 @@ void ProcessGroup::check_not_failed() const {
 Turn::Held ProcessGroup::take_turn() {
   check_usable();
   turn_.check_not_mine();
+  if (!queue_.has_work() && turn_.try_lock()) return {turn_, std::adopt_lock};
+  watch_.before_wait();
   queue_.wait_until_idle(on_nap_);
   return turn_.take(on_nap_);
 }

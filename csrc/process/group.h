@@ -32,6 +32,8 @@ struct ProcessGroupOptions {
   bool checks_digests = false;
   bool compares_shapes = true;  // or only numbers of elements, which correspond by index
   OnNap on_nap = &ignore_naps;
+  void (*on_wait)() = &ignore_naps;  // before a wait that may take longer than some microseconds
+  void (*on_announce)() = &ignore_naps;  // after a call is announced, before it writes
 };
 
 // What becomes of calls under way when a rank leaves: they end first; or at once, with an error,

@@ -22,6 +22,7 @@ class StagedCounters {
   void announce(std::uint32_t n) {
     self_.sleep_in(Phase::kAnnounce);
     line(self_.rank).announced.set(n, kWakeAll, Scope::kProcesses);
+    self_.on_announce();
   }
   bool wait_announced(std::uint32_t n) {
     for (int rank = 0; rank < world_size_; ++rank) {

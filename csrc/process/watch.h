@@ -11,6 +11,7 @@
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -32,6 +33,8 @@ class PeerWatch {
  public:
   // Looks at a flag before a rank gives its core away, where ranks or threads outnumber cores.
   static constexpr int kPausesCrowded = 5;
+  // Those that on_wait is not worth: some microseconds.
+  static constexpr int kPausesAtOnce = 100;
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
@@ -40,6 +43,9 @@ class PeerWatch {
 
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
+  // Called before what may take longer than kPausesAtOnce.
+  void set_on_wait(void (*on_wait)()) { on_wait_ = on_wait; }
+  void before_wait() const { on_wait_(); }
   // Any thread may set it.
   void set_timeout(std::chrono::nanoseconds timeout) { stillness_.set_timeout(timeout); }
 
@@ -53,12 +59,8 @@ class PeerWatch {
   }
 
   bool wait(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
-    const int num_pauses = is_background_ ? kPausesCrowded : num_pauses_;
-    for (int i = 0; i < num_pauses; ++i) {
-      if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
-      cpu_pause();
-    }
-    return wait_slowly(flag, wanted, peer, what);
+    return pause_for(flag, wanted, std::min(num_pauses(), kPausesAtOnce)) ||
+           wait_slowly(flag, wanted, peer, what);
   }
 
   bool failed() const { return !failure_.empty(); }
@@ -84,6 +86,14 @@ class PeerWatch {
   std::string awaited() const;
 
  private:
+  int num_pauses() const { return is_background_ ? kPausesCrowded : num_pauses_; }
+  static bool pause_for(const Flag& flag, std::uint32_t wanted, int num_pauses) {
+    for (int i = 0; i < num_pauses; ++i) {
+      if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+      cpu_pause();
+    }
+    return false;
+  }
   bool wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what);
   void keep_apart();
   void count_cores();
@@ -109,6 +119,7 @@ class PeerWatch {
   std::atomic<int> awaited_peer_{-1};
   std::atomic<const char*> awaited_what_{""};
   std::function<void()> on_nap_;
+  void (*on_wait_)() = [] {};
   ErrorKind kind_ = ErrorKind::kState;
   std::string failure_;
 };
