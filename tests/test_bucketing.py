@@ -258,6 +258,42 @@ def test_unused_parameters(used):
                 assert all(torch.equal(g, total) for g in mine)
 
 
+class Ignores(torch.autograd.Function):
+    """Has a parameter for an input, and no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x, _):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("options", [{}, EACH])
+@pytest.mark.parametrize("who", [(), (1,), (0, 1, 2)])
+def test_parameters_that_backward_comes_to_without_a_gradient(who, options):
+    """As if unused; torch calls their hooks all the same."""
+    nets, xs = replicas_of(make_net()), inputs()
+    copies = replicas_of(nets[0])
+    late = [nn.Parameter(torch.ones(5)) for _ in range(K)]
+    params = [[*net.parameters(), own] for net, own in zip(nets, late, strict=True)]
+    with pr.GradientBucketer(params, **options) as bucketer:
+        for _ in range(3):
+            clear([*nets, *copies])
+            for rank, (net, other, x) in enumerate(zip(nets, copies, xs, strict=True)):
+                late[rank].grad = None
+                other(x).square().sum().backward()
+                out = net(x)
+                out = out * late[rank] if rank in who else Ignores.apply(out, late[rank])
+                out.square().sum().backward()
+            bucketer.wait()
+            assert_reduced(nets, sums_of(copies))
+            for own in late:
+                assert (own.grad is None) == (not who)
+                assert own.grad is None or torch.equal(own.grad, late[0].grad)
+
+
 def test_frozen_parameters_are_left_alone():
     nets = replicas_of(make_net())
     for net in nets:

@@ -212,6 +212,31 @@ def test_a_parameter_may_have_no_gradient(layers, in_turns):
             }
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.one(x), self.two(x)
+
+
+@pytest.mark.parametrize("options", [{}, SMALL])
+@pytest.mark.parametrize("in_turns", [None, True])
+def test_an_output_that_no_loss_uses(in_turns, options):
+    torch.manual_seed(0)
+    net = pr.DataParallel(TwoHeads(), ["cpu"] * 2, in_turns=in_turns, **options)
+    optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
+    x = batch()[0]
+    for used in (0, 0, 1, 0):
+        optimizer.zero_grad()
+        before = [param.detach().clone() for param in net.parameters()]
+        net(x)[used].sum().backward()
+        optimizer.step()
+        changed = [not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)]
+        assert changed == [used == 0, used == 0, used == 1, used == 1]
+
+
 class TestOverlap:
     @pytest.mark.parametrize("k", [2, 4])
     def test_buckets_leave_while_ranks_still_compute(self, layers, k):

@@ -260,11 +260,19 @@ struct Hook {
 
 inline constexpr const char* kHookCapsule = "pyringar.hook";
 
-inline PyObject* call_hook(PyObject* capsule, PyObject*) {
+// Torch calls hooks also of a parameter that the pass has come to without a gradient: an output
+// that no loss uses, a function that returns None. Where there are other hooks, one of them may
+// have taken the gradient away: that is not let pass.
+inline bool is_unused(py::handle param) {
+  if (!param.attr("grad").is_none()) return false;
+  return py::len(param.attr("_post_accumulate_grad_hooks")) == 1;
+}
+
+inline PyObject* call_hook(PyObject* capsule, PyObject* param) {
   try {
     const auto* hook = static_cast<const Hook*>(PyCapsule_GetPointer(capsule, kHookCapsule));
     const bool is_retired = hook->num_retired != hook->bucketer->num_retired;
-    if (!is_retired) count(hook->bucketer, hook->rank, hook->param);
+    if (!is_retired && !is_unused(param)) count(hook->bucketer, hook->rank, hook->param);
   } catch (py::error_already_set& error) {
     error.restore();
     return nullptr;
