@@ -112,7 +112,7 @@ def test_a_program_of_ours_that_leaves_its_parent_is_ours() -> None:
         [sys.executable, "-c", COUNTS_A_PROGRAM_THAT_LEFT],
         **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60, "check": True},
     )
-    assert float(ran.stdout) >= 0.4
+    assert float(ran.stdout) > 0.35  # of 0.4, in ticks of 10 ms
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")

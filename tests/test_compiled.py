@@ -518,6 +518,7 @@ def test_make_fx():
         assert torch.equal(graph(x, y), (x + y) + (x * 2 + y))
 
 
+@pytest.mark.slow
 def test_a_saved_program_takes_no_other_communicator(tmp_path):
     """It may be loaded where another one has its number."""
     file = tmp_path / "program.pt2"

@@ -195,6 +195,7 @@ def timeouts(rank: int, size: int) -> Any:
     return error_of(lambda: dist.all_reduce(torch.ones(3)))
 
 
+@pytest.mark.slow
 def test_a_new_timeout_counts_between_machines():
     (kind, _, text, seconds), _ = run_group(timeouts, 2, machines="ab", timeout_s=20.0)
     assert kind == "CollectiveTimeout", text

@@ -41,7 +41,7 @@ class Inside:
 
     def __init__(self, *arguments, **options) -> None:
         self._real = ProcessCommunicator(*arguments, **options)
-        self.check_peers, self.abort = self._real.check_peers, self._real.abort
+        self.check_peers, self._abort = self._real.check_peers, self._real._abort
 
     def reduce_scatter(self, output, input, op) -> None:
         self._put(self._real.reduce_scatter, output.host, input.host, op)

@@ -30,6 +30,7 @@ for name, member in names.items():
 """
 
 
+@pytest.mark.slow
 def test_subpackages_are_imported_by_their_first_use():
     program = FIRST_USE.format(names=SUBPACKAGES)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

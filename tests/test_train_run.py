@@ -73,6 +73,7 @@ def test_a_run_repeats_itself_bit_by_bit_and_leaves_its_start_alone(small):
         check_replicas_equal([first.params, other.params])
 
 
+@pytest.mark.slow
 def test_runs_on_1_2_and_5_ranks_agree_in_float64(small):
     options = {"dtype": "float64", "epochs": 2, "batch_size": 24}
     alone = run(small, ranks=1, **options)

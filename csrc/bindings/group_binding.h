@@ -376,12 +376,14 @@ void def_process_calls(Class& cls) {
              return bind_call<Engine>(
                  group, Engine::prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
            })
-      .def("abort",
-           [](Ptr group, std::string why) {
-             const PythonCall python_call(Engine::host(*group).turn());
-             Engine::host(*group).explain(std::move(why));
-             return group->close(Leaving::kAborting);
-           })
+      .def(
+          "abort",
+          [](Ptr group, std::string why) {
+            const PythonCall python_call(Engine::host(*group).turn());
+            Engine::host(*group).explain(std::move(why));
+            return group->close(Leaving::kAborting);
+          },
+          py::arg("why") = "")
       .def(
           "check_peers",
           [](Ptr group, const std::vector<int>& ranks) { Engine::host(*group).check_peers(ranks); })

@@ -83,8 +83,8 @@ class Reducer:
             make_ready=ranks.make_ready,
         )
         params.add_hooks(self.native)
-        # A step, and the order in which rank 0's gradients came, if hooks see them in another.
-        self._noted: tuple[Step, list[int]] = (self.native.step, [])
+        # The order in which rank 0's gradients came in this step, if hooks see them in another.
+        self._noted: list[int] = []
 
     def sections(self, num_params: int) -> list[list[int]]:
         """Return which gradients of a rank had better come together, last to first.
@@ -104,11 +104,8 @@ class Reducer:
 
     def note_order(self, params: Sequence[int]) -> None:
         """Note in which order a pass has found rank 0's gradients, before hooks see any of them."""
-        step, before = self._noted
-        if step is not self.native.step:
-            before = []
         came = set(params)
-        self._noted = (self.native.step, [*(i for i in before if i not in came), *params])
+        self._noted = [*(i for i in self._noted if i not in came), *params]
 
     def state(self) -> str:
         """Say in a word or two where the step is."""
@@ -293,9 +290,8 @@ class Reducer:
         if not (self.native.is_first_step and has_gradients):
             return None
         order = step.ready()
-        if self._noted[0] is step:
-            places = {i: place for place, i in enumerate(self._noted[1])}
-            order.sort(key=lambda i: places.get(i, len(places)))
+        places = {i: place for place, i in enumerate(self._noted)}
+        order.sort(key=lambda i: places.get(i, len(places)))
         came = set(order)
         order += [i for i in reversed(range(len(self._items))) if i not in came]
         plan: list[list[int]] = self._plan(self._ranks.agree_on_order(order))
@@ -338,6 +334,7 @@ class Reducer:
         broken = self.native.unsettled
         while broken:
             reason, step, is_spared, is_known = entry = broken[0]
+            self._noted.clear()
             works = [sent.work for sent in step.sent.values() if sent.work is not None]
             is_told = is_known or self._ranks.tell(step, partial(self._send_failure, step))
             interrupt: BaseException | None = None
