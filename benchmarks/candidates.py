@@ -223,7 +223,8 @@ _ALL = (
             "processes": lambda worker, tensors: lambda: touch_once([tensors]),
         },
     ),
-    Candidate("open mpi", "Open MPI over TCP", _ORANGE, "^"),
+    Candidate("open mpi", "Open MPI", _ORANGE, "^"),
+    Candidate("open mpi, han", "Open MPI, han", _YELLOW, "v"),
     Candidate("torch nccl", "NCCL, torch", _GREY, "s", calls={"peers_cuda": torch_collective}),
     Candidate("cupy nccl", "NCCL, CuPy", _PINK, "v", calls={"peers_cuda": cupy_nccl}),
     Candidate(
@@ -295,7 +296,7 @@ CANDIDATES = {candidate.name: candidate for candidate in _ALL}
 def candidate_of(name: str) -> Candidate:
     """Return the entry of a row's candidate, whose name may go on after a comma."""
     base = name.partition(", ")[0]
-    return CANDIDATES.get(base) or Candidate(base, base)
+    return CANDIDATES.get(name) or CANDIDATES.get(base) or Candidate(base, base)
 
 
 def names_in(section: str, *, peers_only: bool = False) -> tuple[str, ...]:

@@ -314,7 +314,7 @@ def _finish(figure: Any, panels: Sequence[Any], path: str | Path, results: Resul
     figure.legend(
         *(list(found.values()), list(found)),
         loc="outside lower center",
-        ncols=min(4, len(found)),
+        ncols=min(4 if len(panels) > 1 else 3, len(found)),
         frameon=False,
         fontsize=8,
     )
