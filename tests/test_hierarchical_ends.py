@@ -62,6 +62,8 @@ def ended(rank: int, size: int, store: Any, wait: str, how: str) -> Any:
     comm.barrier()
     if rank == 1:
         store.wait(["ended"], timedelta(seconds=40))
+        if wait == "barrier":
+            comm.barrier()  # rank 0 has come to it
         return error_of(lambda: comm.all_reduce(tensor)), error_of(comm.close)
     if how == "abort":
         threading.Timer(0.5, comm.abort).start()
