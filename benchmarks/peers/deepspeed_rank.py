@@ -1,17 +1,20 @@
 """Be a rank of DeepSpeed's shared-memory op: deepspeed_rank.py ADDRESS, with RANK and WORLD_SIZE.
 
 The op has no barrier: its sum of one element is one. Its segments bear MASTER_PORT in their names.
+It is loaded as install.py has compiled it: DeepSpeed's own loader asks ninja, of which another
+version than that of the last call would compile it again.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
@@ -42,6 +45,15 @@ def prepare(candidate: str, numels: list[int]) -> Sum:
     return Sum(arrays, RANK, WORLD_SIZE, lambda: reduce(one), timed)
 
 
+def load(name: str) -> Any:
+    """Return an extension of torch's that lies where such are compiled."""
+    path = Path(os.environ["TORCH_EXTENSIONS_DIR"], name, f"{name}.so")
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 torch.set_num_threads(1)
-ShareMemCommBuilder().load(verbose=False).initialize(WORLD_SIZE, RANK)
-serve(ADDRESS, RANK, f"DeepSpeed {deepspeed.__version__}", prepare)
+load("deepspeed_shm_comm").initialize(WORLD_SIZE, RANK)
+serve(ADDRESS, RANK, f"DeepSpeed {importlib.metadata.version('deepspeed')}", prepare)
