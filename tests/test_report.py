@@ -117,7 +117,7 @@ def test_what_cannot_run_is_listed_with_its_reason(smoke: Report, tmp_path: Path
         (missing,) = report.sections[name].not_run
         assert missing["why"] == "no CUDA device"
         assert f"- {name}: the section: no CUDA device" in report.text
-    assert "nn.DataParallel, LeNet: nn.DataParallel knows no CPU ranks" in smoke.text
+    assert "nn.DataParallel, LeNet, batch 256: nn.DataParallel knows no CPU ranks" in smoke.text
 
 
 def test_a_wrong_sum_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
