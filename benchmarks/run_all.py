@@ -89,7 +89,7 @@ def run_section(
     except Exception as error:  # whatever it was, the other sections can still be measured
         run.results.failed = f"{type(error).__name__}: {error}"
         run.results.facts["traceback"] = "".join(traceback.format_exception(error))
-    run.results.facts["seconds"] = round(time.monotonic() - begin, 1)
+    run.results.facts["seconds"] = round(time.monotonic() - begin, 3)
     return run.results
 
 
