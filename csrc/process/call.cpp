@@ -5,7 +5,6 @@
 #include "process/call.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <thread>
 
@@ -34,13 +33,18 @@ void read_ahead(const std::byte* from, std::size_t bytes) {
 // What the engines here keep of a call.
 class StagedEngine : public StagedCounters {
  public:
-  StagedEngine(ProcessRank& self, const ProcessCall& call) : StagedCounters(self), call_(call) {}
+  // most_bytes: that a message has.
+  StagedEngine(ProcessRank& self, const ProcessCall& call, std::size_t most_bytes = 0)
+      : StagedCounters(self), call_(call), fits_head_(most_bytes <= MessageHead::kPayloadBytes) {}
 
  protected:
-  std::byte* slot(int rank, std::uint32_t n) const { return segment_.slot(rank, n); }
+  std::byte* slot(int rank, std::uint32_t n) const {
+    return fits_head_ ? segment_.head(rank, n).payload.data() : segment_.slot(rank, n);
+  }
   std::byte* own_slot(std::uint32_t n) const { return slot(self_.rank, n); }
 
   const ProcessCall& call_;
+  const bool fits_head_;
 };
 
 // Tensors reduced in place, through slots: every rank its slice of every piece, or all of it. What
@@ -48,7 +52,7 @@ class StagedEngine : public StagedCounters {
 class ReduceEngine : public StagedEngine {
  public:
   ReduceEngine(ProcessRank& self, const ProcessCall& call, std::size_t piece_bytes, bool is_direct)
-      : StagedEngine(self, call),
+      : StagedEngine(self, call, self.line.bytes()),
         line_(self.line),
         piece_bytes_(piece_bytes),
         is_direct_(is_direct),
@@ -180,7 +184,9 @@ class ShareEngine : public StagedEngine {
  public:
   ShareEngine(ProcessRank& self, const ProcessCall& call, std::size_t share_bytes,
               std::size_t part_bytes)
-      : StagedEngine(self, call), share_bytes_(share_bytes), part_bytes_(part_bytes) {}
+      : StagedEngine(self, call, call.kind == CallKind::kReduceScatter ? part_bytes : share_bytes),
+        share_bytes_(share_bytes),
+        part_bytes_(part_bytes) {}
 
   void copy_in(std::size_t piece, std::uint32_t n) {
     switch (call_.kind) {
@@ -436,6 +442,7 @@ void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank
   record = call.record();
   record.sequence = self.sequence;
   record.algorithm = static_cast<std::uint8_t>(algorithm);
+  self.call_digest = record.digest();
   self.lies_otherwise = false;
   self.watch.begin_call(is_background, now);
 }
@@ -492,11 +499,6 @@ bool compare_digests(std::uint64_t digest, ProcessRank& self) {
   const ProcessCall none;
   DigestEngine engine(self, none, digest);
   return exchange(engine, self, 1);
-}
-
-std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
-  // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.
-  return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
 }
 
 std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch) {

@@ -74,6 +74,7 @@ struct ProcessRank {
   const int rank;
   PeerWatch& watch;
   std::uint64_t sequence = 0;       // calls so far
+  std::uint64_t call_digest = 0;    // of the call's record
   std::uint32_t messages = 0;       // announced so far
   std::uint32_t ring_messages = 0;  // on every link
   void (*on_announce)() = [] {};    // see ProcessGroupOptions
@@ -134,6 +135,5 @@ ProcessCall in_index_order(const ProcessCall& call);
 // One more exchange, of digests of the results of the call just run.
 bool compare_digests(std::uint64_t digest, ProcessRank& self);
 std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch);
-std::uint64_t mix(std::uint64_t digest, std::uint64_t value);
 
 }  // namespace pyringar

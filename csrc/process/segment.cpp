@@ -14,7 +14,7 @@ namespace pyringar {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
-constexpr std::uint32_t kVersion = 4;
+constexpr std::uint32_t kVersion = 5;
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
@@ -28,18 +28,20 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
 }
 
 struct Layout {
-  std::size_t lines, devices, staging, ring, total, ring_slot_bytes;
+  std::size_t lines, devices, heads, staging, ring, total, ring_slot_bytes;
 
   explicit constexpr Layout(int world_size)
       : lines(round_up(sizeof(SegmentHeader), kPage)),
         devices(0),
+        heads(0),
         staging(0),
         ring(0),
         total(0),
         ring_slot_bytes(pyringar::ring_slot_bytes(world_size)) {
     const auto k = static_cast<std::size_t>(world_size);
     devices = lines + round_up(k * sizeof(RankLine), kPage);
-    staging = devices + round_up(k * sizeof(DeviceLine), kPage);
+    heads = devices + round_up(k * sizeof(DeviceLine), kPage);
+    staging = heads + round_up(k * kStagingSlots * sizeof(MessageHead), kPage);
     ring = staging + k * kStagingSlots * kSlotBytes;
     total = round_up(ring + k * ring_num_slots(world_size) * ring_slot_bytes, kPage);
   }
@@ -59,6 +61,18 @@ bool CallRecord::agrees(const CallRecord& other) const {
          dtype == other.dtype && divisor == other.divisor && root == other.root &&
          algorithm == other.algorithm && numel == other.numel && num_tensors == other.num_tensors &&
          shapes == other.shapes;
+}
+
+std::uint64_t CallRecord::digest() const {
+  std::uint64_t digest = 0;
+  for (const std::uint64_t word :
+       {sequence, numel, shapes, strides, offsets, std::uint64_t{num_tensors} << 32 | divisor,
+        std::uint64_t{static_cast<std::uint32_t>(root)} << 32 |
+            static_cast<std::uint32_t>(kind) << 24 | static_cast<std::uint32_t>(dtype) << 16 |
+            static_cast<std::uint32_t>(op) << 8 | algorithm}) {
+    digest = mix(digest, word);
+  }
+  return digest;
 }
 
 std::string CallRecord::text() const {
@@ -91,6 +105,7 @@ Segment::Segment(std::byte* memory, int world_size)
   const Layout layout(world_size);
   lines_ = std::launder(reinterpret_cast<RankLine*>(memory + layout.lines));
   devices_ = std::launder(reinterpret_cast<DeviceLine*>(memory + layout.devices));
+  heads_ = std::launder(reinterpret_cast<MessageHead*>(memory + layout.heads));
   staging_ = memory + layout.staging;
   ring_ = memory + layout.ring;
   ring_slot_bytes_ = layout.ring_slot_bytes;
@@ -98,7 +113,7 @@ Segment::Segment(std::byte* memory, int world_size)
 
 std::size_t Segment::devices_bytes() const {
   const Layout layout(world_size_);
-  return layout.staging - layout.devices;
+  return layout.heads - layout.devices;
 }
 
 Segment Segment::lay_out(std::byte* memory, int world_size, const SegmentToken& token) {
@@ -107,6 +122,9 @@ Segment Segment::lay_out(std::byte* memory, int world_size, const SegmentToken& 
     const auto r = static_cast<std::size_t>(rank);
     new (memory + layout.lines + r * sizeof(RankLine)) RankLine;
     new (memory + layout.devices + r * sizeof(DeviceLine)) DeviceLine;
+    for (std::size_t i = r * kStagingSlots; i < (r + 1) * kStagingSlots; ++i) {
+      new (memory + layout.heads + i * sizeof(MessageHead)) MessageHead;
+    }
   }
   new (memory) SegmentHeader{kMagic,       kVersion,   static_cast<std::uint32_t>(world_size),
                              layout.total, kSlotBytes, layout.ring_slot_bytes,

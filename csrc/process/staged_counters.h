@@ -21,13 +21,17 @@ class StagedCounters {
 
   void announce(std::uint32_t n) {
     self_.sleep_in(Phase::kAnnounce);
+    MessageHead& head = segment_.head(self_.rank, n);
+    head.call_digest = self_.call_digest;
+    head.number.store(n, std::memory_order_release);
     line(self_.rank).announced.set(n, kWakeAll, Scope::kProcesses);
     self_.on_announce();
   }
   bool wait_announced(std::uint32_t n) {
     for (int rank = 0; rank < world_size_; ++rank) {
       if (rank == self_.rank) continue;
-      if (!self_.watch.wait(line(rank).announced, n, rank, "to join")) return false;
+      if (self_.watch.pause_for(segment_.head(rank, n).number, n)) continue;
+      if (!self_.watch.wait_slowly(line(rank).announced, n, rank, "to join")) return false;
     }
     return true;
   }

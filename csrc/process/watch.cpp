@@ -96,7 +96,7 @@ void PeerWatch::keep_apart() {
 
 bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
   before_wait();
-  if (pause_for(flag, wanted, num_pauses() - kPausesAtOnce)) return true;
+  if (pause_for(flag.value, wanted, num_pauses() - kPausesAtOnce)) return true;
   keep_apart();
   // Another rank's backward may take long to come here; what it does then does not.
   if (is_background_ && !peers_have_come_) {

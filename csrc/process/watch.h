@@ -59,9 +59,13 @@ class PeerWatch {
   }
 
   bool wait(Flag& flag, std::uint32_t wanted, int peer, const char* what) {
-    return pause_for(flag, wanted, std::min(num_pauses(), kPausesAtOnce)) ||
-           wait_slowly(flag, wanted, peer, what);
+    return pause_for(flag.value, wanted) || wait_slowly(flag, wanted, peer, what);
   }
+  // Its two halves: a number that is written before the flag may be looked at first.
+  bool pause_for(const std::atomic<std::uint32_t>& number, std::uint32_t wanted) const {
+    return pause_for(number, wanted, std::min(num_pauses(), kPausesAtOnce));
+  }
+  bool wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what);
 
   bool failed() const { return !failure_.empty(); }
   const std::string& failure() const { return failure_; }
@@ -87,14 +91,14 @@ class PeerWatch {
 
  private:
   int num_pauses() const { return is_background_ ? kPausesCrowded : num_pauses_; }
-  static bool pause_for(const Flag& flag, std::uint32_t wanted, int num_pauses) {
+  static bool pause_for(const std::atomic<std::uint32_t>& number, std::uint32_t wanted,
+                        int num_pauses) {
     for (int i = 0; i < num_pauses; ++i) {
-      if (reached(flag.value.load(std::memory_order_acquire), wanted)) return true;
+      if (reached(number.load(std::memory_order_acquire), wanted)) return true;
       cpu_pause();
     }
     return false;
   }
-  bool wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const char* what);
   void keep_apart();
   void count_cores();
   bool give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what);

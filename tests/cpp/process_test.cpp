@@ -236,6 +236,8 @@ void process_counters_round(Random& random) {
     line.reduced.value = start - lag;
     line.link.flag.value = start;
     line.link.taken.value = start;
+    const Segment segment = shared.attach(rank);
+    for (std::uint32_t i = 0; i < kStagingSlots; ++i) segment.head(rank, i).number = start;
   }
   const std::deque<Call> calls = random_calls(random, k, 6);
   const std::vector<Random> randoms = random.forks(k);

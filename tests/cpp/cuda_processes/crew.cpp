@@ -82,6 +82,8 @@ std::vector<SharedMemory> Crew::make_memory(int num_groups) const {
       device.finished.value = first_message_;
       segment.line(rank).reduced.value = last_reduced_;
       device.reduced.value = last_reduced_;
+      for (std::uint32_t i = 0; i < kStagingSlots; ++i)
+        segment.head(rank, i).number = first_message_;
     }
   }
   return memory;
