@@ -98,17 +98,23 @@ def _against(peer: Row, own: Row) -> tuple[float, str]:
     return peer.median_s / own.median_s, f"{own.case}, {own.world_size} ranks"
 
 
+def _percents(shares: list[float]) -> str:
+    return f"{min(shares):.0%} to {max(shares):.0%} (median {statistics.median(shares):.0%})"
+
+
 def _lists(sections: Sections) -> Iterator[str]:
     pairs: dict[str, list[tuple[float, str]]] = {"naive": [], "stack": []}
     shares = []
+    num_large = 0
     are_limits = limits(sections["allreduce"].rows) if "allreduce" in sections else {}
     for rows in _cases(sections, "allreduce"):
         own = next((rows[n] for n in ("auto", "fused", "allreduce") if n in rows), None)
         if own is None:
             continue
         share = share_of_limit(own, are_limits)
-        if (own.size_bytes or 0) >= LARGE_BYTES and share:
-            shares.append(share)
+        if (own.size_bytes or 0) >= LARGE_BYTES:
+            num_large += 1
+            shares += [share] if share else []
         for peer, ratios in pairs.items():
             if peer in rows:
                 ratios.append(_against(rows[peer], own))
@@ -116,10 +122,10 @@ def _lists(sections: Sections) -> Iterator[str]:
         if pairs[peer]:
             yield f"Ranks that are lists of one process, against {words}: {_range(pairs[peer])}."
     if shares:
+        reached = f"{max(shares):.0%}" if len(shares) == 1 else _percents(shares)
         yield (
-            f"From 16 MiB on a call reaches {min(shares):.0%} to {max(shares):.0%} of the rate at "
-            f"which memory is read and written once (median {statistics.median(shares):.0%}; in "
-            f"{len(shares)} cases that rate is known)."
+            f"From 16 MiB on a call reaches {reached} of the rate at which memory is read and "
+            f"written once, which is known for {len(shares)} of {num_large} cases."
         )
 
 
@@ -141,11 +147,11 @@ def _auto(sections: Sections) -> Iterator[str]:
         others = sum(row.took_another for row in far)
         worst = max(clear or rows, key=lambda row: row.ratio)
         about = f"{worst.auto.section}, {worst.auto.case}, {worst.auto.world_size} ranks"
+        which = f", in {len(clear)} beyond the noise, in {others} because it took another one"
         yield (
-            f"`auto` is more than {FAR - 1:.0%} behind the best algorithm in {len(far)} of "
-            f"{len(rows)} cases, in {len(clear)} of them beyond the noise, in {others} because it "
-            f"took another one; at worst {worst.ratio:.2f} times ({about}, where "
-            f"`{worst.best.candidate}` is best)."
+            f"`auto` is more than {FAR - 1:.0%} behind the best algorithm in "
+            f"{len(far) or 'none'} of {len(rows)} cases{which if far else ''}; at worst "
+            f"{worst.ratio:.2f} times ({about}, where `{worst.best.candidate}` is best)."
         )
 
 
@@ -188,7 +194,10 @@ def _ddp(sections: Sections) -> Iterator[str]:
 def _bucketing(sections: Sections) -> Iterator[str]:
     rows = sections["bucketing"].rows if "bucketing" in sections else []
     shares = [
-        (1 - row.parts_s["exposed"] / row.parts_s["reductions"], f"{row.case}, {row.world_size}")
+        (
+            max(0.0, 1 - row.parts_s["exposed"] / row.parts_s["reductions"]),
+            f"{row.case}, {row.world_size}",
+        )
         for row in rows
         if row.candidate.startswith("bucketed") and row.parts_s["reductions"] > 0
     ]
