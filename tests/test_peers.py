@@ -171,8 +171,12 @@ def peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Peer:
     return made
 
 
-def measured(cases: list[bench.Case], **options: Any) -> bench.Run:
-    benchmark = replace(SECTIONS["processes"], cases=lambda effort: cases)
+def measured(
+    cases: list[bench.Case], effort: bench.Effort | None = None, **options: Any
+) -> bench.Run:
+    section = SECTIONS["processes"]
+    efforts = section.efforts | ({} if effort is None else {"smoke": effort})
+    benchmark = replace(section, cases=lambda effort: cases, efforts=efforts)
     run = bench.Run(benchmark, "smoke", **options)
     run.measure()
     return run
@@ -230,9 +234,11 @@ def test_a_library_that_computes_out_of_turn_fails_the_run(
     run = measured([case])
     assert set(run.results.facts["idle_share"]) == {"ours", "Fake MPI"}
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "spins"}))
-    monkeypatch.setattr(processes, "LEAST_IDLE_CPU_S", 0.0)  # a short run, maybe on a busy machine
+    # On a busy machine a rank that spins gets nothing for a while: so long that it gets its share.
+    monkeypatch.setattr(processes, "LEAST_IDLE_CPU_S", 0.0)
+    monkeypatch.setattr("benchmarks.peers.group.LONG_S", 0.0)
     with pytest.raises(GroupError, match=r"Fake MPI: a rank used .*% of a processor while"):
-        measured([case])
+        measured([case], bench.Effort(rounds=10_000, budget_s=2.0))
 
 
 def test_beside_a_busy_process(peer: Peer) -> None:
