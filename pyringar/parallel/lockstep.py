@@ -295,8 +295,7 @@ def are_side_by_side(devices: Sequence[torch.device], in_turns: bool | None = No
 
     Args:
         devices: One per rank.
-        in_turns: True: they never do. None: where all are on CPUs, which is where that was found to
-            be faster. False: also on GPUs.
+        in_turns: True: they never do. None: where all are on CPUs. False: also on GPUs.
 
     Raises:
         ArgumentError: ``in_turns`` is False, and two ranks share a GPU; names it.
