@@ -302,6 +302,7 @@ def test_threads_end_with_the_communicator():
 
 
 @linux
+@pytest.mark.slow
 def test_memory_does_not_grow():
     def resident_kib() -> int:
         with open("/proc/self/statm") as statm:

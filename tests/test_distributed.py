@@ -104,7 +104,7 @@ def test_peer_lost(how):
     assert seconds < 5, "long before the deadline"
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=pytest.mark.slow), "future"])
 def test_peer_late(how):
     waiter, _ = run_group(distributed_faults.peer_late, 2, how, timeout_s=2.0)
     kind, _, text, seconds = waiter
@@ -125,7 +125,7 @@ def test_mismatch(case, how):
         assert all(error[0] != "none" for error in again), "a group that failed goes on"
 
 
-@pytest.mark.parametrize("backend", ["ringar", "gloo"])
+@pytest.mark.parametrize("backend", ["ringar", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["killed", "sleeping"])
 def test_data_parallel_fails(what, backend):
     survivor, other = run_group(

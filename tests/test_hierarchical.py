@@ -444,7 +444,7 @@ def die_as_rank(rank, world_size, store, how):
     return found
 
 
-@pytest.mark.parametrize("how", ["killed", "closed", "late"])
+@pytest.mark.parametrize("how", ["killed", "closed", pytest.param("late", marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_is_an_error_on_all_machines(how):
     pool = Crew(4)
     answers = pool.results(die_as_rank, how)
