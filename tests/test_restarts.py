@@ -39,7 +39,7 @@ for step in range(4):
     assert torch.equal(tensor, 3 * torch.arange(5.0) + 3), tensor
     if attempt == 0 and rank == int(sys.argv[2]) and step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-print(f"attempt {attempt} rank {rank} is done", flush=True)
+print(f"attempt {attempt} rank {rank} is done\\n", end="", flush=True)
 if sys.argv[1] == "backend":
     dist.destroy_process_group()
 """

@@ -185,7 +185,7 @@ oracle.machines = sys.argv[1]
 dist.init_process_group("ringar")
 for name in ("data_parallel", "fully_sharded", "zero_redundancy", "accumulation"):
     distributed_training.CASES[name](dist.get_rank(), dist.get_world_size())
-print(f"rank {dist.get_rank()} is done", flush=True)
+print(f"rank {dist.get_rank()} is done\\n", end="", flush=True)  # one write: ranks share a pipe
 dist.destroy_process_group()
 """
 
