@@ -340,6 +340,8 @@ void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned f
   ((parallel_t)next("GOMP_parallel"))(body, data, threads, flags);
 }
 int omp_get_thread_num(void) { return ((number_t)next("omp_get_thread_num"))(); }
+int omp_get_num_threads(void) { return ((number_t)next("omp_get_num_threads"))(); }
+int omp_get_thread_limit(void) { return ((number_t)next("omp_get_thread_limit"))(); }
 int omp_get_max_threads(void) { return ((number_t)next("omp_get_max_threads"))(); }
 #ifndef LACKS
 int omp_in_parallel(void) { return ((number_t)next("omp_in_parallel"))(); }
@@ -381,6 +383,36 @@ assert ("it lacks functions of OpenMP" in told) == {lacks}, told
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("OMP_THREAD_LIMIT", "1", "on the caller's thread"),
+        ("OMP_THREAD_LIMIT", "2", "on torch's 2 threads"),
+        ("OMP_MAX_ACTIVE_LEVELS", "0", ""),
+        ("OMP_DYNAMIC", "true", ""),
+    ],
+)
+def test_openmp_gives_fewer_threads_than_torch_asks_for(variable, value, told):
+    """All ranks run all the same; plans tell the limit."""
+    done = run_fresh(
+        f"""
+import torch, pyringar as pr
+torch.set_num_threads(4)
+for k in (2, 4):
+    with pr.Communicator(["cpu"] * k, timeout=20) as comm:
+        for algorithm in ("fused", "direct", "ring") * 2:
+            tensors = [torch.full((300_001,), rank + 1.0) for rank in range(k)]
+            torch.ones(1 << 17).mul_(2)
+            comm.all_reduce(tensors, algorithm=algorithm)
+            assert all(bool((t == k * (k + 1) // 2).all()) for t in tensors), (algorithm, k)
+        assert {told!r} in comm.plan(1 << 26).threads
+""",
+        timeout_s=60,
+        **{variable: value},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # -- what people are told --------------------------------------------------------------------------
 
 
@@ -392,6 +424,9 @@ def test_plan_and_info_say_which_threads_work(torch_threads):
         assert f"on torch's 2 threads of {library}" in comm.plan(1 << 26).threads
         assert "on the caller's thread" in comm.plan(64).threads
         assert f"on torch's 2 threads of {library}" in str(comm.plan(1 << 26))
+        assert comm.plan(1 << 26).threads.endswith("else on the caller's and helpers")
+        assert comm.plan(1 << 20).threads.endswith("and helpers that are awake")
+        assert comm.plan(1 << 70).threads == comm.plan(1 << 26).threads
     with pr.Communicator(["cpu"] * 2, algorithm="ring") as ring:
         assert ring.plan(1 << 26).threads == ""
     assert load.engine().describe_workers(8) == "on the caller's thread"

@@ -152,7 +152,7 @@ void fuse_alone(std::span<const Buffers> tensors, Fold fold) {
 
 bool fuse_in_team(std::span<const Buffers> tensors, Fold fold, int num_threads) {
   BlockList blocks(tensors, fold, num_threads);
-  return torch_team::try_run([&](int thread) { blocks.take_blocks(thread); });
+  return torch_team::try_run([&](int thread, int) { blocks.take_blocks(thread); });
 }
 
 void fuse_with_helpers(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool,
@@ -189,11 +189,14 @@ bool is_best_done_at_once(std::span<const Buffers> tensors) {
 std::string describe_workers(std::size_t traffic_bytes) {
   const int most = most_threads(traffic_bytes, Beside::kNothing);
   if (most == 1) return "on the caller's thread";
+  const bool is_small = traffic_bytes < kAloneWhenColdBytes;
+  const char* const helpers = is_small ? "helpers that are awake" : "helpers";
   const torch_team::State team = torch_team::state();
-  if (!team.why_not.empty()) return join("on helper threads: ", team.why_not);
+  if (!team.why_not.empty()) {
+    return join("on the caller's thread and ", helpers, ": ", team.why_not);
+  }
   return join("on torch's ", most, " threads of ", team.library,
-              " while they are awake, else on the "
-              "caller's and helpers");
+              " while they are awake, else on the caller's and ", helpers);
 }
 
 }  // namespace pyringar

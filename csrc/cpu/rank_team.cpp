@@ -34,13 +34,13 @@ void RankTeam::run(const std::function<void(int rank)>& program, Beside beside) 
 }
 
 bool RankTeam::run_in_torch_team(const std::function<void(int rank)>& program) {
-  if (torch_team::num_threads() >= world_size_) {
-    return torch_team::try_run([&](int thread) noexcept {
-      if (thread < world_size_) program(thread);
-    });
-  }
+  const auto run_rank = [&](int rank) noexcept { program(rank); };
   Flag returned;
-  return torch_team::try_run([&](int thread) {
+  return torch_team::try_run([&](int thread, int num_threads) {
+    if (num_threads >= world_size_) {
+      if (thread < world_size_) run_rank(thread);
+      return;
+    }
     if (thread != 0) return wait_for_flag(returned, 1);
     struct AtEnd {
       Flag& flag;

@@ -3,7 +3,7 @@
 // Contract  run(program) calls program(rank) for every rank at the same time, rank 0 on the
 //           caller's thread, and returns when all have returned. Torch's threads, which spin after
 //           an operation and would keep ranks off their cores for milliseconds, are the ranks'
-//           threads where there are enough of them, and else wait until the ranks have returned.
+//           threads where OpenMP gives enough of them, and else wait until the ranks have returned.
 //           Programs wait only through Watch, whose waits end when no rank has moved for the
 //           timeout, so run() ends. The first to find so makes the others give up; of all their
 //           failures the one that names the culprit is kept. A program must not throw: all it may

@@ -19,7 +19,9 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
+#include <climits>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -36,7 +38,9 @@ struct Runtime {
   int (*torch_threads)() = nullptr;
   void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags) = nullptr;
   int (*thread_num)() = nullptr;
+  int (*team_size)() = nullptr;
   int (*max_threads)() = nullptr;
+  int (*thread_limit)() = nullptr;
   int (*in_parallel)() = nullptr;
   State state;
 };
@@ -69,7 +73,9 @@ State find_openmp(void* torch, Runtime* found) {
   }
   void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr || !find(library, "omp_get_thread_num", &found->thread_num) ||
+      !find(library, "omp_get_num_threads", &found->team_size) ||
       !find(library, "omp_get_max_threads", &found->max_threads) ||
+      !find(library, "omp_get_thread_limit", &found->thread_limit) ||
       !find(library, "omp_in_parallel", &found->in_parallel) ||
       !find(library, "GOMP_parallel", &found->parallel)) {
     return {name_of(path), "it lacks functions of OpenMP"};
@@ -127,7 +133,7 @@ bool is_awake() {
 }
 
 struct Region {
-  const std::function<void(int)>& work;
+  const std::function<void(int, int)>& work;
   const Runtime& runtime;
   std::optional<clockid_t> worker_clock{};
   std::mutex mutex{};
@@ -140,7 +146,7 @@ struct Region {
     if (thread == 1) region.worker_clock = own_clock();
     try {
       const DefaultFloatMode mode;
-      region.work(thread);
+      region.work(thread, region.runtime.team_size());
     } catch (...) {
       const std::lock_guard<std::mutex> lock(region.mutex);
       if (!region.error) region.error = std::current_exception();
@@ -154,18 +160,19 @@ int num_threads() {
   const Runtime& found = runtime();
   if (found.torch_threads == nullptr) return 0;
   const bool is_inside = found.in_parallel != nullptr && found.in_parallel() != 0;
-  return is_inside ? 1 : found.torch_threads();
+  if (is_inside) return 1;
+  const int limit = found.thread_limit == nullptr ? INT_MAX : found.thread_limit();
+  return std::min(found.torch_threads(), limit);
 }
 
 // Other numbers of threads: torch computes with threads of another kind.
 bool is_ready() {
   const Runtime& found = runtime();
   if (found.parallel == nullptr || is_forked() || found.in_parallel() != 0) return false;
-  const int num_threads = found.torch_threads();
-  return num_threads > 1 && num_threads == found.max_threads() && is_awake();
+  return num_threads() > 1 && found.torch_threads() == found.max_threads() && is_awake();
 }
 
-bool try_run(const std::function<void(int thread)>& work) {
+bool try_run(const std::function<void(int thread, int num_threads)>& work) {
   if (is_taken.exchange(true, std::memory_order_acquire)) return false;
   Region region{work, runtime()};
   region.runtime.parallel(&Region::body, &region, 0, 0);
@@ -191,7 +198,7 @@ namespace pyringar::torch_team {
 
 int num_threads() { return 0; }
 bool is_ready() { return false; }
-bool try_run(const std::function<void(int thread)>&) { return false; }
+bool try_run(const std::function<void(int, int)>&) { return false; }
 State state() { return {"", "this build of the engine joins no threads of torch's"}; }
 
 }  // namespace pyringar::torch_team

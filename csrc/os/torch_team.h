@@ -6,11 +6,12 @@
 //           threads wait for each other, there is none.
 // Contract  After an operation torch's threads spin for milliseconds, each on a core: a helper of
 //           ours would have to share one, while these are there at once. try_run(work) calls
-//           work(thread) on all of them, the caller being thread 0, and returns when all calls
-//           have; everything before it is visible to them, everything they wrote is visible after
-//           it. What the first to fail threw is thrown by try_run(). Each thread computes in
-//           IEEE's default mode. The number of threads is torch's, never another: libgomp ends and
-//           starts threads wherever that changes.
+//           work(thread, how many) on all of them, the caller being thread 0, and returns when all
+//           calls have; everything before it is visible to them, everything they wrote is visible
+//           after it. What the first to fail threw is thrown by try_run(). Each thread computes in
+//           IEEE's default mode. It asks for torch's number of threads, never another, since
+//           libgomp ends and starts threads wherever that changes; as torch, it may be given fewer
+//           (OMP_DYNAMIC).
 // Threads   any. One region at a time in the whole process: several threads that call at once
 //           would have a team each, more than there are cores.
 // Forks     a process that was forked, and has not become another program since, has no team: its
@@ -30,17 +31,18 @@ enum class Beside { kNothing, kTorch };
 
 namespace pyringar::torch_team {
 
-// How many threads an operation of torch's has in this thread (torch.set_num_threads); 1 inside of
-// a parallel region; 0 where no torch is loaded.
+// How many threads an operation of torch's has at most in this thread (torch.set_num_threads, and
+// OMP_THREAD_LIMIT); 1 inside of a parallel region; 0 where no torch is loaded.
 int num_threads();
 
-// Whether this thread has a team, of two at least, whose threads are awake. Waking them costs up to
+// Whether this thread's team has two threads at least, and they are awake or have never worked for
+// us: then a region starts them where torch has not. Waking them costs up to
 // milliseconds, since a thread that wakes is often put on the core of the one that waits for it;
 // helpers of ours are kept off it (os/thread.h). Asked once for each job: two system calls.
 bool is_ready();
 
 // False, and nothing done, where another thread has its team at work. Only where is_ready().
-bool try_run(const std::function<void(int thread)>& work);
+bool try_run(const std::function<void(int thread, int num_threads)>& work);
 
 // For people: the file of the runtime that torch computes with, or why nobody can join its threads.
 struct State {

@@ -6,6 +6,7 @@ One process drives all ranks: every call takes one tensor (or list) per rank, in
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -186,7 +187,8 @@ class Communicator(EngineCommunicator):
             order: Overrides the communicator's.
             async_op: Return a `Work` and reduce in the background. ``naive`` and ``sharded``
                 reduce before they return, and so may ``fused`` on CPUs where that takes less time
-                than to hand it over. Until it is done, no ``resize_`` of its tensors.
+                than to hand it over. Until it is done, its tensors' memory must stay, see
+                `Work`.
 
         Raises:
             ArgumentError: Names the index and value that is wrong; nothing was changed.
@@ -321,9 +323,10 @@ class Communicator(EngineCommunicator):
         Returns:
             A callable without arguments that reduces ``tensors`` in place. It looks at nothing
             again: tensors must stay as they are. After a new ``.data`` or ``set_`` it reduces their
-            old memory, which it keeps; a ``resize_`` to more elements, or one of their storage,
-            frees that memory, and a call would then write where it must not. Bind again after
-            such a change.
+            old memory, which it keeps. A ``resize_`` to more elements or of their storage,
+            ``share_memory_()`` and sending a tensor through ``torch.multiprocessing`` free that
+            memory, and a call would then write where it must not. Bind again after such a
+            change.
 
         See `all_reduce` for the other arguments and errors.
         """
@@ -439,7 +442,8 @@ class Communicator(EngineCommunicator):
         plan = Plan.of(algorithm, reason, self._topology, nbytes)
         if algorithm != "fused" or self._topology.place != "host":
             return plan
-        return replace(plan, threads=load.engine().describe_workers(plan.traffic_bytes))
+        traffic_bytes = min(plan.traffic_bytes, sys.maxsize)
+        return replace(plan, threads=load.engine().describe_workers(traffic_bytes))
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what ran so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.

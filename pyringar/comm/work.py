@@ -14,8 +14,9 @@ __all__ = ["Work"]
 class Work:
     """A collective that runs in the background, returned by ``async_op=True``.
 
-    Until it is done its tensors must be neither read nor written, nor their memory resized: after
-    ``resize_`` or ``untyped_storage().resize_()`` the engine writes where memory was freed.
+    Until it is done its tensors must be neither read nor written, nor their memory resized or
+    shared: after ``resize_``, ``untyped_storage().resize_()``, ``share_memory_()`` or sending one
+    through ``torch.multiprocessing`` the engine writes where memory was freed.
     Dropping it is fine, and so is dropping or changing the lists, or a new ``.data``: the
     communicator keeps the memory that the tensors had, and reduces that.
     """

@@ -59,7 +59,7 @@ void wait_until_ready(const Torch& torch) {
   CHECK(!"the team never got ready");
 }
 
-void run(const Torch& torch, const std::function<void(int)>& work) {
+void run(const Torch& torch, const std::function<void(int, int)>& work) {
   wait_until_ready(torch);
   CHECK(torch_team::try_run(work));
 }
@@ -67,8 +67,8 @@ void run(const Torch& torch, const std::function<void(int)>& work) {
 void every_thread_works_once(const Torch& torch) {
   std::array<std::atomic<int>, kThreads> calls{};
   std::array<std::thread::id, kThreads> ids{};
-  run(torch, [&](int thread) {
-    CHECK(thread >= 0 && thread < kThreads);
+  run(torch, [&](int thread, int num_threads) {
+    CHECK(thread >= 0 && thread < num_threads && num_threads == kThreads);
     const auto i = static_cast<std::size_t>(thread);
     calls[i].fetch_add(1);
     ids[i] = std::this_thread::get_id();
@@ -83,7 +83,7 @@ void one_error_comes_out(const Torch& torch) {
     std::atomic<int> calls{0};
     bool has_thrown = false;
     try {
-      run(torch, [&](int thread) {
+      run(torch, [&](int thread, int) {
         calls.fetch_add(1);
         if (thread == thrower || thrower < 0) throw std::bad_alloc();
       });
@@ -97,11 +97,13 @@ void one_error_comes_out(const Torch& torch) {
 
 void nobody_joins_twice(const Torch& torch) {
   std::atomic<int> others{0};
-  run(torch, [&](int thread) {
+  run(torch, [&](int thread, int) {
     CHECK(torch_team::num_threads() == 1);
     CHECK(!torch_team::is_ready());
     if (thread != 0) return;
-    std::thread([&] { others += torch_team::try_run([&](int) { others += 10; }) ? 1 : 0; }).join();
+    std::thread([&] {
+      others += torch_team::try_run([&](int, int) { others += 10; }) ? 1 : 0;
+    }).join();
   });
   CHECK(others == 0);
   CHECK(torch_team::num_threads() == kThreads);
@@ -110,7 +112,7 @@ void nobody_joins_twice(const Torch& torch) {
 // The team's threads began while the caller flushed denormals, and do so themselves.
 void all_compute_in_the_default_mode(const Torch& torch) {
   std::atomic<int> kept{0};
-  run(torch, [&](int) {
+  run(torch, [&](int, int) {
     volatile float tiny = std::numeric_limits<float>::denorm_min();
     kept += tiny * 2.0f > 0 ? 1 : 0;
   });
@@ -118,7 +120,7 @@ void all_compute_in_the_default_mode(const Torch& torch) {
 }
 
 void threads_that_sleep_are_left_alone(const Torch& torch) {
-  run(torch, [](int) {});
+  run(torch, [](int, int) {});
   for (int i = 0; i < 100 && torch_team::is_ready(); ++i) usleep(20'000);
   CHECK(!torch_team::is_ready());
   wait_until_ready(torch);
@@ -134,7 +136,7 @@ void another_number_of_threads(const Torch& torch) {
 }
 
 void a_child_joins_nobody(const Torch& torch) {
-  run(torch, [](int) {});
+  run(torch, [](int, int) {});
   const pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
