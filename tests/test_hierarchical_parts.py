@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import time
 from functools import partial
 
@@ -79,8 +80,19 @@ def test_every_rank_is_carried_by_one_on_each_other_machine_that_knows_it():
             assert {place.where(peer) for peer in place.peers} == set(place.others)
 
 
-def test_a_broadcast_comes_to_every_machine_once_within_a_column():
-    for nodes in layouts(4):
+def many_machines(num_layouts: int):
+    """Four to nine machines of random numbers of ranks, dealt at random."""
+    dice = random.Random(7)
+    for _ in range(num_layouts):
+        machine_of = [*range(dice.randint(4, 9))]
+        machine_of += [dice.choice(machine_of) for _ in range(dice.randint(0, 12))]
+        dice.shuffle(machine_of)
+        nodes = [[r for r, m in enumerate(machine_of) if m == node] for node in set(machine_of)]
+        yield sorted(nodes)
+
+
+def test_a_broadcast_comes_to_every_machine_once_over_connections_that_are_there():
+    for nodes in itertools.chain(layouts(4), many_machines(100)):
         places = [Machines.of(nodes, rank) for rank in range(sum(map(len, nodes)))]
         for root in range(len(places)):
             reached = []

@@ -93,13 +93,16 @@ class Machines(NamedTuple):
         """Say how machines pass on what rank ``root`` has, each to twice as many as before.
 
         Returns:
-            Of each machine the rank that passes it on; and this machine's parent, None at the root,
-            and its children.
+            Of each machine the rank that passes it on, the carrier of its parent's; and this
+            machine's parent, None at the root, and its children.
         """
         first = self.where(root)
-        at = self.nodes[first].index(root)
-        heads = [ranks[at % len(ranks)] for ranks in self.nodes]
         num = len(self.nodes)
+        heads = [root] * num
+        for place in range(1, num):
+            above, node = (place - (place & -place) + first) % num, (place + first) % num
+            head = self.nodes[above].index(heads[above])
+            heads[node] = Machines(self.nodes, above, head).carrier(node)
         place = (self.node - first) % num
         lowest = place & -place if place else num
         parent = (place - lowest + first) % num if place else None
