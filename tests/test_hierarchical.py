@@ -228,13 +228,13 @@ def test_nobody_leaves_a_barrier_before_all_have_come(pool):
     assert min(after for _, after in times) >= max(before for before, _ in times)
 
 
-def group_as_rank(rank, world_size, store):
+def group_as_rank(rank, world_size, store, machines):
     """With torch.distributed initialised its groups may be taken."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
-        os.environ["PYRINGAR_NODE_ID"] = TWO_BY_TWO[rank]
+        os.environ["PYRINGAR_NODE_ID"] = machines[rank]
         with HierarchicalCommunicator(timeout=20.0, backend="gloo") as comm:
             tensor = whole(1001, rank, torch.float32)
             comm.all_reduce(tensor)
@@ -244,9 +244,10 @@ def group_as_rank(rank, world_size, store):
         dist.destroy_process_group()
 
 
-def test_the_groups_of_torch_distributed(pool):
+@pytest.mark.parametrize("machines", [TWO_BY_TWO, INTERLEAVED, "abba", "abaa"])
+def test_the_groups_of_torch_distributed(pool, machines):
     expected = sum(whole(1001, rank, torch.float32) for rank in range(4))
-    for tensor in pool.check(group_as_rank):
+    for tensor in pool.check(group_as_rank, machines):
         assert torch.equal(tensor, expected)
 
 

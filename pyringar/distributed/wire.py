@@ -151,12 +151,11 @@ class TorchInter:
         self._num_crossed = 0
         self.set_timeout(timeout_s)
         column = next(i for i, ranks in enumerate(columns) if rank in ranks)
-        self._at = {other: place for place, other in enumerate(columns[column])}
         if backend == "nccl":
             _check_nccl()
         try:
             with default_float_mode():  # of this thread, and of those that gloo adds in
-                self._group = _new_groups(columns, rank, backend, self._timeout)[column]
+                group = _new_groups(columns, rank, backend, self._timeout)[column]
         except RingarError:
             raise
         except RuntimeError as error:
@@ -164,6 +163,8 @@ class TorchInter:
                 f"rank {rank} cannot connect to ranks {list(columns[column])} of the other "
                 f"machines: {error}; GLOO_SOCKET_IFNAME names the network to take"
             ) from error
+        self._group = group
+        self._at = {other: dist.get_group_rank(group, other) for other in columns[column]}
 
     def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """See `Inter`."""
