@@ -110,16 +110,16 @@ def local_errors(rank: int, size: int, store: Any) -> Any:
         error_of(lambda: comm.all_reduce([tensor, expanded], "mean")),
         error_of(lambda: comm.broadcast(expanded, 1)),
     ]
-    zeros = torch.zeros
+    empty = torch.empty
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory for you")
 
-    torch.zeros = refuse  # type: ignore[assignment]
+    torch.empty = refuse  # type: ignore[assignment]
     try:
         errors.append(error_of(lambda: comm.all_reduce([tensor, numbers(rank)])))
     finally:
-        torch.zeros = zeros
+        torch.empty = empty
     comm.all_reduce(tensor)
     comm.close()
     return errors, tensor.tolist()

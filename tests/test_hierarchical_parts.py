@@ -104,8 +104,7 @@ def test_a_broadcast_comes_to_every_machine_once_over_connections_that_are_there
                 assert (parent is None) == (place.rank == root)
                 for child in children:
                     assert places[heads[child]].tree(root)[1] == place.node
-                    (column,) = [c for c in place.columns if place.rank in c]
-                    assert heads[child] in column
+                    assert heads[child] in place.peers, (nodes, root, place.rank)
             assert sorted([*reached, places[0].where(root)]) == list(range(len(nodes)))
 
 
@@ -219,6 +218,62 @@ def test_all_reduce_adds_ranks_then_machines_wherever_pieces_end(
             oracle.assert_all_ranks(got, oracle.reduced(parts, op), (machines, dtype, numel))
             at += 1
     assert [roots for _, roots in answers] == [[0.0, 1.0, 2.0, 3.0]] * 4
+
+
+# -- tensors that lie in another way on each rank --------------------------------------------------
+
+LIES = {
+    "contiguous": lambda x: x.clone(),
+    "spread": lambda x: torch.zeros(len(x), 3)[:, 1].copy_(x),
+    "shifted": lambda x: torch.zeros(len(x) + 1)[1:].copy_(x),
+    "negated": lambda x: torch.complex(x, -x).conj().imag,
+}
+
+
+def lying(rank: int, shift: int, numel: int, seed: int = 0) -> Tensor:
+    """Floats of ``rank``, that lie in one of four ways: on four ranks in all of them."""
+    how = list(LIES.values())[(rank + shift) % len(LIES)]
+    return how(values(numel, torch.float32, rank + 10 * seed))
+
+
+def lies_as_rank(rank, world_size, store, machines):
+    with join(rank, world_size, store, machines) as comm:
+        found = {}
+        for shift, numel in itertools.product(range(4), (1, 2, 7, 4097)):
+            alone, listed = (lying(rank, shift, numel) for _ in range(2))
+            many = [lying(rank, shift + i, numel + i, i) for i in range(3)]
+            comm.all_reduce(alone)
+            comm.all_reduce([listed])
+            comm.all_reduce(many, async_op=True).wait()
+            sent = lying(rank, shift, numel)
+            comm.broadcast(sent, shift)
+            parts, part = lying(rank, shift, 4 * numel, 4), lying(rank, shift + 1, numel)
+            comm.reduce_scatter(part, parts)
+            comm.all_gather(parts, lying(rank, shift, numel))
+            tensors = [alone, listed, *many, sent, part, parts]
+            found[shift, numel] = [t.resolve_neg().contiguous() for t in tensors]
+        return found
+
+
+@pytest.mark.parametrize("machines", ["aabb", "aaba", "abbb", "abca", "aaaa"])
+def test_where_tensors_lie_on_other_ranks_changes_no_bit(pool, machines, in_machine_order):
+    in_machine_order(machines)
+    answers = pool.check(lies_as_rank, machines)
+
+    def summed(numel: int, seed: int) -> Tensor:
+        parts = [values(numel, torch.float32, rank + 10 * seed) for rank in range(4)]
+        return oracle.reduced(parts, "sum")
+
+    for shift, numel in answers[0]:
+        single, scattered = summed(numel, 0), summed(4 * numel, 4)
+        many = [summed(numel + i, i) for i in range(3)]
+        sent = values(numel, torch.float32, shift)
+        gathered = torch.cat([values(numel, torch.float32, rank) for rank in range(4)])
+        for rank, found in enumerate(answers):
+            part = scattered[rank * numel : (rank + 1) * numel]
+            wanted = [single, single, *many, sent, part, gathered]
+            for what, (got, want) in enumerate(zip(found[shift, numel], wanted, strict=True)):
+                oracle.assert_bits(got, want, (machines, shift, numel, rank, what))
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -130,18 +130,22 @@ class Between:
 
     def num_pieces(self, numel: int, dtype: torch.dtype) -> int:
         """Return in how many pieces an all_reduce of one tensor crosses."""
-        return len(self._pieces(-(-numel // self._machines.world_size), dtype))
+        rows, rest = divmod(numel, self._machines.world_size)
+        return len(self._pieces(rows, dtype)) + (rest > 0)
 
     def _laid_out(
         self, tensors: Sequence[Tensor]
     ) -> list[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]:
-        """Return what `pack` does; one tensor that can be reduced where it lies is not copied."""
+        """Return what `pack` does; one tensor that can be reduced where it lies is not copied.
+
+        Lengths depend on what ranks have compared alone: tensors may lie in another way elsewhere.
+        """
         if len(tensors) == 1 and self._in_place:
             tensor = tensors[0]
             is_flat = tensor.is_contiguous() and has_plain_memory(tensor)
             if is_flat and tensor.dtype == wide(tensor.dtype):
                 return [(tensor.data.view(-1), [], [])]
-        return [*pack(tensors, self._machines.world_size)]
+        return pack(tensors)
 
     def _reduce_flat(self, flat: Tensor, op: str, what: str, agreed: Wait) -> None:
         """Reduce in pieces: one is summed inside while the sums, and the results, of two cross."""

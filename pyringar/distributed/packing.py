@@ -27,13 +27,12 @@ def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pack(
-    tensors: Sequence[Tensor], multiple: int
-) -> list[tuple[Tensor, list[Tensor], list[Tensor]]]:
+    tensors: Sequence[Tensor],
+) -> list[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]:
     """Copy tensors end to end into flat memory, one for each dtype; 16-bit floats as float32.
 
     Args:
         tensors: What is copied, all on one device.
-        multiple: Each flat memory has a multiple of so many elements; those at its end are zeros.
 
     Returns:
         Of each dtype the flat memory, where each tensor lies in it, and these tensors.
@@ -41,11 +40,10 @@ def pack(
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(wide(tensor.dtype), []).append(tensor)
-    packed = []
+    packed: list[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]] = []
     for dtype, mine in by_dtype.items():
         numel = sum(tensor.numel() for tensor in mine)
-        size = -(-numel // multiple) * multiple
-        flat = torch.zeros(size, dtype=dtype, device=mine[0].device)
+        flat = torch.empty(numel, dtype=dtype, device=mine[0].device)
         views = views_of(flat, mine)
         for view, tensor in zip(views, mine, strict=True):
             view.copy_(tensor)
