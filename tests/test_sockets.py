@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from datetime import timedelta
 import oracle
 import pytest
 import torch
+from ranks import Crew, connect
 from torch.distributed import HashStore
 
 import pyringar as pr
@@ -107,6 +109,31 @@ def test_a_deadline_counts_from_the_last_byte_and_names_who_is_late(pair):
     assert error.value.peer == 1
 
 
+def waits_as_rank(state, port: int) -> float:
+    inter = SocketInter(connect(port), 1, [0], 1.5)
+    got = torch.empty(1)
+    wait = inter.exchange([(0, torch.ones(1))], [(0, got)])
+    wait()
+    inter.close()
+    return got.item()
+
+
+def test_time_in_which_who_waits_is_stopped_does_not_count():
+    with Crew(1) as crew:
+        crew.start(waits_as_rank, port=crew.port)
+        inter = SocketInter(connect(crew.port), 0, [1], 20.0)
+        got = torch.empty(1)
+        inter.exchange([], [(1, got)])()
+        time.sleep(0.2)
+        crew[0].send(signal.SIGSTOP)
+        time.sleep(2)
+        crew[0].send(signal.SIGCONT)
+        time.sleep(0.2)
+        inter.exchange([(1, torch.full((1,), 7.0))], [])()
+        assert crew.values() == [7.0]
+        inter.close()
+
+
 def test_progress_counts_bytes_either_way(pair):
     first, second = pair
     wait = first.exchange([], [(1, torch.empty(3))])
@@ -194,6 +221,21 @@ def test_a_hello_may_come_in_parts():
             assert connection.recv(1) == sockets._WELCOME
             connection.sendall(sockets._TAKEN)
             made.result().close()
+
+
+def test_who_is_silent_or_slow_keeps_nobody_waiting():
+    store = HashStore()
+    with ThreadPoolExecutor(2) as both:
+        listening = both.submit(SocketInter, store, 0, [1, 2], 20.0)
+        silent, hello = said_by(store)
+        slow, _ = said_by(store)
+        with silent, slow:
+            both.submit(SocketInter, store, 2, [0], 20.0).result(3.0).close()
+            slow.sendall(hello)
+            assert slow.recv(1) == sockets._WELCOME
+            slow.sendall(sockets._TAKEN)
+            listening.result().close()
+            assert silent.recv(1) == b""
 
 
 def test_who_is_gone_before_it_was_welcome_is_not_taken_for_the_rank():

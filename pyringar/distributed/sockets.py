@@ -17,11 +17,12 @@ import json
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -38,10 +39,32 @@ _WELCOME, _TAKEN = b"!", b"+"
 _HELLO = struct.Struct(f"!{_WORD_BYTES}sI")
 # How long to look before sleeping: to be woken takes longer than many a message.
 _SPIN_S = 200e-6
-_LOOK_S = 1.0  # between looks at whether this one was aborted
+_LOOK_S = 1.0  # between looks at whether this one was aborted, or stopped
 _ASK_S = 0.01  # between questions to the store
-_HELLO_S = 5.0  # for who has connected, to say who it is
 _MOST_S = 1e6  # a socket takes no more than some weeks
+
+
+class _Patience:
+    """Count the seconds that a wait may still last: not those in which this process is stopped.
+
+    Whoever waits sleeps in naps, since of a longer time no more than a nap counts.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s = seconds
+        self._longest_s = min(_LOOK_S, seconds / 4)
+        self._looked_at = time.monotonic()
+
+    def nap_s(self) -> float:
+        """Return for how long to sleep now; less than 0: the time is up."""
+        return min(self.left_s(self._longest_s), self._longest_s)
+
+    def left_s(self, slept_s: float) -> float:
+        """Return what is left; ``slept_s``: how long this process meant to sleep since the last."""
+        now = time.monotonic()
+        self._left_s -= min(now - self._looked_at, slept_s + 0.1)
+        self._looked_at = now
+        return self._left_s
 
 
 class _Stream:
@@ -127,29 +150,28 @@ class SocketInter:
         self._is_over = False
         self._streams: dict[int, _Stream] = {}
         try:
-            self._connect(store, rank, peers, time.monotonic() + timeout_s)
+            self._connect(store, rank, peers, timeout_s)
         except BaseException:
             self.close()
             raise
         # A child's copies would keep connections open when this process is gone.
         close_at_exit(self, SocketInter.close, in_child=SocketInter.close)
 
-    def _connect(self, store: Any, rank: int, peers: Sequence[int], deadline: float) -> None:
+    def _connect(self, store: Any, rank: int, peers: Sequence[int], timeout_s: float) -> None:
         """Those of lower ranks listen, and those of higher ones call."""
+        patience = _Patience(timeout_s)
         word = secrets.token_bytes(_WORD_BYTES)
         callers = {peer for peer in peers if peer > rank}
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.create_server(("", 0), backlog=len(peers) + 8))
             where = {"hosts": _own_hosts(), "port": listener.getsockname()[1], "word": word.hex()}
-            asked = PatientStore(store, "machines", rank, deadline)
+            asked = PatientStore(store, "machines", rank, time.monotonic() + timeout_s)
             stack.callback(asked.close)
             asked.set(f"wire/{rank}", json.dumps(where))
             for peer in sorted(set(peers) - callers):
-                self._streams[peer] = _Stream(peer, _call(asked, rank, peer, deadline))
-            while callers:
-                connection, peer = _answer(listener, word, callers, rank, deadline)
+                self._streams[peer] = _Stream(peer, _call(asked, rank, peer, patience))
+            for connection, peer in _answers(listener, word, callers, rank, patience):
                 self._streams[peer] = _Stream(peer, connection)
-                callers.discard(peer)
 
     def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Wait:
         """See `Inter`."""
@@ -163,16 +185,16 @@ class SocketInter:
             self._move(self._streams[peer])
 
         def wait() -> None:
-            left_bytes, ends = -1, 0.0
+            left_bytes, patience = -1, _Patience(self._timeout_s)
             while left := [transfer for transfer in transfers if transfer.rest]:
                 before, left_bytes = left_bytes, sum(len(transfer.rest) for transfer in left)
                 if left_bytes != before:
-                    ends = time.monotonic() + self._timeout_s
-                elif time.monotonic() > ends:
+                    patience = _Patience(self._timeout_s)
+                if (nap_s := patience.nap_s()) < 0:
                     why = f"timed out: nothing came or went in {self._timeout_s:g} s"
                     raise MessageError(left[0].peer, why)
                 if not self._move_soon():
-                    self._move_later(ends)
+                    self._move_later(nap_s)
 
         return wait
 
@@ -186,8 +208,8 @@ class SocketInter:
                 return any(moved)
             os.sched_yield()
 
-    def _move_later(self, ends: float) -> None:
-        """Wait until something can move, and move it."""
+    def _move_later(self, most_s: float) -> None:
+        """Wait until something can move, for so long at most, and move it."""
         poll = select.poll()
         at: dict[int, _Stream] = {}
         for stream in self._streams.values():
@@ -196,8 +218,7 @@ class SocketInter:
                     raise MessageError(stream.peer, "this rank has closed its connections")
                 at[stream.connection.fileno()] = stream
                 poll.register(stream.connection, wanted)
-        left_s = max(0.0, min(ends - time.monotonic(), _LOOK_S))
-        for fd, _ in poll.poll(1000 * left_s):
+        for fd, _ in poll.poll(1000 * most_s):
             self._move(at[fd])
 
     def _move(self, stream: _Stream) -> bool:
@@ -243,18 +264,20 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def _call(store: PatientStore, rank: int, peer: int, deadline: float) -> socket.socket:
+def _call(store: PatientStore, rank: int, peer: int, patience: _Patience) -> socket.socket:
     """Connect to a rank, and say who calls."""
-    where = json.loads(_read(store, f"wire/{peer}", rank, peer, deadline))
+    where = json.loads(_read(store, f"wire/{peer}", rank, peer, patience))
     hello = _HELLO.pack(bytes.fromhex(where["word"]), rank)
     errors = []
+    limit_s = 0.0
     for num_left, host in zip(range(len(where["hosts"]), 0, -1), where["hosts"], strict=True):
-        limit_s = max(0.1, _left_s(deadline) / num_left)
+        limit_s = max(0.1, min(patience.left_s(limit_s) / num_left, _MOST_S))
         try:
             with contextlib.ExitStack() as unless_taken:
                 connection = socket.create_connection((host, where["port"]), timeout=limit_s)
                 unless_taken.enter_context(connection)
                 connection.sendall(hello)
+                _wait_for(connection, limit_s)
                 if connection.recv(1) == _WELCOME:
                     connection.sendall(_TAKEN)  # or the other side would not count it
                     unless_taken.pop_all()
@@ -269,56 +292,102 @@ def _call(store: PatientStore, rank: int, peer: int, deadline: float) -> socket.
     )
 
 
-def _answer(
-    listener: socket.socket, word: bytes, callers: set[int], rank: int, deadline: float
-) -> tuple[socket.socket, int]:
-    """Return a connection of one of these ranks, and whose it is; others are let go."""
-    while True:
-        listener.settimeout(_left_s(deadline))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise CollectiveTimeout(
-                f"rank {rank} waited for ranks {sorted(callers)} of the other machines to connect"
-            ) from None
-        with contextlib.suppress(OSError, struct.error):
-            ends = min(deadline, time.monotonic() + _HELLO_S)
-            said, peer = _HELLO.unpack(_receive(connection, _HELLO.size, ends))
-            if secrets.compare_digest(said, word) and peer in callers:
-                connection.sendall(_WELCOME)
-                # Who has not waited for the welcome has gone, to another address of this machine.
-                if _receive(connection, len(_TAKEN), ends) == _TAKEN:
-                    return connection, peer
-        connection.close()
+def _wait_for(connection: socket.socket, seconds: float) -> None:
+    """Return when something has come, or raise TimeoutError."""
+    patience = _Patience(seconds)
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while not poll.poll(1000 * max(0.0, nap_s := patience.nap_s())):
+        if nap_s < 0:
+            raise TimeoutError("timed out")
 
 
-def _read(store: PatientStore, key: str, rank: int, peer: int, deadline: float) -> bytes:
+class _Guest:
+    """Who has connected, until it is known whether it is a rank that is waited for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self._said = b""
+        self._is_welcome = False
+
+    def hear(self, word: bytes, callers: Set[int]) -> int | None:
+        """Take what has come, and return which rank it is once that is sure.
+
+        Raises OSError where it is none of ``callers``, or has left.
+        """
+        part = self.connection.recv(_HELLO.size + len(_TAKEN) - len(self._said))
+        if not part:
+            raise ConnectionResetError("has left")
+        self._said += part
+        if len(self._said) < _HELLO.size:
+            return None
+        said, peer = _HELLO.unpack_from(self._said)
+        if not secrets.compare_digest(said, word) or peer not in callers:
+            raise PermissionError("is a stranger")
+        if not self._is_welcome:
+            self.connection.sendall(_WELCOME)
+            self._is_welcome = True
+        # Who has not waited for the welcome has gone, to another address of this machine.
+        return int(peer) if self._said[_HELLO.size :] == _TAKEN else None
+
+
+def _answers(
+    listener: socket.socket, word: bytes, callers: Set[int], rank: int, patience: _Patience
+) -> Iterator[tuple[socket.socket, int]]:
+    """Yield a connection of each of these ranks as they come, and whose it is; let others go.
+
+    All are heard at once: who says nothing, or takes its time, keeps nobody waiting.
+    """
+    missing = set(callers)
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_last:
+        selector.register(listener, selectors.EVENT_READ)
+        at_last.callback(_turn_out, selector)
+        while missing:
+            if (nap_s := patience.nap_s()) < 0:
+                raise CollectiveTimeout(
+                    f"rank {rank} waited for ranks {sorted(missing)} of the other machines to "
+                    "connect"
+                )
+            for key, _ in selector.select(nap_s):
+                guest: _Guest | None = key.data
+                if guest is None:
+                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+                        guest = _Guest(listener.accept()[0])
+                        selector.register(guest.connection, selectors.EVENT_READ, guest)
+                    continue
+                try:
+                    peer = guest.hear(word, missing)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    selector.unregister(guest.connection)
+                    guest.connection.close()
+                    continue
+                if peer is not None:
+                    selector.unregister(guest.connection)
+                    missing.discard(peer)
+                    yield guest.connection, peer
+
+
+def _turn_out(selector: selectors.BaseSelector) -> None:
+    """Close the connections of all guests."""
+    for key in selector.get_map().values():
+        if key.data is not None:
+            key.data.connection.close()
+
+
+def _read(store: PatientStore, key: str, rank: int, peer: int, patience: _Patience) -> bytes:
     while True:
         found: bytes | None = store.look_up([key])[0]
         if found is not None:
             return found
-        if time.monotonic() > deadline:
+        if patience.nap_s() < 0:
             raise CollectiveTimeout(
                 f"rank {rank} waited for rank {peer} of another machine to say where it is"
             )
         time.sleep(_ASK_S)
-
-
-def _receive(connection: socket.socket, nbytes: int, ends: float) -> bytes:
-    """Return so many bytes, in however many parts they come; fewer where the other side ends."""
-    got = b""
-    while len(got) < nbytes:
-        connection.settimeout(_left_s(ends))
-        part = connection.recv(nbytes - len(got))
-        if not part:
-            break
-        got += part
-    return got
-
-
-def _left_s(deadline: float) -> float:
-    """Return the seconds until then, as a socket takes them: some, and not too many."""
-    return max(0.01, min(deadline - time.monotonic(), _MOST_S))
 
 
 def _own_hosts() -> list[str]:
