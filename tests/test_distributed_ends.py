@@ -97,6 +97,28 @@ def test_a_rank_that_did_its_part_may_leave():
     assert results[0] == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]], results
 
 
+def reduce_nothing(rank: int, size: int) -> Any:
+    """Nobody meets anybody in gloo then, so others may be done and gone."""
+    dist.reduce(torch.ones(1), 0)  # connected
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["left"], timedelta(seconds=30))
+    nothing = torch.empty(0, dtype=torch.int32)
+    errors = [
+        error_of(lambda: dist.all_reduce(nothing, dist.ReduceOp.BOR)),
+        error_of(lambda: dist.reduce(nothing, 0)),
+    ]
+    if rank == 1:
+        dist.destroy_process_group()
+        store.set("left", "")
+    return [text for _, _, text, _ in errors]
+
+
+@pytest.mark.parametrize("machines", ["", "ab"])
+def test_no_elements_need_no_other_rank(machines):
+    assert run_group(reduce_nothing, 2, machines=machines) == [["", ""]] * 2
+
+
 def aborted(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(3))
     store = dist.distributed_c10d._get_default_store()

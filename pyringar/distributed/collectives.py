@@ -7,6 +7,7 @@ at: that keeps every check out of the way of the calls that need none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -128,9 +129,8 @@ class Collectives(Delegated):
             after.insert(0, (tensor, whole))
         options = _reduce_options(c10d.AllreduceOptions(), reduce_op)
         gloo = self._fallback.for_tensors([whole], "all_reduce")
-        call.parts.extend(
-            self._watched("all_reduce", lambda: gloo.allreduce([whole], options), after)
-        )
+        begin = partial(gloo.allreduce, [whole], options)
+        call.parts.extend(self._watched("all_reduce", begin, after, self._met_over([whole])))
 
     # -- broadcast, barrier ------------------------------------------------------------------------
 

@@ -158,7 +158,8 @@ class Delegated:
         """Reduce to the root; gloo does, or the backend for the tensors' device."""
         copies: list[Copy] = []
         moved = [_reduced(t, copies) for t in tensors]
-        return self._hand_over("reduce", tensors, (moved, opts, *more), copies)
+        peers = self._met_over(tensors)
+        return self._hand_over("reduce", tensors, (moved, opts, *more), copies, peers=peers)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
         """Gather at the root."""
@@ -307,6 +308,10 @@ class Delegated:
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+    def _met_over(self, tensors: Sequence[Tensor]) -> Sequence[int]:
+        """Return the ranks that reduce these with this one: gloo meets nobody over no elements."""
+        return range(self._comm.world_size) if any(t.numel() for t in tensors) else []
 
     def _others(self, root: int | None = None) -> Sequence[int]:
         """Return the ranks that this one needs: all at the root, elsewhere the root alone."""
