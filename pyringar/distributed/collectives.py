@@ -60,7 +60,9 @@ class Collectives(Delegated):
     a ``timeout`` is ignored, the group's own counts.
 
     Raises, in every call or its work's ``wait()``:
-        ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank.
+        ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank. Of a
+            dtype that the engine does not have, what it travels as is compared: int16 passes for
+            int32, a complex number for two floats, what is copied for its bytes.
         UnsupportedError: There is no way to do this with these tensors; no rank was told.
         PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
 
