@@ -318,7 +318,8 @@ def test_gradients_that_lie_in_one_storage_may_go_one_by_one(of, overlap):
             with bucketer.no_sync():
                 loss(net, x).backward()
         late = nets[0].late.grad
-        assert late.untyped_storage().data_ptr() == nets[0].early.grad.untyped_storage().data_ptr()
+        storages = {g.untyped_storage().data_ptr() for g in (late, nets[0].early.grad)}
+        assert len(storages) == (1 if of == "one buffer" else 2)
         for net, x in zip(nets, xs, strict=True):
             loss(net, x).backward()
         bucketer.wait()

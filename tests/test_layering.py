@@ -47,7 +47,8 @@ ORDER = {
     ],
     "ops": [],
     "parallel": [
-        *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step", "reducer"],
+        *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step"],
+        *["own_memory", "reducer"],
         *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
         *["beside", "module"],
     ],

@@ -2,12 +2,14 @@
 //
 // Floor     bindings; included by module.cpp alone, which has read the whole of pybind11 already.
 // Contract  a hook is a plain C function that counts one gradient; Python is called once for each
-//           complete bucket, and when something is wrong. How a backward pass begins and ends, and
-//           how a step does, is one call each in here, which no interrupt can split: a signal's
-//           handler runs between the steps of Python code only. Hooks in Python, which cost a
-//           training step no time that can be measured, would lose passes that are interrupted.
+//           gradient that is another tensor than the hook saw last, for each complete bucket, and
+//           when something is wrong. How a backward pass begins and ends, and how a step does, is
+//           one call each in here, which no interrupt can split: a signal's handler runs between
+//           the steps of Python code only. Hooks in Python, which cost a training step no time that
+//           can be measured, would lose passes that are interrupted.
 // Threads   with the GIL held.
-// Tests     tests/test_bucketing.py, tests/test_bucketing_interrupts.py
+// Tests     tests/test_bucketing.py, tests/test_bucketing_interrupts.py,
+//           tests/test_shared_gradients.py
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,8 +25,9 @@
 namespace pyringar {
 
 // What Python is told. Callables take: on_complete(step, bucket), None if all buckets leave in
-// wait(); on_trouble(mark, rank, param, pass), whose exceptions come out of backward(); and
-// on_failed() once a pass has failed.
+// wait(); on_trouble(mark, rank, param, pass), whose exceptions come out of backward(); on_failed()
+// once a pass has failed; and on_new(parameter) where its gradient is a new tensor, for which it
+// may put another.
 //
 // make_ready(sizes of the buckets): a C function that returns what notes gradients on GPUs, or
 // None.
@@ -32,6 +35,7 @@ struct Callbacks {
   py::object on_complete;
   py::object on_trouble;
   py::object on_failed;
+  py::object on_new;
   py::object make_ready;
 };
 
@@ -233,30 +237,54 @@ inline void complete(const BucketerPtr& bucketer, int bucket) {
   }
 }
 
-inline void count(const BucketerPtr& bucketer, int rank, int param) {
-  if (!bucketer->is_counting) return;
-  const std::int64_t pass = current_pass(*bucketer);
-  if (bucketer->passes.is_broken(pass)) return;
-  const bool has_end = begin_pass(bucketer, pass);
-  Mark mark = bucketer->step->core.mark(rank, param, pass, bucketer->passes);
-  if (mark >= Mark::kStillRuns) {
-    // Raises, or has started over: then this gradient is the first of a new step. What this pass
-    // had marked before is found by wait(); what it has sent would be reduced twice.
-    bucketer->callbacks.on_trouble(mark, rank, param, pass);
-    mark = bucketer->step->core.mark(rank, param, pass, bucketer->passes);
-  }
-  if (mark < Mark::kStillRuns) {
-    note_ready(*bucketer->step, rank, param, mark != Mark::kAgain);
-  }
-  if (mark == Mark::kComplete && has_end) complete(bucketer, bucketer->step->core.bucket_of(param));
-}
-
 struct Hook {
   BucketerPtr bucketer;
   int rank;
   int param;
   int num_retired;
+  py::object seen;  // a weak reference to the gradient that was there last; None: there was none
 };
+
+inline py::object weak(const py::object& grad) {
+  if (grad.is_none()) return grad;
+  const auto ref = py::reinterpret_steal<py::object>(PyWeakref_NewRef(grad.ptr(), nullptr));
+  if (!ref) throw_python_error();
+  return ref;
+}
+
+// A gradient that was there before is the user's to share: backward has added to it in place.
+inline void look_at(Hook& hook, py::handle param) {
+  const py::object grad = param.attr("grad");
+  if (!hook.seen.is_none() && hook.seen().is(grad)) return;
+  hook.bucketer->callbacks.on_new(param);
+  hook.seen = weak(param.attr("grad"));
+}
+
+inline void count(Hook& hook, py::handle tensor) {
+  const BucketerPtr& bucketer = hook.bucketer;
+  if (!bucketer->is_counting) {
+    look_at(hook, tensor);
+    return;
+  }
+  const std::int64_t pass = current_pass(*bucketer);
+  if (bucketer->passes.is_broken(pass)) return;
+  const bool has_end = begin_pass(bucketer, pass);
+  look_at(hook, tensor);
+  if (bucketer->passes.is_broken(pass)) return;  // by another thread, meanwhile
+  Mark mark = bucketer->step->core.mark(hook.rank, hook.param, pass, bucketer->passes);
+  if (mark >= Mark::kStillRuns) {
+    // Raises, or has started over: then this gradient is the first of a new step. What this pass
+    // had marked before is found by wait(); what it has sent would be reduced twice.
+    bucketer->callbacks.on_trouble(mark, hook.rank, hook.param, pass);
+    mark = bucketer->step->core.mark(hook.rank, hook.param, pass, bucketer->passes);
+  }
+  if (mark < Mark::kStillRuns) {
+    note_ready(*bucketer->step, hook.rank, hook.param, mark != Mark::kAgain);
+  }
+  if (mark == Mark::kComplete && has_end) {
+    complete(bucketer, bucketer->step->core.bucket_of(hook.param));
+  }
+}
 
 inline constexpr const char* kHookCapsule = "pyringar.hook";
 
@@ -270,9 +298,9 @@ inline bool is_unused(py::handle param) {
 
 inline PyObject* call_hook(PyObject* capsule, PyObject* param) {
   try {
-    const auto* hook = static_cast<const Hook*>(PyCapsule_GetPointer(capsule, kHookCapsule));
+    auto* hook = static_cast<Hook*>(PyCapsule_GetPointer(capsule, kHookCapsule));
     const bool is_retired = hook->num_retired != hook->bucketer->num_retired;
-    if (!is_retired && !is_unused(param)) count(hook->bucketer, hook->rank, hook->param);
+    if (!is_retired && !is_unused(param)) count(*hook, param);
   } catch (py::error_already_set& error) {
     error.restore();
     return nullptr;
@@ -283,20 +311,22 @@ inline PyObject* call_hook(PyObject* capsule, PyObject* param) {
   Py_RETURN_NONE;
 }
 
-inline py::object make_hook(const BucketerPtr& bucketer, int rank, int param) {
+// grad: the parameter's gradient now, or None.
+inline py::object make_hook(const BucketerPtr& bucketer, int rank, int param,
+                            const py::object& grad) {
   static PyMethodDef method = {"gradient_ready", &call_hook, METH_O, "Count one gradient."};
   const py::capsule capsule(
-      new Hook{bucketer, rank, param, bucketer->num_retired}, kHookCapsule,
+      new Hook{bucketer, rank, param, bucketer->num_retired, weak(grad)}, kHookCapsule,
       [](PyObject* c) { delete static_cast<Hook*>(PyCapsule_GetPointer(c, kHookCapsule)); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
 inline BucketerPtr make_bucketer(int world_size, int num_params, const py::list& buckets,
                                  bool in_turns, py::object on_complete, py::object on_trouble,
-                                 py::object on_failed, py::object make_ready) {
+                                 py::object on_failed, py::object on_new, py::object make_ready) {
   const py::object variable = py::module_::import("torch.autograd").attr("Variable");
   Callbacks callbacks{std::move(on_complete), std::move(on_trouble), std::move(on_failed),
-                      std::move(make_ready)};
+                      std::move(on_new), std::move(make_ready)};
   StepPtr first = new_step(world_size, num_params, callbacks, buckets);
   return BucketerPtr(new BoundBucketer{
       world_size, num_params, in_turns, std::move(callbacks),
@@ -344,8 +374,8 @@ inline void bind_bucketer(py::module_& m) {
   py::class_<BoundBucketer, BucketerPtr>(m, "Bucketer")
       .def(py::init(&make_bucketer), py::arg("world_size"), py::arg("num_params"),
            py::arg("buckets"), py::arg("in_turns"), py::arg("on_complete"), py::arg("on_trouble"),
-           py::arg("on_failed"), py::arg("make_ready"))
-      .def("hook", &make_hook, py::arg("rank"), py::arg("param"))
+           py::arg("on_failed"), py::arg("on_new"), py::arg("make_ready"))
+      .def("hook", &make_hook, py::arg("rank"), py::arg("param"), py::arg("grad"))
       .def("retire_hooks", [](BoundBucketer& b) { ++b.num_retired; })
       .def_readwrite("is_counting", &BoundBucketer::is_counting)
       .def_readwrite("is_reported", &BoundBucketer::is_reported)

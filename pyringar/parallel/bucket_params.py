@@ -128,7 +128,7 @@ class HookedParams:
     def _add_hooks(self, native: Any, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for rank, params in enumerate(by_rank):
             for i, param in enumerate(params):
-                hook = native.hook(rank, i)
+                hook = native.hook(rank, i, param.grad if param.is_leaf else None)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 

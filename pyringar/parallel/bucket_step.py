@@ -96,8 +96,8 @@ class Sent:
         """Return whether gradients were changed or replaced since they left in a backward pass.
 
         All parts of one storage have one count, which backward advances when it adds to any of
-        them: a flat buffer of the user's, or what backward leaves for parameters that forward
-        concatenates. Of these it says nothing, and they count as unchanged.
+        them, such as a flat buffer of the user's. Of these it says nothing, and they count as
+        unchanged.
 
         Args:
             params: All parameters, by rank.

@@ -50,6 +50,11 @@ class GradientBucketer:
     steps under `no_sync` they hold what was accumulated. A parameter that some ranks did not
     use counts as zeros there; one that no rank used is left alone.
 
+    Where backward leaves a gradient in memory that other tensors use, too, as it may for
+    ``param.view(...)``, the hook puts a copy into ``param.grad``. Parts of a buffer of yours stay
+    where they are if they are views, as torch has it (not of ``.detach()`` or ``.data``), or were
+    in ``param.grad`` when the bucketer was made.
+
     A gradient that has left must stay as it is until `wait` returns: one that ``zero_grad``,
     an optimizer or a later hook has changed makes `wait` raise, on all ranks (changes in
     place of views of one buffer are not told from what backward does to other views). When a pass
@@ -73,10 +78,10 @@ class GradientBucketer:
     step that has begun to leave, it leaves the group: its communicator is closed, and the other
     ranks get a ``PeerLostError``.
 
-    Cost: a call of a microsecond or less for every parameter and rank, one collective per bucket,
-    over processes with one element more per parameter. In one process, gradients that stay from
-    step to step (``zero_grad(set_to_none=False)``) are checked once; their memory is kept until the
-    first gradient of their bucket goes.
+    Cost: a call of two microseconds or less for every parameter and rank, one collective per
+    bucket, over processes with one element more per parameter. In one process, gradients that stay
+    from step to step (``zero_grad(set_to_none=False)``) are checked once; their memory is kept
+    until the first gradient of their bucket goes.
     With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
     Under compiled autograd everything is reduced in `wait`, and a pass that fails is not
     noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own, or

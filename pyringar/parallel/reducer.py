@@ -17,6 +17,7 @@ from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.parallel.broken_step import BrokenStep, settle
 from pyringar.parallel.bucket_params import HookedParams
 from pyringar.parallel.bucket_step import Step, StepStats, measure
+from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.process_buckets import CHANGED
 from pyringar.parallel.ranks import BucketState, Ranks
 
@@ -80,6 +81,7 @@ class Reducer:
             on_complete=_method(this, Reducer._send) if overlap else None,
             on_trouble=_method(this, Reducer._trouble),
             on_failed=_method(this, Reducer._settle),
+            on_new=give_own_memory,
             make_ready=ranks.make_ready,
         )
         params.add_hooks(self.native)
