@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -110,6 +111,47 @@ def test_unequal_registration_is_refused_on_all_ranks(state):
     with pytest.raises(pr.ArgumentError, match="tensor is 3, expected"):
         comm.register(3)
     return texts
+
+
+GIVES_UP_S = 0.5
+COMES_LATE_S = 1.0
+
+CALLS = {
+    "now": lambda comm, shared: comm.all_reduce(shared),
+    "in a list": lambda comm, shared: comm.all_reduce([shared[:900], shared[900:]]),
+    "bound": lambda comm, shared: comm.bind(shared)(),
+    "in the background": lambda comm, shared: comm.all_reduce(shared, async_op=True).wait(),
+}
+
+
+def come_late(state, call: str, late: int) -> tuple[str, list[float]]:
+    """What the call told this rank, and what a rank that gave up finds of what it wrote then."""
+    comm = state.comm
+    shared = pr.shared_empty(1000)
+    comm.register(shared)
+    shared.fill_(state.rank + 1.0)
+    if state.rank == late:
+        comm._group.delay("reduce", COMES_LATE_S)
+    try:
+        CALLS[call](comm, shared)
+        told = ""
+    except pr.CollectiveTimeout as error:
+        told = str(error)
+    if state.rank != late:
+        shared.fill_(7.0)
+        time.sleep(COMES_LATE_S)
+    return told, shared.unique().tolist()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_who_comes_late_writes_to_nobody_who_gave_up(joined_crew, world_size, call):
+    late = world_size - 1
+    crew = joined_crew(world_size, timeout=GIVES_UP_S)
+    results = crew.run(come_late, call=call, late=late)
+    for rank, (told, values) in enumerate(results):
+        assert f"waited for {crew.name(late)}" in told, (rank, results)
+        assert rank == late or values == [7.0], (rank, results)
 
 
 @on_ranks(2)

@@ -158,7 +158,9 @@ class ReduceEngine : public StagedEngine {
   std::vector<const void*>& sources_;
 };
 
-// Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody.
+// Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody. Once
+// some rank has failed, memory is its owner's again: who comes late stops at the next block, and
+// says nothing reduced, so that nobody takes what lies there for a result.
 class RegisteredEngine : public StagedEngine {
  public:
   using StagedEngine::StagedEngine;
@@ -173,8 +175,17 @@ class RegisteredEngine : public StagedEngine {
       const Buffers everywhere{sources.data(), all.data(),   world_size_,
                                world_size_,    tensor.numel, tensor.dtype};
       fuse_blocks(everywhere, call_.fold, chunk_range(tensor.numel, world_size_, self_.rank),
-                  [this] { self_.watch.progressed(); });
+                  [this] {
+                    self_.watch.progressed();
+                    return !self_.watch.adopt_shared_failure();
+                  });
     }
+  }
+  void publish_reduced(std::uint32_t n) {
+    if (!self_.watch.adopt_shared_failure()) StagedEngine::publish_reduced(n);
+  }
+  bool wait_reduced(std::uint32_t n) {
+    return !self_.watch.failed() && StagedEngine::wait_reduced(n);
   }
   void copy_out(std::size_t, std::uint32_t) {}
 };

@@ -442,7 +442,9 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         """Show a tensor of `shared_empty` to all ranks; every rank calls it with its own.
 
         From then on `all_reduce` of tensors in that memory (the tensor, its views) reduces
-        them where they lie, if on all ranks they lie at the same offset in it.
+        them where they lie, if on all ranks they lie at the same offset in it. Ranks then write
+        into each other's memory: one that is late enough for the others to give it up ends the
+        block that it works on, at most 1 MiB, even after `all_reduce` has raised there.
 
         Args:
             tensor: Lies in memory of `shared_empty`, of one size on all ranks.
