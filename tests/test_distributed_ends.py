@@ -70,6 +70,66 @@ def test_what_gloo_does_ends_when_a_rank_goes():
     assert (destroyed, destroy_s < 10) == ("none", True), (why, destroy_s)
 
 
+THREE = {
+    "all_to_all": lambda rank: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
+    "reduce": lambda rank: dist.reduce(torch.ones(3), 0),
+    "gather": lambda rank: dist.gather(
+        torch.ones(3), [torch.empty(3) for _ in range(3)] if rank == 0 else None, dst=0
+    ),
+    "band": lambda rank: dist.all_reduce(torch.ones(3).int(), dist.ReduceOp.BAND),
+    "recv": lambda rank: dist.recv(torch.ones(3), {0: 2, 1: 0}[rank]),
+    "all_reduce": lambda rank: dist.all_reduce(torch.ones(3)),
+    "monitored_barrier": lambda rank: dist.monitored_barrier(),
+}
+
+
+def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) -> Any:
+    """Rank 0 meets the culprit, rank 2, in one call and leaves; rank 1 calls after that."""
+    refused = error_of(dist.monitored_barrier)
+    if refused[0] != "none" and "monitored_barrier" in (first, then):
+        return refused
+    dist.reduce(torch.ones(3), 0)  # connected
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 2:
+        if culprit == "dead":
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.wait(["over"], timedelta(seconds=40))
+        return None
+    if rank == 1:
+        store.wait(["left"], timedelta(seconds=35))
+    error = error_of(lambda: THREE[first if rank == 0 else then](rank))
+    dist.destroy_process_group()
+    store.set("left" if rank == 0 else "over", "")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        *(("reduce", "gather"), ("gather", "reduce"), ("all_to_all", "band"), ("recv", "recv")),
+        *(("band", "all_reduce"), ("gather", "monitored_barrier")),
+    ],
+)
+@pytest.mark.parametrize("machines", ["", "aab"])
+def test_who_leaves_because_of_a_death_is_not_blamed(first, then, machines):
+    *survivors, _ = run_group(leave_because_of, 3, first, then, "dead", machines=machines)
+    for kind, _, text, _ in survivors:
+        if kind == "ValueError":
+            pytest.skip(f"this torch: {text}")
+        assert kind == "PeerLostError", text
+        assert "rank 2 (process" in text, text
+        assert "is gone" in text, text
+        assert "has left" not in text, text
+
+
+def test_who_leaves_because_gloo_gave_up_is_not_blamed():
+    options = ("reduce", "gather", "late")
+    *waiters, _ = run_group(leave_because_of, 3, *options, timeout_s=1.0)
+    for kind, _, text, _ in waiters:
+        assert kind == "CollectiveTimeout", text
+        assert "rank 0 waited for ranks [1, 2]: " in text, text
+
+
 def wrong_dtype(rank: int, size: int) -> Any:
     error = error_of(lambda: dist.reduce(torch.ones(2, dtype=torch.int16), 0))
     dist.barrier()  # who has left is blamed

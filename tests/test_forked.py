@@ -164,6 +164,7 @@ def calls_of_a_rank(group, shared, one, two) -> dict:
         "abort": group.abort,
         "check": group.check,
         "check_peers": lambda: group.check_peers([1]),
+        "tell": lambda: group.tell("rank 1 is gone", False),
         "progress": group.progress,
         "set_timeout": lambda: group.set_timeout(7.0),
         "submit_step": lambda: group.submit_step(print),

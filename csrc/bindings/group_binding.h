@@ -387,6 +387,10 @@ void def_process_calls(Class& cls) {
       .def(
           "check_peers",
           [](Ptr group, const std::vector<int>& ranks) { Engine::host(*group).check_peers(ranks); })
+      .def("tell",
+           [](Ptr group, const std::string& text, bool is_late) {
+             Engine::host(*group).tell(is_late ? ErrorKind::kTimeout : ErrorKind::kPeerLost, text);
+           })
       .def("check",
            [](Ptr group) {
              Engine::host(*group).check_peers({});

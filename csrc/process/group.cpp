@@ -252,6 +252,11 @@ void ProcessGroup::check_peers(const std::vector<int>& peers) const {
   watch_.check_peers(peers);
 }
 
+void ProcessGroup::tell(ErrorKind kind, const std::string& text) const {
+  check_not_forked();
+  if (!closed_.load(std::memory_order_acquire)) tell_failure(segment_, kind, text);
+}
+
 std::uint64_t ProcessGroup::progress() const {
   check_not_forked();
   return watch_.progress();

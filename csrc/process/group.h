@@ -82,6 +82,8 @@ class ProcessGroup {
   bool close(Leaving leaving = Leaving::kAfterCalls);
   // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
   void check_peers(const std::vector<int>& peers) const;
+  // What this rank found by other means: the others hear it before they find this one gone.
+  void tell(ErrorKind kind, const std::string& text) const;
   std::uint64_t progress() const;
   void set_timeout(std::chrono::nanoseconds timeout) { watch_.set_timeout(timeout); }
   bool compares_shapes() const { return compares_shapes_; }

@@ -141,12 +141,23 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
   return is_lost(flag, wanted, peer, what) || is_late(peer, what);
 }
 
+bool PeerWatch::has_left(int rank) const {
+  return segment_.line(rank).state.load(std::memory_order_acquire) ==
+         static_cast<std::uint32_t>(RankState::kLeft);
+}
+
 const char* PeerWatch::how_gone(int rank) const {
-  const RankLine& line = segment_.line(rank);
-  if (line.state.load(std::memory_order_acquire) == static_cast<std::uint32_t>(RankState::kLeft)) {
-    return "has left the group";
+  if (has_left(rank)) return "has left the group";
+  return is_alive(segment_.line(rank).process) ? nullptr : "is gone";
+}
+
+int PeerWatch::first_gone(const std::vector<int>& ranks) const {
+  for (const bool who_left : {false, true}) {
+    for (const int rank : ranks) {
+      if (has_left(rank) == who_left && how_gone(rank) != nullptr) return rank;
+    }
   }
-  return is_alive(line.process) ? nullptr : "is gone";
+  return -1;
 }
 
 bool PeerWatch::is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
@@ -165,14 +176,15 @@ std::string PeerWatch::shared_failure() const {
 }
 
 void PeerWatch::check_peers(const std::vector<int>& peers) const {
+  // In this order: who leaves because of a failure has told it before.
+  const int gone = first_gone(peers);
   const SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {
     throw Error(kind_of(shared), text_of(shared.text));
   }
-  for (const int rank : peers) {
-    if (const char* how = how_gone(rank)) {
-      throw Error(ErrorKind::kPeerLost, join(name_of(rank), " ", how, "; ", last_call_of(rank)));
-    }
+  if (gone >= 0) {
+    throw Error(ErrorKind::kPeerLost,
+                join(name_of(gone), " ", how_gone(gone), "; ", last_call_of(gone)));
   }
 }
 

@@ -84,6 +84,7 @@ class PeerWatch {
   // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
+  bool has_left(int rank) const;
   const char* how_gone(int rank) const;  // null: it is there
   std::chrono::nanoseconds timeout() const { return stillness_.timeout(); }
   // Whom this rank waits for, and to do what; "" if for nobody. From any thread.
@@ -104,6 +105,8 @@ class PeerWatch {
   bool give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
   bool is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what);
   bool is_late(int peer, const char* what);
+  // Who died before who has left, perhaps because of that; -1: all are there.
+  int first_gone(const std::vector<int>& ranks) const;
   std::uint64_t mark_of(int rank) const;
   int most_behind(int suspect) const;
   std::string last_heard_of(int rank) const;

@@ -28,12 +28,12 @@ from pyringar.comm.base import EngineCommunicator, OwnRank, handle_of, is_traced
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, ranks_by_node, where_nodes_are
 from pyringar.comm.rendezvous import Rendezvous
-from pyringar.comm.shared_tensors import check_one_size, memory_of
+from pyringar.comm.shared_tensors import check_one_size, memory_of, remove_region
 from pyringar.comm.shown import never_fails
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
-from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError, UnsupportedError
 
 __all__ = ["ProcessCommunicator"]
 
@@ -252,6 +252,10 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             RingarError: The group failed before, with that error's class; or it is closed.
         """
         self._group.check_peers(ranks)
+
+    def _tell(self, error: RuntimeError) -> None:
+        """Tell the other ranks why this one gives up: a rank that is gone or late."""
+        self._group.tell(str(error), isinstance(error, CollectiveTimeout))
 
     def abort(self) -> None:
         """Fail what runs, here and elsewhere, with an error that names this rank, then `close`."""
@@ -478,7 +482,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             self._group.remove_region(region)
             culprit = self._members[could_not.index([1])].name
             raise problem or RingarError(f"register: {culprit} could not map the others' memory")
-        forget = weakref.finalize(memory, _remove_region, weakref.ref(self._group), region)
+        forget = weakref.finalize(memory, remove_region, weakref.ref(self._group), region)
         # The process's end unmaps it anyway, after calls in the background that still reduce there.
         forget.atexit = False
 
@@ -579,12 +583,6 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
 def _decline(*_call: object) -> bool:
     return False
-
-
-def _remove_region(group: weakref.ref[Any], region: int) -> None:
-    alive = group()
-    if alive is not None:
-        alive.remove_region(region)
 
 
 def _check_one_node(members: Sequence[Member]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyringar.engine import load
 from pyringar.errors import ArgumentError
 
-__all__ = ["check_one_size", "memory_of", "shared_empty"]
+__all__ = ["check_one_size", "memory_of", "remove_region", "shared_empty"]
 
 # By address, for as long as some tensor keeps it.
 _memories: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -71,3 +71,10 @@ def check_one_size(nbytes: Sequence[int]) -> None:
                 f"of rank 0 in {nbytes[0]}; expected tensors of shared_empty() of one size on all "
                 "ranks"
             )
+
+
+def remove_region(group: weakref.ref[Any], region: int) -> None:
+    """Unmap what other ranks' memory a group has mapped for a tensor, if there is the group."""
+    alive = group()
+    if alive is not None:
+        alive.remove_region(region)

@@ -114,25 +114,23 @@ class WatchedPart:
         if self._error is None:
             waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
             self._error = _named(error, waited, lambda: self._check(self._peers))
+            self._comm._tell(self._error)
         raise self._error from error
 
     def _check(self, peers: Sequence[int]) -> None:
-        try:
-            self._comm.check_peers(peers)
-        except PeerLostError as error:
-            raise PeerLostError(f"{self._operation}: {error}") from None
+        _check(self._comm, self._operation, peers)
 
     def _check_while_waiting(self) -> None:
         """Raise once a rank is gone for good: one may have done its part, while others are late."""
         self._check([])
         try:
-            self._check(self._peers)
+            self._comm.check_peers(self._peers)
         except PeerLostError:
             now = time.monotonic()
             self._gone_since = self._gone_since or now
             is_alone = len(self._peers) == 1
             if now - self._gone_since > (_GRACE_S if is_alone else self._comm.timeout_s):
-                raise
+                self._check(self._peers)
 
 
 class _DelegatedWork(PendingWork):
@@ -241,13 +239,13 @@ class Delegated:
         limit = getattr(timeout, "timeout", timeout)
         if limit is None or limit < timedelta(0):  # torch's sign for none
             limit = self._timeout
-        size = self._comm.world_size
-        check = partial(self._comm.check_peers, range(size))
+        what = f"monitored_barrier over {self._comm.world_size} ranks"
+        check = partial(_check, self._comm, what, range(self._comm.world_size))
         check()  # gloo would wait for who is gone
         try:
             gloo.monitored_barrier(limit, wait_all_ranks)
         except RuntimeError as error:
-            raise _named(error, f"monitored_barrier over {size} ranks", check) from error
+            raise _named(error, what, check) from error
 
     def _hand_over(
         self,
@@ -324,6 +322,18 @@ def _receive(work: Any, copies: Sequence[Copy]) -> None:
     """Wait for a message, and copy what came."""
     work.wait()
     copy_all(copies)
+
+
+def _check(comm: Any, operation: str, peers: Sequence[int]) -> None:
+    """Raise PeerLostError if a rank is gone, and tell the others: this one may leave because of it.
+
+    RingarError if the group failed or is closed.
+    """
+    try:
+        comm.check_peers(peers)
+    except PeerLostError as error:
+        comm._tell(error)
+        raise PeerLostError(f"{operation}: {error}") from None
 
 
 def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeError:

@@ -475,6 +475,10 @@ class HierarchicalCommunicator(OwnRank):
         self._check_not_failed()
         self._links.check_peers(ranks)
 
+    def _tell(self, error: RuntimeError) -> None:
+        """Tell the other ranks of this machine why this one gives up."""
+        self._links.tell(error)
+
     def close(self) -> None:
         """Wait for what runs in the background, then leave the group. May be called again.
 

@@ -214,6 +214,11 @@ class Links:
         if self._inter is not None:
             self._inter.set_timeout(seconds)
 
+    def tell(self, error: RuntimeError) -> None:
+        """Tell those who wait inside why this rank gives up."""
+        for group in self._inside_groups():
+            group._tell(error)
+
     def abort(self, why: str) -> None:
         """Tell those who wait for this rank, in the machine, where they hear why, and on others."""
         for group in self._inside_groups():
