@@ -151,6 +151,21 @@ def test_arrays_inference_and_autograd(state):
     assert tensor.tolist() == [2.0, 2.0, 2.0]
 
 
+@on_ranks(1, 2)
+def test_the_root_is_refused_what_the_others_are(state):
+    """Else it would wait for them."""
+    comm = state.comm
+    param = torch.nn.Parameter(torch.full((4,), float(state.rank)))
+    for root in range(state.world_size):
+        with pytest.raises(pr.ArgumentError, match="broadcast: tensor requires grad") as caught:
+            comm.broadcast(param, root)
+    comm.broadcast(param.detach(), 0)
+    with torch.no_grad():
+        comm.broadcast(param, 0)
+    assert param.tolist() == [0.0] * 4
+    return str(caught.value)
+
+
 # -- in the background -----------------------------------------------------------------------------
 
 

@@ -82,7 +82,8 @@ class CallBuilder {
   void add(py::handle given, ArgName name, Use use) {
     py::object tensor = is_plain_tensor(given.ptr()) ? py::reinterpret_borrow<py::object>(given)
                                                      : as_tensor(given.ptr());
-    tensors_.add(tensor.ptr(), name, self_.rank, self_.device, use.is_output);
+    // In place on some rank: refused on all, or those that are not would wait for this one.
+    tensors_.add(tensor.ptr(), name, self_.rank, self_.device, use.is_output || use.is_in_place);
     uses_.push_back(use);
     objects_.push_back(std::move(tensor));
   }
