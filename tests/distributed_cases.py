@@ -328,6 +328,11 @@ def coalesced(rank: int, size: int) -> None:
     tensors = [torch.full((n,), 1.0 + rank) for n in (1, 5, 70000)]
     dist.all_reduce_coalesced(tensors)
     assert all((t == total).all() for t in tensors)
+    for how in ("sync", "async"):
+        mixed = [torch.full((n,), 1.0 + rank) for n in (0, 1, 5)]
+        mixed[1].requires_grad_(rank == 0)
+        finish(dist.all_reduce_coalesced, how, mixed)
+        assert all((t == total).all() for t in mixed)
     for async_ops in (False, True):
         reduced = [torch.full((n,), 1.0 + rank) for n in (3, 4)]
         gathered = [torch.empty(size * n) for n in (3, 4)]

@@ -108,9 +108,14 @@ class Collectives(Delegated):
             return self._hand_over("all_reduce", tensors, (tensors, opts), names=("allreduce",))
         op = reduction_name(opts.reduceOp, "all_reduce")
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
-        if are_same(tensors, [s.tensor for s in stand_ins]) and op in OPS:
-            raise error
         call = _Call([], [])
+        detached = [stand_in.tensor for stand_in in stand_ins]
+        if are_same(tensors, detached) and op in OPS:
+            if not any(tensor.requires_grad for tensor in tensors):
+                raise error
+            # One call, as on ranks where none requires grad.
+            call.parts.append(self._comm.all_reduce(detached, op, async_op=True))
+            return self._finished(call, tensors, opts)
         for stand_in in stand_ins:
             self._reduce_stand_in(stand_in, opts.reduceOp, call)
         return self._finished(call, tensors, opts)

@@ -121,10 +121,8 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
 
 
 def are_same(tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> bool:
-    """Return whether standing in changed nothing that the engine looks at."""
-    return all(
-        s.dtype == t.dtype and not t.requires_grad for t, s in zip(tensors, stand_ins, strict=True)
-    )
+    """Return whether standing in changed nothing but what autograd sees."""
+    return all(s.dtype == t.dtype for t, s in zip(tensors, stand_ins, strict=True))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
