@@ -50,7 +50,7 @@ ORDER = {
         *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step"],
         *["own_memory", "reducer"],
         *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
-        *["beside", "module"],
+        *["draws", "graphs", "beside", "module"],
     ],
     "distributed": [],
     "predict": [],

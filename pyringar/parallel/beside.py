@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import logging
-import random
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from pyringar.comm.threads import Latch
 from pyringar.errors import ArgumentError
 from pyringar.parallel import nested
+from pyringar.parallel.draws import RandomState
+from pyringar.parallel.graphs import differentiable, used_params
 from pyringar.parallel.lockstep import (
     RankThreads,
     Running,
     can_leave_thread,
-    is_in_autocast,
     saving_hooks,
 )
 from pyringar.parallel.reducer import Reducer
@@ -69,14 +67,14 @@ class ReplicasBeside:
         requires a gradient, so that the graph goes on beyond the ranks, where hooks wait for
         gradients of parameters, of which some may stay None here, where a module is compiled, and
         where the first call has shown that the module draws random numbers or that its graph is
-        tied to others (`_used_params`).
+        tied to others (`used_params`).
 
         Args:
             inputs: Of all ranks.
         """
         if self.threads.is_own() or not can_leave_thread() or self._in_turns.get(self._mode()):
             return False
-        if torch.is_grad_enabled() and _differentiable(inputs):
+        if torch.is_grad_enabled() and differentiable(inputs):
             return False
         parts = [part for replica in self.replicas for part in replica.modules()]
         is_compiled = any(_is_compiled(part) for part in parts)
@@ -94,16 +92,16 @@ class ReplicasBeside:
         """
         mode = self._mode()
         is_first = mode not in self._in_turns
-        before = _RandomState()
+        before = RandomState()
         looks = {rank: partial(self._call_and_look, rank, functions[rank]) for rank in functions}
         found = self._call(looks, in_turns=is_first)
         outputs = {rank: output for rank, (output, _) in found.items()}
         used = {rank: params for rank, (_, params) in found.items() if params is not None}
         is_tied = len(used) < len(found)
         self._in_turns[mode] = self._in_turns.get(mode, False) or is_tied
-        if before != _RandomState():
+        if before != RandomState():
             self.note_draw(mode, is_first)
-        if self._in_turns[mode] or not any(map(_differentiable, outputs.values())):
+        if self._in_turns[mode] or not any(map(differentiable, outputs.values())):
             return outputs
         if not any(used.values()):
             return outputs
@@ -122,10 +120,10 @@ class ReplicasBeside:
         return {rank: run({rank: function})[rank] for rank, function in functions.items()}
 
     def _call_and_look(self, rank: int, function: Function) -> tuple[Any, set[int] | None]:
-        """Return what a rank's call returns, and what `_used_params` does; in its thread."""
+        """Return what a rank's call returns, and what `used_params` does; in its thread."""
         output = function()
-        outer = _differentiable(output)
-        return output, _used_params(self.replicas[rank], outer) if outer else set()
+        outer = differentiable(output)
+        return output, used_params(self.replicas[rank], outer) if outer else set()
 
     def _mode(self) -> Any:
         parts = self.replicas[0].modules()
@@ -165,8 +163,8 @@ class _Graphs:
         in_turns: bool,
     ) -> None:
         self.owner, self.mode, self.in_turns = owner, mode, in_turns
-        self.forward_state = _RandomState()
-        self.outputs = {rank: _differentiable(outputs[rank]) for rank in used}
+        self.forward_state = RandomState()
+        self.outputs = {rank: differentiable(outputs[rank]) for rank in used}
         _check_alike({rank: owner.replicas[rank] for rank in used})
         self.params = {rank: _trained([owner.replicas[rank]]) for rank in used}
         plan = owner.reducer.sections(len(next(iter(self.params.values()))))
@@ -253,7 +251,7 @@ class _Pass:
         self._numbers: dict[int, int] = {}  # torch's, of the ranks' own passes
         self._num_ranks = 0
         self._has_failed = self.is_finished = False
-        self._before = _RandomState()
+        self._before = RandomState()
         self._running = Running()
 
     def begin(self, grads: Sequence[Tensor | None]) -> None:
@@ -305,12 +303,12 @@ class _Pass:
             raise
         self.is_finished = True
         self._running.results()
-        owner, before, after = self._graphs.owner, self._before, _RandomState()
+        owner, before, after = self._graphs.owner, self._before, RandomState()
         # Activation checkpointing sets the state of the call in forward, and then the one before:
         # two threads at once may leave the former.
         if after.is_torch_as(self._graphs.forward_state) and not after.is_torch_as(before):
             before.restore()
-            after = _RandomState()
+            after = RandomState()
         if before != after:
             owner.note_draw(self._graphs.mode, self._in_turns)
         if self._wants_order:
@@ -489,104 +487,5 @@ def _has_users_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
-def _differentiable(output: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    nested.map_tensors(lambda t: found.append(t) if t.requires_grad else None, output)
-    return found
-
-
 def _is_compiled(part: nn.Module) -> bool:
     return part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
-
-
-def _used_params(replica: nn.Module, outputs: Tensors) -> set[int] | None:
-    """Return the parameters in a rank's graph, by ``id``; None where that is tied to others.
-
-    Tied is what is not only a graph from a rank's outputs to its parameters: it leads to other
-    tensors, modules keep parts of it, for a loss to take, or it has a checkpoint that recomputes in
-    a pass of its own (``use_reentrant=True``). Or the module has entered autocast itself and uses a
-    parameter twice: how often that is cast depends on when the other ranks leave theirs.
-
-    Every call looks: what a module uses may require gradients from now on, which changes no number
-    that torch would tell without a walk.
-    """
-    own, used = set(map(id, replica.parameters())), set()
-    seen = {get_gradient_edge(output).node for output in outputs}
-    todo, casts = list(seen), []
-    while todo:
-        node = todo.pop()
-        edges = node.next_functions
-        if not edges and hasattr(node, "variable"):
-            if id(node.variable) not in own:
-                return None
-            used.add(id(node.variable))
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return None
-        for other, _ in edges:
-            if other is None:
-                continue
-            if type(other).__name__ == "ToCopyBackward0":
-                casts.append(other)
-            if other not in seen:
-                seen.add(other)
-                todo.append(other)
-    is_cast_twice = bool(casts) and not is_in_autocast() and _are_twice_of_a_leaf(casts)
-    return None if is_cast_twice or any(map(_keeps_graph, replica.modules())) else used
-
-
-def _are_twice_of_a_leaf(casts: Sequence[Any]) -> bool:
-    """Return whether a leaf is used more than once in another dtype, from one cast or several."""
-    leaves = [
-        leaf for cast in casts for leaf, _ in cast.next_functions if hasattr(leaf, "variable")
-    ]
-    return len(set(leaves)) < len(leaves)
-
-
-# What most of a module's attributes are, and no tensor. A parameter is no part of a graph.
-_PLAIN = frozenset({bool, int, float, str, type(None), set})
-_HELD = frozenset({"_parameters", "_modules"})
-
-
-def _keeps_graph(part: nn.Module) -> bool:
-    return any(
-        isinstance(value, Tensor) and value.grad_fn is not None
-        for name, held in vars(part).items()
-        if type(held) not in _PLAIN and name not in _HELD
-        for value in _items(held) or [held]
-        if type(value) not in _PLAIN
-    )
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else []
-
-
-class _RandomState:
-    """Of the generators that all threads share: torch's for the CPU, Python's and NumPy's."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy: tuple[Any, ...] = ()
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            parts = numpy.get_state(legacy=False)["state"].values()
-            self._numpy = tuple(p.tobytes() if hasattr(p, "tobytes") else p for p in parts)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _RandomState):
-            return NotImplemented
-        is_same = self._python == other._python and self._numpy == other._numpy
-        return is_same and self.is_torch_as(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def is_torch_as(self, other: _RandomState) -> bool:
-        """Return whether torch's generator is the same, whatever the others are."""
-        return torch.equal(self._torch, other._torch)
-
-    def restore(self) -> None:
-        """Give torch's generator this state."""
-        torch.set_rng_state(self._torch)
