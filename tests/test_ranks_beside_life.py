@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import os
-import random
 import signal
 import sys
 import textwrap
@@ -368,90 +366,6 @@ class TestSettings:
                 F.cross_entropy(net(X), y).backward()
                 net.wait()
                 torch.testing.assert_close(twice[0], 2 * gradients(net)[0])
-
-
-class TestRandomNumbers:
-    @pytest.mark.parametrize("of", ["torch", "python"])
-    def test_are_drawn_as_in_turns(self, acts, of, torch_threads):
-        torch_threads(1)
-        X, y = rows(9)  # noqa: N806
-        draw = {"torch": lambda: torch.rand(()), "python": random.random}[of]
-        acts.act = staticmethod(lambda x: x * draw())
-        found = []
-        for in_turns in (None, None, True):
-            torch.manual_seed(5)
-            module = acts()
-            random.seed(5)
-            found.append(trained(module, 3, X, y, steps=4, in_turns=in_turns))
-        assert_equal(found[0], found[1])
-        assert_equal(found[0], found[2])
-
-    def test_dropout_is_the_same_every_time(self, torch_threads):
-        torch_threads(1)
-        module = nn.Sequential(nn.Linear(4, 32), nn.Dropout(), nn.Linear(32, 3))
-        found = []
-        for in_turns in (None, None, True):
-            torch.manual_seed(7)
-            found.append(trained(module, 3, *rows(9), in_turns=in_turns))
-        assert_equal(found[0], found[1])
-        assert_equal(found[0], found[2])
-
-    def test_that_a_module_begins_to_draw_is_told_and_then_it_takes_turns(self, acts, caplog):
-        X, _ = rows()  # noqa: N806
-        with pr.DataParallel(acts(), ["cpu"] * 2) as net, caplog.at_level(logging.WARNING):
-            net(X)
-            net(X)
-            assert not caplog.records
-            acts.act = staticmethod(lambda x: x * torch.rand(()))
-            net(X)
-            assert "not repeatable" in caplog.text
-            names = []
-            acts.act = staticmethod(lambda x: names.append(threading.current_thread().name) or x)
-            net(X)
-        assert names == ["MainThread"] * 2
-        assert len(caplog.records) == 1
-
-    def test_a_generator_that_backward_has_set_as_in_forward_is_as_it_was(self, acts):
-        """As two threads may leave it that set it so and back, as activation checkpoints do."""
-        X, y = rows()  # noqa: N806
-        states = []
-        acts.act = staticmethod(lambda x: states.append(torch.get_rng_state()) or x)
-        acts.react = staticmethod(lambda grad: torch.set_rng_state(states[-1]) or grad)
-        with pr.DataParallel(acts(), ["cpu"] * 2) as net:
-            for number in range(3):
-                loss = F.cross_entropy(net(X), y)
-                torch.manual_seed(number)
-                random.random()  # which tells nothing of torch's generator
-                before = torch.get_rng_state()
-                loss.backward()
-                assert torch.equal(torch.get_rng_state(), before)
-                net.wait()
-                net.zero_grad()
-            assert net._beside.may_run([X])
-
-    def test_a_checkpoint_leaves_the_callers_generator_alone(self):
-        """Its backward sets the generator to what it was in forward, and back: in all threads."""
-
-        class Recomputes(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.first, self.second = nn.Linear(4, 300), nn.Linear(300, 3)
-
-            def forward(self, x):
-                return torch.utils.checkpoint.checkpoint(
-                    lambda h: self.second(self.first(h).tanh()), x, use_reentrant=False
-                )
-
-        X, y = rows(400)  # noqa: N806
-        with pr.DataParallel(Recomputes(), ["cpu"] * 4) as net:
-            for number in range(20):
-                loss = F.cross_entropy(net(X), y)
-                torch.manual_seed(number)
-                before = torch.get_rng_state()
-                loss.backward()
-                assert torch.equal(torch.get_rng_state(), before)
-                net.wait()
-                net.zero_grad()
 
 
 class TestThreads:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pyringar.comm.threads import Latch
 from pyringar.errors import ArgumentError
 from pyringar.parallel import nested
-from pyringar.parallel.draws import RandomState
+from pyringar.parallel.draws import RandomState, SeesDraws
 from pyringar.parallel.graphs import differentiable, used_params
 from pyringar.parallel.lockstep import (
     RankThreads,
@@ -46,7 +46,8 @@ class ReplicasBeside:
 
     Random numbers come from generators that all threads share, in the order in which threads run.
     So the first call in each of the replicas' modes runs in turns, with what would be a rank's
-    share of torch's threads; where that draws a number, calls in this mode run in turns.
+    share of torch's threads; where that draws a number (`SeesDraws`), calls in this mode run in
+    turns.
 
     Args:
         replicas: One per rank.
@@ -92,14 +93,19 @@ class ReplicasBeside:
         """
         mode = self._mode()
         is_first = mode not in self._in_turns
-        before = RandomState()
-        looks = {rank: partial(self._call_and_look, rank, functions[rank]) for rank in functions}
+        before, seen = RandomState(), SeesDraws()
+        looks = {
+            rank: partial(
+                self._call_and_look, rank, partial(seen.call, function) if is_first else function
+            )
+            for rank, function in functions.items()
+        }
         found = self._call(looks, in_turns=is_first)
         outputs = {rank: output for rank, (output, _) in found.items()}
         used = {rank: params for rank, (_, params) in found.items() if params is not None}
         is_tied = len(used) < len(found)
         self._in_turns[mode] = self._in_turns.get(mode, False) or is_tied
-        if before != RandomState():
+        if seen.has_drawn or before != RandomState():
             self.note_draw(mode, is_first)
         if self._in_turns[mode] or not any(map(differentiable, outputs.values())):
             return outputs
@@ -134,9 +140,10 @@ class ReplicasBeside:
         self._in_turns[mode] = True
         if not is_first:
             logger.warning(
-                "the ranks of this DataParallel have drawn random numbers while they ran at the "
-                "same time, which they had not done before: this step is not repeatable; from now "
-                "on they take turns, as with in_turns=True"
+                "random numbers were drawn while the ranks of this DataParallel ran at the same "
+                "time, which was not so before: if by the module, this step is not repeatable; "
+                "from now on they take turns, as with in_turns=True. Where another thread of yours "
+                "drew them, give that a generator of its own"
             )
 
 
@@ -251,7 +258,7 @@ class _Pass:
         self._numbers: dict[int, int] = {}  # torch's, of the ranks' own passes
         self._num_ranks = 0
         self._has_failed = self.is_finished = False
-        self._before = RandomState()
+        self._before, self._seen = RandomState(), SeesDraws()
         self._running = Running()
 
     def begin(self, grads: Sequence[Tensor | None]) -> None:
@@ -267,8 +274,10 @@ class _Pass:
         threads = self._graphs.owner.threads
         try:
             if self._in_turns:
-                for rank, task in tasks.items():
-                    threads.run({rank: task}, num_threads=threads.share())
+                # As torch does where one graph has them all: what was recorded last comes first.
+                for rank, task in reversed(tasks.items()):
+                    seen = partial(self._seen.call, task)
+                    threads.run({rank: seen}, num_threads=threads.share())
             else:
                 threads.begin(tasks, self._running, num_threads=threads.share())
         except BaseException:
@@ -309,7 +318,7 @@ class _Pass:
         if after.is_torch_as(self._graphs.forward_state) and not after.is_torch_as(before):
             before.restore()
             after = RandomState()
-        if before != after:
+        if self._seen.has_drawn or before != after:
             owner.note_draw(self._graphs.mode, self._in_turns)
         if self._wants_order:
             owner.reducer.note_order(self._came.get(0, []))

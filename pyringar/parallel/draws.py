@@ -4,11 +4,52 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["RandomState"]
+__all__ = ["RandomState", "SeesDraws"]
+
+
+class SeesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what one thread draws from any generator of torch's, also where it is set back after.
+
+    Attributes:
+        has_drawn: Whether something was drawn.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave functions compiled that are."""
+        return True
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Return what a function does, once that was seen."""
+        with self:
+            return function()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        # Some have the tag and draw nothing: attention on CPUs, dropout in evaluation.
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+        generators = given or [torch.default_generator]
+        before = [generator.get_state() for generator in generators]
+        result = func(*args, **kwargs)
+        after = [generator.get_state() for generator in generators]
+        self.has_drawn |= not all(map(torch.equal, before, after))
+        return result
 
 
 class RandomState:
