@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import threading
 import time
+import types
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -244,6 +246,47 @@ class TestBits:
             found.append([*gradients(net), *(g for g in others if g is not None)])
         assert_equal(*found)
         assert len(found[0]) == 4 + {"outside": 1, "scalar": 1, "plain tensor": 2}.get(what, 0)
+
+    @pytest.mark.parametrize("where", ["list in a dict", "object", "deque", "output"])
+    def test_of_graphs_that_are_kept_somewhere_deep(self, torch_threads, where):
+        torch_threads(1)
+        X, y = rows()  # noqa: N806
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.kept = mlp(), types.SimpleNamespace()
+                self.net.register_forward_hook(self.note)
+
+            def note(self, part, args, out):
+                self.kept.it = None if where == "output" else out.square().sum()
+
+            def forward(self, x):
+                out = self.net(x)
+                kept, self.last = self.kept.it, None
+                if where in ("list in a dict", "deque"):
+                    kept = {"list": [kept]} if where != "deque" else collections.deque([kept])
+                    self.last, self.kept.it = kept, None
+                return out, types.SimpleNamespace(same=out) if where == "output" else None
+
+        def term(replica, other):
+            if where == "output":
+                return other.same.square().sum()
+            found = replica.last or [replica.kept.it]
+            return found["list"][0] if isinstance(found, dict) else found[0]
+
+        found = []
+        for in_turns in (None, True):
+            with pr.DataParallel(Net(), ["cpu"] * 2, in_turns=in_turns, gather=False) as net:
+                for _ in range(2):
+                    net.zero_grad()
+                    outs, others = zip(*net(X), strict=True)
+                    loss = F.cross_entropy(torch.cat(outs), y)
+                    (loss + sum(map(term, net.replicas, others))).backward()
+                    net.wait()
+                found.append(gradients(net))
+                assert in_turns or not net._beside.may_run([X])
+        assert_equal(*found)
 
     @pytest.mark.parametrize("what", ["gradients of gradients", "what a module keeps"])
     def test_what_needs_turns_is_an_error_and_not_another_gradient(self, what):

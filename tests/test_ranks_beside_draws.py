@@ -77,6 +77,13 @@ class TestRandomNumbers:
             found.append([*outs, torch.get_rng_state()])
         assert_equal(*found)
 
+    def test_of_a_generator_that_only_a_later_call_has(self):
+        X, _ = rows()  # noqa: N806
+        with pr.DataParallel(nn.Linear(4, 3), ["cpu"] * 2) as net:
+            net(X)
+            assert net._beside.may_run([((X, None), {})])
+            assert not net._beside.may_run([((X,), {"options": {"generator": torch.Generator()}})])
+
     def test_of_backward_alone_are_drawn_as_in_turns(self, acts, torch_threads):
         torch_threads(1)
         generator = torch.Generator()

@@ -65,7 +65,8 @@ class ReplicasBeside:
         """Return whether a call can run so and give what it gives in turns.
 
         It cannot where this thread has modes or hooks of its own (`can_leave_thread`), an input
-        requires a gradient, so that the graph goes on beyond the ranks, where hooks wait for
+        requires a gradient, so that the graph goes on beyond the ranks, or is a generator of random
+        numbers, where hooks wait for
         gradients of parameters, of which some may stay None here, where a module is compiled, and
         where the first call has shown that the module draws random numbers or that its graph is
         tied to others (`used_params`).
@@ -76,6 +77,8 @@ class ReplicasBeside:
         if self.threads.is_own() or not can_leave_thread() or self._in_turns.get(self._mode()):
             return False
         if torch.is_grad_enabled() and differentiable(inputs):
+            return False
+        if any(isinstance(leaf, torch.Generator) for leaf in nested.leaves(inputs)):
             return False
         parts = [part for replica in self.replicas for part in replica.modules()]
         is_compiled = any(_is_compiled(part) for part in parts)
@@ -128,8 +131,8 @@ class ReplicasBeside:
     def _call_and_look(self, rank: int, function: Function) -> tuple[Any, set[int] | None]:
         """Return what a rank's call returns, and what `used_params` does; in its thread."""
         output = function()
-        outer = differentiable(output)
-        return output, used_params(self.replicas[rank], outer) if outer else set()
+        has_graph = torch.is_grad_enabled() or bool(differentiable(output))
+        return output, used_params(self.replicas[rank], output) if has_graph else set()
 
     def _mode(self) -> Any:
         parts = self.replicas[0].modules()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,24 +20,24 @@ Tensors = Sequence[Tensor]
 
 def differentiable(output: Any) -> list[Tensor]:
     """Return the tensors in an output that require gradients, in order."""
-    found: list[Tensor] = []
-    nested.map_tensors(lambda t: found.append(t) if t.requires_grad else None, output)
-    return found
+    leaves = nested.leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def used_params(replica: nn.Module, outputs: Tensors) -> set[int] | None:
+def used_params(replica: nn.Module, output: Any) -> set[int] | None:
     """Return the parameters in a rank's graph, by ``id``; None where that is tied to others.
 
     Tied is what is not only a graph from a rank's outputs to its parameters: it leads to other
-    tensors, modules keep parts of it, for a loss to take, or it has a checkpoint that recomputes in
-    a pass of its own (``use_reentrant=True``). Or the module has entered autocast itself and uses a
-    parameter twice: how often that is cast depends on when the other ranks leave theirs.
+    tensors, modules or objects in the output keep parts of it, for a loss to take, or it has a
+    checkpoint that recomputes in a pass of its own (``use_reentrant=True``). Or the module has
+    entered autocast itself and uses a parameter twice: how often that is cast depends on when the
+    other ranks leave theirs.
 
     Every call looks: what a module uses may require gradients from now on, which changes no number
     that torch would tell without a walk.
     """
     own, used = set(map(id, replica.parameters())), set()
-    seen = {get_gradient_edge(output).node for output in outputs}
+    seen = {get_gradient_edge(tensor).node for tensor in differentiable(output)}
     todo, casts = list(seen), []
     while todo:
         node = todo.pop()
@@ -55,7 +57,8 @@ def used_params(replica: nn.Module, outputs: Tensors) -> set[int] | None:
                 seen.add(other)
                 todo.append(other)
     is_cast_twice = bool(casts) and not is_in_autocast() and _are_twice_of_a_leaf(casts)
-    return None if is_cast_twice or any(map(_keeps_graph, replica.modules())) else used
+    others = [leaf for leaf in nested.leaves(output) if not isinstance(leaf, Tensor)]
+    return None if is_cast_twice or _lead_to_graph([replica, *others]) else used
 
 
 def _are_twice_of_a_leaf(casts: Sequence[Any]) -> bool:
@@ -66,22 +69,24 @@ def _are_twice_of_a_leaf(casts: Sequence[Any]) -> bool:
     return len(set(leaves)) < len(leaves)
 
 
-# What most of a module's attributes are, and no tensor. A parameter is no part of a graph.
-_PLAIN = frozenset({bool, int, float, str, type(None), set})
-_HELD = frozenset({"_parameters", "_modules"})
+_ENDS = (Tensor, type, ModuleType, FunctionType)
 
 
-def _keeps_graph(part: nn.Module) -> bool:
-    return any(
-        isinstance(value, Tensor) and value.grad_fn is not None
-        for name, held in vars(part).items()
-        if type(held) not in _PLAIN and name not in _HELD
-        for value in _items(held) or [held]
-        if type(value) not in _PLAIN
-    )
+def _lead_to_graph(values: Sequence[Any]) -> bool:
+    """Return whether modules, containers or other objects lead to a tensor that has a graph.
 
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else []
+    What functions refer to does not count, nor do classes and Python's modules, which lead to
+    everything.
+    """
+    seen: set[int] = set()
+    level: Sequence[Any] = [values]
+    while level:
+        # What Python's collector does not track, as numbers and dicts of them, holds no tensors.
+        found = {id(v): v for v in gc.get_referents(*level) if gc.is_tracked(v)}
+        fresh = [found[key] for key in found.keys() - seen]
+        # By type(): isinstance() also asks the object, and a proxy may have nothing behind it.
+        if any(issubclass(type(v), Tensor) and v.grad_fn is not None for v in fresh):
+            return True
+        seen |= found.keys()
+        level = [v for v in fresh if not issubclass(type(v), _ENDS)]
+    return False

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["batches", "check_batches", "copy_to", "gather", "map_tensors", "no_rows", "scatter"]
+__all__ = [
+    "batches",
+    "check_batches",
+    "copy_to",
+    "gather",
+    "leaves",
+    "map_tensors",
+    "no_rows",
+    "scatter",
+]
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -27,11 +36,18 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+def leaves(value: Any) -> list[Any]:
+    """Return what lists, tuples and dicts hold, tensors and other things, in order."""
+    if isinstance(value, dict):
+        return leaves(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [value]
+
+
 def batches(value: Any) -> list[Tensor]:
     """Return all tensors that have a first dimension, in order."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) if tensor.ndim else None, value)
-    return found
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
 
 
 def check_batches(batches: Sequence[Tensor]) -> Tensor:
