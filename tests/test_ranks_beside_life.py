@@ -20,6 +20,7 @@ from test_ranks_beside import assert_equal, gradients, mlp, rows, step, torch_th
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
 from pyringar.parallel.lockstep import RankThreads
@@ -297,6 +298,68 @@ class TestSettings:
                 with context(True) if is_anomaly else context():
                     net(X)
         assert seen == [expected] * 4
+
+    @pytest.mark.parametrize("around", ["both", "backward"])
+    @pytest.mark.parametrize("what", ["flops", "torch.profiler", "autograd.profiler"])
+    def test_what_counts_operations_counts_those_of_all_ranks(self, what, around):
+        def counter():
+            if what == "torch.profiler":
+                return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            if what == "autograd.profiler":
+                return torch.autograd.profiler.profile(use_cpu=True)
+            return FlopCounterMode(display=False)
+
+        found = []
+        X, y = rows()  # noqa: N806
+        for in_turns in (True, None):
+            with pr.DataParallel(mlp(), ["cpu"] * 2, in_turns=in_turns) as net:
+                net(X)
+                loss = None if around == "both" else F.cross_entropy(net(X), y)
+                with counter() as counts:
+                    (F.cross_entropy(net(X), y) if loss is None else loss).backward()
+                net.wait()
+            if what == "flops":
+                found.append(counts.get_total_flops())
+            else:
+                events = {event.key: event.count for event in counts.key_averages()}
+                found.append([events.get(f"aten::{name}") for name in ("addmm", "mm", "tanh")])
+        assert found[0] == found[1]
+
+    def test_a_mode_around_backward_changes_what_ranks_compute(self):
+        class Doubles(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                return out * 2 if func is torch.ops.aten.mm.default else out
+
+        found = []
+        X, y = rows()  # noqa: N806
+        for in_turns in (True, None):
+            with pr.DataParallel(mlp(), ["cpu"] * 2, in_turns=in_turns) as net:
+                for _ in range(2):
+                    net.zero_grad()
+                    loss = F.cross_entropy(net(X), y)
+                    with Doubles():
+                        loss.backward()
+                    net.wait()
+                found.append(gradients(net))
+        assert_equal(*found)
+
+    def test_that_hooks_on_saved_tensors_are_forbidden_holds(self):
+        """Or a module that has such hooks would work, where the caller wants to see that it has."""
+
+        class Hooks(nn.Linear):
+            def forward(self, x):
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                    return super().forward(x)
+
+        X, _ = rows()  # noqa: N806
+        with pr.DataParallel(Hooks(4, 3), ["cpu"] * 2) as net:
+            net(X)
+            with (
+                torch.autograd.graph.disable_saved_tensors_hooks("planted"),
+                pytest.raises(RuntimeError, match="planted"),
+            ):
+                net(X)
 
     def test_a_default_dtype_holds(self):
         torch.set_default_dtype(torch.float64)

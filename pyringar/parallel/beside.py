@@ -23,7 +23,6 @@ from pyringar.parallel.lockstep import (
     RankThreads,
     Running,
     can_leave_thread,
-    saving_hooks,
 )
 from pyringar.parallel.reducer import Reducer
 
@@ -239,13 +238,14 @@ class _Pass:
     A section is handed on once all ranks have its gradients, while their threads compute others.
     All are once all ranks have ended where ranks take turns, under ``create_graph=True``, and where
     users' hooks on parameters would run meanwhile: they may draw random numbers, or look around.
+    Where the caller's thread has modes (`can_leave_thread`), all run there.
     """
 
     def __init__(self, graphs: _Graphs) -> None:
         self._graphs = graphs
         sections, ranks = graphs.sections, graphs.params
-        # Hooks on saved tensors: those of create_graph=True.
-        self._in_turns = graphs.in_turns or saving_hooks() is not None
+        self._is_here = not can_leave_thread()
+        self._in_turns = graphs.in_turns or self._is_here
         self._is_early = (
             len(sections) > 1
             and not (self._in_turns or torch.is_grad_enabled())
@@ -279,8 +279,11 @@ class _Pass:
             if self._in_turns:
                 # As torch does where one graph has them all: what was recorded last comes first.
                 for rank, task in reversed(tasks.items()):
-                    seen = partial(self._seen.call, task)
-                    threads.run({rank: seen}, num_threads=threads.share())
+                    if self._is_here:
+                        task()
+                    else:
+                        seen = partial(self._seen.call, task)
+                        threads.run({rank: seen}, num_threads=threads.share())
             else:
                 threads.begin(tasks, self._running, num_threads=threads.share())
         except BaseException:

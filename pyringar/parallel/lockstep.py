@@ -316,7 +316,8 @@ def can_leave_thread() -> bool:
     It does not where the caller has entered modes of torch's, which only its own thread has: a
     default device, a `TorchDispatchMode` that counts operations, `torch.func`, forward-mode
     gradients; nor where torch records what this thread does, to compile or to export it; nor under
-    hooks on tensors that autograd saves, which may count on their order, as those of a checkpoint.
+    hooks on tensors that autograd saves, which may count on their order, as those of a checkpoint,
+    or where such hooks are forbidden; nor while a profiler records what this thread does.
     """
     return not (
         torch._C._len_torch_function_stack()
@@ -325,6 +326,8 @@ def can_leave_thread() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
         or saving_hooks() is not None
     )
 

@@ -77,13 +77,13 @@ class DataParallel(nn.Module):
     ``"sync"``, where an input requires a gradient or a parameter has a hook on its gradient, under
     reentrant checkpoints, where modules use outer tensors that require gradients or keep parts of
     their graph, where modules enter autocast and use a parameter twice, and where the calling
-    thread has entered a mode of torch's (a default device, ``torch.func``, a counter of operations)
-    or hooks on saved tensors (a checkpoint around the whole). Such calls have the bits of all of
-    torch's threads. Other exceptions: a call in which a module first draws, or first uses a
-    parameter twice under its own autocast; and a parameter whose gradient has three parts or more,
-    two with a ring over three ranks or more, some from outside of the call (a penalty). Hooks on
-    modules run in the ranks' threads. Gradients of gradients of parameters, and losses of what such
-    hooks put aside, take ``in_turns=True``.
+    thread has entered a mode of torch's (a default device, ``torch.func``, a counter of operations,
+    a profiler) or hooks on saved tensors (a checkpoint around the whole). Such calls have the bits
+    of all of torch's threads. Other exceptions: a call in which a module first draws, or first uses
+    a parameter twice under its own autocast; and a parameter whose gradient has three parts or
+    more, two with a ring over three ranks or more, some from outside of the call (a penalty). Hooks
+    on modules run in the ranks' threads. Gradients of gradients of parameters, and losses of what
+    such hooks put aside, take ``in_turns=True``.
 
     ``parameters()``, ``state_dict()`` and the like are rank 0's, with the plain module's names.
     Whatever changes parameters or gradients must do so on all ranks: `optimizer`,
