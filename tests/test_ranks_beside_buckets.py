@@ -256,7 +256,7 @@ class TestOverlap:
         assert len(seen) == k
         assert min(seen) > 0
 
-    def test_hooks_of_users_run_once_all_ranks_have_ended(self, layers):
+    def test_late_hooks_of_users_run_once_all_ranks_have_ended(self, layers):
         """They may draw random numbers, which ranks that still compute would seem to have drawn."""
         calls = []
 
@@ -270,8 +270,10 @@ class TestOverlap:
             optimizer = optimizer_of(net)
             step(net, optimizer)
             ended.clear()
+            optimizer.zero_grad()
+            loss = loss_of(net)
             net.module.last.weight.register_post_accumulate_grad_hook(note)
-            step(net, optimizer)
+            loss.backward()
             assert calls == [(2, True)]
             assert not any(net._beside._in_turns.values())
 

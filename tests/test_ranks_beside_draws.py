@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from test_ranks_beside import SHARED, assert_equal, rows, torch_threads, trained
+from test_ranks_beside import SHARED, assert_equal, mlp, rows, step, torch_threads, trained
 from test_ranks_beside_life import acts
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -75,6 +75,29 @@ class TestRandomNumbers:
                 outs = [net(*args) for _ in range(4)]
                 assert in_turns or not net._beside.may_run(args)
             found.append([*outs, torch.get_rng_state()])
+        assert_equal(*found)
+
+    @pytest.mark.parametrize("cap_mb", [10, 0.00001])
+    def test_of_hooks_on_parameters_are_drawn_as_in_turns(self, torch_threads, cap_mb):
+        def add_noise(param):
+            param.grad.add_(torch.randn_like(param), alpha=0.1)
+
+        torch_threads(1)
+        X, y = rows()  # noqa: N806
+        options = {"overlap": False, "bucket_cap_mb": cap_mb, "first_bucket_mb": cap_mb}
+        found = []
+        for in_turns in (None, True):
+            module = mlp()
+            with pr.DataParallel(module, ["cpu"] * 2, in_turns=in_turns, **options) as net:
+                optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
+                step(net, optimizer, X, y)
+                for replica in net.replicas:
+                    for param in replica.parameters():
+                        param.register_post_accumulate_grad_hook(add_noise)
+                torch.manual_seed(5)
+                for _ in range(3):
+                    step(net, optimizer, X, y)
+                found.append([p.detach() for r in net.replicas for p in r.parameters()])
         assert_equal(*found)
 
     def test_of_a_generator_that_only_a_later_call_has(self):

@@ -65,10 +65,10 @@ class ReplicasBeside:
 
         It cannot where this thread has modes or hooks of its own (`can_leave_thread`), an input
         requires a gradient, so that the graph goes on beyond the ranks, or is a generator of random
-        numbers, where hooks wait for
-        gradients of parameters, of which some may stay None here, where a module is compiled, and
-        where the first call has shown that the module draws random numbers or that its graph is
-        tied to others (`used_params`).
+        numbers, where parameters have hooks, which may draw random numbers in the order of turns or
+        wait for gradients of which some may stay None here, where a module is compiled, and where
+        the first call has shown that the module draws random numbers or that its graph is tied to
+        others (`used_params`).
 
         Args:
             inputs: Of all ranks.
@@ -81,7 +81,7 @@ class ReplicasBeside:
             return False
         parts = [part for replica in self.replicas for part in replica.modules()]
         is_compiled = any(_is_compiled(part) for part in parts)
-        return not is_compiled and not any(p._backward_hooks for p in _trained(self.replicas))
+        return not is_compiled and not any(map(_has_users_hooks, _trained(self.replicas)))
 
     def run(self, functions: Mapping[int, Function]) -> dict[int, Any]:
         """Call ``functions[rank]()``, which calls the rank's replica, for all of them at once.

@@ -74,7 +74,7 @@ class DataParallel(nn.Module):
     Ranks at the same time give the bits of ranks in turns with as many torch threads each, every
     time, and leave the caller's number of them alone. They take turns as with ``in_turns=True``
     where the module draws random numbers (dropout) or is compiled, where ``batchnorm`` is
-    ``"sync"``, where an input requires a gradient or a parameter has a hook on its gradient, under
+    ``"sync"``, where an input requires a gradient or a parameter has a hook of yours, under
     reentrant checkpoints, where modules use outer tensors that require gradients or keep parts of
     their graph, where modules enter autocast and use a parameter twice, and where the calling
     thread has entered a mode of torch's (a default device, ``torch.func``, a counter of operations,
@@ -99,7 +99,7 @@ class DataParallel(nn.Module):
     Cost: a call copies no parameters, only samples and outputs between devices. CPU ranks run at
     the same time, those on one GPU one after the other, those on several GPUs forward at the same
     time. Buckets leave during backward; with ranks in threads only once all have ended in the first
-    step, under ``create_graph=True``, and where parameters have hooks of yours.
+    step, under ``create_graph=True``, and where parameters got hooks after the call.
     """
 
     def __init__(
