@@ -239,6 +239,22 @@ class TestFailures:
             found = [t for replica in net.replicas for t in replica.state_dict().values()]
             assert_equal(found, expected)
 
+    def test_no_finalizer_runs_in_a_step_that_ends_well(self):
+        """A Ctrl-C that comes meanwhile would be printed, and lost."""
+        X, y = rows()  # noqa: N806
+        called = []
+        with pr.DataParallel(mlp(), ["cpu"] * 2) as net:
+            optimizer = net.optimizer(torch.optim.SGD, lr=0.05)
+            step(net, optimizer, X, y)
+            sys.setprofile(lambda frame, event, arg: called.append(frame.f_code))
+            try:
+                step(net, optimizer, X, y)
+            finally:
+                sys.setprofile(None)
+        names = {(os.path.basename(code.co_filename), code.co_name) for code in called}
+        assert ("beside.py", "finish") in names
+        assert not [found for found in names if found[1] == "__del__" or found[0] == "weakref.py"]
+
     def test_a_signal_handler_may_call_the_module_that_runs(self, acts):
         X, _ = rows(4)  # noqa: N806
         found = []

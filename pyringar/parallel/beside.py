@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import logging
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -183,8 +182,7 @@ class _Graphs:
             for bucket in plan
         ]
         self.sections = [places for places in everywhere if places]
-        # By torch's number of the pass.
-        self._passes: weakref.WeakValueDictionary[int, _PassEnd] = weakref.WeakValueDictionary()
+        self.passes: dict[int, _Pass] = {}  # those that have not ended, by torch's number
 
     def column(self, section: int) -> list[Tensor]:
         """Return a section's parameters, one after the other, each on all ranks."""
@@ -199,13 +197,20 @@ class _Graphs:
         """
         number = torch._C._current_graph_task_id()
         if section > 0:
-            return self._passes[number].of.take(section)
-        end = self._passes[number] = _PassEnd(_Pass(self))
+            return self.passes[number].take(section)
+        begun = self.passes[number] = _Pass(self, number)
         # Untyped. Torch holds it until the pass ends, well or not.
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(end)
-        end.of.begin(grads)
-        return end.of.take(0)
+        engine.queue_callback(_PassEnd(begun))
+        begun.begin(grads)
+        return begun.take(0)
+
+
+class _Ended:
+    """What a `_PassEnd` becomes: nothing is left to run when torch drops it.
+
+    An interrupt that comes while a finalizer runs is lost.
+    """
 
 
 class _PassEnd:
@@ -220,6 +225,8 @@ class _PassEnd:
 
     def __call__(self) -> None:
         self.of.finish()
+        self.of.forget()
+        self.__class__ = _Ended  # type: ignore[assignment]
 
     def __del__(self) -> None:
         is_interrupted = False
@@ -228,6 +235,7 @@ class _PassEnd:
                 self.of.stop()
             except KeyboardInterrupt:  # cannot be raised in here
                 is_interrupted = True
+        self.of.forget()
         if is_interrupted:
             _thread.interrupt_main()
 
@@ -241,8 +249,8 @@ class _Pass:
     Where the caller's thread has modes (`can_leave_thread`), all run there.
     """
 
-    def __init__(self, graphs: _Graphs) -> None:
-        self._graphs = graphs
+    def __init__(self, graphs: _Graphs, number: int) -> None:
+        self._graphs, self._number = graphs, number
         sections, ranks = graphs.sections, graphs.params
         self._is_here = not can_leave_thread()
         self._in_turns = graphs.in_turns or self._is_here
@@ -333,6 +341,10 @@ class _Pass:
         """Let no rank begin any more, and wait for those that have."""
         self._running.stop()
         self.is_finished = True
+
+    def forget(self) -> None:
+        """Let nothing find this any more; it has ended."""
+        self._graphs.passes.pop(self._number, None)
 
     # -- in the thread of a rank -------------------------------------------------------------------
 
