@@ -288,6 +288,31 @@ class TestBits:
                 assert in_turns or not net._beside.may_run([X])
         assert_equal(*found)
 
+    def test_of_an_output_that_cannot_take_other_tensors(self, torch_threads):
+        class Scores(dict):
+            def __init__(self, scores):
+                super().__init__(scores=scores)
+
+        class Net(nn.Sequential):
+            def forward(self, x):
+                out = super().forward(x)
+                return out, Scores(out.square())
+
+        torch_threads(1)
+        X, y = rows()  # noqa: N806
+        found = []
+        for in_turns in (None, True):
+            module = Net(*mlp())
+            with pr.DataParallel(module, ["cpu"] * 2, in_turns=in_turns, gather=False) as net:
+                for _ in range(2):
+                    net.zero_grad()
+                    outs, others = zip(*net(X), strict=True)
+                    loss = F.cross_entropy(torch.cat(outs), y)
+                    (loss + sum(other["scores"].sum() for other in others)).backward()
+                    net.wait()
+                found.append(gradients(net))
+        assert_equal(*found)
+
     @pytest.mark.parametrize("what", ["gradients of gradients", "what a module keeps"])
     def test_what_needs_turns_is_an_error_and_not_another_gradient(self, what):
         X, y = rows()  # noqa: N806

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
+import textwrap
 import threading
 import time
 
 import pytest
 import torch
+from programs import run_programs
 from test_ranks_beside import SHARED, assert_equal, mlp, rows, step, torch_threads, trained
 from test_ranks_beside_life import acts
 from torch import nn
@@ -76,6 +78,25 @@ class TestRandomNumbers:
                 assert in_turns or not net._beside.may_run(args)
             found.append([*outs, torch.get_rng_state()])
         assert_equal(*found)
+
+    def test_looking_for_them_imports_nothing_and_what_forward_imports_is_no_draw(self):
+        program = """
+            import sys, torch
+            from torch import nn
+            import pyringar as pr
+            class Imports(nn.Linear):
+                def forward(self, x):
+                    import numpy.random
+                    return super().forward(x)
+            torch.set_num_threads(1)
+            assert "numpy.random" not in sys.modules
+            with pr.DataParallel(Imports(4, 3), ["cpu"] * 2) as net:
+                net(torch.ones(4, 4)).sum().backward()
+                assert net._beside.may_run([])
+            assert "torch._dynamo" not in sys.modules
+        """
+        (ended,) = run_programs(textwrap.dedent(program), ())
+        assert ended.returncode == 0, ended.stderr
 
     @pytest.mark.parametrize("cap_mb", [10, 0.00001])
     def test_of_hooks_on_parameters_are_drawn_as_in_turns(self, torch_threads, cap_mb):

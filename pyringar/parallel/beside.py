@@ -76,7 +76,7 @@ class ReplicasBeside:
             return False
         if torch.is_grad_enabled() and differentiable(inputs):
             return False
-        if any(isinstance(leaf, torch.Generator) for leaf in nested.leaves(inputs)):
+        if any(type(leaf) is torch.Generator for leaf in nested.leaves(inputs)):
             return False
         parts = [part for replica in self.replicas for part in replica.modules()]
         is_compiled = any(_is_compiled(part) for part in parts)

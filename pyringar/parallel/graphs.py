@@ -28,14 +28,16 @@ def used_params(replica: nn.Module, output: Any) -> set[int] | None:
     """Return the parameters in a rank's graph, by ``id``; None where that is tied to others.
 
     Tied is what is not only a graph from a rank's outputs to its parameters: it leads to other
-    tensors, modules or objects in the output keep parts of it, for a loss to take, or it has a
-    checkpoint that recomputes in a pass of its own (``use_reentrant=True``). Or the module has
-    entered autocast itself and uses a parameter twice: how often that is cast depends on when the
-    other ranks leave theirs.
+    tensors, modules or objects in the output keep parts of it, for a loss to take, the output
+    cannot take other tensors, or it has a checkpoint that recomputes in a pass of its own
+    (``use_reentrant=True``). Or the module has entered autocast itself and uses a parameter twice:
+    how often that is cast depends on when the other ranks leave theirs.
 
     Every call looks: what a module uses may require gradients from now on, which changes no number
     that torch would tell without a walk.
     """
+    if not nested.can_rebuild(output):
+        return None
     own, used = set(map(id, replica.parameters())), set()
     seen = {get_gradient_edge(tensor).node for tensor in differentiable(output)}
     todo, casts = list(seen), []
