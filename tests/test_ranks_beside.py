@@ -288,6 +288,21 @@ class TestBits:
                 assert in_turns or not net._beside.may_run([X])
         assert_equal(*found)
 
+    def test_of_weights_that_two_calls_share(self, torch_threads):
+        torch_threads(1)
+        X, y = rows()  # noqa: N806
+        module = mlp()
+        nn.utils.parametrizations.weight_norm(module[0])
+        found = []
+        for in_turns in (None, True):
+            with pr.DataParallel(module, ["cpu"] * 2, in_turns=in_turns) as net:
+                net(X)
+                with nn.utils.parametrize.cached():
+                    (F.cross_entropy(net(X), y) + net(X).square().sum()).backward()
+                net.wait()
+                found.append(gradients(net))
+        assert_equal(*found)
+
     def test_of_an_output_that_cannot_take_other_tensors(self, torch_threads):
         class Scores(dict):
             def __init__(self, scores):

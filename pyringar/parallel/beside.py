@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pyringar.comm.threads import Latch
 from pyringar.errors import ArgumentError
@@ -65,9 +66,10 @@ class ReplicasBeside:
         It cannot where this thread has modes or hooks of its own (`can_leave_thread`), an input
         requires a gradient, so that the graph goes on beyond the ranks, or is a generator of random
         numbers, where parameters have hooks, which may draw random numbers in the order of turns or
-        wait for gradients of which some may stay None here, where a module is compiled, and where
-        the first call has shown that the module draws random numbers or that its graph is tied to
-        others (`used_params`).
+        wait for gradients of which some may stay None here, where a module is compiled, under
+        ``parametrize.cached()``, which ties the graphs of several calls, and where the first call
+        has shown that the module draws random numbers or that its graph is tied to others
+        (`used_params`).
 
         Args:
             inputs: Of all ranks.
@@ -77,6 +79,8 @@ class ReplicasBeside:
         if torch.is_grad_enabled() and differentiable(inputs):
             return False
         if any(type(leaf) is torch.Generator for leaf in nested.leaves(inputs)):
+            return False
+        if getattr(parametrize, "_cache_enabled", 0):
             return False
         parts = [part for replica in self.replicas for part in replica.modules()]
         is_compiled = any(_is_compiled(part) for part in parts)
