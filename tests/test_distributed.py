@@ -35,7 +35,7 @@ def check(results: list[Any], case: str) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", distributed_cases.CASES)
 def test_collectives(case, size):
     check(verdicts("cases", size), case)
@@ -65,6 +65,7 @@ def run_one(case: str) -> list[Any]:
     return run_group(run_cases, 1, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", distributed_training.CASES)
 def test_training_in_detail_debug(case):
     check(verdicts("training", 2, debug="DETAIL"), case)
@@ -104,7 +105,9 @@ def test_peer_lost(how):
     assert seconds < 5, "long before the deadline"
 
 
-@pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=pytest.mark.slow), "future"])
+@pytest.mark.parametrize(
+    "how", ["sync", *(pytest.param(how, marks=pytest.mark.slow) for how in ("async", "future"))]
+)
 def test_peer_late(how):
     waiter, _ = run_group(distributed_faults.peer_late, 2, how, timeout_s=2.0)
     kind, _, text, seconds = waiter

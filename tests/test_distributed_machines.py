@@ -115,7 +115,7 @@ def machine_lost(rank: int, size: int, how: str) -> Any:
     return {name: error_of(call) for name, call in calls.items()}
 
 
-@pytest.mark.parametrize("how", ["killed", "late"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("late", marks=pytest.mark.slow)])
 def test_a_machine_that_is_lost_is_named_by_its_ranks(how):
     results = run_group(machine_lost, 4, how, machines="aabb", timeout_s=2.0)
     assert how != "killed" or results[2:] == [Died(-9)] * 2

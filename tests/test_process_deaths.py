@@ -89,7 +89,7 @@ def test_killed(joined_crew, world_size, dead, phase):
 
 
 @pytest.mark.parametrize("phase", ["announce", "reduce"])
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("dead", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_in_a_ring(joined_crew, phase, dead):
     crew = joined_crew(3)
     crew.run(reduce, algorithm="ring", numel=LARGE)

@@ -144,7 +144,7 @@ def come_late(state, call: str, late: int) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_who_comes_late_writes_to_nobody_who_gave_up(joined_crew, world_size, call):
     late = world_size - 1
     crew = joined_crew(world_size, timeout=GIVES_UP_S)

@@ -195,7 +195,7 @@ def test_ranks_run_on_torchs_threads(torch_threads, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_late_rank_is_named_and_torch_goes_on(torch_threads, algorithm, k):
     torch_threads(2)
     with pr.Communicator(["cpu"] * k, timeout=0.3) as comm:
@@ -388,8 +388,8 @@ assert ("it lacks functions of OpenMP" in told) == {lacks}, told
     [
         ("OMP_THREAD_LIMIT", "1", "on the caller's thread"),
         ("OMP_THREAD_LIMIT", "2", "on torch's 2 threads"),
-        ("OMP_MAX_ACTIVE_LEVELS", "0", ""),
-        ("OMP_DYNAMIC", "true", ""),
+        pytest.param("OMP_MAX_ACTIVE_LEVELS", "0", "", marks=pytest.mark.slow),
+        pytest.param("OMP_DYNAMIC", "true", "", marks=pytest.mark.slow),
     ],
 )
 def test_openmp_gives_fewer_threads_than_torch_asks_for(variable, value, told):
