@@ -349,11 +349,14 @@ class TestFailures:
         type(module).react = staticmethod(function)
         return lambda: setattr(type(module), "react", staticmethod(lambda: None))
 
+    all_have_seen_it = threading.Barrier(3)
+
     def wait_for_a_bucket(self, net):
         ends = time.monotonic() + 20
         while not net.bucketer._reducer.native.step.sent:
             assert time.monotonic() < ends
             time.sleep(0.001)
+        self.all_have_seen_it.wait(20)  # before one breaks the step off
 
     @pytest.mark.parametrize("rank", [0, 2])
     def test_of_a_ranks_backward_after_buckets_have_left(self, layers, rank):
