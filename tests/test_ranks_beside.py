@@ -247,6 +247,15 @@ class TestBits:
         assert_equal(*found)
         assert len(found[0]) == 4 + {"outside": 1, "scalar": 1, "plain tensor": 2}.get(what, 0)
 
+    @pytest.mark.parametrize(("num_lists", "may_run"), [(1000, True), (100_000, False)])
+    def test_of_modules_that_hold_too_much_to_look_through_are_in_turns(self, num_lists, may_run):
+        module = mlp()
+        module.table = [[i] for i in range(num_lists)]
+        X, _ = rows()  # noqa: N806
+        with pr.DataParallel(module, ["cpu"] * 2) as net:
+            net(X)
+            assert net._beside.may_run([X]) == may_run
+
     @pytest.mark.parametrize("where", ["list in a dict", "object", "deque", "output"])
     def test_of_graphs_that_are_kept_somewhere_deep(self, torch_threads, where):
         torch_threads(1)

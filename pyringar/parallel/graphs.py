@@ -72,13 +72,14 @@ def _are_twice_of_a_leaf(casts: Sequence[Any]) -> bool:
 
 
 _ENDS = (Tensor, type, ModuleType, FunctionType)
+_MOST_OBJECTS = 100_000  # a tenth of a second in each call
 
 
 def _lead_to_graph(values: Sequence[Any]) -> bool:
     """Return whether modules, containers or other objects lead to a tensor that has a graph.
 
     What functions refer to does not count, nor do classes and Python's modules, which lead to
-    everything.
+    everything. True also where there are too many objects to look at in each call.
     """
     seen: set[int] = set()
     level: Sequence[Any] = [values]
@@ -90,5 +91,7 @@ def _lead_to_graph(values: Sequence[Any]) -> bool:
         if any(issubclass(type(v), Tensor) and v.grad_fn is not None for v in fresh):
             return True
         seen |= found.keys()
+        if len(seen) > _MOST_OBJECTS:
+            return True
         level = [v for v in fresh if not issubclass(type(v), _ENDS)]
     return False
