@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -237,7 +238,7 @@ def test_no_warnings(compiler: str, tmp_path: Path) -> None:
         [*strict, NATIVE, "-c", source, "-o", tmp_path / f"{source.parent.name}_{source.stem}.o"]
         for source in SOURCES
     ]
-    # Vectors wider than the registers; and each header must stand alone.
+    # The narrowest registers; and each header must stand alone.
     commands += [
         [*strict, "-c", source, "-o", tmp_path / f"{source.stem}-narrow.o"]
         for source in ENGINE_SOURCES
@@ -246,6 +247,37 @@ def test_no_warnings(compiler: str, tmp_path: Path) -> None:
     alone = [*strict, "-fsyntax-only", "-x", "c++", "/dev/null", "-include"]
     commands += [[*alone, header] for header in ENGINE_HEADERS]
     compile_all(commands)
+
+
+# `fold` has nothing to keep that registers do not hold.
+ONE_FOLD = """
+#include "cpu/kernels_impl.h"
+using namespace pyringar;
+template <typename L>
+void fold(const typename L::Element* const* sources, int count, typename L::Element* to) {
+  typename L::Vector sum = L::load(sources[0]);
+  for (int r = 1; r < count; ++r) sum = combine<L, Sum>(sum, L::load(sources[r]));
+  store_vector(L::pack(sum), to);
+}
+using Lanes = FusedLanesOf<DType::%s>;
+template void fold<Lanes>(const Lanes::Element* const*, int, Lanes::Element*);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the assembly of x86-64")
+@pytest.mark.parametrize("dtype", ["kFloat32", "kFloat64", "kBFloat16", "kFloat16", "kInt32"])
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_vectors_stay_in_registers(level: str, dtype: str, tmp_path: Path) -> None:
+    """With vectors wider than the registers g++ put each on the stack: three times as slow."""
+    require("g++")
+    source = tmp_path / "fold.cpp"
+    source.write_text(ONE_FOLD % dtype)
+    asm = run(["g++", *BASE_FLAGS, "-O3", f"-march={level}", "-S", source, "-o", "-"], 60).stdout
+    assert "ret" in asm, asm
+    # A red zone or a frame: either way the stack pointer is named.
+    on_stack = [line for line in asm.splitlines() if re.search(r"%[re][sb]p", line)]
+    assert not on_stack, "\n".join(on_stack)
 
 
 def cpu_flags() -> list[str]:

@@ -13,9 +13,10 @@
 namespace pyringar {
 
 // Vectors in flight per source. Four hide the latency of the additions; what widens and rounds has
-// enough other work, and more of it in flight leaves less room for loads that wait for memory.
+// enough other work, and more than 64 bytes of it leave less room for loads that wait for memory.
 template <typename L>
-inline constexpr int kUnroll = sizeof(typename L::Element) == sizeof(typename L::Partial) ? 4 : 2;
+inline constexpr int kUnroll =
+    sizeof(typename L::Element) == sizeof(typename L::Partial) || kVectorBytes < 64 ? 4 : 2;
 
 template <typename L>
 PYRINGAR_INLINE typename L::Vector load_partial(const typename L::Partial* from) {

@@ -2,7 +2,7 @@
 //
 // Floor     cpu: compiler vector extensions (g++ and clang, any instruction set); the F16C
 //           intrinsics have a plain path beside them.
-// Units     kLanes elements, one 64-byte vector of accumulators.
+// Units     kLanes elements, one register of accumulators, kVectorBytes wide.
 // Contract  same bits as core/half.h for every input that is not a NaN; fp32, fp64 and integers
 //           pass through unchanged. No alignment required of any pointer.
 // Threads   pure functions, any.
@@ -20,13 +20,19 @@
 #include <immintrin.h>
 #endif
 
-// How a vector wider than the CPU's registers is passed to a function differs between compilers.
-// None is: whatever takes or returns one is inlined.
-#pragma GCC diagnostic ignored "-Wpsabi"
-
 #define PYRINGAR_INLINE inline __attribute__((always_inline))
 
 namespace pyringar {
+
+// As wide as the registers: g++ keeps wider vectors on the stack, which made sums three times as
+// slow with AVX2.
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
 
 template <typename T, int N>
 struct VectorOf {
@@ -50,22 +56,23 @@ template <typename T>
 struct PlainLanes {
   using Element = T;
   using Partial = T;
-  static constexpr int kLanes = 64 / sizeof(T);
+  static constexpr int kLanes = kVectorBytes / sizeof(T);
   using Vector = typename VectorOf<T, kLanes>::type;
   using Packed = Vector;
   static PYRINGAR_INLINE Vector load(const T* from) { return load_vector<Vector>(from); }
   static PYRINGAR_INLINE Packed pack(Vector v) { return v; }
 };
 
-using F32 = VectorOf<float, 16>::type;
-using U32 = VectorOf<std::uint32_t, 16>::type;
-using U16 = VectorOf<std::uint16_t, 16>::type;
+inline constexpr int kWords = kVectorBytes / 4;
+using F32 = VectorOf<float, kWords>::type;
+using U32 = VectorOf<std::uint32_t, kWords>::type;
+using U16 = VectorOf<std::uint16_t, kWords>::type;
 
 // 16-bit floats, added as fp32.
 struct BFloat16Lanes {
   using Element = BFloat16;
   using Partial = float;
-  static constexpr int kLanes = 16;
+  static constexpr int kLanes = kWords;
   using Vector = F32;
   using Packed = U16;
   static PYRINGAR_INLINE Vector load(const BFloat16* from) {
@@ -79,14 +86,14 @@ struct BFloat16Lanes {
   }
 };
 
-// The same, twice as wide, for loops in which no partial leaves the registers: the even elements of
-// 32 are the low halves of 16 words and the odd ones the high halves, so that a shift and a mask
-// widen what took a shuffle.
+// The same, twice as wide, for loops in which no partial leaves the registers: the even elements
+// are the low halves of words and the odd ones the high halves, so that a shift and a mask widen
+// what took a shuffle.
 struct BFloat16PairLanes {
   using Element = BFloat16;
   using Partial = float;
   using Half = BFloat16Lanes;
-  static constexpr int kLanes = 32;
+  static constexpr int kLanes = 2 * kWords;
   struct Vector {
     F32 even;
     F32 odd;
@@ -111,7 +118,7 @@ struct BFloat16PairLanes {
 struct Float16Lanes {
   using Element = Float16;
   using Partial = float;
-  static constexpr int kLanes = 16;
+  static constexpr int kLanes = kWords;
   using Vector = F32;
   using Packed = U16;
 #if defined(__AVX512F__)
@@ -122,18 +129,12 @@ struct Float16Lanes {
     return (Packed)_mm512_maskz_cvtps_ph(0xffff, (__m512)v,
                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
   static PYRINGAR_INLINE Vector load(const Float16* from) {
-    const __m256 halves[2] = {_mm256_cvtph_ps(load_vector<__m128i>(from)),
-                              _mm256_cvtph_ps(load_vector<__m128i>(from + 8))};
-    return load_vector<Vector>(halves);
+    return (Vector)_mm256_cvtph_ps(load_vector<__m128i>(from));
   }
   static PYRINGAR_INLINE Packed pack(Vector v) {
-    __m256 halves[2];
-    store_vector(v, halves);
-    const __m128i packed[2] = {_mm256_cvtps_ph(halves[0], _MM_FROUND_TO_NEAREST_INT),
-                               _mm256_cvtps_ph(halves[1], _MM_FROUND_TO_NEAREST_INT)};
-    return load_vector<Packed>(packed);
+    return (Packed)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
   }
 #else
   // The branches of core/half.h, all computed, then chosen lane by lane.
