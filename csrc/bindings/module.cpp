@@ -75,7 +75,7 @@ py::dict build_info() {
 #else
   info["simd"] = "none";
 #endif
-#if defined(__F16C__)
+#if defined(__AVX2__) && defined(__F16C__)  // as cpu/lanes.h
   info["fp16_conversion"] = "hardware";
 #else
   info["fp16_conversion"] = "integer arithmetic";

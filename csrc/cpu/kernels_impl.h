@@ -13,7 +13,7 @@
 namespace pyringar {
 
 // Vectors in flight per source. Four hide the latency of the additions; what widens and rounds has
-// enough other work, and more than 64 bytes of it leave less room for loads that wait for memory.
+// enough other work: two of 64 bytes do, more leave less room for loads that wait for memory.
 template <typename L>
 inline constexpr int kUnroll =
     sizeof(typename L::Element) == sizeof(typename L::Partial) || kVectorBytes < 64 ? 4 : 2;
