@@ -65,6 +65,7 @@ X86_VARIANTS = {
     "baseline-clang": Variant("clang++", ("-O2", "-march=x86-64"), 30),
     "f16c": Variant("g++", ("-O2", "-march=x86-64-v3"), 30),
     "f16c-clang": Variant("clang++", ("-O2", "-march=x86-64-v3"), 30),
+    "f16c-memory": Variant("g++", ("-O1", *MEMORY_FLAGS, "-march=x86-64-v3"), 30),
 }
 ARM64 = Variant(
     "aarch64-linux-gnu-g++", ("-O2", "-march=armv8-a", "-static"), 60, ("qemu-aarch64",)

@@ -42,8 +42,8 @@ struct Traits<BFloat16> {
 template <typename L>
 typename L::Vector vector_of(const float* from) {
   if constexpr (requires { typename L::Half; }) {
-    float even[16], odd[16];
-    for (int i = 0; i < 16; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
+    float even[kWords], odd[kWords];
+    for (int i = 0; i < kWords; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
     return {load_vector<F32>(even), load_vector<F32>(odd)};
   } else {
     return load_vector<F32>(from);
@@ -53,10 +53,10 @@ typename L::Vector vector_of(const float* from) {
 template <typename L>
 void floats_of(const typename L::Vector& v, float* to) {
   if constexpr (requires { typename L::Half; }) {
-    float even[16], odd[16];
+    float even[kWords], odd[kWords];
     store_vector(v.even, even);
     store_vector(v.odd, odd);
-    for (int i = 0; i < 16; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
+    for (int i = 0; i < kWords; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
   } else {
     store_vector(v, to);
   }
