@@ -125,7 +125,11 @@ void DeviceWatch::look() {
   stillness_.set_timeout(host_.timeout());
   stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
   const int culprit = most_behind();
-  if (culprit < 0 || !stillness_.is_late(culprit)) return;
+  if (culprit < 0) return;
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    if (comes_before(culprit, rank)) stillness_.excuse(rank);
+  }
+  if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;
   const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();
   give_up(culprit, ErrorKind::kTimeout, join(" for ", seconds, " s"));
@@ -147,16 +151,16 @@ bool DeviceWatch::is_behind(int rank) const {
          is_awaited(line.reduced, reduced_.load(std::memory_order_acquire));
 }
 
+bool DeviceWatch::comes_before(int rank, int other) const {
+  const DeviceLine& mine = segment_.device(rank);
+  const DeviceLine& its = segment_.device(other);
+  const auto ahead = static_cast<std::int32_t>(value_of(mine.announced) - value_of(its.announced));
+  if (ahead != 0) return ahead < 0;
+  return !reached(value_of(mine.reduced), value_of(its.reduced));
+}
+
 // For which all others wait at last; -1: this rank waits for nobody.
 int DeviceWatch::most_behind() const {
-  const auto comes_before = [&](int a, int b) {
-    const DeviceLine& one = segment_.device(a);
-    const DeviceLine& other = segment_.device(b);
-    const auto ahead =
-        static_cast<std::int32_t>(value_of(one.announced) - value_of(other.announced));
-    if (ahead != 0) return ahead < 0;
-    return !reached(value_of(one.reduced), value_of(other.reduced));
-  };
   int last = -1;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     if (rank == rank_ || !is_behind(rank)) continue;

@@ -76,6 +76,7 @@ class DeviceWatch {
   void look();
   bool has_come() const;
   bool is_behind(int rank) const;
+  bool comes_before(int rank, int other) const;
   int most_behind() const;
   std::uint64_t mark_of(int rank) const;
   void give_up(int culprit, ErrorKind kind, const std::string& why);

@@ -5,7 +5,8 @@
 //           still while its mark, a number that changes with everything it gets done, stays the
 //           same. Time counts only while the waiting rank looks: what passes while it is stopped
 //           itself, or does something else, is not held against the others. It counts anew
-//           whenever the waiting rank has moved, since others may have waited for that.
+//           whenever the waiting rank has moved, since others may have waited for that, and for
+//           every rank that waits for another: see excuse().
 //           A rank that stands still is found within the timeout and two naps.
 // Threads   one thread at a time; any may set the timeout.
 // Tests     tests/cpp/stillness_test.cpp, tests/test_deadlines.py
@@ -67,6 +68,9 @@ class Stillness {
     has_looked_ = true;
     last_look_ = now;
   }
+
+  // After a look that found this rank ahead of another: its time begins when that has caught up.
+  void excuse(int rank) { seen_[static_cast<std::size_t>(rank)].still = {}; }
 
   std::chrono::nanoseconds still(int rank) const { return at(rank).still; }
   bool is_late(int rank) const { return still(rank) >= timeout(); }

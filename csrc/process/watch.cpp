@@ -191,6 +191,9 @@ void PeerWatch::check_peers(const std::vector<int>& peers) const {
 bool PeerWatch::is_late(int peer, const char* what) {
   stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
   const int culprit = most_behind(peer);
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    if (lead(rank, culprit) > 0) stillness_.excuse(rank);
+  }
   if (!stillness_.is_late(culprit)) return false;
   const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();
   report(ErrorKind::kTimeout,
@@ -217,26 +220,30 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
+// By how much it has done more than the other, in the first counter that differs: within a ring
+// call all have announced and reduced the same.
+std::int32_t PeerWatch::lead(int rank, int other) const {
+  const RankLine& mine = segment_.line(rank);
+  const RankLine& its = segment_.line(other);
+  for (const auto& [x, y] :
+       {std::pair{&mine.announced, &its.announced}, std::pair{&mine.reduced, &its.reduced},
+        std::pair{&mine.link.flag, &its.link.flag}}) {
+    const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
+                                                 y->value.load(std::memory_order_acquire));
+    if (ahead != 0) return ahead;
+  }
+  return 0;
+}
+
 // The culprit of a wait: the rank that has done least, for which all others wait at last. Of ranks
 // that have done equally little, which do not wait for each other, the one that has stood still for
 // longest.
 int PeerWatch::most_behind(int suspect) const {
-  const auto is_behind = [&](int a, int b) {
-    const RankLine& one = segment_.line(a);
-    const RankLine& other = segment_.line(b);
-    // In this order: within a ring call all have announced and reduced the same.
-    for (const auto& [x, y] :
-         {std::pair{&one.announced, &other.announced}, std::pair{&one.reduced, &other.reduced},
-          std::pair{&one.link.flag, &other.link.flag}}) {
-      const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
-                                                   y->value.load(std::memory_order_acquire));
-      if (ahead != 0) return ahead < 0;
-    }
-    return stillness_.still(a) > stillness_.still(b);
-  };
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
-    if (rank != rank_ && is_behind(rank, last)) last = rank;
+    if (rank == rank_) continue;
+    const std::int32_t ahead = lead(rank, last);
+    if (ahead < 0 || (ahead == 0 && stillness_.still(rank) > stillness_.still(last))) last = rank;
   }
   return last;
 }

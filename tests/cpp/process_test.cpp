@@ -352,6 +352,24 @@ void check_one_that_leaves(Random& random) {
   calls[1].check_untouched();
 }
 
+// Rank 0 waits for rank 2, which is slow, as rank 1 does, which is through with its own part. When
+// rank 2 is, too, rank 1 has waited for longer than the timeout, and has not stood still.
+void check_that_to_wait_is_not_to_be_late() {
+  const SharedSegment shared(3, false);
+  std::vector<std::unique_ptr<ProcessGroup>> joined;
+  for (int rank = 0; rank < 3; ++rank) joined.push_back(make_group(shared, rank, kLong));
+  const Segment segment = shared.attach(0);
+  PeerWatch watch(segment, 0, kTimeout);
+  Flag& slow = segment.line(2).reduced;
+  segment.line(1).reduced.set(1, kWakeAll, Scope::kProcesses);
+  const Stopwatch stopwatch;
+  watch.set_on_nap([&] {
+    segment.line(2).progress.fetch_add(1);
+    if (stopwatch.seconds() > 0.4) slow.set(1, kWakeAll, Scope::kProcesses);
+  });
+  CHECK(watch.wait(slow, 1, 2, "to reduce"), watch.failure());
+}
+
 }  // namespace
 
 void process_failures_round(Random& random) {
@@ -362,6 +380,7 @@ void process_failures_round(Random& random) {
   if (!is_seen) return;
   check_one_of_three([&] { return complaint_about_missing_rank(random); });
   check_one_that_leaves(random);
+  check_that_to_wait_is_not_to_be_late();
   check_throws(ErrorKind::kArgument, "expected at most 4096 ranks",
                [&] { Segment::bytes_for(Segment::kMaxRanks + 1); });
   // What attach() refuses.
