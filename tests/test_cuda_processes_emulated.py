@@ -121,7 +121,7 @@ MISTAKES = {
     ),
     "raised-only-below": (WATCH, {"!reached(now, wanted) &&": "now < wanted &&"}),
     "late-not-noticed": (WATCH, {"!stillness_.is_late(culprit)) return": "culprit < 999) return"}),
-    "busy-is-late": (WATCH, {"releases_all_ || !has_come()": "releases_all_"}),
+    "busy-is-late": (WATCH, {" || lead(rank_, culprit) <= 0)": ")"}),
     "void-not-told": (GROUP, {"    raise_untold();\n": ""}),
     "let-go-while-busy": (GROUP, {"is_idle = !is_left_running(*host_);": "is_idle = true;"}),
     "closes-in-its-own-close": (

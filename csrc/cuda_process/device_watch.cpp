@@ -121,24 +121,20 @@ void DeviceWatch::look() {
       give_up(rank, ErrorKind::kPeerLost, join(", which ", how));
     }
   }
-  if (releases_all_ || !has_come()) return stillness_.forget();
+  if (releases_all_) return;
   stillness_.set_timeout(host_.timeout());
   stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
   const int culprit = most_behind();
-  if (culprit < 0) return;
+  // A GPU that is no further itself is busy with other work, and whoever waits for it finds that
+  // late.
+  if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
-    if (comes_before(culprit, rank)) stillness_.excuse(rank);
+    if (lead(rank, culprit) > 0) stillness_.excuse(rank);
   }
   if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;
   const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();
   give_up(culprit, ErrorKind::kTimeout, join(" for ", seconds, " s"));
-}
-
-// A GPU that is busy with other work waits for nobody, and whoever waits for it finds that late.
-bool DeviceWatch::has_come() const {
-  const DeviceLine& own = segment_.device(rank_);
-  return !reached(value_of(own.finished), value_of(own.announced));
 }
 
 bool DeviceWatch::is_behind(int rank) const {
@@ -151,20 +147,22 @@ bool DeviceWatch::is_behind(int rank) const {
          is_awaited(line.reduced, reduced_.load(std::memory_order_acquire));
 }
 
-bool DeviceWatch::comes_before(int rank, int other) const {
-  const DeviceLine& mine = segment_.device(rank);
-  const DeviceLine& its = segment_.device(other);
-  const auto ahead = static_cast<std::int32_t>(value_of(mine.announced) - value_of(its.announced));
-  if (ahead != 0) return ahead < 0;
-  return !reached(value_of(mine.reduced), value_of(its.reduced));
+// By how much it has done more than the other, in the first word that differs.
+std::int32_t DeviceWatch::lead(int rank, int other) const {
+  const DeviceLine& a = segment_.device(rank);
+  const DeviceLine& b = segment_.device(other);
+  const auto ahead = static_cast<std::int32_t>(value_of(a.announced) - value_of(b.announced));
+  if (ahead != 0) return ahead;
+  return static_cast<std::int32_t>(value_of(a.reduced) - value_of(b.reduced));
 }
 
-// For which all others wait at last; -1: this rank waits for nobody.
+// As PeerWatch says; -1: this rank's streams wait for nobody.
 int DeviceWatch::most_behind() const {
   int last = -1;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     if (rank == rank_ || !is_behind(rank)) continue;
-    if (last < 0 || comes_before(rank, last)) last = rank;
+    const std::int32_t ahead = last < 0 ? -1 : lead(rank, last);
+    if (ahead < 0 || (ahead == 0 && stillness_.still(rank) > stillness_.still(last))) last = rank;
   }
   return last;
 }

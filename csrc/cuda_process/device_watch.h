@@ -14,8 +14,8 @@
 //
 //             lost    A rank whose process is gone, though this rank's streams wait for its words:
 //                     what it had enqueued went with it.
-//             late    A rank that has stood still for the timeout while this rank's GPU, which has
-//                     come to the call, waits for it; the one that is furthest behind.
+//             late    The rank that is furthest behind, once it has stood still for the timeout
+//                     while this rank's GPU was further.
 //
 //           All ranks are told first (the failure that they share), then its words are raised to
 //           what this rank's streams wait for, again and again while they do: every survivor
@@ -74,9 +74,8 @@ class DeviceWatch {
  private:
   void run();
   void look();
-  bool has_come() const;
   bool is_behind(int rank) const;
-  bool comes_before(int rank, int other) const;
+  std::int32_t lead(int rank, int other) const;
   int most_behind() const;
   std::uint64_t mark_of(int rank) const;
   void give_up(int culprit, ErrorKind kind, const std::string& why);

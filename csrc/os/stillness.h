@@ -6,8 +6,8 @@
 //           same. Time counts only while the waiting rank looks: what passes while it is stopped
 //           itself, or does something else, is not held against the others. It counts anew
 //           whenever the waiting rank has moved, since others may have waited for that, and for
-//           every rank that waits for another: see excuse().
-//           A rank that stands still is found within the timeout and two naps.
+//           whoever is ahead of another rank, since it may wait for that one: see excuse().
+//           The last rank of all is found within the timeout and two naps from when it became so.
 // Threads   one thread at a time; any may set the timeout.
 // Tests     tests/cpp/stillness_test.cpp, tests/test_deadlines.py
 #pragma once

@@ -223,11 +223,11 @@ std::uint64_t PeerWatch::progress() const {
 // By how much it has done more than the other, in the first counter that differs: within a ring
 // call all have announced and reduced the same.
 std::int32_t PeerWatch::lead(int rank, int other) const {
-  const RankLine& mine = segment_.line(rank);
-  const RankLine& its = segment_.line(other);
+  const RankLine& a = segment_.line(rank);
+  const RankLine& b = segment_.line(other);
   for (const auto& [x, y] :
-       {std::pair{&mine.announced, &its.announced}, std::pair{&mine.reduced, &its.reduced},
-        std::pair{&mine.link.flag, &its.link.flag}}) {
+       {std::pair{&a.announced, &b.announced}, std::pair{&a.reduced, &b.reduced},
+        std::pair{&a.link.flag, &b.link.flag}}) {
     const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
                                                  y->value.load(std::memory_order_acquire));
     if (ahead != 0) return ahead;

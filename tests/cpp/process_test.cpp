@@ -352,8 +352,8 @@ void check_one_that_leaves(Random& random) {
   calls[1].check_untouched();
 }
 
-// Rank 0 waits for rank 2, which is slow, as rank 1 does, which is through with its own part. When
-// rank 2 is, too, rank 1 has waited for longer than the timeout, and has not stood still.
+// Ranks 0 and 1 are through with their parts and wait for rank 2, which is slow but moves, for
+// longer than the timeout. Nobody is late then, rank 1 no more than rank 0.
 void check_that_to_wait_is_not_to_be_late() {
   const SharedSegment shared(3, false);
   std::vector<std::unique_ptr<ProcessGroup>> joined;

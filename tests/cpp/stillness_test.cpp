@@ -19,6 +19,7 @@ class Scene {
       : marks_(static_cast<std::size_t>(world_size), 7), stillness_(world_size, timeout) {}
 
   const Stillness& stillness() const { return stillness_; }
+  void excuse(int rank) { stillness_.excuse(rank); }
   void move(int rank) { ++marks_[static_cast<std::size_t>(rank)]; }
   void look_after(std::chrono::nanoseconds time) {
     now_ += time;
@@ -54,6 +55,13 @@ void stillness_round(Random& random) {
   CHECK(!stillness.all_are_late(), "rank 1 moves");
   scene.watch(20 * timeout, 1);
   CHECK(!stillness.is_late(1) && stillness.still(1) == milliseconds(0), "rank 1 moves");
+
+  // Who has waited for another rank until now has all its time before it.
+  scene.excuse(2);
+  scene.watch(timeout - stillness.nap(), 1);
+  CHECK(!stillness.is_late(2), "rank 2 has waited, which is not to stand still");
+  scene.watch(stillness.nap() + stillness.nap(), 1);
+  CHECK(stillness.is_late(2), "rank 2 waits for nobody and stands still");
 
   // Whoever looks has moved itself: the others may have waited for that.
   scene.move(0);

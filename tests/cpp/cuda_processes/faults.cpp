@@ -15,6 +15,8 @@ using Submitted = CudaProcessGroup::Submitted;
 using namespace std::chrono_literals;
 
 std::string name_of(int rank) { return join("rank ", rank, " (process "); }
+// Of whom a device waited for: the text names both.
+std::string late_name_of(int rank) { return join("waited for that of ", name_of(rank)); }
 
 bool is_void(CudaProcessGroup& group, const Submitted& work) {
   return pyringar::is_void(group.host().segment(), *work.last);
@@ -60,17 +62,19 @@ struct Calls {
   // Once, by the work or by close(), unless a call has said so.
   void check_told(Random& random, ErrorKind kind, int culprit, bool is_told) {
     const int num_void = check_results();
+    const bool is_late = kind == ErrorKind::kTimeout;
+    const std::string name = is_late ? late_name_of(culprit) : name_of(culprit);
     if (random.one_in(2)) {
       for (const Submitted& work : works) {
         const std::exception_ptr failure = group.failure_of(work);
         CHECK((failure != nullptr) == is_void(group, work), "a work does not say what it is");
         if (failure == nullptr) continue;
         is_told = true;
-        check_throws(kind, name_of(culprit), [&] { std::rethrow_exception(failure); });
+        check_throws(kind, name, [&] { std::rethrow_exception(failure); });
       }
     }
     const auto close = [&] { group.close(); };
-    if (num_void > 0 && !is_told) check_throws(kind, name_of(culprit), close);
+    if (num_void > 0 && !is_told) check_throws(kind, name, close);
     close();
   }
 };
@@ -195,10 +199,42 @@ void check_late(Random& random) {
       CHECK(is_void(group, calls.works.back()), "nobody noticed");
       const auto again = [&] { calls.enqueue(0); };
       if (seed % 2 == 0) {
-        check_throws(ErrorKind::kTimeout, name_of(culprit), again);
+        check_throws(ErrorKind::kTimeout, late_name_of(culprit), again);
         why = "told";
       }
     }
+    while (num_done < world_size) std::this_thread::yield();
+    Random own(seed);
+    calls.check_told(own, ErrorKind::kTimeout, culprit, !why.empty());
+  });
+}
+
+// A device that stops within a call, for which its peers wait: it is late, and they are not.
+void check_late_midway(Random& random) {
+  const int world_size = random.between(2, 4);
+  const int culprit = random.between(0, world_size - 1);
+  CudaProcessOptions options = random_options(random);
+  options.checks_digests = false;
+  options.timeout = 300ms;
+  const Crew crew(random, world_size, options, random.between(1, 30), true);
+  const std::vector<Case> cases = plain_cases(random, 4);
+  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  const std::uint64_t seed = random.bits();
+  std::atomic<int> num_done{0};
+  crew.run([&](CudaProcessGroup& group, int rank) {
+    group.connect();
+    Calls calls{cases, tensors, group, rank};
+    const std::string why = calls.enqueue_from(0, ErrorKind::kTimeout);
+    if (rank == culprit) {
+      const DeviceLine& own = group.host().segment().device(rank);
+      const std::uint32_t last = *calls.works.back().last;
+      while (own.announced.value == own.finished.value && own.finished.value != last) cpu_pause();
+      hold(rank, true);
+      while (num_done < world_size - 1) std::this_thread::yield();
+      hold(rank, false);
+    }
+    synchronize(calls.stream.get());
+    num_done += 1;
     while (num_done < world_size) std::this_thread::yield();
     Random own(seed);
     calls.check_told(own, ErrorKind::kTimeout, culprit, !why.empty());
@@ -429,6 +465,7 @@ void check_broken_capture(Random& random) {
 const std::vector<Part> kFaults = {
     {"death", &check_death, 1},
     {"late", &check_late, 10},
+    {"late-midway", &check_late_midway, 10},
     {"busy", &check_busy, 20},
     {"earlier-calls", &check_earlier_calls, 5},
     {"refused-launch", &check_refused_launch, 4},
