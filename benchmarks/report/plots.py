@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,7 +244,8 @@ def draw_steps(results: Results, path: str | Path) -> None:
             offset = (turn - (len(names) - 1) / 2) * width
             _draw_medians(axes, own, [ranks.index(r.world_size) + offset for r in own], width)
         axes.set_xticks(range(len(ranks)), [str(k) for k in ranks])
-        axes.set(title=model, xlabel="ranks", ylabel="milliseconds (lines: quartiles)")
+        axes.set(title=textwrap.fill(model, 32), xlabel="ranks")
+        axes.set(ylabel="milliseconds (lines: quartiles)")
         axes.grid(visible=False, axis="x")
     _finish(figure, list(grid.flat), path, results)
 
@@ -256,7 +258,7 @@ def _draw_medians(axes: Any, rows: Sequence[Row], places: Sequence[float], width
     axes.bar(
         *(places, [row.median_s * 1e3 for row in rows], width * 0.92),
         color=style.color,
-        alpha={"0.1 MB": 0.4, "1 MB": 0.7}.get(variant, 1.0),
+        alpha={"0.1 MB": 0.4, "1 MB": 0.7, "turns": 0.4}.get(variant, 1.0),
         label=f"{style.label}, {variant}" if variant else style.label,
         yerr=[low, high],
         error_kw={"ecolor": RED, "elinewidth": 1, "capsize": 2},
