@@ -128,9 +128,6 @@ void DeviceWatch::look() {
   // A GPU that is no further itself is busy with other work, and whoever waits for it finds that
   // late.
   if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();
-  for (int rank = 0; rank < segment_.world_size(); ++rank) {
-    if (lead(rank, culprit) > 0) stillness_.excuse(rank);
-  }
   if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;
   const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();

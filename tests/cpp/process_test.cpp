@@ -361,7 +361,7 @@ void check_that_to_wait_is_not_to_be_late() {
   const Segment segment = shared.attach(0);
   PeerWatch watch(segment, 0, kTimeout);
   Flag& slow = segment.line(2).reduced;
-  segment.line(1).reduced.set(1, kWakeAll, Scope::kProcesses);
+  for (int rank : {0, 1}) segment.line(rank).reduced.set(1, kWakeAll, Scope::kProcesses);
   const Stopwatch stopwatch;
   watch.set_on_nap([&] {
     segment.line(2).progress.fetch_add(1);
