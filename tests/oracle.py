@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -122,12 +123,63 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     total, *others = sums.values()
     for other in others:
         total = _fold(total, other, op)
+    return _finished(total, op, len(parts), dtype)
+
+
+def _finished(total: Tensor, op: str, count: int, dtype: torch.dtype) -> Tensor:
+    """A sum as elements; a mean divided before."""
     if op == "mean":
         if dtype.is_floating_point:
-            total = total / torch.full_like(total, len(parts))
+            total = total / torch.full_like(total, count)
         else:  # towards zero, in arithmetic wide enough for any divisor
-            total = torch.div(total.long(), len(parts), rounding_mode="trunc").to(dtype)
+            total = torch.div(total.long(), count, rounding_mode="trunc").to(dtype)
     return total.to(dtype)
+
+
+def tree_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
+    """``T(lo, hi) = T(lo, mid) + T(mid, hi)``, ``mid - lo`` the largest power of two that fits."""
+    dtype = parts[0].dtype
+    partial = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def tree(lo: int, hi: int) -> Tensor:
+        if hi - lo == 1:
+            return parts[lo].to(partial)
+        half = 1
+        while half * 2 < hi - lo:
+            half *= 2
+        return _fold(tree(lo, lo + half), tree(lo + half, hi), op)
+
+    return _finished(tree(0, len(parts)), op, len(parts), dtype)
+
+
+def exact_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
+    """The sum as a fraction, rounded; a mean is rounded before it is divided, too."""
+    dtype = parts[0].dtype
+    if not dtype.is_floating_point:
+        return reduced(parts, op)
+    to = torch.float32 if op == "mean" and dtype.itemsize == 2 else dtype
+    columns = zip(*[part.double().tolist() for part in parts], strict=True)
+    sums = torch.tensor([exact_sum(column, to) for column in columns], dtype=torch.float64)
+    return _finished(sums.to(to), op, len(parts), dtype)
+
+
+def exact_sum(terms: Sequence[float], dtype: torch.dtype) -> float:
+    """The number of ``dtype`` that is nearest to the sum; of two the even one."""
+    if specials := [x for x in terms if not math.isfinite(x)]:
+        return sum(specials)  # whatever the others come to
+    total = sum(map(Fraction, terms))
+    if total == 0:
+        return -0.0 if all(math.copysign(1, x) < 0 for x in terms) else 0.0
+    info = torch.finfo(dtype)
+    digits = 1 - int(math.log2(info.eps))
+    least = int(math.log2(info.smallest_normal)) - digits + 1
+    exponent = abs(total.numerator).bit_length() - total.denominator.bit_length()
+    exponent -= abs(total) < Fraction(2) ** exponent
+    quantum = Fraction(2) ** max(exponent - digits + 1, least)
+    nearest = round(total / quantum) * quantum  # of two the even one
+    if abs(nearest) > Fraction(info.max):
+        return math.inf if total > 0 else -math.inf
+    return float(nearest)
 
 
 def chunk(numel: int, world_size: int, index: int) -> slice:
@@ -148,8 +200,11 @@ def ring_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     return torch.cat(pieces)
 
 
-def expected(parts: Sequence[Tensor], op: str, algorithm: str) -> Tensor:
+def expected(parts: Sequence[Tensor], op: str, algorithm: str, order: str = "any") -> Tensor:
     """The result of an all_reduce over these flat tensors."""
+    by_order = {"tree": tree_reduced, "exact": exact_reduced}
+    if order in by_order:
+        return by_order[order](parts, op)
     return ring_reduced(parts, op) if algorithm == "ring" else reduced(parts, op)
 
 

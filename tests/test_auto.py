@@ -90,6 +90,6 @@ def test_the_engine_knows_names_only(algorithm):
     group = load.engine().Group(2, 5.0)
     tensors = [torch.ones(3) for _ in range(2)]
     with pytest.raises(pr.ArgumentError, match="expected one of fused, direct, ring"):
-        group.all_reduce(tensors, "sum", algorithm, None)
+        group.all_reduce(tensors, "sum", algorithm, "rank", None)
     assert all((t == 1).all() for t in tensors)
     group.close()

@@ -475,7 +475,7 @@ def test_a_closed_communicator_is_told_by_bound_buckets_too(nets):
 
 def remembered_of(lists: list[list[Tensor]]):
     group = load.engine().Group(len(lists), 30.0)
-    return group.remember(lists, "sum", "fused")
+    return group.remember(lists, "sum", "fused", "rank")
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,7 @@ def test_memory_is_kept_while_it_is_written():
     lists = [[torch.ones(1000)] for _ in range(2)]
     watches = [weakref.ref(mine[0].untyped_storage()) for mine in lists]
     group = load.engine().Group(2, 30.0)
-    remembered = group.remember(lists, "sum", "ring")
+    remembered = group.remember(lists, "sum", "ring", "rank")
     group.delay_rank(0, 20.0)
     in_flight = {}
     work = remembered.begin(lists, in_flight)

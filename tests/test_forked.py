@@ -78,16 +78,16 @@ def assert_told(outcomes: dict[str, str], harmless: set[str]) -> None:
 
 def calls_of_threads(group, two, four) -> dict:
     return {
-        "all_reduce": lambda: group.all_reduce(two, "sum", "fused", None),
+        "all_reduce": lambda: group.all_reduce(two, "sum", "fused", "rank", None),
         "all_reduce_coalesced": lambda: group.all_reduce_coalesced(
-            [[t] for t in two], "sum", "fused", None
+            [[t] for t in two], "sum", "fused", "rank", None
         ),
-        "reduce_scatter": lambda: group.reduce_scatter(two, four, "sum", "fused", {}),
+        "reduce_scatter": lambda: group.reduce_scatter(two, four, "sum", "fused", "rank", {}),
         "all_gather": lambda: group.all_gather(four, two, "ring", {}),
         "broadcast": lambda: group.broadcast(two, 0, None),
-        "bind": lambda: group.bind(two, "sum", "fused"),
-        "bind_coalesced": lambda: group.bind_coalesced([[t] for t in two], "sum", "fused"),
-        "remember": lambda: group.remember([[t] for t in two], "sum", "fused"),
+        "bind": lambda: group.bind(two, "sum", "fused", "rank"),
+        "bind_coalesced": lambda: group.bind_coalesced([[t] for t in two], "sum", "fused", "rank"),
+        "remember": lambda: group.remember([[t] for t in two], "sum", "fused", "rank"),
         "check": lambda: group.check(two),
         "check_usable": group.check_usable,
         "check_coalesced": lambda: group.check_coalesced([[t] for t in two]),
@@ -111,7 +111,7 @@ def test_every_method_of_a_group_of_threads():
     group_calls = calls_of_threads(group, two, four)
     assert set(group_calls) == methods_of(group)
     lists = [[t] for t in two]
-    remembered = group.remember(lists, "sum", "fused")
+    remembered = group.remember(lists, "sum", "fused", "rank")
     others = {
         "remembered": lambda: remembered.begin(lists, {}),
         "work.wait": work.wait,
@@ -147,12 +147,12 @@ def calls_of_a_rank(group, shared, one, two) -> dict:
     return {
         "absent_ranks": group.absent_ranks,
         "seal": group.seal,
-        "all_reduce": lambda: group.all_reduce(shared, "sum", "direct", None),
-        "reduce_scatter": lambda: group.reduce_scatter(one, two, "sum", None),
+        "all_reduce": lambda: group.all_reduce(shared, "sum", "direct", "rank", None),
+        "reduce_scatter": lambda: group.reduce_scatter(one, two, "sum", "rank", None),
         "all_gather": lambda: group.all_gather(two, one, {}),
         "broadcast": lambda: group.broadcast(one, 0, None),
         "barrier": lambda: group.barrier(None),
-        "bind": lambda: group.bind(one, "sum", "direct"),
+        "bind": lambda: group.bind(one, "sum", "direct", "rank"),
         "plain_all_reduce": lambda: group.plain_all_reduce("direct")(one, "sum", None, None),
         "close": group.close,
         "delay": lambda: group.delay("idle", 0.0),

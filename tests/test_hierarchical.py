@@ -427,7 +427,7 @@ def test_one_machine_needs_no_hierarchy(pool):
     assert pool.check(choose_as_rank, "aaaa") == [("ProcessCommunicator", None)] * 4
     for kind, wrong in pool.check(choose_as_rank, TWO_BY_TWO):
         assert kind == "HierarchicalCommunicator"
-        assert "order 'rank', but the ranks are on 2 machines" in wrong
+        assert "order is 'rank' and the ranks are on 2 machines" in wrong
 
 
 def die_as_rank(rank, world_size, store, how):

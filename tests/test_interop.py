@@ -115,7 +115,7 @@ def test_what_an_array_raises_is_raised(make):
 
 def test_names_that_no_encoding_has(comm_of):
     with pytest.raises(pr.ArgumentError, match=r"algorithm is '.udc80', expected one of fused"):
-        comm_of(2)._group.all_reduce([torch.ones(2), torch.ones(2)], "sum", "\udc80", None)
+        comm_of(2)._group.all_reduce([torch.ones(2), torch.ones(2)], "sum", "\udc80", "rank", None)
 
 
 def test_an_asynchronous_call_keeps_arrays_alive():

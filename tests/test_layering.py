@@ -35,6 +35,7 @@ ORDER = {
             "float_mode",
             "reference",
             "arguments",
+            "orders",
             "work",
             "base",
             "operators",

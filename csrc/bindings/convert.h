@@ -57,6 +57,19 @@ inline ReduceOp parse_op(py::handle op) {
   return parse<ReduceOp>(op, "op", &op_name, kNumReduceOps);
 }
 
+inline Order parse_order(py::handle order) {
+  return parse<Order>(order, "order", &order_name, kNumOrders);
+}
+
+inline Reduction parse_reduction(py::handle op, py::handle order) {
+  const Reduction reduction{parse_op(op), parse_order(order)};
+  if (!has_order(reduction.op, reduction.order)) {
+    fail(ErrorKind::kArgument, "order is 'exact' and op '", op_name(reduction.op),
+         "', expected 'sum' or 'mean' with it");
+  }
+  return reduction;
+}
+
 inline Algorithm parse_algorithm(py::handle algorithm) {
   return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
 }

@@ -237,25 +237,28 @@ template <typename Engine, typename Class>
 void def_bound_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
   cls.def("bind",
-          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {
+          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order) {
             Engine::host(*group).check_usable();
-            return bind_call<Engine>(
-                group, prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
-                                          Engine::ranks(*group), "bind"));
+            return bind_call<Engine>(group, prepare_all_reduce(tensors, parse_reduction(op, order),
+                                                               parse_algorithm(algorithm),
+                                                               Engine::ranks(*group), "bind"));
           })
       .def("bind_coalesced",
-           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm) {
+           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order) {
              Engine::host(*group).check_usable();
-             return bind_call<Engine>(group, prepare_all_reduce_coalesced(
-                                                 lists, parse_op(op), parse_algorithm(algorithm),
-                                                 Engine::ranks(*group), "bind_coalesced"));
+             return bind_call<Engine>(
+                 group, prepare_all_reduce_coalesced(lists, parse_reduction(op, order),
+                                                     parse_algorithm(algorithm),
+                                                     Engine::ranks(*group), "bind_coalesced"));
            })
-      .def("remember", [](Ptr group, py::handle lists, py::handle op, py::handle algorithm) {
-        Engine::host(*group).check_usable();
-        return remember<Engine>(
-            group, prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
-                                                Engine::ranks(*group), "all_reduce_coalesced"));
-      });
+      .def("remember",
+           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order) {
+             Engine::host(*group).check_usable();
+             return remember<Engine>(
+                 group, prepare_all_reduce_coalesced(
+                            lists, parse_reduction(op, order), parse_algorithm(algorithm),
+                            Engine::ranks(*group), "all_reduce_coalesced"));
+           });
   py::class_<Remembered<Engine>>(cls, "Remembered", py::module_local())
       .def("holds", &Remembered<Engine>::holds)
       .def("begin", &Remembered<Engine>::begin, py::arg("lists"), py::arg("in_flight"),
@@ -269,34 +272,35 @@ template <typename Engine, typename Class>
 void def_rank_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
   cls.def("all_reduce",
-          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
+          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order,
              py::handle in_flight) {
             return run_or_submit<Engine>(
                 group,
-                prepare_all_reduce(tensors, parse_op(op), parse_algorithm(algorithm),
+                prepare_all_reduce(tensors, parse_reduction(op, order), parse_algorithm(algorithm),
                                    Engine::ranks(*group), "all_reduce"),
                 in_flight);
           })
       .def(
           "all_reduce_coalesced",
-          [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle in_flight,
-             py::handle after) {
+          [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order,
+             py::handle in_flight, py::handle after) {
             return run_or_submit<Engine>(
                 group,
-                prepare_all_reduce_coalesced(lists, parse_op(op), parse_algorithm(algorithm),
-                                             Engine::ranks(*group), "all_reduce_coalesced"),
+                prepare_all_reduce_coalesced(lists, parse_reduction(op, order),
+                                             parse_algorithm(algorithm), Engine::ranks(*group),
+                                             "all_reduce_coalesced"),
                 in_flight, after);
           },
-          py::arg("lists"), py::arg("op"), py::arg("algorithm"), py::arg("in_flight"),
-          py::arg("after") = py::none())
+          py::arg("lists"), py::arg("op"), py::arg("algorithm"), py::arg("order"),
+          py::arg("in_flight"), py::arg("after") = py::none())
       .def("check_usable", [](Ptr group) { Engine::host(*group).check(); })
       .def("reduce_scatter",
            [](Ptr group, py::handle outputs, py::handle inputs, py::handle op, py::handle algorithm,
-              py::handle in_flight) {
+              py::handle order, py::handle in_flight) {
              return run_or_submit<Engine>(
                  group,
-                 prepare_reduce_scatter(outputs, inputs, parse_op(op), parse_algorithm(algorithm),
-                                        Engine::ranks(*group)),
+                 prepare_reduce_scatter(outputs, inputs, parse_reduction(op, order),
+                                        parse_algorithm(algorithm), Engine::ranks(*group)),
                  in_flight);
            })
       .def("all_gather",
@@ -317,14 +321,13 @@ void def_rank_calls(Class& cls) {
            [](Ptr group, py::handle tensors) {
              Engine::host(*group).check_usable();
              const PreparedCollective prepared = prepare_all_reduce(
-                 tensors, ReduceOp::kSum, Algorithm::kFused, Engine::ranks(*group), "all_reduce");
+                 tensors, Reduction{}, Algorithm::kFused, Engine::ranks(*group), "all_reduce");
              Engine::wait_for_turn(*group);
            })
       .def("check_coalesced", [](Ptr group, py::handle lists) {
         Engine::host(*group).check_usable();
-        const PreparedCollective prepared =
-            prepare_all_reduce_coalesced(lists, ReduceOp::kSum, Algorithm::kFused,
-                                         Engine::ranks(*group), "all_reduce_coalesced");
+        const PreparedCollective prepared = prepare_all_reduce_coalesced(
+            lists, Reduction{}, Algorithm::kFused, Engine::ranks(*group), "all_reduce_coalesced");
         Engine::wait_for_turn(*group);
       });
   def_bound_calls<Engine>(cls);
@@ -333,25 +336,28 @@ void def_rank_calls(Class& cls) {
 // -- ranks in processes ---------------------------------------------------------------------------
 
 // Engine brings, besides (host(group) is the ProcessGroup on the host):
-//   local_rank(group)    prepare_all_reduce(group, tensors, op, algorithm, operation)
+//   local_rank(group)    prepare_all_reduce(group, tensors, reduction, algorithm, operation)
 template <typename Engine, typename Class>
 void def_process_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
   cls.def("absent_ranks", [](Ptr group) { return Engine::host(*group).absent_ranks(); })
       .def("seal", [](Ptr group) { Engine::host(*group).seal(); })
       .def("all_reduce",
-           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
+           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order,
               py::handle in_flight) {
              return run_or_submit<Engine>(
-                 group, Engine::prepare_all_reduce(*group, tensors, op, algorithm, "all_reduce"),
+                 group,
+                 Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order), algorithm,
+                                            "all_reduce"),
                  in_flight);
            })
       .def("reduce_scatter",
-           [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle in_flight) {
+           [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle order,
+              py::handle in_flight) {
              return run_or_submit<Engine>(
                  group,
                  prepare_process_reduce_scatter(Engine::local_rank(*group), output, input,
-                                                parse_op(op)),
+                                                parse_reduction(op, order)),
                  in_flight);
            })
       .def("all_gather",
@@ -370,12 +376,14 @@ void def_process_calls(Class& cls) {
            [](Ptr group, py::handle in_flight) {
              return run_or_submit<Engine>(group, prepare_process_barrier(), in_flight);
            })
-      .def("bind",
-           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm) {
-             Engine::host(*group).check_usable();
-             return bind_call<Engine>(
-                 group, Engine::prepare_all_reduce(*group, tensors, op, algorithm, "bind"));
-           })
+      .def(
+          "bind",
+          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order) {
+            Engine::host(*group).check_usable();
+            return bind_call<Engine>(
+                group, Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order),
+                                                  algorithm, "bind"));
+          })
       .def(
           "abort",
           [](Ptr group, std::string why) {

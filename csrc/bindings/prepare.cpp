@@ -69,10 +69,11 @@ void append(const py::list& list, PyObject* item) {
 // Collects the tensors of a call, then checks them against each other and lays out pointers.
 class Builder {
  public:
-  Builder(const char* operation, ReduceOp op, int world_size, const std::vector<int>* devices)
+  Builder(const char* operation, Reduction reduction, int world_size,
+          const std::vector<int>* devices)
       : world_size_(world_size), devices_(devices), tensors_(operation) {
     collective_.operation = operation;
-    collective_.fold = Fold::of(op, world_size);
+    collective_.fold = Fold::of(reduction, world_size);
     collective_.num_ranks = world_size;
   }
 
@@ -160,13 +161,13 @@ void add_in_place(Builder& builder, void* const* table, const TensorView& view) 
 
 }  // namespace
 
-PreparedCollective prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
+PreparedCollective prepare_all_reduce(py::handle tensors, Reduction reduction, Algorithm algorithm,
                                       Ranks who, const char* operation) {
   Sequence ranks(tensors, operation, "tensors", expected_ranks(who.world_size), "tensor per rank");
   check_some_rank(ranks, operation, "tensors");
   ranks.adopt_arrays();
   const int k = static_cast<int>(ranks.size());
-  Builder builder(operation, op, k, who.devices);
+  Builder builder(operation, reduction, k, who.devices);
   builder.reserve(static_cast<std::size_t>(k));
   for (int rank = 0; rank < k; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, true);
@@ -184,12 +185,13 @@ PreparedCollective prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm
   return builder.finish(ranks.items());
 }
 
-PreparedCollective prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
-                                                Ranks who, const char* operation) {
+PreparedCollective prepare_all_reduce_coalesced(py::handle lists, Reduction reduction,
+                                                Algorithm algorithm, Ranks who,
+                                                const char* operation) {
   const Sequence ranks(lists, operation, "lists", expected_ranks(who.world_size), "list per rank");
   check_some_rank(ranks, operation, "lists");
   const int k = static_cast<int>(ranks.size());
-  Builder builder(operation, op, k, who.devices);
+  Builder builder(operation, reduction, k, who.devices);
   py::list written;
   std::vector<Sequence> tensors;
   for (int rank = 0; rank < k; ++rank) {
@@ -234,8 +236,8 @@ Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_de
 // round.
 class ChunkBuilder : public Builder {
  public:
-  ChunkBuilder(bool scatters, ReduceOp op, Ranks who)
-      : Builder(scatters ? "reduce_scatter" : "all_gather", op, who.world_size, who.devices),
+  ChunkBuilder(bool scatters, Reduction reduction, Ranks who)
+      : Builder(scatters ? "reduce_scatter" : "all_gather", reduction, who.world_size, who.devices),
         scatters_(scatters),
         k_(static_cast<std::size_t>(who.world_size)) {}
 
@@ -326,14 +328,14 @@ class ChunkBuilder : public Builder {
 
 }  // namespace
 
-PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                          Algorithm algorithm, Ranks who) {
-  return ChunkBuilder(true, op, who).prepare(outputs, inputs, algorithm);
+PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs,
+                                          Reduction reduction, Algorithm algorithm, Ranks who) {
+  return ChunkBuilder(true, reduction, who).prepare(outputs, inputs, algorithm);
 }
 
 PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                                       Ranks who) {
-  return ChunkBuilder(false, ReduceOp::kSum, who).prepare(outputs, inputs, algorithm);
+  return ChunkBuilder(false, Reduction{}, who).prepare(outputs, inputs, algorithm);
 }
 
 PreparedCollective prepare_broadcast(py::handle tensors, int root, Ranks who) {
@@ -345,7 +347,7 @@ PreparedCollective prepare_broadcast(py::handle tensors, int root, Ranks who) {
          world_size - 1);
   }
   ranks.adopt_arrays();
-  Builder builder(kOperation, ReduceOp::kSum, world_size, who.devices);
+  Builder builder(kOperation, Reduction{}, world_size, who.devices);
   py::list written;
   for (int rank = 0; rank < world_size; ++rank) {
     builder.add(ranks[rank], {"tensors", rank}, rank != root);

@@ -24,12 +24,13 @@ struct Ranks {
   const std::vector<int>* devices = nullptr;
 };
 
-PreparedCollective prepare_all_reduce(py::handle tensors, ReduceOp op, Algorithm algorithm,
+PreparedCollective prepare_all_reduce(py::handle tensors, Reduction reduction, Algorithm algorithm,
                                       Ranks ranks, const char* operation);
-PreparedCollective prepare_all_reduce_coalesced(py::handle lists, ReduceOp op, Algorithm algorithm,
-                                                Ranks ranks, const char* operation);
-PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs, ReduceOp op,
-                                          Algorithm algorithm, Ranks ranks);
+PreparedCollective prepare_all_reduce_coalesced(py::handle lists, Reduction reduction,
+                                                Algorithm algorithm, Ranks ranks,
+                                                const char* operation);
+PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs,
+                                          Reduction reduction, Algorithm algorithm, Ranks ranks);
 PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                                       Ranks ranks);
 PreparedCollective prepare_broadcast(py::handle tensors, int root, Ranks ranks);

@@ -34,10 +34,10 @@ struct Engine {
   static LocalRank local_rank(const Group& group) {
     return {group.rank(), group.world_size(), kHost, group.compares_shapes()};
   }
-  static PreparedCall prepare_all_reduce(Group& group, py::handle tensors, py::handle op,
+  static PreparedCall prepare_all_reduce(Group& group, py::handle tensors, Reduction reduction,
                                          py::handle algorithm, const char* operation) {
     PreparedCall prepared =
-        prepare_process_all_reduce(local_rank(group), tensors, parse_op(op), operation);
+        prepare_process_all_reduce(local_rank(group), tensors, reduction, operation);
     prepared.call.wants_ring = parse_ring(algorithm);
     group.find_registered(prepared.call);
     return prepared;
@@ -66,6 +66,7 @@ struct Engine {
 struct PlainAllReduce {
   Engine::GroupPtr group;
   bool wants_ring;
+  Order order;
   ProcessCall call;      // of this time; its memory is kept for the next
   bool is_busy = false;  // with another thread's call, or with that which a signal interrupted
 
@@ -87,14 +88,15 @@ struct PlainAllReduce {
   // given: the tensor, or a list of it alone.
   bool reduce(PyObject* given, PyObject* op_given) {
     const std::optional<ReduceOp> op = find<ReduceOp>(op_given, &op_name, kNumReduceOps);
-    if (is_busy || !op) return false;
+    if (is_busy || !op || !has_order(*op, order)) return false;
     // From the first look on: torch gives the GIL away meanwhile.
     is_busy = true;
     const std::unique_ptr<bool, void (*)(bool*)> busy(&is_busy, [](bool* flag) { *flag = false; });
     const bool is_list = PyList_CheckExact(given) && PyList_GET_SIZE(given) == 1;
     const auto tensor =
         py::reinterpret_borrow<py::object>(is_list ? PyList_GET_ITEM(given, 0) : given);
-    if (!make_plain_all_reduce(Engine::local_rank(*group), tensor.ptr(), *op, &call)) return false;
+    if (!make_plain_all_reduce(Engine::local_rank(*group), tensor.ptr(), {*op, order}, &call))
+      return false;
     call.wants_ring = wants_ring;
     group->find_registered(call);
     group->check_usable();
@@ -103,12 +105,12 @@ struct PlainAllReduce {
   }
 };
 
-py::object plain_all_reduce(const Engine::GroupPtr& group, py::handle algorithm) {
+py::object plain_all_reduce(const Engine::GroupPtr& group, py::handle algorithm, py::handle order) {
   static PyMethodDef method = {
       "plain_all_reduce",
       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&PlainAllReduce::run)),
       METH_FASTCALL, "Reduce one plain tensor, or return False."};
-  auto* plain = new PlainAllReduce{group, parse_ring(algorithm), {}};
+  auto* plain = new PlainAllReduce{group, parse_ring(algorithm), parse_order(order), {}};
   const py::capsule capsule(plain, PlainAllReduce::kCapsule, [](PyObject* c) {
     delete static_cast<PlainAllReduce*>(PyCapsule_GetPointer(c, PlainAllReduce::kCapsule));
   });

@@ -17,9 +17,9 @@ namespace pyringar {
 namespace {
 
 // A mean travels as a sum, which is divided at its end.
-void set_fold(ProcessCall& call, ReduceOp op, int world_size) {
-  call.fold = Fold::of(op, world_size);
-  if (op == ReduceOp::kMean) call.fold.op = ReduceOp::kSum;
+void set_fold(ProcessCall& call, Reduction reduction, int world_size) {
+  call.fold = Fold::of(reduction, world_size);
+  if (reduction.op == ReduceOp::kMean) call.fold.op = ReduceOp::kSum;
 }
 
 // Sizes are what ranks must have alike; not where only the order of elements counts.
@@ -39,7 +39,7 @@ class CallBuilder {
   }
 
   ProcessCall& call() { return call_; }
-  void set_op(ReduceOp op) { set_fold(call_, op, self_.world_size); }
+  void set_reduction(Reduction reduction) { set_fold(call_, reduction, self_.world_size); }
 
   // in place: an output that is its own input.
   void add_in_place(py::handle given, ArgName name, bool is_read_only = false) {
@@ -139,11 +139,12 @@ class CallBuilder {
 
 }  // namespace
 
-bool make_plain_all_reduce(LocalRank self, PyObject* tensor, ReduceOp op, ProcessCall* call) {
+bool make_plain_all_reduce(LocalRank self, PyObject* tensor, Reduction reduction,
+                           ProcessCall* call) {
   TensorView view;
   if (self.device != kHost || !read_plain(tensor, &view)) return false;
   call->kind = CallKind::kAllReduce;
-  set_fold(*call, op, self.world_size);
+  set_fold(*call, reduction, self.world_size);
   call->outputs.assign(1, {view.data, view.numel, view.dtype});
   call->shapes = 0;
   if (self.compares_shapes) mix_sizes(*call, view);
@@ -152,10 +153,10 @@ bool make_plain_all_reduce(LocalRank self, PyObject* tensor, ReduceOp op, Proces
   return true;
 }
 
-PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, ReduceOp op,
+PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, Reduction reduction,
                                         const char* operation) {
   CallBuilder builder(self, CallKind::kAllReduce, operation);
-  builder.set_op(op);
+  builder.set_reduction(reduction);
   if (PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr())) {
     // A tuple of its own: a list could change while we look.
     const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tensors.ptr()));
@@ -170,9 +171,9 @@ PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, Redu
 }
 
 PreparedCall prepare_process_reduce_scatter(LocalRank self, py::handle output, py::handle input,
-                                            ReduceOp op) {
+                                            Reduction reduction) {
   CallBuilder builder(self, CallKind::kReduceScatter, "reduce_scatter");
-  builder.set_op(op);
+  builder.set_reduction(reduction);
   builder.add_input(input, {"input"});
   builder.add_output(output, {"output"});
   builder.check_parts(0, 1);

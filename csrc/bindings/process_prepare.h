@@ -28,12 +28,13 @@ struct LocalRank {
 
 // Makes `call` the reduction of one tensor that needs no second look. False: it is for
 // prepare_process_all_reduce() to look at, and `call` holds nothing of use.
-bool make_plain_all_reduce(LocalRank self, PyObject* tensor, ReduceOp op, ProcessCall* call);
+bool make_plain_all_reduce(LocalRank self, PyObject* tensor, Reduction reduction,
+                           ProcessCall* call);
 // tensors: one, or a list or tuple.
-PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, ReduceOp op,
+PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, Reduction reduction,
                                         const char* operation);
 PreparedCall prepare_process_reduce_scatter(LocalRank self, py::handle output, py::handle input,
-                                            ReduceOp op);
+                                            Reduction reduction);
 PreparedCall prepare_process_all_gather(LocalRank self, py::handle output, py::handle input);
 PreparedCall prepare_process_broadcast(LocalRank self, py::handle tensor, int root);
 PreparedCall prepare_process_barrier();

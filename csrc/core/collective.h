@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "core/fold.h"
 #include "core/ring_program.h"
 #include "core/strided_view.h"
 
@@ -30,16 +31,6 @@ constexpr const char* algorithm_name(Algorithm algorithm) {
   constexpr const char* kNames[kNumAlgorithms] = {"fused", "direct", "ring"};
   return kNames[static_cast<int>(algorithm)];
 }
-
-// How the elements of all ranks become one: a mean is a sum, divided once.
-struct Fold {
-  ReduceOp op = ReduceOp::kSum;
-  int divisor = 1;
-
-  static Fold of(ReduceOp op, int world_size) {
-    return {op, op == ReduceOp::kMean ? world_size : 1};
-  }
-};
 
 // One tensor over all ranks: its inputs in rank order, and where the result goes.
 struct Buffers {

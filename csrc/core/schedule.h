@@ -15,8 +15,10 @@
 
 #ifdef __CUDACC__
 #define PYRINGAR_HD __host__ __device__
+#define PYRINGAR_HD_INLINE __host__ __device__ __forceinline__
 #else
 #define PYRINGAR_HD
+#define PYRINGAR_HD_INLINE inline __attribute__((always_inline))
 #endif
 
 namespace pyringar {

@@ -27,7 +27,7 @@ constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
 constexpr int kMaxRanksOnStack = 16;
 constexpr std::size_t kLineBytes = 64;
 
-void call_kernel(const Kernels& kernels, const Buffers& tensor, int divisor, Range range) {
+void call_kernel(FusedKernel kernel, const Buffers& tensor, int divisor, Range range) {
   const std::size_t offset = range.begin * item_bytes(tensor.dtype);
   const auto run = [&](const void** sources, void** destinations) {
     for (int r = 0; r < tensor.num_sources; ++r) {
@@ -36,8 +36,8 @@ void call_kernel(const Kernels& kernels, const Buffers& tensor, int divisor, Ran
     for (int r = 0; r < tensor.num_destinations; ++r) {
       destinations[r] = static_cast<char*>(tensor.destinations[r]) + offset;
     }
-    kernels.fused(sources, tensor.num_sources, destinations, tensor.num_destinations, range.size(),
-                  divisor);
+    kernel(sources, tensor.num_sources, destinations, tensor.num_destinations, range.size(),
+           divisor);
   };
   const int most = std::max(tensor.num_sources, tensor.num_destinations);
   if (most <= kMaxRanksOnStack) {
@@ -165,7 +165,7 @@ void fuse_with_helpers(std::span<const Buffers> tensors, Fold fold, ThreadPool& 
 }  // namespace
 
 void fuse_range(const Buffers& tensor, Fold fold, Range range) {
-  if (range.size() > 0) call_kernel(kernels(tensor.dtype, fold.op), tensor, fold.divisor, range);
+  if (range.size() > 0) call_kernel(fused_kernel(tensor.dtype, fold), tensor, fold.divisor, range);
 }
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside) {

@@ -23,4 +23,13 @@ const Kernels& kernels(DType dtype, ReduceOp op) {
   return integer_kernels(dtype, op);
 }
 
+FusedKernel fused_kernel(DType dtype, const Fold& fold) {
+  // What is the same in every order goes in that of ranks.
+  const bool is_selection = fold.op == ReduceOp::kMax || fold.op == ReduceOp::kMin;
+  if (fold.order != Order::kRank && is_float(dtype) && !is_selection) {
+    return fold.order == Order::kTree ? tree_kernel(dtype, fold.op) : exact_kernel(dtype);
+  }
+  return kernels(dtype, fold.op).fused;
+}
+
 }  // namespace pyringar

@@ -2,8 +2,8 @@
 //
 // Units     n in elements; every pointer to n of them: elements as in memory, or partials
 //           (partial_bytes(dtype) each). Nothing is owned or kept.
-// Contract  Left fold in the order of the sources: ((x0 + x1) + x2) + ..., then, for mean, one
-//           division, then one rounding. The bits depend on nothing else: not on n, alignment or
+// Contract  The sum that core/fold.h defines. The bits depend on nothing else: not on n, alignment
+// or
 //           how a range is cut. A destination may be one of the sources, not overlap one halfway.
 // Threads   pure functions of their arguments, any.
 // Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
@@ -11,14 +11,19 @@
 
 #include <cstddef>
 
-#include "core/dtype.h"
+#include "core/fold.h"
 
 namespace pyringar {
 
+// All sources in one pass through registers, to all destinations. divisor 1 leaves the result as it
+// is; kMean uses kSum's kernels with divisor = world_size.
+using FusedKernel = void (*)(const void* const* sources, int num_sources, void* const* destinations,
+                             int num_destinations, std::size_t n, int divisor);
+FusedKernel fused_kernel(DType dtype, const Fold& fold);
+
+// In rank order only: what a ring needs besides.
 struct Kernels {
-  // All sources in one pass through registers, to all destinations.
-  void (*fused)(const void* const* sources, int num_sources, void* const* destinations,
-                int num_destinations, std::size_t n, int divisor);
+  FusedKernel fused;
   // element -> partial; partial + element -> partial; partial + element -> finished elements.
   void (*widen)(const void* own, void* partial_out, std::size_t n);
   void (*accumulate)(const void* partial_in, const void* own, void* partial_out, std::size_t n);
@@ -26,12 +31,14 @@ struct Kernels {
                  int num_destinations, std::size_t n, int divisor);
 };
 
-// divisor 1 leaves the result as it is; kMean uses kSum's kernels with divisor = world_size.
 const Kernels& kernels(DType dtype, ReduceOp op);
 
 // Floats and integers are compiled apart, for the build's sake.
 const Kernels& float_kernels(DType dtype, ReduceOp op);
 const Kernels& half_kernels(DType dtype, ReduceOp op);
 const Kernels& integer_kernels(DType dtype, ReduceOp op);
+// Of floats; sums and products, sums.
+FusedKernel tree_kernel(DType dtype, ReduceOp op);
+FusedKernel exact_kernel(DType dtype);
 
 }  // namespace pyringar

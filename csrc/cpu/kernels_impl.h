@@ -85,22 +85,34 @@ PYRINGAR_INLINE void store_some(typename L::Vector v, typename L::Element* to, s
   std::memcpy(to, &packed, count * sizeof *to);
 }
 
-template <typename L, typename Op>
+// How a block of kCount vectors per source becomes one; load(r, u) gives vector u of source r. The
+// flag: whether it is divided before it is rounded to elements.
+struct InRankOrder {
+  template <typename L, typename Op, int kCount, typename Load>
+  static PYRINGAR_INLINE void fold(typename L::Vector (&sum)[kCount], int num_sources, bool,
+                                   Load&& load) {
+    for (int u = 0; u < kCount; ++u) sum[u] = load(0, u);
+    for (int r = 1; r < num_sources; ++r) {
+      for (int u = 0; u < kCount; ++u) sum[u] = combine<L, Op>(sum[u], load(r, u));
+    }
+  }
+};
+
+template <typename L, typename Op, typename Way>
 void fused_kernel(const void* const* sources, int num_sources, void* const* destinations,
                   int num_destinations, std::size_t n, int divisor) {
   using Element = typename L::Element;
+  using Vector = typename L::Vector;
   const auto source = [&](int r) { return static_cast<const Element*>(sources[r]); };
   const auto destination = [&](int r) { return static_cast<Element*>(destinations[r]); };
   for_each_block<L>(
       n,
       [&](std::size_t i) {
-        typename L::Vector sum[kUnroll<L>];
-        for (int u = 0; u < kUnroll<L>; ++u) sum[u] = L::load(source(0) + i + u * L::kLanes);
-        for (int r = 1; r < num_sources; ++r) {
-          for (int u = 0; u < kUnroll<L>; ++u) {
-            sum[u] = combine<L, Op>(sum[u], L::load(source(r) + i + u * L::kLanes));
-          }
-        }
+        Vector sum[kUnroll<L>];
+        Way::template fold<L, Op>(sum, num_sources, divisor != 1,
+                                  [&](int r, int u) PYRINGAR_INLINE_LAMBDA {
+                                    return L::load(source(r) + i + u * L::kLanes);
+                                  });
         typename L::Packed packed[kUnroll<L>];
         for (int u = 0; u < kUnroll<L>; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
         for (int r = 0; r < num_destinations; ++r) {
@@ -110,12 +122,14 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
         }
       },
       [&](std::size_t i, std::size_t count) {
-        typename L::Vector sum = load_some<L>(source(0) + i, count);
-        for (int r = 1; r < num_sources; ++r) {
-          sum = combine<L, Op>(sum, load_some<L>(source(r) + i, count));
+        Vector sum[1];
+        Way::template fold<L, Op>(
+            sum, num_sources, divisor != 1,
+            [&](int r, int) PYRINGAR_INLINE_LAMBDA { return load_some<L>(source(r) + i, count); });
+        const Vector result = divided<L, Op>(sum[0], divisor);
+        for (int r = 0; r < num_destinations; ++r) {
+          store_some<L>(result, destination(r) + i, count);
         }
-        sum = divided<L, Op>(sum, divisor);
-        for (int r = 0; r < num_destinations; ++r) store_some<L>(sum, destination(r) + i, count);
       });
 }
 
@@ -177,7 +191,7 @@ void finish_kernel(const void* partial_in, const void* own, void* const* destina
 
 template <DType dtype, typename Op>
 inline constexpr Kernels kKernelsOf = {
-    &fused_kernel<FusedLanesOf<dtype>, Op>, &widen_kernel<LanesOf<dtype>>,
+    &fused_kernel<FusedLanesOf<dtype>, Op, InRankOrder>, &widen_kernel<LanesOf<dtype>>,
     &accumulate_kernel<LanesOf<dtype>, Op>, &finish_kernel<LanesOf<dtype>, Op>};
 
 template <DType dtype>

@@ -21,6 +21,7 @@
 #endif
 
 #define PYRINGAR_INLINE inline __attribute__((always_inline))
+#define PYRINGAR_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace pyringar {
 
@@ -52,11 +53,11 @@ PYRINGAR_INLINE void store_vector(V v, void* to) {
 }
 
 // Types that are added as they are.
-template <typename T>
+template <typename T, int kCount = kVectorBytes / sizeof(T)>
 struct PlainLanes {
   using Element = T;
   using Partial = T;
-  static constexpr int kLanes = kVectorBytes / sizeof(T);
+  static constexpr int kLanes = kCount;
   using Vector = typename VectorOf<T, kLanes>::type;
   using Packed = Vector;
   static PYRINGAR_INLINE Vector load(const T* from) { return load_vector<Vector>(from); }
@@ -64,17 +65,25 @@ struct PlainLanes {
 };
 
 inline constexpr int kWords = kVectorBytes / 4;
-using F32 = VectorOf<float, kWords>::type;
-using U32 = VectorOf<std::uint32_t, kWords>::type;
-using U16 = VectorOf<std::uint16_t, kWords>::type;
 
 // 16-bit floats, added as fp32.
-struct BFloat16Lanes {
-  using Element = BFloat16;
+template <int kCount>
+struct HalfLanes {
   using Partial = float;
-  static constexpr int kLanes = kWords;
+  static constexpr int kLanes = kCount;
+  using F32 = typename VectorOf<float, kCount>::type;
+  using U32 = typename VectorOf<std::uint32_t, kCount>::type;
+  using U16 = typename VectorOf<std::uint16_t, kCount>::type;
   using Vector = F32;
   using Packed = U16;
+};
+
+template <int kCount = kWords>
+struct BFloat16Lanes : HalfLanes<kCount> {
+  using Element = BFloat16;
+  using typename HalfLanes<kCount>::Vector, typename HalfLanes<kCount>::Packed,
+      typename HalfLanes<kCount>::F32, typename HalfLanes<kCount>::U32,
+      typename HalfLanes<kCount>::U16;
   static PYRINGAR_INLINE Vector load(const BFloat16* from) {
     return (F32)(__builtin_convertvector(load_vector<U16>(from), U32) << 16);
   }
@@ -92,7 +101,9 @@ struct BFloat16Lanes {
 struct BFloat16PairLanes {
   using Element = BFloat16;
   using Partial = float;
-  using Half = BFloat16Lanes;
+  using Half = BFloat16Lanes<>;
+  using F32 = Half::F32;
+  using U32 = Half::U32;
   static constexpr int kLanes = 2 * kWords;
   struct Vector {
     F32 even;
@@ -115,30 +126,48 @@ struct BFloat16PairLanes {
   }
 };
 
-struct Float16Lanes {
+template <int kCount = kWords>
+struct Float16Lanes : HalfLanes<kCount> {
   using Element = Float16;
-  using Partial = float;
-  static constexpr int kLanes = kWords;
-  using Vector = F32;
-  using Packed = U16;
+  using typename HalfLanes<kCount>::Vector, typename HalfLanes<kCount>::Packed,
+      typename HalfLanes<kCount>::F32, typename HalfLanes<kCount>::U32,
+      typename HalfLanes<kCount>::U16;
+  static PYRINGAR_INLINE Vector load(const Float16* from) {
 #if defined(__AVX512F__)
-  static PYRINGAR_INLINE Vector load(const Float16* from) {
-    return (Vector)_mm512_maskz_cvtph_ps(0xffff, load_vector<__m256i>(from));
+    if constexpr (kCount == 16) {
+      return (Vector)_mm512_maskz_cvtph_ps(0xffff, load_vector<__m256i>(from));
+    }
+#endif
+#if defined(__AVX2__) && defined(__F16C__)
+    if constexpr (kCount == 8) return (Vector)_mm256_cvtph_ps(load_vector<__m128i>(from));
+    if constexpr (kCount == 4) {
+      return (Vector)_mm_cvtph_ps(_mm_cvtsi64_si128(load_vector<long long>(from)));
+    }
+#endif
+    return load_plainly(from);
   }
   static PYRINGAR_INLINE Packed pack(Vector v) {
-    return (Packed)_mm512_maskz_cvtps_ph(0xffff, (__m512)v,
-                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#if defined(__AVX512F__)
+    if constexpr (kCount == 16) {
+      return (Packed)_mm512_maskz_cvtps_ph(0xffff, (__m512)v,
+                                           _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+#endif
+#if defined(__AVX2__) && defined(__F16C__)
+    if constexpr (kCount == 8) {
+      return (Packed)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+    }
+    if constexpr (kCount == 4) {
+      const __m128i packed = _mm_cvtps_ph((__m128)v, _MM_FROUND_TO_NEAREST_INT);
+      return load_vector<Packed>(&packed);
+    }
+#endif
+    return pack_plainly(v);
   }
-#elif defined(__AVX2__) && defined(__F16C__)
-  static PYRINGAR_INLINE Vector load(const Float16* from) {
-    return (Vector)_mm256_cvtph_ps(load_vector<__m128i>(from));
-  }
-  static PYRINGAR_INLINE Packed pack(Vector v) {
-    return (Packed)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
-  }
-#else
+
+ private:
   // The branches of core/half.h, all computed, then chosen lane by lane.
-  static PYRINGAR_INLINE Vector load(const Float16* from) {
+  static PYRINGAR_INLINE Vector load_plainly(const Float16* from) {
     const U32 bits = __builtin_convertvector(load_vector<U16>(from), U32);
     const U32 sign = (bits & 0x8000u) << 16;
     const U32 rest = bits & 0x7fffu;
@@ -147,7 +176,7 @@ struct Float16Lanes {
     const U32 subnormal = (U32)(__builtin_convertvector(rest, F32) * 0x1p-24f);
     return (F32)(sign | (rest >= 0x7c00u ? special : rest >= 0x400u ? normal : subnormal));
   }
-  static PYRINGAR_INLINE Packed pack(Vector v) {
+  static PYRINGAR_INLINE Packed pack_plainly(Vector v) {
     const U32 bits = (U32)v;
     const U32 sign = bits >> 16 & 0x8000u;
     const U32 rest = bits & 0x7fffffffu;
@@ -160,19 +189,19 @@ struct Float16Lanes {
     const U32 number = rest >= 0x47800000u ? infinity : finite;
     return __builtin_convertvector(sign | (rest > 0x7f800000u ? nan : number), U16);
   }
-#endif
 };
 
-template <DType dtype>
+// kBytes: of a vector of what is added.
+template <DType dtype, int kBytes = kVectorBytes>
 struct LanesOf;
-template <>
-struct LanesOf<DType::kFloat64> : PlainLanes<double> {};
-template <>
-struct LanesOf<DType::kFloat32> : PlainLanes<float> {};
-template <>
-struct LanesOf<DType::kFloat16> : Float16Lanes {};
-template <>
-struct LanesOf<DType::kBFloat16> : BFloat16Lanes {};
+template <int kBytes>
+struct LanesOf<DType::kFloat64, kBytes> : PlainLanes<double, kBytes / 8> {};
+template <int kBytes>
+struct LanesOf<DType::kFloat32, kBytes> : PlainLanes<float, kBytes / 4> {};
+template <int kBytes>
+struct LanesOf<DType::kFloat16, kBytes> : Float16Lanes<kBytes / 4> {};
+template <int kBytes>
+struct LanesOf<DType::kBFloat16, kBytes> : BFloat16Lanes<kBytes / 4> {};
 template <>
 struct LanesOf<DType::kInt8> : PlainLanes<std::int8_t> {};
 template <>
@@ -188,7 +217,7 @@ struct FusedLanesOf : LanesOf<dtype> {};
 template <>
 struct FusedLanesOf<DType::kBFloat16>
     : std::conditional_t<std::endian::native == std::endian::little, BFloat16PairLanes,
-                         BFloat16Lanes> {};
+                         BFloat16Lanes<>> {};
 
 // The reductions, as the contract words them: "a" is the partial so far, "b" the next rank's part.
 struct Sum {

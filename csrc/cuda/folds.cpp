@@ -28,7 +28,7 @@ void launch_fused(const TensorList& list, std::span<const int> devices,
       if (!has_elements(tables[d])) continue;
       const OnDevice guard(devices[d]);
       void* arguments[] = {&tables[d]};
-      check(cudaLaunchKernel(kernel_function(dtype, list.fold.op, kFusedWith<T>),
+      check(cudaLaunchKernel(kernel_function(dtype, list.fold, kFusedWith<T>),
                              dim3(std::min(most, tables[d].num_tiles)), dim3(kThreads), arguments,
                              0, streams[d]),
             "launch of fused", devices[d]);

@@ -1,7 +1,7 @@
 // folds: launches of the fused kernels, over whole tensors or pieces of memory: sums and copies.
 //
 // Units     elements for folds, bytes for copies. Pointers are of memory that the device reaches.
-// Contract  destinations = source 0 op source 1 op ..., in this order, rounded once; a destination
+// Contract  destinations = source 0 op source 1 op ..., as core/fold.h says; a destination
 //           may be one of its sources. Everything that was added runs in as few launches as it
 //           fits, in no order among itself. What disagrees modulo 16 bytes goes element by element.
 // Threads   one object belongs to one thread.

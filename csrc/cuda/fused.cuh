@@ -1,25 +1,30 @@
-// fused: read k inputs, add in registers in rank order, write k outputs; one pass, many tensors.
+// fused: read k inputs, add in registers, write k outputs; one pass, many tensors.
 //
 // Floor     cuda: device code.
-// Contract  rank order, whatever the grid: every element is folded by one thread in the order of
-//           its sources. Traffic is the minimum, (sources + destinations) * n. A destination may be
-//           one of the sources: each element is read before it is written, by the same thread.
+// Contract  fused_kernel adds in rank order, tree_kernel as core/tree.h says, whatever the grid:
+//           every element is folded by one thread. Traffic is the minimum, (sources + destinations)
+//           * n. A destination may be one of the sources: each element is read before it is
+//           written, by the same thread.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
 // Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda
 #pragma once
 
+#include "core/fold.h"
+#include "core/tree.h"
 #include "cuda/pack.cuh"
 #include "cuda/table.h"
 
 namespace pyringar::cuda {
 
-template <typename E, typename Op>
+template <typename E, typename Op, Order order>
 class Folder {
  public:
   using Element = typename E::Element;
   static constexpr std::size_t kItem = sizeof(Element);
   static constexpr int kUnroll = packs_per_thread(kItem);
   static constexpr std::size_t kPackElems = 16 / kItem;
+  static constexpr int kMostWaiting = 10;
+  static_assert(LargeTable::kMaxPointers <= kTreeGroup << (kMostWaiting - 1));
 
   PYRINGAR_DEVICE Folder(const TableView& table, const Segment& segment)
       : table_(table),
@@ -62,22 +67,13 @@ class Folder {
     };
     const auto is_mine = [&](int u) { return kFull || at(u) < end; };
     Pack<E> sum[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (is_mine(u))
-        sum[u] = Pack<E>::from_elements(load16<kFused.evicts_first>(source(0) + at(u)));
-    }
-#pragma unroll 2
-    for (int r = 1; r < table_.num_sources; ++r) {
-      Bytes16 bytes[kUnroll];
+    if constexpr (order == Order::kTree) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) bytes[u] = load16<kFused.evicts_first>(source(r) + at(u));
+        if (is_mine(u)) sum[u] = tree<Pack<E>>([&](int r) { return load(r, at(u)); });
       }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) sum[u].template combine<Op>(Pack<E>::from_elements(bytes[u]));
-      }
+    } else {
+      add_packs(sum, at, is_mine);
     }
     Bytes16 result[kUnroll];
 #pragma unroll
@@ -94,11 +90,62 @@ class Folder {
     }
   }
 
+  PYRINGAR_DEVICE Pack<E> load(int r, std::size_t at) const {
+    return Pack<E>::from_elements(load16<kFused.evicts_first>(source(r) + at));
+  }
+
+  template <typename At, typename IsMine>
+  PYRINGAR_DEVICE void add_packs(Pack<E> (&sum)[kUnroll], const At& at,
+                                 const IsMine& is_mine) const {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (is_mine(u)) sum[u] = load(0, at(u));
+    }
+#pragma unroll 2
+    for (int r = 1; r < table_.num_sources; ++r) {
+      Bytes16 bytes[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (is_mine(u)) bytes[u] = load16<kFused.evicts_first>(source(r) + at(u));
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (is_mine(u)) sum[u].template combine<Op>(Pack<E>::from_elements(bytes[u]));
+      }
+    }
+  }
+
+  // leaf(r): the pack, or the partial, of source r.
+  template <typename Value, typename Leaf>
+  PYRINGAR_DEVICE Value tree(const Leaf& leaf) const {
+    const auto add = [](Value a, const Value& b) {
+      if constexpr (std::is_same_v<Value, Pack<E>>) {
+        a.template combine<Op>(b);
+        return a;
+      } else {
+        return Op::template apply<Value>(a, b);
+      }
+    };
+    if (table_.num_sources <= kTreeGroup) return tree_of_few(0, table_.num_sources, leaf, add);
+    Value waiting[kMostWaiting];
+    tree_of_any(
+        waiting, table_.num_sources,
+        [&](Value& sum, int lo, int num) { sum = tree_of_few(lo, num, leaf, add); },
+        [&](Value& sum, const Value& right) { sum = add(sum, right); });
+    return waiting[0];
+  }
+
   PYRINGAR_DEVICE void fold_elements(std::size_t begin, std::size_t end) const {
     for (std::size_t i = begin + thread_index(); i < end; i += kThreads) {
-      typename E::Partial sum = E::widened(load_element(source(0) + i));
-      for (int r = 1; r < table_.num_sources; ++r) {
-        sum = Op::template apply<typename E::Partial>(sum, E::widened(load_element(source(r) + i)));
+      const auto partial = [&](int r) { return E::widened(load_element(source(r) + i)); };
+      typename E::Partial sum;
+      if constexpr (order == Order::kTree) {
+        sum = tree<typename E::Partial>(partial);
+      } else {
+        sum = partial(0);
+        for (int r = 1; r < table_.num_sources; ++r) {
+          sum = Op::template apply<typename E::Partial>(sum, partial(r));
+        }
       }
       const Element result = E::narrowed(divided<Op>(sum, table_.divisor));
       for (int r = 0; r < table_.num_destinations; ++r) destination(r)[i] = result;
@@ -111,14 +158,24 @@ class Folder {
   void* const* const destinations_;
 };
 
+template <typename E, typename Op, Order order>
+PYRINGAR_DEVICE void fold_tiles(const TableView& table) {
+  for (std::uint32_t tile = block_index(); tile < table.num_tiles; tile += num_blocks()) {
+    const Segment& segment = table.segments[find_segment(table, tile)];
+    Folder<E, Op, order>(table, segment).run_tile(tile - segment.first_tile);
+  }
+}
+
 template <typename E, typename Op, typename T>
 PYRINGAR_KERNEL(kThreads, blocks_each(sizeof(typename E::Element)))
 fused_kernel(PYRINGAR_KERNEL_ARG T arguments) {
-  const TableView table = arguments.view();
-  for (std::uint32_t tile = block_index(); tile < table.num_tiles; tile += num_blocks()) {
-    const Segment& segment = table.segments[find_segment(table, tile)];
-    Folder<E, Op>(table, segment).run_tile(tile - segment.first_tile);
-  }
+  fold_tiles<E, Op, Order::kRank>(arguments.view());
+}
+
+template <typename E, typename Op, typename T>
+PYRINGAR_KERNEL(kThreads, blocks_each(sizeof(typename E::Element)))
+tree_kernel(PYRINGAR_KERNEL_ARG T arguments) {
+  fold_tiles<E, Op, Order::kTree>(arguments.view());
 }
 
 }  // namespace pyringar::cuda

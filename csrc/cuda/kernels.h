@@ -5,7 +5,7 @@
 // Tests     tests/build/test_cuda_kernels.py reads registers and SASS, tests/cuda runs them
 #pragma once
 
-#include "core/dtype.h"
+#include "core/fold.h"
 #include "cuda/table.h"
 
 namespace pyringar::cuda {
@@ -21,11 +21,12 @@ inline constexpr KernelKind kFusedWith<SmallTable> = KernelKind::kFusedSmall;
 template <>
 inline constexpr KernelKind kFusedWith<MiddleTable> = KernelKind::kFusedMiddle;
 
-// What cudaLaunchKernel and cudaLaunchCooperativeKernel take.
-const void* kernel_function(DType dtype, ReduceOp op, KernelKind kind);
+// What cudaLaunchKernel and cudaLaunchCooperativeKernel take. A ring has an order of its own; exact
+// sums are refused before.
+const void* kernel_function(DType dtype, const Fold& fold, KernelKind kind);
 
 // In a file per dtype: nvcc compiles them side by side.
 template <DType dtype>
-const void* kernel_of(ReduceOp op, KernelKind kind);
+const void* kernel_of(const Fold& fold, KernelKind kind);
 
 }  // namespace pyringar::cuda

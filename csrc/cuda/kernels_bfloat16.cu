@@ -6,6 +6,6 @@
 
 namespace pyringar::cuda {
 
-template const void* kernel_of<DType::kBFloat16>(ReduceOp op, KernelKind kind);
+template const void* kernel_of<DType::kBFloat16>(const Fold& fold, KernelKind kind);
 
 }  // namespace pyringar::cuda

@@ -6,6 +6,6 @@
 
 namespace pyringar::cuda {
 
-template const void* kernel_of<DType::kFloat64>(ReduceOp op, KernelKind kind);
+template const void* kernel_of<DType::kFloat64>(const Fold& fold, KernelKind kind);
 
 }  // namespace pyringar::cuda

@@ -10,15 +10,26 @@
 
 namespace pyringar::cuda {
 
+template <typename E, typename Op, typename T>
+const void* fused_for(Order order) {
+  // What is the same in every order goes in that of ranks.
+  constexpr bool kHasTrees = std::is_floating_point_v<typename E::Partial> &&
+                             (std::is_same_v<Op, Sum> || std::is_same_v<Op, Prod>);
+  if constexpr (kHasTrees) {
+    if (order == Order::kTree) return reinterpret_cast<const void*>(&tree_kernel<E, Op, T>);
+  }
+  return reinterpret_cast<const void*>(&fused_kernel<E, Op, T>);
+}
+
 template <typename E, typename Op>
-const void* kernel_for(KernelKind kind) {
+const void* kernel_for(Order order, KernelKind kind) {
   switch (kind) {
     case KernelKind::kFusedSmall:
-      return reinterpret_cast<const void*>(&fused_kernel<E, Op, SmallTable>);
+      return fused_for<E, Op, SmallTable>(order);
     case KernelKind::kFusedMiddle:
-      return reinterpret_cast<const void*>(&fused_kernel<E, Op, MiddleTable>);
+      return fused_for<E, Op, MiddleTable>(order);
     case KernelKind::kFusedLarge:
-      return reinterpret_cast<const void*>(&fused_kernel<E, Op, LargeTable>);
+      return fused_for<E, Op, LargeTable>(order);
     case KernelKind::kRing:
       return reinterpret_cast<const void*>(&ring_kernel<E, Op>);
   }
@@ -26,18 +37,19 @@ const void* kernel_for(KernelKind kind) {
 }
 
 template <DType dtype>
-const void* kernel_of(ReduceOp op, KernelKind kind) {
+const void* kernel_of(const Fold& fold, KernelKind kind) {
   using E = ElementOf<dtype>;
-  switch (op) {
+  const Order order = fold.order;
+  switch (fold.op) {
     case ReduceOp::kSum:
     case ReduceOp::kMean:
-      return kernel_for<E, Sum>(kind);
+      return kernel_for<E, Sum>(order, kind);
     case ReduceOp::kMax:
-      return kernel_for<E, Max>(kind);
+      return kernel_for<E, Max>(order, kind);
     case ReduceOp::kMin:
-      return kernel_for<E, Min>(kind);
+      return kernel_for<E, Min>(order, kind);
     case ReduceOp::kProd:
-      return kernel_for<E, Prod>(kind);
+      return kernel_for<E, Prod>(order, kind);
   }
   return nullptr;
 }

@@ -6,6 +6,6 @@
 
 namespace pyringar::cuda {
 
-template const void* kernel_of<DType::kInt8>(ReduceOp op, KernelKind kind);
+template const void* kernel_of<DType::kInt8>(const Fold& fold, KernelKind kind);
 
 }  // namespace pyringar::cuda

@@ -111,8 +111,7 @@ void RingLinks::choose_channels(int max_blocks, const char* operation) {
     }
     num_channels_ = std::min(num_channels_, std::max(1, max_blocks / local));
     for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
-      const void* kernel =
-          kernel_function(static_cast<DType>(dtype), ReduceOp::kSum, KernelKind::kRing);
+      const void* kernel = kernel_function(static_cast<DType>(dtype), Fold{}, KernelKind::kRing);
       num_channels_ =
           std::min(num_channels_, devices_.most_blocks(kernel, kRingThreads)[d] / local);
     }
@@ -202,7 +201,7 @@ RingArgs RingLinks::arguments(std::size_t d, const Buffers& tensor, Fold fold,
 }
 
 void RingLinks::launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank) {
-  const void* kernel = kernel_function(tensor.dtype, fold.op, KernelKind::kRing);
+  const void* kernel = kernel_function(tensor.dtype, fold, KernelKind::kRing);
   const Cut parts = cut(tensor, devices_.most_blocks(kernel, kRingThreads));
   if (parts.num_channels == 0) return;
   for (std::size_t d = 0; d < devices_.size(); ++d) {

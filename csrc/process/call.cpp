@@ -147,9 +147,9 @@ class ReduceEngine : public StagedEngine {
     for (int rank = 0; rank < world_size_; ++rank) {
       sources_[static_cast<std::size_t>(rank)] = rank == self_.rank ? own : slot(rank, n) + at;
     }
-    kernels(dtype, call_.fold.op)
-        .fused(sources_.data(), world_size_, results.begin(), static_cast<int>(results.size()),
-               bytes / item_bytes(dtype), call_.fold.divisor);
+    fused_kernel(dtype, call_.fold)(sources_.data(), world_size_, results.begin(),
+                                    static_cast<int>(results.size()), bytes / item_bytes(dtype),
+                                    call_.fold.divisor);
   }
 
   const FlatView& line_;
@@ -245,9 +245,8 @@ class ShareEngine : public StagedEngine {
       sources.push_back(slot(rank, n) + part_of(self_.rank));
     }
     void* result = output() + begin(piece);
-    kernels(dtype, call_.fold.op)
-        .fused(sources.data(), world_size_, &result, 1, size(piece) / item_bytes(dtype),
-               call_.fold.divisor);
+    fused_kernel(dtype, call_.fold)(sources.data(), world_size_, &result, 1,
+                                    size(piece) / item_bytes(dtype), call_.fold.divisor);
   }
   std::byte* input() const { return call_.inputs[0].data; }
   std::byte* output() const { return call_.outputs[0].data; }
@@ -431,7 +430,8 @@ CallRecord ProcessCall::record() const {
   CallRecord record;
   record.kind = kind;
   record.op = fold.op;
-  record.divisor = static_cast<std::uint32_t>(fold.divisor);
+  record.divisor = static_cast<std::uint16_t>(fold.divisor);
+  record.order = fold.order;
   record.root = root;
   record.num_tensors = static_cast<std::uint32_t>(outputs.size());
   record.offsets = offsets;

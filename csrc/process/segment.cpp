@@ -14,7 +14,7 @@ namespace pyringar {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x70795269'6e676172;  // "pyRingar"
-constexpr std::uint32_t kVersion = 5;
+constexpr std::uint32_t kVersion = 6;
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
@@ -58,15 +58,17 @@ const char* call_name(CallKind kind) {
 
 bool CallRecord::agrees(const CallRecord& other) const {
   return sequence == other.sequence && kind == other.kind && op == other.op &&
-         dtype == other.dtype && divisor == other.divisor && root == other.root &&
-         algorithm == other.algorithm && numel == other.numel && num_tensors == other.num_tensors &&
-         shapes == other.shapes;
+         dtype == other.dtype && divisor == other.divisor && order == other.order &&
+         root == other.root && algorithm == other.algorithm && numel == other.numel &&
+         num_tensors == other.num_tensors && shapes == other.shapes;
 }
 
 std::uint64_t CallRecord::digest() const {
   std::uint64_t digest = 0;
   for (const std::uint64_t word :
-       {sequence, numel, shapes, strides, offsets, std::uint64_t{num_tensors} << 32 | divisor,
+       {sequence, numel, shapes, strides, offsets,
+        std::uint64_t{num_tensors} << 32 | std::uint32_t{divisor} << 8 |
+            static_cast<std::uint32_t>(order),
         std::uint64_t{static_cast<std::uint32_t>(root)} << 32 |
             static_cast<std::uint32_t>(kind) << 24 | static_cast<std::uint32_t>(dtype) << 16 |
             static_cast<std::uint32_t>(op) << 8 | algorithm}) {
@@ -83,7 +85,10 @@ std::string CallRecord::text() const {
   const bool op_is_known = static_cast<int>(op) < kNumReduceOps;
   const bool dtype_is_known = static_cast<int>(dtype) < kNumDTypes;
   const char* op_text = divisor > 1 ? "mean" : op_is_known ? op_name(op) : "unknown reduction";
-  return join(call, reduces ? join(" (", op_text, ")") : "",
+  const char* const order_text = order == Order::kTree    ? " in tree order"
+                                 : order == Order::kExact ? ", exact"
+                                                          : "";
+  return join(call, reduces ? join(" (", op_text, order_text, ")") : "",
               kind == CallKind::kBroadcast ? join(" from rank ", root) : "", " of ", numel, " ",
               dtype_is_known ? dtype_name(dtype) : "unknown", " elements",
               num_tensors > 1 ? join(" in ", num_tensors, " tensors") : "",

@@ -29,7 +29,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/fold.h"
 #include "core/staged_program.h"
 #include "cpu/ring.h"
 #include "os/process.h"
@@ -66,7 +66,8 @@ struct alignas(64) CallRecord {
   DType dtype = DType::kFloat32;  // of the first tensor
   ReduceOp op = ReduceOp::kSum;
   std::uint8_t algorithm = 0;  // were nothing registered
-  std::uint32_t divisor = 1;
+  std::uint16_t divisor = 1;
+  Order order = Order::kRank;
 
   // Whether it is the same call. How each rank's own tensors lie is another question.
   bool agrees(const CallRecord& other) const;

@@ -18,7 +18,6 @@ __all__ = [
     "check_lists",
     "check_max_blocks",
     "check_plan",
-    "check_ring_order",
     "check_root",
     "check_timeout",
     "is_count",
@@ -128,12 +127,3 @@ def check_plan(nbytes: Any, dtype: Any) -> None:
         raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
-
-
-def check_ring_order(algorithm: str, order: str, others: str) -> None:
-    """Refuse a ring in rank order, which it does not keep; ``others`` do."""
-    if algorithm == "ring" and order == "rank":
-        raise ArgumentError(
-            "algorithm is 'ring' and order is 'rank': a ring adds in its own order; "
-            f"take order='any', or {others} for rank order"
-        )

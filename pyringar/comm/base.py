@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as num_modes
 from torch.compiler import is_dynamo_compiling
 
+from pyringar.comm.orders import Guarantee
 from pyringar.comm.work import Work
 from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
 
@@ -112,7 +113,14 @@ class RankCommunicator(Protocol):
 
 
 class Closing:
-    """Close a communicator where its ``with`` block ends."""
+    """Close a communicator where its ``with`` block ends, and say what it promises until then."""
+
+    _order: str
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Return what may change without changing a bit of the calls that name no order."""
+        return Guarantee.of(self._order)
 
     def close(self) -> None:
         """End it. May be called again."""

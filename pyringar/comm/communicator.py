@@ -21,7 +21,6 @@ from pyringar.comm.arguments import (
     are_lists,
     check_max_blocks,
     check_plan,
-    check_ring_order,
     check_root,
     check_timeout,
     is_list,
@@ -30,6 +29,7 @@ from pyringar.comm.arguments import (
 from pyringar.comm.auto import choose
 from pyringar.comm.base import EngineCommunicator, handle_of, is_traced
 from pyringar.comm.exits import close_at_exit
+from pyringar.comm.orders import engine_order
 from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.shown import never_fails
 from pyringar.comm.topology import Plan, Topology, check_devices
@@ -69,8 +69,10 @@ class Communicator(EngineCommunicator):
         algorithm: ``"auto"``, or one of ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"``,
             ``"naive"`` for every call that names none itself.
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...`` (a NaN stays a NaN, its
-            payload and sign are not promised); ``"any"`` lets the ring add in its own order. Bits
-            are equal on all ranks and in every run either way.
+            payload and sign are not promised), ``"tree"`` those of a balanced tree, which are the
+            same on 1, 2, 4 or 8 ranks, ``"exact"`` the correctly rounded sum (of sums and means, on
+            the CPU); ``"any"`` lets the ring add in its own order. See `guarantee`. Bits are equal
+            on all ranks and in every run either way.
         timeout: Seconds that a call waits for a rank which makes no progress. A call in which all
             ranks move may take longer.
         max_blocks: On GPUs, how many thread blocks a call may occupy on each device, so that the
@@ -206,13 +208,13 @@ class Communicator(EngineCommunicator):
 
             operators.reduce(self._handle, tensors, op, algorithm, order)
             return None
-        chosen = self._resolve(algorithm, order)
+        chosen, order = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check(tensors)
             return self._run_in_python("all_reduce", chosen, [[t] for t in tensors], name, async_op)
         native = self._group.all_reduce(
-            tensors, name, chosen, self._in_flight if async_op else None
+            tensors, name, chosen, order, self._in_flight if async_op else None
         )
         return self._begun(native, "all_reduce", name, chosen) if async_op else None
 
@@ -241,13 +243,13 @@ class Communicator(EngineCommunicator):
             flat = [tensor for tensors in lists for tensor in tensors]
             operators.reduce(self._handle, flat, op, algorithm, order, num_lists=len(lists))
             return None
-        chosen = self._resolve(algorithm, order)
+        chosen, order = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
             self._group.check_coalesced(lists)
             return self._run_in_python("all_reduce_coalesced", chosen, lists, name, async_op)
         native = self._group.all_reduce_coalesced(
-            lists, name, chosen, self._in_flight if async_op else None
+            lists, name, chosen, order, self._in_flight if async_op else None
         )
         return self._begun(native, "all_reduce_coalesced", name, chosen) if async_op else None
 
@@ -265,9 +267,9 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("reduce_scatter")
+        algorithm, order = self._resolve_engine("reduce_scatter")
         native = self._group.reduce_scatter(
-            outputs, inputs, op_name(op), algorithm, self._in_flight if async_op else None
+            outputs, inputs, op_name(op), algorithm, order, self._in_flight if async_op else None
         )
         return self._begun(native, "reduce_scatter", op_name(op), algorithm) if async_op else None
 
@@ -284,7 +286,7 @@ class Communicator(EngineCommunicator):
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
-        algorithm = self._resolve_engine("all_gather")
+        algorithm, _ = self._resolve_engine("all_gather")
         native = self._group.all_gather(
             outputs, inputs, algorithm, self._in_flight if async_op else None
         )
@@ -331,7 +333,7 @@ class Communicator(EngineCommunicator):
         See `all_reduce` for the other arguments and errors.
         """
         chosen = self._resolve_engine("bind", algorithm, order)
-        bound: Callable[[], None] = self._group.bind(tensors, op_name(op), chosen)
+        bound: Callable[[], None] = self._group.bind(tensors, op_name(op), *chosen)
         return bound
 
     def bind_coalesced(
@@ -354,7 +356,7 @@ class Communicator(EngineCommunicator):
         which autograd notices that it was written: tens of nanoseconds.
         """
         chosen = self._resolve_engine("bind_coalesced", algorithm, order)
-        bound: Callable[[], None] = self._group.bind_coalesced(lists, op_name(op), chosen)
+        bound: Callable[[], None] = self._group.bind_coalesced(lists, op_name(op), *chosen)
         return bound
 
     def _remember(self, lists: list[list[Tensor]], op: str) -> Any:
@@ -365,10 +367,10 @@ class Communicator(EngineCommunicator):
         Returns:
             The engine's; None where it cannot be.
         """
-        chosen = self._resolve(None, None)
+        chosen, order = self._resolve(None, None)
         if chosen in _PYTHON_ALGORITHMS:
             return None
-        return self._group.remember(lists, op, chosen)
+        return self._group.remember(lists, op, chosen, order)
 
     def _begin(self, remembered: Any, lists: list[list[Tensor]], after: Any) -> Work:
         """Begin a reduction of `_remember`, which holds ``lists``; see `_begin_bucket`."""
@@ -381,7 +383,7 @@ class Communicator(EngineCommunicator):
         Args:
             after: What says when the tensors are there, of a bucketer's step.
         """
-        chosen = self._resolve(None, None)
+        chosen, order = self._resolve(None, None)
         # What torch reads, to pack it or to reduce it itself, it reads on the current streams.
         is_read_here = chosen in _PYTHON_ALGORITHMS or any(
             tensor.is_neg() or not tensor.is_contiguous() for mine in lists for tensor in mine
@@ -391,7 +393,7 @@ class Communicator(EngineCommunicator):
             for rank in range(len(self._devices)):
                 ready.make_wait(bucket, rank)
             return self.all_reduce_coalesced(lists, op, async_op=True)
-        native = self._group.all_reduce_coalesced(lists, op, chosen, self._in_flight, after)
+        native = self._group.all_reduce_coalesced(lists, op, chosen, order, self._in_flight, after)
         return self._begun(native, "all_reduce_coalesced", op, chosen)
 
     # -- failures ----------------------------------------------------------------------------------
@@ -439,7 +441,8 @@ class Communicator(EngineCommunicator):
             algorithm, reason = self._auto, self._why
         else:
             algorithm, reason = self._algorithm, "asked for"
-        plan = Plan.of(algorithm, reason, self._topology, nbytes)
+        _, order = self._resolve(None, None)
+        plan = Plan.of(algorithm, reason, self._topology, nbytes, order)
         if algorithm != "fused" or self._topology.place != "host":
             return plan
         traffic_bytes = min(plan.traffic_bytes, sys.maxsize)
@@ -467,33 +470,33 @@ class Communicator(EngineCommunicator):
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _resolve(self, algorithm: str | None, order: str | None) -> str:
-        """Return the algorithm that a call runs."""
+    def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
+        """Return the algorithm that a call runs, and the order in which the engine adds."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
             check_choice("algorithm", algorithm, ALGORITHMS)
         order = self._order if order is None else check_choice("order", order, ORDERS)
         if algorithm == "auto":
-            return self._auto
-        check_ring_order(algorithm, order, "'fused' or 'direct'")
+            algorithm = self._auto
+        added_in = engine_order(algorithm, order, has_gpus=self._topology.place != "host")
         if algorithm == "fused" and not self._topology.is_one_memory:
             raise ArgumentError(
                 f"algorithm is 'fused', which needs all ranks in one memory; here are "
                 f"{self._topology}; take auto, direct or ring"
             )
-        return algorithm
+        return algorithm, added_in
 
     def _resolve_engine(
         self, what: str, algorithm: str | None = None, order: str | None = None
-    ) -> str:
-        chosen = self._resolve(algorithm, order)
+    ) -> tuple[str, str]:
+        chosen, order = self._resolve(algorithm, order)
         if chosen in _PYTHON_ALGORITHMS:
             raise UnsupportedError(
                 f"{what}: algorithm {chosen!r} knows all_reduce and all_reduce_coalesced only; "
                 "take auto, fused, direct or ring"
             )
-        return chosen
+        return chosen, order
 
     def _run_in_python(
         self, what: str, algorithm: str, lists: Sequence[TensorList], op: str, async_op: bool
@@ -548,7 +551,7 @@ class _Default:
         if communicator is not None:
             communicator.all_reduce(data, op)
         else:
-            self.group().all_reduce(data, op_name(op), "fused", None)
+            self.group().all_reduce(data, op_name(op), "fused", "rank", None)
 
     def _on(self, devices: tuple[torch.device, ...]) -> Communicator:
         with self._lock:

@@ -20,11 +20,11 @@ __all__ = [
     "LONGEST_BYTES",
     "Member",
     "check_agreed",
+    "check_one_node",
     "garbage",
     "node_id",
     "parse_object",
     "ranks_by_node",
-    "where_nodes_are",
 ]
 
 _VERSION = 3
@@ -176,3 +176,22 @@ def _shortened(value: Any) -> str:
 
 def _is_text(value: Any) -> bool:
     return type(value) is str and len(value) <= _LONGEST_TEXT
+
+
+def check_one_node(members: Sequence[Member]) -> None:
+    """Refuse ranks on several machines.
+
+    Raises:
+        ArgumentError: Names the machines.
+    """
+    nodes = ranks_by_node(members)
+    if len(nodes) > 1:
+        where = where_nodes_are(nodes, members)
+        if len({member.host for member in members}) < len(nodes):
+            where += (
+                "; process numbers or clocks of their own, or no /proc, make one of a container"
+            )
+        raise ArgumentError(
+            f"the ranks are on {len(nodes)} machines ({where}), a ProcessCommunicator is for one; "
+            "take pyringar.distributed.HierarchicalCommunicator, or make one per machine"
+        )

@@ -16,7 +16,6 @@ from pyringar.comm.arguments import (
     check_list,
     check_max_blocks,
     check_plan,
-    check_ring_order,
     check_root,
     check_timeout,
     is_count,
@@ -26,7 +25,8 @@ from pyringar.comm.arguments import (
 from pyringar.comm.auto import choose
 from pyringar.comm.base import EngineCommunicator, OwnRank, handle_of, is_traced
 from pyringar.comm.exits import close_at_exit
-from pyringar.comm.member import Member, check_agreed, ranks_by_node, where_nodes_are
+from pyringar.comm.member import Member, check_agreed, check_one_node
+from pyringar.comm.orders import engine_order
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.shared_tensors import check_one_size, memory_of, remove_region
 from pyringar.comm.shown import never_fails
@@ -157,7 +157,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         """Make the engine's group, in memory that all members share."""
         self._rank, self._world_size = meeting.rank, meeting.world_size
         self._members = members
-        _check_one_node(members)
+        check_one_node(members)
         check_agreed(members)
         options: dict[str, Any] = {}
         if self._device.type == "cuda":
@@ -183,7 +183,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self.reduce_plain = (
             _decline
             if self._device.type == "cuda"
-            else self._group.plain_all_reduce(self._resolve(None, None))
+            else self._group.plain_all_reduce(*self._resolve(None, None))
         )
         self._in_flight = {}
         what = (
@@ -319,9 +319,9 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
             operators.reduce(self._handle, own, op, algorithm, order)
             return None
-        chosen = self._resolve(algorithm, order)
+        chosen, order = self._resolve(algorithm, order)
         native = self._group.all_reduce(
-            tensors, op_name(op), chosen, self._in_flight if async_op else None
+            tensors, op_name(op), chosen, order, self._in_flight if async_op else None
         )
         return self._begun(native, "all_reduce", op_name(op), chosen) if async_op else None
 
@@ -353,8 +353,9 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
         See `all_reduce` for the other arguments and errors.
         """
+        _, order = self._resolve(None, None)
         native = self._group.reduce_scatter(
-            output, input, op_name(op), self._in_flight if async_op else None
+            output, input, op_name(op), order, self._in_flight if async_op else None
         )
         return self._begun(native, "reduce_scatter", op_name(op)) if async_op else None
 
@@ -421,7 +422,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         See `all_reduce` for the other arguments and errors.
         """
         bound: Callable[[], None] = self._group.bind(
-            tensors, op_name(op), self._resolve(algorithm, order)
+            tensors, op_name(op), *self._resolve(algorithm, order)
         )
         return bound
 
@@ -545,7 +546,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             chosen, reason = _AUTO, _WHY
         plan = self._group.plan(nbytes, str(dtype).removeprefix("torch."), chosen)
         return Plan.in_processes(
-            plan["algorithm"], plan["num_pieces"], reason, self._world_size, nbytes
+            *(plan["algorithm"], plan["num_pieces"], reason, self._world_size, nbytes),
+            self._resolve(None, None)[1],
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -565,8 +567,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
         )
 
-    def _resolve(self, algorithm: str | None, order: str | None) -> str:
-        """Return ``"direct"`` or ``"ring"``."""
+    def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
+        """Return ``"direct"`` or ``"ring"``, and the order in which the engine adds."""
         if algorithm is None:
             algorithm = self._algorithm
         else:
@@ -577,23 +579,9 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
                 f"algorithm is 'ring' and this rank's device {self._device}: ranks in processes of "
                 "their own have no ring on GPUs; take 'auto' or 'direct'"
             )
-        check_ring_order(algorithm, order, "'direct'")
-        return _AUTO if algorithm == "auto" else algorithm
+        chosen = _AUTO if algorithm == "auto" else algorithm
+        return chosen, engine_order(chosen, order, has_gpus=self._device.type != "cpu")
 
 
 def _decline(*_call: object) -> bool:
     return False
-
-
-def _check_one_node(members: Sequence[Member]) -> None:
-    nodes = ranks_by_node(members)
-    if len(nodes) > 1:
-        where = where_nodes_are(nodes, members)
-        if len({member.host for member in members}) < len(nodes):
-            where += (
-                "; process numbers or clocks of their own, or no /proc, make one of a container"
-            )
-        raise ArgumentError(
-            f"the ranks are on {len(nodes)} machines ({where}), a ProcessCommunicator is for one; "
-            "take pyringar.distributed.HierarchicalCommunicator, or make one per machine"
-        )

@@ -66,7 +66,7 @@ class Plan:
 
     Attributes:
         algorithm: The algorithm that runs.
-        order: ``"rank"`` or ``"ring"``: the order in which ranks are added.
+        order: In which ranks are added: ``"rank"``, ``"ring"``, ``"tree"`` or ``"exact"``.
         steps: Rounds in which ranks wait for each other; 0 for one pass without any.
         traffic_bytes: Reads and writes of all ranks in the whole call: of memory, or of the caches
             for what fits there.
@@ -83,7 +83,9 @@ class Plan:
     threads: str = ""
 
     @classmethod
-    def of(cls, algorithm: str, reason: str, topology: Topology, nbytes: int) -> Plan:
+    def of(
+        cls, algorithm: str, reason: str, topology: Topology, nbytes: int, order: str = "rank"
+    ) -> Plan:
         """Return what an algorithm does for ranks in one process.
 
         Args:
@@ -91,6 +93,7 @@ class Plan:
             reason: Why it was chosen, in words.
             topology: Where the ranks are.
             nbytes: Bytes of one rank's data.
+            order: In which ranks are added, unless the algorithm has one of its own.
         """
         k = len(topology.devices)
         steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
@@ -102,11 +105,11 @@ class Plan:
             passes = 5 * (k - 1) if topology.place == "host" else 6 * k - 4
         else:
             passes = 6 * (k - 1)
-        return cls._made(algorithm, steps, passes * nbytes, reason, k)
+        return cls._made(algorithm, order, steps, passes * nbytes, reason, k)
 
     @classmethod
     def in_processes(
-        cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int
+        cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int, order: str
     ) -> Plan:
         """Return what an algorithm does for ranks in processes of their own.
 
@@ -116,6 +119,7 @@ class Plan:
             reason: Why it was chosen, in words.
             world_size: Number of ranks.
             nbytes: Bytes of one rank's data.
+            order: In which ranks are added, unless the algorithm has one of its own.
         """
         k = world_size
         # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
@@ -125,11 +129,14 @@ class Plan:
             "direct": (2 * num_pieces, 5 * k - 2),
             "ring": (1 + 2 * (k - 1) * num_pieces, 6 * k - 4),
         }[algorithm]
-        return cls._made(algorithm, rounds, passes * nbytes, reason, k)
+        return cls._made(algorithm, order, rounds, passes * nbytes, reason, k)
 
     @classmethod
-    def _made(cls, algorithm: str, steps: int, traffic_bytes: int, reason: str, k: int) -> Plan:
-        order = "ring" if algorithm == "ring" and k > 1 else "rank"
+    def _made(
+        cls, algorithm: str, order: str, steps: int, traffic_bytes: int, reason: str, k: int
+    ) -> Plan:
+        if algorithm == "ring" and k > 1:
+            order = "ring"
         if k == 1:
             return cls(algorithm, order, 0, 0, reason)
         return cls(algorithm, order, steps, traffic_bytes, reason)

@@ -1,11 +1,11 @@
 """Reduce over several machines: what is summed where, in which order, and what crosses the wire.
 
 Every rank owns a part of the data and ends with its sum. A machine sums each part inside first, in
-the order of its ranks; the sum of a part that another machine's rank owns is made by one rank here,
-its carrier (`Machines.carrier`), which sends it to the owner. The owner adds what the machines have
-sent, in the order of the machines. Results go back the same ways: from the owner to its carrier on
-each machine, and from there to all inside. So no bit depends on which rank owns what, on pieces, or
-on the backend that carries.
+the order of its ranks, or as a tree of them; the sum of a part that another machine's rank owns is
+made by one rank here, its carrier (`Machines.carrier`), which sends it to the owner. The owner adds
+what the machines have sent, in the order of the machines, or as a tree of them. Results go back the
+same ways: from the owner to its carrier on each machine, and from there to all inside. So no bit
+depends on which rank owns what, on pieces, or on the backend that carries.
 """
 
 from __future__ import annotations
@@ -38,17 +38,21 @@ class Between:
         piece_bytes: While so much of an all_reduce is on the wire, as much is reduced inside.
         on_gpu: Whether tensors are on one: there data may turn out to be void, so that nothing is
             written before all is known to be good.
+        order: In which machines' sums are added: ``"any"``, that of the machines, or ``"tree"``.
     """
 
-    def __init__(self, machines: Machines, links: Links, piece_bytes: int, *, on_gpu: bool) -> None:
+    def __init__(
+        self, machines: Machines, links: Links, piece_bytes: int, *, on_gpu: bool, order: str
+    ) -> None:
         self._machines = machines
         self._links = links
         self._piece_bytes = piece_bytes
         self._in_place = not on_gpu
         self._spare = None if on_gpu else Spare(4 * piece_bytes)
+        self._order = order
 
     def _crossing(self, what: str, blocks: Sequence[Tensor]) -> Crossing:
-        return Crossing(self._machines, self._links, self._spare, what, blocks)
+        return Crossing(self._machines, self._links, self._spare, what, blocks, self._order)
 
     # -- the calls ---------------------------------------------------------------------------------
 

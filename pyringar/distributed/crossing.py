@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyringar.comm.float_mode import default_float_mode
+from pyringar.comm.orders import tree
 from pyringar.comm.reference import divide, fold
 from pyringar.distributed.convert import copy_all
 from pyringar.distributed.links import Links
@@ -55,6 +57,7 @@ class Crossing:
         blocks: One for each machine, flat, with equal parts for its ranks. Or one for all, for
             machines of equal numbers of ranks: parts of the first ranks of all machines, then of
             the second ones, and so on.
+        order: In which machines' sums are added: ``"any"``, that of the machines, or ``"tree"``.
     """
 
     def __init__(
@@ -64,12 +67,14 @@ class Crossing:
         spare: Spare | None,
         what: str,
         blocks: Sequence[Tensor],
+        order: str,
     ) -> None:
         self._machines = machines
         self._links = links
         self._spare = spare
         self._what = what
         self._blocks = blocks
+        self._order = order
         self._is_whole = len(blocks) < len(machines.nodes)
         self._numel = sum(map(len, blocks)) // machines.world_size
         self._taken: list[Tensor] = []
@@ -111,7 +116,7 @@ class Crossing:
         """Return this rank's part of the sum, when those of all machines have come."""
         self._arrive()
         in_order = [self._parts[node] for node in range(len(self._machines.nodes))]
-        return _reduced(in_order, op, self._machines.world_size)
+        return _reduced(in_order, op, self._machines.world_size, self._order)
 
     # -- results back ------------------------------------------------------------------------------
 
@@ -194,13 +199,19 @@ class Crossing:
         copy_all([(some, spread[: len(some), slot]) for slot, some in enumerate(rows)])
 
 
-def _reduced(parts: Sequence[Tensor], op: str, count: int) -> Tensor:
-    """Return the first of these, with the others folded in, in order; a mean of ``count``."""
-    total = parts[0]
+def _reduced(parts: list[Tensor], op: str, count: int, order: str) -> Tensor:
+    """Return the first of these, with the others folded in, in order; a mean of ``count``.
+
+    All may be written.
+    """
     with default_float_mode() as pieces:
-        for part in parts[1:]:
-            for into, term in zip(pieces(total), pieces(part), strict=True):
-                fold(into, term, op)
+
+        def add(into: Tensor, term: Tensor) -> Tensor:
+            for one, other in zip(pieces(into), pieces(term), strict=True):
+                fold(one, other, op)
+            return into
+
+        total = tree(parts, add) if order == "tree" else functools.reduce(add, parts)
         if op == "mean":
             divide(total, count, pieces)
     return total

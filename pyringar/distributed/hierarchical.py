@@ -69,7 +69,7 @@ def communicator_for(
 
     Args:
         algorithm: For every call that names none itself; on several machines ``"auto"``.
-        order: Of the sum; on several machines ``"any"``.
+        order: Of the sum; on several machines ``"any"`` or ``"tree"``.
         backend: Between machines.
         compares_shapes: As the communicators have it.
 
@@ -91,13 +91,13 @@ def communicator_for(
                 timeout=timeout,
                 compares_shapes=compares_shapes,
             )
-    if algorithm != "auto" or order != "any":
+    if algorithm != "auto":
         raise ArgumentError(
-            f"algorithm is {algorithm!r} and order {order!r}, but the ranks are on {num_nodes} "
-            "machines, whose sums are added to each other: expected 'auto' and 'any'"
+            f"algorithm is {algorithm!r}, but the ranks are on {num_nodes} machines, whose sums "
+            "are added to each other: expected 'auto'"
         )
     return HierarchicalCommunicator._of_meeting(
-        *(meeting, members, backend, timeout, place), compares_shapes=compares_shapes
+        *(meeting, members, backend, timeout, place, order), compares_shapes=compares_shapes
     )
 
 
@@ -126,6 +126,9 @@ class HierarchicalCommunicator(OwnRank):
             void until then.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
             for all.
+        order: ``"any"``: each machine's sum, then the sum of these; ``"tree"``: the same bits as on
+            one machine, see `pyringar.Communicator`. For machines of equally many ranks, a power of
+            two, that follow each other.
         piece_bytes: While so much of a rank's data crosses the wire, as much is reduced inside.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
             ranks a GPU, or on none.
@@ -141,8 +144,8 @@ class HierarchicalCommunicator(OwnRank):
     Bits are equal on all ranks. On each machine ranks are added in their order, then the sums of
     the machines, in the order of their first ranks: ``(x0 + x1) + (x2 + x3)`` on two of two. That
     depends on where ranks are, and on nothing else; it differs by rounding from one machine with
-    all ranks. 16-bit floats travel as float32 and are rounded once; means divide once, at the
-    end.
+    all ranks, unless ``order`` is ``"tree"``. 16-bit floats travel as float32 and are rounded once;
+    means divide once, at the end.
 
     Cost: every byte is summed inside the machine, and crosses the wire once per machine: with L
     ranks on each of M machines a rank sends ``2 (M - 1) / M`` of ``N / L`` bytes. 256 bytes more
@@ -161,6 +164,7 @@ class HierarchicalCommunicator(OwnRank):
         inter: Inter | None = None,
         backend: str = "tcp",
         name: str = "default",
+        order: str = "any",
         timeout: float = 30.0,
         piece_bytes: int = _PIECE_BYTES,
         device: str | torch.device | int | None = None,
@@ -175,45 +179,43 @@ class HierarchicalCommunicator(OwnRank):
         ) as meeting:
             members = meeting.exchange_members()
         self._compares_shapes = compares_shapes
-        self._join(meeting, members, inter, backend, timeout, piece_bytes, place)
+        self._join(meeting, members, backend, timeout, place, order, inter, piece_bytes)
 
     @classmethod
     def _of_meeting(
-        cls,
-        meeting: Rendezvous,
-        members: list[Member],
-        backend: str,
-        timeout: float,
-        device: torch.device,
-        *,
-        compares_shapes: bool,
+        cls, meeting: Rendezvous, members: list[Member], *place: Any, compares_shapes: bool
     ) -> HierarchicalCommunicator:
         """Return the communicator of ``members``, who have met already."""
         self = cls.__new__(cls)
         self._compares_shapes = compares_shapes
-        self._join(meeting, members, None, backend, timeout, _PIECE_BYTES, device)
+        self._join(meeting, members, *place)
         return self
 
     def _join(
         self,
         meeting: Rendezvous,
         members: list[Member],
-        inter: Inter | None,
         backend: str,
         timeout: float,
-        piece_bytes: int,
         device: torch.device,
+        order: str,
+        inter: Inter | None = None,
+        piece_bytes: int = _PIECE_BYTES,
     ) -> None:
         """Connect to the ranks of this machine, and to those on the others."""
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
         self._name, self._timeout_s = meeting.name, timeout
-        self._in_pieces = f" in pieces of {piece_bytes} bytes"
+        in_order = "" if order == "any" else f" in {order} order"
+        self._in_pieces = f"{in_order} in pieces of {piece_bytes} bytes"
         check_agreed(members)
         self._members = members
         self._machines = machines = Machines.of(ranks_by_node(members), self._rank)
+        machines.check_order(order)
+        self._order = order
         self._intra = ProcessCommunicator(
             *(self._store, machines.local_rank, len(machines.here)),
             name=f"machine {machines.node}",
+            order=order,
             timeout=timeout,
             device=device,
         )
@@ -237,7 +239,9 @@ class HierarchicalCommunicator(OwnRank):
                 wire = TorchInter(machines.columns, self._rank, backend, timeout)
             inter = wire if looks is None else PinnedInter(wire)
         self._links = Links(machines, members, self._intra, host, inter, looks)
-        self._between = Between(machines, self._links, piece_bytes, on_gpu=self._stream is not None)
+        self._between = Between(
+            machines, self._links, piece_bytes, on_gpu=self._stream is not None, order=order
+        )
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
         self._lock = threading.Lock()
@@ -304,7 +308,7 @@ class HierarchicalCommunicator(OwnRank):
             tensors: One tensor, or a list of them, on this rank's device, that do not overlap:
                 equal on all ranks in number, dtype and sizes; any strides.
             algorithm: ``"auto"``, or not given.
-            order: ``"any"``, or not given: machines are added after ranks.
+            order: The communicator's, or not given.
 
         Raises:
             ArgumentError: A tensor or value that is wrong; nothing was changed. Or ranks or
@@ -318,7 +322,7 @@ class HierarchicalCommunicator(OwnRank):
         See `pyringar.Communicator.all_reduce` for the dtypes and the other arguments.
         """
         check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
-        check_choice("order", "any" if order is None else order, ("any",))
+        check_choice("order", self._order if order is None else order, (self._order,))
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
             check_tensor(f"tensors[{i}]", tensor, self._device)
@@ -442,7 +446,7 @@ class HierarchicalCommunicator(OwnRank):
         pieces = self._between.num_pieces(nbytes // dtype.itemsize, dtype)
         return Plan(
             algorithm="hierarchical",
-            order="machine",
+            order="machine" if self._order == "any" else self._order,
             steps=4 * pieces,
             traffic_bytes=6 * self._world_size * nbytes,
             reason=f"{self._machines}: reduced inside, then between, then shared inside",

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pyringar.choices import ORDERS, check_choice
+from pyringar.errors import ArgumentError
+
 __all__ = ["Machines"]
 
 
@@ -88,6 +91,24 @@ class Machines(NamedTuple):
     def is_even(self, node: int) -> bool:
         """Return whether ranks here carry for as many each, those that follow each other."""
         return len(self.here) in (1, len(self.nodes[node]))
+
+    def check_order(self, order: str) -> None:
+        """Refuse an order that sums of machines' sums do not have."""
+        check_choice("order", order, ORDERS)
+        flat = [rank for ranks in self.nodes for rank in ranks]
+        each = len(self.here)
+        is_tree = self.are_equal and each & (each - 1) == 0 and flat == sorted(flat)
+        if order == "any" or len(self.nodes) == 1 or (order == "tree" and is_tree):
+            return
+        needs = (
+            "a power of two on each machine, that follow each other"
+            if order == "tree"
+            else "'any' or 'tree', for machines' sums are added to each other"
+        )
+        raise ArgumentError(
+            f"order is {order!r} and the ranks are on {len(self.nodes)} machines: "
+            f"{', '.join(map(str, self.nodes))}; expected {needs}"
+        )
 
     def tree(self, root: int) -> tuple[list[int], int | None, list[int]]:
         """Say how machines pass on what rank ``root`` has, each to twice as many as before.

@@ -44,7 +44,7 @@ Algorithm random_algorithm(Random& random) {
 class Call {
  public:
   Call(Random& random, int world_size, std::size_t most_elems = 20'000)
-      : algorithm_(random_algorithm(random)), fold_(Fold::of(random_op(random), world_size)) {
+      : algorithm_(random_algorithm(random)), fold_(random_fold(random, world_size)) {
     for (int i = random.between(1, 4); i > 0; --i) {
       tensors_.emplace_back(random, world_size, random_dtype(random),
                             random_numel(random, most_elems));
@@ -176,7 +176,7 @@ void run_staged(Random& random, Group& group) {
   collective.tensors.push_back({table, table, k, k, numel, DType::kFloat32});
   group.run(collective);
   const std::vector<std::byte> expected =
-      expected_reduction(DType::kFloat32, ReduceOp::kSum, 1, sources, numel, false);
+      expected_reduction(DType::kFloat32, Fold{}, sources, numel, false);
   for (int rank = 0; rank < k; ++rank) {
     const auto* before = static_cast<const std::byte*>(wide.before(rank));
     const auto* after = static_cast<const std::byte*>(wide.pointers()[rank]);
@@ -221,7 +221,7 @@ void run_scatter_and_gather(Random& random, Group& group) {
 
   const std::vector<const void*> sources(wholes.inputs(), wholes.inputs() + k);
   const std::vector<std::byte> expected =
-      expected_reduction(dtype, ReduceOp::kSum, 1, sources, chunk_elems * ranks, false);
+      expected_reduction(dtype, Fold{}, sources, chunk_elems * ranks, false);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     check_same(dtype, chunks.inputs()[rank], expected.data() + rank * chunk_bytes, chunk_elems,
                "reduce_scatter");

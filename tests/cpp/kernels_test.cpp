@@ -27,10 +27,10 @@ std::vector<std::byte> copy_of(const Guarded& buffer) {
   return {buffer.data(), buffer.data() + buffer.size()};
 }
 
-void check_fused(Random& random, DType dtype, ReduceOp op, std::size_t n) {
+void check_fused(Random& random, DType dtype, Fold fold, std::size_t n) {
   const int num_sources = random.between(1, 20);
   const int num_destinations = random.between(1, 20);
-  const int divisor = op == ReduceOp::kMean ? random.between(1, 300) : 1;
+  if (fold.op == ReduceOp::kMean) fold.divisor = random.between(1, 300);
   const std::vector<Guarded> inputs = random_buffers(random, dtype, num_sources, n);
   const std::vector<Guarded> spare = random_buffers(random, dtype, num_destinations, n);
   std::vector<const void*> sources;
@@ -50,13 +50,13 @@ void check_fused(Random& random, DType dtype, ReduceOp op, std::size_t n) {
   }
 
   std::vector<std::byte> expected(n * item_bytes(dtype));
-  reduce_elements(dtype, op, divisor, sources.data(), rank_order(num_sources), {0, n},
-                  expected.data());
-  kernels(dtype, op).fused(sources.data(), num_sources, destinations.data(), num_destinations, n,
-                           divisor);
+  fold_elements(dtype, fold, sources, {0, n}, expected.data());
+  fused_kernel(dtype, fold)(sources.data(), num_sources, destinations.data(), num_destinations, n,
+                            fold.divisor);
   for (const void* destination : destinations) {
     check_same(dtype, destination, expected.data(), n,
-               join("fused ", op_name(op), " of ", num_sources, " sources"));
+               join("fused ", op_name(fold.op), " of ", num_sources, " sources in ",
+                    order_name(fold.order), " order"));
   }
   for (std::size_t s = 0; s < inputs.size(); ++s) {
     CHECK(written[s] || copy_of(inputs[s]) == before[s], "source ", s, " was written");
@@ -116,7 +116,10 @@ void kernels_round(Random& random) {
   for (const DType dtype : kAllDTypes) {
     check_widen(random, dtype, random_numel(random, 1500));
     for (const ReduceOp op : kAllOps) {
-      check_fused(random, dtype, op, random_numel(random, 1500));
+      for (int order = 0; order < kNumOrders; ++order) {
+        const Fold fold{op, 1, static_cast<Order>(order)};
+        if (has_order(op, fold.order)) check_fused(random, dtype, fold, random_numel(random, 1500));
+      }
       check_accumulate(random, dtype, op, random_numel(random, 1500));
       check_finish(random, dtype, op, random_numel(random, 1500));
     }

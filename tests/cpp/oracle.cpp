@@ -1,6 +1,8 @@
 // oracle: see oracle.h.
 
 #include "oracle.h"
+#include "core/exact_sum.h"
+#include "core/tree.h"
 
 #include <cmath>
 #include <cstdio>
@@ -226,6 +228,17 @@ BFloat16 nearest_bfloat16(float value) { return {encode(value, kBFloat16Format)}
 DType random_dtype(Random& random) { return kAllDTypes[random.below(std::size(kAllDTypes))]; }
 ReduceOp random_op(Random& random) { return kAllOps[random.below(std::size(kAllOps))]; }
 
+Fold random_fold(Random& random, int world_size) {
+  Fold fold = random_gpu_fold(random, world_size);
+  if (has_order(fold.op, Order::kExact) && random.one_in(4)) fold.order = Order::kExact;
+  return fold;
+}
+
+Fold random_gpu_fold(Random& random, int world_size) {
+  const Order order = random.one_in(3) ? Order::kTree : Order::kRank;
+  return Fold::of({random_op(random), order}, world_size);
+}
+
 DType partial_dtype(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
 }
@@ -249,6 +262,54 @@ std::vector<int> ring_order(int world_size, int chunk) {
   std::vector<int> order;
   for (int i = 1; i <= world_size; ++i) order.push_back((chunk + i) % world_size);
   return order;
+}
+
+namespace {
+
+template <typename P>
+P tree_of(ReduceOp op, const std::vector<P>& x, int lo, int hi) {
+  if (hi - lo == 1) return x[static_cast<std::size_t>(lo)];
+  const int mid = tree_split(lo, hi);
+  return combine(op, tree_of(op, x, lo, mid), tree_of(op, x, mid, hi));
+}
+
+template <typename P>
+P left_fold(ReduceOp op, const std::vector<P>& x) {
+  P sum = x[0];
+  for (std::size_t r = 1; r < x.size(); ++r) sum = combine(op, sum, x[r]);
+  return sum;
+}
+
+// is_last: rounded to 16 bits next, as if that were the first time.
+template <typename P>
+P exact_sum(const std::vector<P>& x, bool is_last) {
+  if constexpr (std::is_integral_v<P>) {
+    return left_fold(ReduceOp::kSum, x);
+  } else {
+    ExactSum sum;
+    for (const P term : x) sum.add(static_cast<double>(term));
+    if constexpr (sizeof(P) == 8) return sum.rounded();
+    return is_last ? round_to_odd(sum.rounded_to_odd()) : static_cast<P>(sum.rounded_to_odd());
+  }
+}
+
+}  // namespace
+
+void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>& sources,
+                   Range range, void* expected) {
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    using P = typename Element<T>::Partial;
+    const auto k = static_cast<int>(sources.size());
+    std::vector<P> x(sources.size());
+    for (std::size_t i = range.begin; i < range.end; ++i) {
+      for (std::size_t r = 0; r < x.size(); ++r) x[r] = Element<T>::widen(at<T>(sources[r], i));
+      const P sum = fold.order == Order::kExact  ? exact_sum(x, sizeof(T) == 2 && fold.divisor == 1)
+                    : fold.order == Order::kTree ? tree_of(fold.op, x, 0, k)
+                                                 : left_fold(fold.op, x);
+      put<T>(expected, i, finished<T>(sum, fold.divisor));
+    }
+  });
 }
 
 void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
@@ -311,14 +372,17 @@ void check_same(DType dtype, const void* got, const void* expected, std::size_t 
   });
 }
 
-std::vector<std::byte> expected_reduction(DType dtype, ReduceOp op, int divisor,
+std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
                                           const std::vector<const void*>& sources,
                                           std::size_t numel, bool in_ring_order) {
   const int k = static_cast<int>(sources.size());
   std::vector<std::byte> expected(numel * item_bytes(dtype));
+  if (!in_ring_order) {
+    fold_elements(dtype, fold, sources, {0, numel}, expected.data());
+    return expected;
+  }
   for (int chunk = 0; chunk < k; ++chunk) {
-    reduce_elements(dtype, op, divisor, sources.data(),
-                    in_ring_order ? ring_order(k, chunk) : rank_order(k),
+    reduce_elements(dtype, fold.op, fold.divisor, sources.data(), ring_order(k, chunk),
                     chunk_range(numel, k, chunk), expected.data());
   }
   return expected;
@@ -354,11 +418,12 @@ void RankTensors::check_all_reduced(Fold fold, bool in_ring_order, const char* w
   std::vector<const void*> sources;
   for (const auto& tensor : before_) sources.push_back(tensor.data());
   const std::vector<std::byte> expected =
-      expected_reduction(dtype_, fold.op, fold.divisor, sources, numel_, in_ring_order);
+      expected_reduction(dtype_, fold, sources, numel_, in_ring_order);
   for (int rank = 0; rank < world_size(); ++rank) {
     const Guarded& tensor = tensors_[static_cast<std::size_t>(rank)];
     check_same(dtype_, tensor.data(), expected.data(), numel_,
-               join(what, " ", op_name(fold.op), " over ", world_size(), " ranks, rank ", rank));
+               join(what, " ", op_name(fold.op), " in ", order_name(fold.order), " order over ",
+                    world_size(), " ranks, rank ", rank));
     tensor.check_canaries();
     // P2: the same bits on all ranks, NaN included.
     CHECK(bytes() == 0 || std::memcmp(tensor.data(), tensors_[0].data(), bytes()) == 0, what,

@@ -2,7 +2,9 @@
 //
 // Contract  16-bit floats are widened and narrowed through double arithmetic with explicit quanta,
 //           not with the bit tricks of core/half.h; folds are plain loops in the order they are
-//           given. Two NaNs are equal whatever their bits; all else is compared bit for bit.
+//           given, or the equations of core/fold.h as they stand; exact sums are
+//           core/exact_sum.h's. Two NaNs are equal whatever their bits; all else is compared bit
+//           for bit.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +29,9 @@ inline constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kMean, ReduceOp
                                        ReduceOp::kMin, ReduceOp::kProd};
 DType random_dtype(Random& random);
 ReduceOp random_op(Random& random);
+// In any order that an engine on the host has, or, of one with GPUs, all but exact sums.
+Fold random_fold(Random& random, int world_size);
+Fold random_gpu_fold(Random& random, int world_size);
 
 // Positions, random floats, random bits with NaN and infinities, or values at the edges of the
 // type. One kind per call.
@@ -35,7 +40,10 @@ void fill(Random& random, DType dtype, void* to, std::size_t n);
 std::vector<int> rank_order(int world_size);
 std::vector<int> ring_order(int world_size, int chunk);
 
-// Folds elements [range) of sources[order[0]], sources[order[1]], ... into expected[range).
+// Folds elements [range) of all sources into expected[range).
+void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>& sources,
+                   Range range, void* expected);
+// The same of sources[order[0]], sources[order[1]], ..., from left to right.
 void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
                      const std::vector<int>& order, Range range, void* expected);
 
@@ -70,7 +78,7 @@ class RankTensors {
   // What is there now counts as the input of the next collective.
   void remember();
   void check_unchanged() const;
-  // Every rank holds the reduction of what all held before: in rank order, or in the ring's.
+  // Every rank holds the reduction of what all held before: in the fold's order, or the ring's.
   void check_all_reduced(Fold fold, bool in_ring_order, const char* what) const;
 
  private:
@@ -83,7 +91,7 @@ class RankTensors {
 };
 
 // Elements of the whole reduction, in the order the algorithm promises.
-std::vector<std::byte> expected_reduction(DType dtype, ReduceOp op, int divisor,
+std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
                                           const std::vector<const void*>& sources,
                                           std::size_t numel, bool in_ring_order);
 

@@ -174,7 +174,7 @@ void pool_round(Random& random) {
 void fused_round(Random& random) {
   ThreadPool pool(random.between(0, 3));
   const int world_size = random.one_in(4) ? random.between(1, 20) : random.between(1, 4);
-  const Fold fold = Fold::of(random_op(random), world_size);
+  const Fold fold = random_fold(random, world_size);
   Job job = random_job(random, world_size);
   run_fused(job.buffers, fold, pool, random.one_in(2) ? Beside::kNothing : Beside::kTorch);
   for (const RankTensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
@@ -184,8 +184,8 @@ void fused_round(Random& random) {
   const int chunk = random.between(0, world_size - 1);
   const Range range = chunk_range(tensors.numel(), world_size, chunk);
   std::vector<std::byte> expected(tensors.bytes());
-  reduce_elements(tensors.dtype(), fold.op, fold.divisor, tensors.inputs(), rank_order(world_size),
-                  range, expected.data());
+  const std::vector<const void*> sources(tensors.inputs(), tensors.inputs() + world_size);
+  fold_elements(tensors.dtype(), fold, sources, range, expected.data());
   fuse_range(tensors.buffers(), fold, range);
   const std::size_t item = item_bytes(tensors.dtype());
   for (int rank = 0; rank < world_size; ++rank) {

@@ -80,7 +80,7 @@ class Call {
   Call(Random& random, int world_size, std::size_t most_elems = 60'000)
       : world_size_(world_size),
         kind_(static_cast<CallKind>(random.below(random.one_in(2) ? 1 : kNumCallKinds))),
-        fold_(Fold::of(random_op(random), world_size)),
+        fold_(random_fold(random, world_size)),
         root_(random.between(0, world_size - 1)),
         wants_ring_(random.one_in(3)) {
     const int count = kind_ != CallKind::kAllReduce ? 1
@@ -122,8 +122,7 @@ class Call {
     for (std::size_t rank = 0; rank < k; ++rank) {
       if (kind_ == CallKind::kReduceScatter) {
         const std::vector<const void*> sources(in.inputs(), in.inputs() + k);
-        const auto all =
-            expected_reduction(in.dtype(), fold_.op, fold_.divisor, sources, in.numel(), false);
+        const auto all = expected_reduction(in.dtype(), fold_, sources, in.numel(), false);
         check_same(in.dtype(), out.inputs()[rank], all.data() + rank * out.bytes(), out.numel(),
                    "reduce_scatter");
       } else {

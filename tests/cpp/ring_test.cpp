@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 struct RingCall {
   RingCall(Random& random, int world_size)
       : phases(static_cast<RingPhases>(random.below(3))),
-        fold(phases == RingPhases::kAllGather ? Fold{} : Fold::of(random_op(random), world_size)),
+        fold(phases == RingPhases::kAllGather ? Fold{} : random_fold(random, world_size)),
         dtype(random_dtype(random)),
         numel(random_numel(random, 60'000)) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -51,7 +51,7 @@ struct RingCall {
     }
     std::vector<const void*> sources;
     for (const auto& input : before) sources.push_back(input.data());
-    return expected_reduction(dtype, fold.op, fold.divisor, sources, numel, true);
+    return expected_reduction(dtype, fold, sources, numel, true);
   }
 
   void check() const {
@@ -166,7 +166,7 @@ void direct_round(Random& random) {
   Barrier barrier(world_size);
   barrier.passed = random_base(random);
   for (Flag& arrived : barrier.arrived) arrived.value = barrier.passed;
-  const Fold fold = Fold::of(random_op(random), world_size);
+  const Fold fold = random_fold(random, world_size);
   std::deque<RankTensors> tensors;
   for (int i = random.between(1, 6); i > 0; --i) {
     tensors.emplace_back(random, world_size, random_dtype(random), random_numel(random, 20'000));

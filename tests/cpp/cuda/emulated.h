@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/fold.h"
 #include "cuda/kernels.h"
 #include "cuda_emulator.h"
 #include "oracle.h"
@@ -60,9 +60,9 @@ inline constexpr std::uint64_t kLongNs = 600'000'000'000;
 
 // The kernel of a dtype and a reduction, from the same table as the host's launches.
 template <typename... Arguments>
-auto kernel_of(DType dtype, ReduceOp op, cuda::KernelKind kind) {
+auto kernel_of(DType dtype, const Fold& fold, cuda::KernelKind kind) {
   using Kernel = void (*)(Arguments...);
-  return reinterpret_cast<Kernel>(const_cast<void*>(cuda::kernel_function(dtype, op, kind)));
+  return reinterpret_cast<Kernel>(const_cast<void*>(cuda::kernel_function(dtype, fold, kind)));
 }
 
 }  // namespace pyringar::stress

@@ -1,4 +1,4 @@
-// fused_test: the fused kernel over many tensors at once, against the oracle in rank order.
+// fused_test: the fused kernel over many tensors at once, against the oracle, in both orders.
 
 #include "cuda/fused.cuh"
 
@@ -18,8 +18,7 @@ enum class Outputs { kFresh, kInputs, kSomeInputs };
 
 struct FusedCall {
   DType dtype;
-  ReduceOp op;
-  int divisor;
+  Fold fold;
   int num_sources;
   int num_destinations;
   Outputs outputs;
@@ -50,11 +49,11 @@ class FusedPart {
   void check() const {
     std::vector<std::byte> expected(inputs_.bytes());
     const std::vector<const void*> sources = inputs_.before();
-    reduce_elements(call_.dtype, call_.op, call_.divisor, sources.data(),
-                    rank_order(call_.num_sources), {0, numel_}, expected.data());
+    fold_elements(call_.dtype, call_.fold, sources, {0, numel_}, expected.data());
     for (int i = 0; i < call_.num_destinations; ++i) {
       check_same(call_.dtype, destinations()[i], expected.data(), numel_,
-                 join("fused ", op_name(call_.op), " of ", call_.num_sources, ", output ", i));
+                 join("fused ", op_name(call_.fold.op), " in ", order_name(call_.fold.order),
+                      " order of ", call_.num_sources, ", output ", i));
     }
     inputs_.check_canaries();
     fresh_.check_canaries();
@@ -81,7 +80,7 @@ void run_fused(Random& random, const FusedCall& call, KernelKind kind,
                const std::vector<std::size_t>& sizes) {
   const std::size_t item = item_bytes(call.dtype);
   auto table = std::make_unique<T>();
-  TableBuilder<T> builder(*table, item, call.num_sources, call.num_destinations, call.divisor);
+  TableBuilder<T> builder(*table, item, call.num_sources, call.num_destinations, call.fold.divisor);
   std::deque<FusedPart> parts;
   for (const std::size_t numel : sizes) {
     parts.emplace_back(random, call, numel);
@@ -89,7 +88,7 @@ void run_fused(Random& random, const FusedCall& call, KernelKind kind,
     parts.pop_back();
     break;
   }
-  const auto kernel = kernel_of<T>(call.dtype, call.op, kind);
+  const auto kernel = kernel_of<T>(call.dtype, call.fold, kind);
   const auto num_blocks = static_cast<unsigned>(random.between(1, 5));
   emulator::run_in_turn({num_blocks, cuda::kThreads, [&] { kernel(*table); }});
   for (const FusedPart& part : parts) part.check();
@@ -101,9 +100,10 @@ void run_fused(Random& random, const FusedCall& call, const std::vector<std::siz
   });
 }
 
-int random_divisor(Random& random, ReduceOp op, int k) {
-  if (op != ReduceOp::kMean) return 1;
-  return random.one_in(4) ? random.between(2, 100) : k;
+Fold any_fold(Random& random, ReduceOp op, int k) {
+  Fold fold = Fold::of({op, random.one_in(2) ? Order::kTree : Order::kRank}, k);
+  if (op == ReduceOp::kMean && random.one_in(4)) fold.divisor = random.between(2, 100);
+  return fold;
 }
 
 }  // namespace
@@ -113,13 +113,13 @@ void fused_all_round(Random& random) {
     const std::size_t tile = cuda::tile_elems(item_bytes(dtype));
     for (const ReduceOp op : kAllOps) {
       for (const int k : {1, 2, 3, 8, 17}) {
-        const int divisor = random_divisor(random, op, k);
+        const Fold fold = any_fold(random, op, k);
         const std::size_t few = random.below(40);
-        run_fused(random, {dtype, op, divisor, k, k, Outputs::kInputs}, {0, 1, tile - 1, few});
-        run_fused(random, {dtype, op, divisor, k, k, Outputs::kFresh}, {tile + 1, few, 2 * tile});
-        run_fused(random, {dtype, op, divisor, k, 1, Outputs::kSomeInputs}, {tile, few, 0, 7});
-        run_fused(random, {dtype, op, divisor, k, 1, Outputs::kFresh}, {3 * tile + few});
-        run_fused(random, {dtype, op, divisor, 1, k, Outputs::kFresh}, {few, tile + few, 1});
+        run_fused(random, {dtype, fold, k, k, Outputs::kInputs}, {0, 1, tile - 1, few});
+        run_fused(random, {dtype, fold, k, k, Outputs::kFresh}, {tile + 1, few, 2 * tile});
+        run_fused(random, {dtype, fold, k, 1, Outputs::kSomeInputs}, {tile, few, 0, 7});
+        run_fused(random, {dtype, fold, k, 1, Outputs::kFresh}, {3 * tile + few});
+        run_fused(random, {dtype, fold, 1, k, Outputs::kFresh}, {few, tile + few, 1});
       }
     }
   }
@@ -129,8 +129,7 @@ void fused_round(Random& random) {
   const int k = random.one_in(4) ? random.between(1, 33) : random.between(1, 5);
   FusedCall call{};
   call.dtype = random_dtype(random);
-  call.op = random_op(random);
-  call.divisor = random_divisor(random, call.op, k);
+  call.fold = any_fold(random, random_op(random), k);
   call.num_sources = k;
   call.outputs = static_cast<Outputs>(random.below(3));
   call.num_destinations = call.outputs == Outputs::kInputs ? k : random.between(1, k);

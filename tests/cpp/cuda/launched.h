@@ -26,8 +26,9 @@ inline std::optional<Identity> identify(const void* kernel) {
       for (int k = 0; k < cuda::kNumKernelKinds; ++k) {
         const auto dtype = static_cast<DType>(d);
         const auto kind = static_cast<cuda::KernelKind>(k);
-        if (cuda::kernel_function(dtype, static_cast<ReduceOp>(op), kind) == kernel) {
-          return Identity{dtype, kind};
+        for (const Order order : {Order::kRank, Order::kTree}) {
+          const Fold fold{static_cast<ReduceOp>(op), 1, order};
+          if (cuda::kernel_function(dtype, fold, kind) == kernel) return Identity{dtype, kind};
         }
       }
     }

@@ -88,7 +88,7 @@ std::vector<std::byte> RingCall::expected() const {
     }
   }
   if (phases == RingPhases::kAllGather) return gathered;
-  return expected_reduction(dtype, op, divisor, sources, numel, true);
+  return expected_reduction(dtype, {op, divisor}, sources, numel, true);
 }
 
 void RingCall::check() const {
@@ -224,7 +224,7 @@ void RingDevices::check_slots() const {
 }
 
 Launch launch_of(RingDevices& devices, std::size_t device, const RingCall& call, int withheld) {
-  const auto kernel = kernel_of<RingArgs>(call.dtype, call.op, cuda::KernelKind::kRing);
+  const auto kernel = kernel_of<RingArgs>(call.dtype, {call.op}, cuda::KernelKind::kRing);
   const RingArgs args = devices.args(device, call, withheld);
   const auto blocks = devices.ranks(device).size() * static_cast<std::size_t>(call.num_channels);
   return {static_cast<unsigned>(blocks), call.num_threads, [=] { kernel(args); },

@@ -63,7 +63,7 @@ Case::Case(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::s
   const DType dtype_of_many = random_dtype(random);
   collective_.operation = "all_reduce";
   collective_.algorithm = algorithm;
-  collective_.fold = Fold::of(random_op(random), k);
+  collective_.fold = random_gpu_fold(random, k);
   collective_.pointers.reserve(num_parts * num_ranks);
   for (std::size_t p = 0; p < num_parts; ++p) {
     const std::size_t numel = is_large   ? 40'000
@@ -135,9 +135,9 @@ void Case::read(const cuda::Group& group, const std::vector<cudaStream_t>& strea
 
 void Case::check() const {
   for (const Part& part : parts_) {
-    const std::vector<std::byte> expected = expected_reduction(
-        part.dtype, collective_.fold.op, collective_.fold.divisor, part.tensors.before(),
-        part.numel, collective_.algorithm == Algorithm::kRing);
+    const std::vector<std::byte> expected =
+        expected_reduction(part.dtype, collective_.fold, part.tensors.before(), part.numel,
+                           collective_.algorithm == Algorithm::kRing);
     for (std::size_t rank = 0; rank < part.tensors.count(); ++rank) {
       check_same(part.dtype, part.after[rank].data(), expected.data(), part.numel,
                  join(algorithm_name(collective_.algorithm), " ", op_name(collective_.fold.op),

@@ -101,10 +101,10 @@ inline void set(void* memory, int value, cudaStream_t stream) {
 
 // A plain kernel and one whose blocks wait for others', of the engine's.
 inline const void* plain_kernel() {
-  return cuda::kernel_function(DType::kFloat32, ReduceOp::kSum, cuda::KernelKind::kFusedSmall);
+  return cuda::kernel_function(DType::kFloat32, Fold{}, cuda::KernelKind::kFusedSmall);
 }
 inline const void* waiting_kernel() {
-  return cuda::kernel_function(DType::kFloat32, ReduceOp::kSum, cuda::KernelKind::kRing);
+  return cuda::kernel_function(DType::kFloat32, Fold{}, cuda::KernelKind::kRing);
 }
 inline cudaError_t load(const void* kernel) {
   cudaFuncAttributes attributes;

@@ -129,17 +129,13 @@ CudaProcessOptions random_options(Random& random) {
 
 Case make_case(Random& random, int world_size, std::size_t slot_bytes) {
   Case made{static_cast<CallKind>(random.below(kNumCallKinds)),
-            random_op(random),
-            1,
+            random_gpu_fold(random, world_size),
             random.between(0, world_size - 1),
             random.one_in(3),
             {},
             random.bits()};
   if (random.one_in(2)) made.kind = CallKind::kAllReduce;
-  if (made.op == ReduceOp::kMean) {
-    made.op = ReduceOp::kSum;
-    made.divisor = world_size;
-  }
+  if (made.fold.op == ReduceOp::kMean) made.fold.op = ReduceOp::kSum;
   const bool has_many = made.kind == CallKind::kAllReduce && random.one_in(4);
   const std::size_t count = has_many ? (random.one_in(6) ? 430 : 1 + random.below(40)) : 1;
   const DType dtype = random_dtype(random);
@@ -158,7 +154,7 @@ Case make_case(Random& random, int world_size, std::size_t slot_bytes) {
 }
 
 Case plain_case(std::size_t numel) {
-  return {CallKind::kAllReduce, ReduceOp::kSum, 1, 0, false, {{DType::kFloat32, numel}}, 1};
+  return {CallKind::kAllReduce, Fold{}, 0, false, {{DType::kFloat32, numel}}, 1};
 }
 
 Tensors make_tensors(const Case& made, int world_size, int rank) {
@@ -183,7 +179,7 @@ namespace {
 ProcessCall call_of(const Case& made, const Tensors& tensors) {
   ProcessCall call;
   call.kind = made.kind;
-  call.fold = {made.op, made.divisor};
+  call.fold = made.fold;
   call.root = made.kind == CallKind::kBroadcast ? made.root : 0;
   for (const auto& tensor : tensors.results()) call.outputs.push_back(tensor->span());
   if (made.kind == CallKind::kBroadcast) call.inputs = call.outputs;
@@ -206,7 +202,7 @@ std::vector<std::byte> expected_of(const Case& made, const std::vector<Tensors>&
   }
   if (made.kind == CallKind::kAllGather) return gathered;
   std::vector<std::byte> reduced =
-      expected_reduction(shape.dtype, made.op, made.divisor, sources, shape.numel, false);
+      expected_reduction(shape.dtype, made.fold, sources, shape.numel, false);
   if (made.kind == CallKind::kAllReduce) return reduced;
   const auto share = static_cast<std::ptrdiff_t>(reduced.size() / all.size());
   const auto begin = reduced.begin() + share * rank;

@@ -66,8 +66,7 @@ struct Shape {
 
 struct Case {
   CallKind kind;
-  ReduceOp op;
-  int divisor;
+  Fold fold;
   int root;
   bool is_async;
   std::vector<Shape> shapes;  // all_reduce: of all tensors; else of the share

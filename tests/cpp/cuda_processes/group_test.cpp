@@ -93,7 +93,7 @@ void check_mismatch(Random& random) {
     Case made = plain_case(numel);
     if (rank == odd && what == 0) made.shapes[0].numel += 1;
     if (rank == odd && what == 1) made.shapes[0].dtype = DType::kInt32;
-    if (rank == odd && what == 2) made.op = ReduceOp::kMax;
+    if (rank == odd && what == 2) made.fold.op = ReduceOp::kMax;
     if (rank == odd && what == 3) made.kind = CallKind::kBroadcast;
     tensors.push_back(make_tensors(made, world_size, rank));
     cases.push_back(made);

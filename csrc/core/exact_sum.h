@@ -1,0 +1,170 @@
+// exact_sum: the sum of floating-point numbers as a real number, then rounded.
+//
+// Floor     core: host.
+// Units     digits of 32 bits; bit 0 of digit 0 is worth 2^-1074, the smallest double.
+// Contract  The result depends on which numbers were added, not on their order. It overflows only
+// if
+//           the sum does. A sum of nothing but -0 is -0; infinities and NaN give what + gives.
+// Cost      a hundred nanoseconds for a few numbers: what fast paths cannot do (cpu/kernels_exact).
+// Threads   one object belongs to one thread.
+// Source    Kulisch 2013, "Computer Arithmetic and Validity": a fixed-point number as wide as the
+//           exponents reach. Rounding to odd: Boldo and Melquiond 2008.
+// Tests     the static_asserts below; tests/test_orders.py compares with fractions.Fraction
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+
+#include "core/schedule.h"
+
+namespace pyringar {
+
+// Of the two floats beside a double, the one whose last bit is 1, unless it is a float itself.
+constexpr float round_to_odd(double exact) {
+  const auto nearest = static_cast<float>(exact);
+  const auto bits = std::bit_cast<std::uint32_t>(nearest);
+  const double back = nearest;
+  if (back == exact || exact != exact || bits % 2 == 1) return nearest;
+  const bool is_too_large = (back > exact) != (exact < 0);
+  return std::bit_cast<float>(is_too_large ? bits - 1 : bits + 1);
+}
+
+class ExactSum {
+ public:
+  // At most 2^30 numbers.
+  constexpr void add(double x) {
+    const auto bits = std::bit_cast<std::uint64_t>(x);
+    const int exponent = static_cast<int>(bits >> kFractionBits & 0x7ffu);
+    if (exponent == 0x7ff) {
+      specials_ = has_specials_ ? specials_ + x : x;
+      has_specials_ = true;
+      return;
+    }
+    is_negative_zero_ = is_negative_zero_ && bits == kSign;
+    const std::uint64_t fraction = bits & (kImplicitBit - 1);
+    const std::uint64_t mantissa = exponent == 0 ? fraction : fraction | kImplicitBit;
+    if (mantissa == 0) return;
+    const int place = exponent == 0 ? 0 : exponent - 1;  // of the mantissa's last bit
+    const int shift = place % kDigitBits;
+    const std::uint64_t low = mantissa << shift;
+    const std::uint64_t high = shift == 0 ? 0 : mantissa >> (64 - shift);
+    const std::int64_t sign = (bits & kSign) != 0 ? -1 : 1;
+    const int first = place / kDigitBits;
+    digits_[first] += sign * static_cast<std::int64_t>(low & kDigitMask);
+    digits_[first + 1] += sign * static_cast<std::int64_t>(low >> kDigitBits);
+    digits_[first + 2] += sign * static_cast<std::int64_t>(high);
+    first_ = std::min(first_, first);
+    last_ = std::max(last_, first + 2);
+  }
+
+  // To the nearest double, ties to even.
+  constexpr double rounded() const { return round(false); }
+  // A double that rounds to fewer digits as the sum does: where it is not the sum itself, the one
+  // of its two neighbours whose last bit is 1.
+  constexpr double rounded_to_odd() const { return round(true); }
+
+ private:
+  static constexpr int kDigitBits = 32;
+  static constexpr std::int64_t kDigitMask = 0xffffffff;
+  static constexpr int kFractionBits = 52;
+  static constexpr std::uint64_t kImplicitBit = std::uint64_t{1} << kFractionBits;
+  static constexpr std::uint64_t kSign = std::uint64_t{1} << 63;
+  static constexpr int kNumDigits = 2046 / kDigitBits + 5;  // of every double, and of their carries
+
+  constexpr double round(bool to_odd) const {
+    if (has_specials_) return specials_;
+    if (last_ < 0) return is_negative_zero_ ? -0.0 : 0.0;
+    ExactSum sum = *this;
+    const bool is_negative = sum.carry();
+    if (is_negative) {
+      for (int i = first_; i <= sign_digit(); ++i) sum.digits_[i] = -sum.digits_[i];
+      sum.carry();
+    }
+    int top = sign_digit();
+    while (top >= first_ && sum.digits_[top] == 0) --top;
+    if (top < first_) return is_negative_zero_ ? -0.0 : 0.0;
+    const auto leading = static_cast<std::uint32_t>(sum.digits_[top]);
+    const int place = top * kDigitBits + kDigitBits - 1 - std::countl_zero(leading);
+    const std::uint64_t magnitude = sum.bits_from(place, to_odd);
+    return std::bit_cast<double>(magnitude | (is_negative ? kSign : 0));
+  }
+
+  // Brings digits to [0, 2^32), but for the highest. True: the sum is negative.
+  constexpr bool carry() {
+    for (int i = first_; i < sign_digit(); ++i) {
+      digits_[i + 1] += digits_[i] >> kDigitBits;  // rounds down
+      digits_[i] &= kDigitMask;
+    }
+    return digits_[sign_digit()] < 0;
+  }
+  // No carry comes further.
+  constexpr int sign_digit() const { return last_ + 2; }
+
+  // The bits of the double with that leading bit.
+  constexpr std::uint64_t bits_from(int place, bool to_odd) const {
+    if (place < kFractionBits) return low_bits(0, place + 1);  // subnormal
+    const int last = place - kFractionBits;
+    std::uint64_t fraction = low_bits(last, kFractionBits);
+    const auto exponent = static_cast<std::uint64_t>(last) + 1;
+    const bool half = last > 0 && low_bits(last - 1, 1) == 1;
+    const bool rest = last > 1 && any_below(last - 1);
+    std::uint64_t bits = exponent << kFractionBits | fraction;
+    if (to_odd) {
+      bits |= half || rest ? 1 : 0;
+    } else if (half && (rest || bits % 2 == 1)) {
+      bits += 1;  // a carry out of the fraction is the right exponent
+    }
+    constexpr std::uint64_t kInfinity = std::uint64_t{0x7ff} << kFractionBits;
+    return std::min(bits, kInfinity);
+  }
+
+  constexpr std::uint64_t low_bits(int place, int num) const {
+    std::uint64_t bits = 0;
+    for (int i = 0; i < num;) {
+      const int shift = (place + i) % kDigitBits;
+      bits |= static_cast<std::uint64_t>(digits_[(place + i) / kDigitBits] >> shift) << i;
+      i += kDigitBits - shift;
+    }
+    return bits & ((std::uint64_t{1} << num) - 1);
+  }
+  constexpr bool any_below(int place) const {
+    for (int i = 0; i < place / kDigitBits; ++i) {
+      if (digits_[i] != 0) return true;
+    }
+    return place % kDigitBits > 0 &&
+           low_bits(place / kDigitBits * kDigitBits, place % kDigitBits) != 0;
+  }
+
+  std::int64_t digits_[kNumDigits] = {};
+  int first_ = kNumDigits;  // of those that are not 0
+  int last_ = -1;
+  bool is_negative_zero_ = true;
+  bool has_specials_ = false;
+  double specials_ = 0;
+};
+
+namespace exact_sum_test {
+
+constexpr double sum_of(std::initializer_list<double> numbers) {
+  ExactSum sum;
+  for (const double x : numbers) sum.add(x);
+  return sum.rounded();
+}
+constexpr double kMost = std::numeric_limits<double>::max();
+constexpr double kLeast = std::numeric_limits<double>::denorm_min();
+static_assert(sum_of({0x1p60, 1.0, -0x1p60}) == 1.0, "what + would lose");
+static_assert(sum_of({kMost, kMost, -kMost}) == kMost, "no overflow on the way");
+static_assert(sum_of({kMost, kMost}) == std::numeric_limits<double>::infinity());
+static_assert(sum_of({1.0, 0x1p-53}) == 1.0 && sum_of({1.0, 0x1p-53, kLeast}) > 1.0,
+              "one rounding");
+static_assert(sum_of({-1.0, -0x1p-53}) == -1.0 && sum_of({-1.0, -0x1p-53, -kLeast}) < -1.0);
+static_assert(sum_of({kLeast, kLeast}) == 2 * kLeast && sum_of({1.5, -1.5, -kLeast}) == -kLeast);
+static_assert(std::bit_cast<std::int64_t>(sum_of({-0.0, -0.0})) < 0 &&
+              std::bit_cast<std::int64_t>(sum_of({-0.0, 0.0})) == 0);
+
+}  // namespace exact_sum_test
+
+}  // namespace pyringar

@@ -1,0 +1,53 @@
+// fold: how the elements of all ranks become one: by which operation, and in which order.
+//
+// Floor     core: host and device.
+// Contract  With x[r] the element of rank r, widened to the type of partial sums (core/dtype.h):
+//
+//             rank    ((x[0] + x[1]) + x[2]) + ...
+//             tree    T(0, k), see core/tree.h
+//             exact   the real number x[0] + x[1] + ..., rounded
+//
+//           and then, for a mean, one division, and one rounding to the element's type. An exact
+//           sum is rounded to the element's type at once, one that is divided to the type of
+//           partial sums. Sums of integers wrap, and are the same in every order.
+//
+// Threads   pure functions, any.
+// Tests     tests/test_orders.py has each equation once more, in Python
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace pyringar {
+
+enum class Order : std::uint8_t { kRank, kTree, kExact };
+inline constexpr int kNumOrders = 3;
+
+constexpr const char* order_name(Order order) {
+  constexpr const char* kNames[kNumOrders] = {"rank", "tree", "exact"};
+  return kNames[static_cast<int>(order)];
+}
+
+// Sums alone are exact.
+constexpr bool has_order(ReduceOp op, Order order) {
+  return order != Order::kExact || op == ReduceOp::kSum || op == ReduceOp::kMean;
+}
+
+struct Reduction {
+  ReduceOp op = ReduceOp::kSum;
+  Order order = Order::kRank;
+};
+
+// A mean is a sum, divided once.
+struct Fold {
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;
+  Order order = Order::kRank;
+
+  static Fold of(Reduction reduction, int world_size) {
+    return {reduction.op, reduction.op == ReduceOp::kMean ? world_size : 1, reduction.order};
+  }
+};
+
+}  // namespace pyringar

@@ -1,0 +1,125 @@
+// tree: the order of addition in which a sum of sums is the sum: core/fold.h calls it "tree".
+//
+// Floor     core: host and device, no allocation, no state.
+// Contract  T(lo, lo + 1) = x[lo], and else T(lo, hi) = T(lo, mid) + T(mid, hi), where mid - lo is
+//           the largest power of two below hi - lo. Of six: ((0 1) (2 3)) (4 5).
+//
+//           If m is a power of two and every x[r] is itself T(rm, rm + m) of some y, then T(0, k)
+//           of x is T(0, km) of y: k ranks that add m numbers each have the bits of km ranks.
+// Threads   pure functions, any.
+// Source    pairwise summation (Higham 1993, "The accuracy of floating point summation"), cut at
+//           powers of two; the error grows with log2(k), not with k.
+// Tests     the static_asserts below, against the equation as it stands; tests/test_orders.py
+#pragma once
+
+#include <cstdint>
+
+#include "core/schedule.h"
+
+namespace pyringar {
+
+// Where T(lo, hi) is cut, for two leaves and more.
+PYRINGAR_HD constexpr int tree_split(int lo, int hi) {
+  int half = 1;
+  while (2 * half < hi - lo) half *= 2;
+  return lo + half;
+}
+
+static_assert(tree_split(0, 2) == 1 && tree_split(0, 8) == 4 && tree_split(0, 7) == 4);
+static_assert(tree_split(8, 13) == 12 && tree_split(4, 7) == 6, "T(0, 7) = T(0, 4) + T(4, 7)");
+
+// T(lo, lo + kNum): leaf(r) gives x[r], add(a, b) their sum.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <int kNum, typename Leaf, typename Add>
+PYRINGAR_HD_INLINE constexpr auto tree_of(int lo, const Leaf& leaf, const Add& add) {
+  if constexpr (kNum == 1) {
+    return leaf(lo);
+  } else {
+    constexpr int kHalf = tree_split(0, kNum);
+    const auto left = tree_of<kHalf>(lo, leaf, add);
+    return add(left, tree_of<kNum - kHalf>(lo + kHalf, leaf, add));
+  }
+}
+
+inline constexpr int kTreeGroup = 8;  // leaves that are added without a loop
+
+// The same for up to kTreeGroup leaves, at least one.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <typename Leaf, typename Add>
+PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf, const Add& add) {
+  switch (num) {
+    case 1:
+      return tree_of<1>(lo, leaf, add);
+    case 2:
+      return tree_of<2>(lo, leaf, add);
+    case 3:
+      return tree_of<3>(lo, leaf, add);
+    case 4:
+      return tree_of<4>(lo, leaf, add);
+    case 5:
+      return tree_of<5>(lo, leaf, add);
+    case 6:
+      return tree_of<6>(lo, leaf, add);
+    case 7:
+      return tree_of<7>(lo, leaf, add);
+    default:
+      return tree_of<kTreeGroup>(lo, leaf, add);
+  }
+}
+
+// waiting[0] = T(0, num), for up to kTreeGroup << (kMost - 1) leaves: few(sum, lo, n) makes sum
+// T(lo, lo + n), n at most kTreeGroup, and add(sum, right) adds to it. Sums of whole groups wait,
+// the larger ones first, until one of their size stands beside them: a binary counter.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <int kMost, typename Value, typename Few, typename Add>
+PYRINGAR_HD_INLINE constexpr void tree_of_any(Value (&waiting)[kMost], int num, const Few& few,
+                                              const Add& add) {
+  int depth = 0;
+  int lo = 0;
+  for (; num - lo >= kTreeGroup; lo += kTreeGroup) {
+    few(waiting[depth++], lo, kTreeGroup);
+    for (int group = lo / kTreeGroup; group % 2 == 1; group /= 2, --depth) {
+      add(waiting[depth - 2], waiting[depth - 1]);
+    }
+  }
+  if (lo < num) few(waiting[depth++], lo, num - lo);
+  for (; depth > 1; --depth) add(waiting[depth - 2], waiting[depth - 1]);
+}
+
+namespace tree_test {
+
+// The equation, with an addition that neither commutes nor associates.
+constexpr std::uint64_t sum_of(std::uint64_t a, std::uint64_t b) {
+  return (a * 0x9E3779B97F4A7C15u ^ b) * 3 + (a >> 31);
+}
+constexpr std::uint64_t x(int r) { return static_cast<std::uint64_t>(r) + 1; }
+constexpr std::uint64_t equation(int lo, int hi) {
+  if (hi - lo == 1) return x(lo);
+  const int mid = tree_split(lo, hi);
+  return sum_of(equation(lo, mid), equation(mid, hi));
+}
+constexpr bool holds_for(int num) {
+  std::uint64_t waiting[5] = {};
+  tree_of_any(
+      waiting, num, [](std::uint64_t& sum, int lo, int n) { sum = tree_of_few(lo, n, x, sum_of); },
+      [](std::uint64_t& sum, std::uint64_t right) { sum = sum_of(sum, right); });
+  return waiting[0] == equation(0, num);
+}
+constexpr bool holds_up_to(int most) {
+  for (int num = 1; num <= most; ++num) {
+    if (!holds_for(num)) return false;
+  }
+  return true;
+}
+static_assert(holds_up_to(kTreeGroup << 4));
+static_assert(sum_of(equation(0, 4), equation(4, 7)) == equation(0, 7));
+
+}  // namespace tree_test
+
+}  // namespace pyringar
