@@ -39,7 +39,7 @@ FIRST = {
     "pyringar": (
         *("allreduce", "Communicator", "ProcessCommunicator", "GradientBucketer", "DataParallel"),
         *("check_allreduce", "get_params", "split_batch", "replicate", "check_replicas_equal"),
-        *("evaluate_accuracy_gpus", "shared_empty", "Work", "Plan", "Topology"),
+        *("evaluate_accuracy_gpus", "shared_empty", "Work", "Plan", "Guarantee", "Topology"),
     ),
     "pyringar.distributed": ("register", "HierarchicalCommunicator", "communicator_for"),
     "pyringar.train": ("train", "train_resnet18", "TrainConfig", "Trainer", "TrainResult"),

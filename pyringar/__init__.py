@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 # The public names, by the module that defines them.
 _HOMES = {
     "comm.communicator": ["allreduce", "Communicator", "Work"],
+    "comm.orders": ["Guarantee"],
     "comm.process_communicator": ["ProcessCommunicator"],
     "comm.shared_tensors": ["shared_empty"],
     "comm.topology": ["Plan", "Topology"],
@@ -65,6 +66,7 @@ __all__ = [
     "CudaError",
     "DataParallel",
     "GradientBucketer",
+    "Guarantee",
     "PeerLostError",
     "Plan",
     "ProcessCommunicator",
@@ -95,6 +97,7 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import predict as predict
     from pyringar import train as train
     from pyringar.comm.communicator import Communicator, Work, allreduce
+    from pyringar.comm.orders import Guarantee
     from pyringar.comm.process_communicator import ProcessCommunicator
     from pyringar.comm.shared_tensors import shared_empty
     from pyringar.comm.topology import Plan, Topology

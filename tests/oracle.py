@@ -177,9 +177,8 @@ def exact_sum(terms: Sequence[float], dtype: torch.dtype) -> float:
     exponent -= abs(total) < Fraction(2) ** exponent
     quantum = Fraction(2) ** max(exponent - digits + 1, least)
     nearest = round(total / quantum) * quantum  # of two the even one
-    if abs(nearest) > Fraction(info.max):
-        return math.inf if total > 0 else -math.inf
-    return float(nearest)
+    size = math.inf if abs(nearest) > Fraction(info.max) else float(abs(nearest))
+    return math.copysign(size, 1 if total > 0 else -1)
 
 
 def chunk(numel: int, world_size: int, index: int) -> slice:

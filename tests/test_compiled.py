@@ -221,7 +221,7 @@ def test_an_asynchronous_call_breaks_the_graph_and_works(comm):
         (lambda c, x: c.all_reduce([x, x + 1, x[:2] + 1]), r"tensors\[2\] has shape \(2,\)"),
         (lambda c, x: c.all_reduce([x, x.clone(), x.double()]), r"tensors\[2\] has dtype float64"),
         (lambda c, x: c.all_reduce([x, x.clone()]), "tensors has 2 entries, expected 3"),
-        (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="tree"), "order is 'tree'"),
+        (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="trees"), "order is 'trees'"),
         (lambda c, x: c.all_reduce_coalesced([[x], [x + 1]]), "lists has 2 entries, expected 3"),
         (
             lambda c, x: c.all_reduce_coalesced([[x, x + 1], [x + 2, x[1:]], [x + 3, x + 4]]),

@@ -153,7 +153,9 @@ def calls_of_a_rank(group, shared, one, two) -> dict:
         "broadcast": lambda: group.broadcast(one, 0, None),
         "barrier": lambda: group.barrier(None),
         "bind": lambda: group.bind(one, "sum", "direct", "rank"),
-        "plain_all_reduce": lambda: group.plain_all_reduce("direct")(one, "sum", None, None),
+        "plain_all_reduce": lambda: group.plain_all_reduce("direct", "rank")(
+            one, "sum", None, None
+        ),
         "close": group.close,
         "delay": lambda: group.delay("idle", 0.0),
         "add_region": lambda: group.add_region(7, [(0, 0)] * 2, None),

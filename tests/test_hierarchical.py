@@ -6,6 +6,7 @@ Here machines are names that processes give themselves; in `test_two_machines.py
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import time
@@ -107,6 +108,47 @@ def test_machines_are_added_after_ranks_and_rounded_once(pool, dtype):
     expected = by_machine([many_floats(rank, dtype).to(wide) for rank in range(4)]).to(dtype)
     for tensor in pool.check(partial(reduced_as_rank, piece_bytes=5000), many_floats, dtype):
         assert torch.equal(tensor, expected)
+
+
+def masked(rank: int, dtype: torch.dtype) -> Tensor:
+    """Small numbers, and large ones that cancel: what is left tells the order."""
+    tensor = many_floats(rank, dtype)
+    for i, j in itertools.combinations(range(4), 2):
+        at = slice(7 * i + 3 * j, None, 29)
+        tensor[at] = {i: 2.0**100, j: -(2.0**100)}.get(rank, 1.0 + rank)
+    return tensor
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("machines", [TWO_BY_TWO, "abcd", "aaaa"])
+def test_in_tree_order_machines_have_the_bits_of_one(pool, machines, op):
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = [masked(rank, dtype) for rank in range(4)]
+        with pr.Communicator(["cpu"] * 4, order="tree") as one:
+            one.all_reduce(expected, op)
+        run = partial(reduced_as_rank, machines=machines, order="tree", piece_bytes=5000)
+        for tensor in pool.check(run, masked, dtype, op):
+            assert torch.equal(tensor, expected[0])
+
+
+def refuse_order_as_rank(rank, world_size, store, machines, order):
+    return caught(partial(join, rank, world_size, store, machines, order=order))[:2]
+
+
+@pytest.mark.parametrize(
+    ("machines", "order", "words"),
+    [
+        (INTERLEAVED, "tree", "that follow each other"),
+        ("abbb", "tree", "equally many ranks on each, a power of two"),
+        (TWO_BY_TWO, "rank", "expected 'any' or 'tree'"),
+        (TWO_BY_TWO, "exact", "expected 'any' or 'tree'"),
+    ],
+)
+def test_an_order_that_machines_do_not_have_is_refused(pool, machines, order, words):
+    for kind, text in pool.check(refuse_order_as_rank, machines, order):
+        assert kind is pr.ArgumentError
+        assert f"order is '{order}' and the ranks are on 2 machines: [0" in text
+        assert words in text
 
 
 def modes_as_rank(rank, world_size, store):

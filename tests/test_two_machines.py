@@ -17,6 +17,11 @@ import pytest
 import torch
 
 import pyringar as pr
+
+sys.path.append(
+    str(Path(__file__).resolve().parents[1])
+)  # last: the installed pyringar comes first
+
 from benchmarks.networks import two_machines, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -69,10 +69,10 @@ class Communicator(EngineCommunicator):
         algorithm: ``"auto"``, or one of ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"``,
             ``"naive"`` for every call that names none itself.
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...`` (a NaN stays a NaN, its
-            payload and sign are not promised), ``"tree"`` those of a balanced tree, which are the
-            same on 1, 2, 4 or 8 ranks, ``"exact"`` the correctly rounded sum (of sums and means, on
-            the CPU); ``"any"`` lets the ring add in its own order. See `guarantee`. Bits are equal
-            on all ranks and in every run either way.
+            payload and sign are not promised), ``"tree"`` those of a balanced tree, which may be
+            the same on 1, 2, 4 or 8 ranks, ``"exact"`` the correctly rounded sum (or the mean made
+            of it), on the CPU; ``"any"`` lets the ring add in its own order. `Guarantee` says what
+            each keeps. Bits are equal on all ranks and in every run either way.
         timeout: Seconds that a call waits for a rank which makes no progress. A call in which all
             ranks move may take longer.
         max_blocks: On GPUs, how many thread blocks a call may occupy on each device, so that the

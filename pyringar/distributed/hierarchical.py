@@ -124,11 +124,11 @@ class HierarchicalCommunicator(OwnRank):
             must be initialised; with ``"nccl"`` data goes from GPU to GPU and nobody waits: a rank
             that is lost once its call was enqueued is told by the next call, and results may be
             void until then.
+        order: ``"any"``: each machine's sum, then the sum of these; ``"tree"``: the bits of one
+            machine with all ranks, for machines of equally many, a power of two, that follow each
+            other.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
             for all.
-        order: ``"any"``: each machine's sum, then the sum of these; ``"tree"``: the same bits as on
-            one machine, see `pyringar.Communicator`. For machines of equally many ranks, a power of
-            two, that follow each other.
         piece_bytes: While so much of a rank's data crosses the wire, as much is reduced inside.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
             ranks a GPU, or on none.

@@ -101,7 +101,7 @@ class Machines(NamedTuple):
         if order == "any" or len(self.nodes) == 1 or (order == "tree" and is_tree):
             return
         needs = (
-            "a power of two on each machine, that follow each other"
+            "equally many ranks on each, a power of two, that follow each other"
             if order == "tree"
             else "'any' or 'tree', for machines' sums are added to each other"
         )
