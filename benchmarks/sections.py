@@ -9,6 +9,7 @@ from benchmarks import (
     ddp,
     lists,
     machines,
+    orders,
     peers_cuda,
     processes,
     training,
@@ -21,6 +22,7 @@ SECTIONS: dict[str, Benchmark] = {
     for module in (
         allreduce,
         lists,
+        orders,
         processes,
         machines,
         ddp,

@@ -50,7 +50,7 @@ class Group:
     def __init__(self):
         self.taken = []
 
-    def bind(self, tensors, op, algorithm):
+    def bind(self, tensors, op, algorithm, order):
         self.taken.append(algorithm)
 
     def __getattr__(self, name):

@@ -62,7 +62,7 @@ class FakeGpuGroup:
         return self.group.all_reduce(*arguments)
 
     def all_reduce_coalesced(self, *arguments: object) -> object:
-        *others, after = arguments if len(arguments) == 5 else (*arguments, None)
+        *others, after = arguments if len(arguments) == 6 else (*arguments, None)
         self.events.append(("reduce", -1 if after is None else after[1]))
         return self.group.all_reduce_coalesced(*others)
 

@@ -151,6 +151,7 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.shared_empty, "shape", SIZES, lambda v: pr.shared_empty(v)),
     (pr.shared_empty, "dtype", set(), lambda v: pr.shared_empty(3, v)),
     (pr.Topology, "devices", set(), lambda v: pr.Topology.of(v)),
+    (pr.Guarantee, "order", set(), lambda v: pr.Guarantee.of(v)),
 ]
 
 

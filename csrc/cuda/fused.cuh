@@ -66,21 +66,21 @@ class Folder {
       return begin + (static_cast<std::size_t>(u) * kThreads + thread_index()) * kPackElems;
     };
     const auto is_mine = [&](int u) { return kFull || at(u) < end; };
-    Pack<E> sum[kUnroll];
+    Bytes16 result[kUnroll];
     if constexpr (order == Order::kTree) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) sum[u] = tree<Pack<E>>([&](int r) { return load(r, at(u)); });
+        if (is_mine(u)) {
+          result[u] = finished(tree<Pack<E>>([&](int r) { return load(r, at(u)); }));
+        }
       }
     } else {
+      Pack<E> sum[kUnroll];
       add_packs(sum, at, is_mine);
-    }
-    Bytes16 result[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (!is_mine(u)) continue;
-      sum[u].template divide<Op>(table_.divisor);
-      result[u] = sum[u].to_elements();
+      for (int u = 0; u < kUnroll; ++u) {
+        if (is_mine(u)) result[u] = finished(sum[u]);
+      }
     }
     for (int r = 0; r < table_.num_destinations; ++r) {
 #pragma unroll
@@ -92,6 +92,11 @@ class Folder {
 
   PYRINGAR_DEVICE Pack<E> load(int r, std::size_t at) const {
     return Pack<E>::from_elements(load16<kFused.evicts_first>(source(r) + at));
+  }
+
+  PYRINGAR_DEVICE Bytes16 finished(Pack<E> sum) const {
+    sum.template divide<Op>(table_.divisor);
+    return sum.to_elements();
   }
 
   template <typename At, typename IsMine>

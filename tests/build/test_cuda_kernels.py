@@ -12,8 +12,8 @@ from tiny_engine import REPO, needs_compiler, needs_nvcc, run
 from pyringar.engine import build
 
 REDUCTIONS = 4  # the mean is the sum's
+TREES = 2  # sums and products of floats; others are the same in every order
 TABLES = 3
-VARIANTS = {"fused_kernel": TABLES, "ring_kernel": 1}
 
 
 @needs_compiler
@@ -31,11 +31,16 @@ def test_builds_for_all_architectures_and_spills_nothing(cache, monkeypatch):
             name
             for k in record["kernels"]
             if k["arch"] == arch
-            for name in VARIANTS
+            for name in ("fused_kernel", "tree_kernel", "ring_kernel")
             if name in k["name"]
         )
-        num_each = len(cuda_sass.DTYPES) * REDUCTIONS
-        assert count == {name: tables * num_each for name, tables in VARIANTS.items()}, arch
+        each = len(cuda_sass.DTYPES) * REDUCTIONS
+        floats = sum("float" in dtype for dtype in cuda_sass.DTYPES)
+        assert count == {
+            "fused_kernel": TABLES * each,
+            "tree_kernel": TABLES * floats * TREES,
+            "ring_kernel": each,
+        }, arch
     spilled = [k for k in record["kernels"] if k["spill_store_bytes"] or k["spill_load_bytes"]]
     assert spilled == []
     code = "from pyringar.engine import load; print(load.cuda_engine().num_devices())"
@@ -71,10 +76,16 @@ def read(tmp_path_factory):
     def kernels(dtype, *defines):
         source = REPO / f"csrc/cuda/kernels_{dtype}.cu"
         found = cuda_sass.kernels_of(source, folder, defines=defines)
-        kinds = {kind: [k for k in found if k.name.startswith(kind)] for kind in ("fused", "ring")}
+        kinds = {
+            kind: [k for k in found if k.name.startswith(kind)]
+            for kind in ("fused", "tree", "ring")
+        }
         assert len(kinds["fused"]) == TABLES * REDUCTIONS
+        assert len(kinds["tree"]) == (TABLES * TREES if "float" in dtype else 0)
         assert len(kinds["ring"]) == REDUCTIONS
-        assert [k for k in found if k.spilled_bytes or k.local_accesses] == []
+        assert [k for k in found if k.spilled_bytes] == []
+        # Of more than eight ranks, sums wait there.
+        assert [k for k in found if k.local_accesses and k not in kinds["tree"]] == []
         return kinds
 
     return kernels
@@ -86,6 +97,11 @@ def read(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_move_sixteen_bytes_at_a_time_and_fit(read, dtype):
     kinds = read(dtype)
+    for kernel in kinds["tree"]:
+        assert kernel.loads_in_flight >= 8, kernel  # a pack of eight ranks at once
+        assert kernel.wide_stores >= 4, kernel
+        assert kernel.blocks(256) >= 2, kernel
+        assert kernel.fences == kernel.barriers == 0, kernel
     for kernel in kinds["fused"]:
         # Four packs of two ranks at once; heads and tails go element by element.
         assert kernel.loads_in_flight >= 8, kernel
