@@ -38,8 +38,9 @@ MODULES = (
 FIRST = {
     "pyringar": (
         *("allreduce", "Communicator", "ProcessCommunicator", "GradientBucketer", "DataParallel"),
-        *("check_allreduce", "get_params", "split_batch", "replicate", "check_replicas_equal"),
-        *("evaluate_accuracy_gpus", "shared_empty", "Work", "Plan", "Guarantee", "Topology"),
+        *("ShardedStep", "check_allreduce", "get_params", "split_batch", "replicate"),
+        *("check_replicas_equal", "evaluate_accuracy_gpus", "shared_empty", "Work", "Plan"),
+        *("Guarantee", "Topology"),
     ),
     "pyringar.distributed": ("register", "HierarchicalCommunicator", "communicator_for"),
     "pyringar.train": ("train", "train_resnet18", "TrainConfig", "Trainer", "TrainResult"),

@@ -37,6 +37,7 @@ _HOMES = {
     "parallel.bucketer": ["GradientBucketer"],
     "parallel.module": ["DataParallel"],
     "parallel.replicate": ["replicate"],
+    "parallel.sharded_step": ["ShardedStep"],
     "parallel.shards": [
         "check_replicas_equal",
         "evaluate_accuracy_gpus",
@@ -71,6 +72,7 @@ __all__ = [
     "Plan",
     "ProcessCommunicator",
     "RingarError",
+    "ShardedStep",
     "Topology",
     "UnsupportedError",
     "Work",
@@ -115,6 +117,7 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar.parallel.bucketer import GradientBucketer
     from pyringar.parallel.module import DataParallel
     from pyringar.parallel.replicate import replicate
+    from pyringar.parallel.sharded_step import ShardedStep
     from pyringar.parallel.shards import (
         check_replicas_equal,
         evaluate_accuracy_gpus,

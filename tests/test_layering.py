@@ -51,7 +51,7 @@ ORDER = {
         *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step"],
         *["own_memory", "reducer"],
         *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
-        *["draws", "graphs", "beside", "module"],
+        *["draws", "sharded_step", "graphs", "beside", "module"],
     ],
     "distributed": [],
     "predict": [],

@@ -60,8 +60,8 @@ def test_a_wrong_option_is_named_with_its_value(options, message):
 
 
 def test_an_unknown_option_of_train_is_named():
-    with pytest.raises(ArgumentError, match="no option 'momentum', only allreduce, amp, batchnorm"):
-        train(2, 64, 0.1, momentum=0.9)
+    with pytest.raises(ArgumentError, match="no option 'nesterov', only allreduce, amp, batchnorm"):
+        train(2, 64, 0.1, nesterov=True)
 
 
 def test_ranks_come_from_devices_where_only_those_are_given():

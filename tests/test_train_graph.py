@@ -237,7 +237,7 @@ def test_what_was_captured_is_undone(data, recorder):
 
 def test_the_recorder_notices_a_learning_rate_of_the_captures(data, recorder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "sgd", lambda params, step_size: sgd(params, 0.1 / 32))
+        patch.setattr(step_module, "sgd", lambda params, step_size, *_: sgd(params, 0.1 / 32))
         replayed = run(data, batch_size=32, epochs=1, cuda_graph=True)
     assert replayed.losses != run(data, batch_size=32, epochs=1).losses
 

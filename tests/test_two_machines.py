@@ -175,6 +175,24 @@ def test_training_on_two_machines_is_that_on_one(machines, tmp_path, model):
     assert accuracy[0] == accuracy[1]
 
 
+@pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
+def test_in_shards_two_machines_have_the_bits_of_one_rank(machines, model):
+    options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000", "--shards", "8"]
+    options += ["--width", "4", "--amp"] if model == "resnet18" else []
+    first, _ = torchrun(machines, "-m", "pyringar", "train", model, *options)
+    alone = subprocess.run(
+        [sys.executable, "-m", "pyringar", "train", model, *options, "--ranks", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    ).stdout
+    print(first)
+    assert "2 machines of 2 ranks" in first
+    found = [re.search(r"^digest +([0-9a-f]{14})", text, re.M)[1] for text in (first, alone)]
+    assert found[0] == found[1]
+
+
 # -- the backend, with torch's own trainers --------------------------------------------------------
 
 TRAIN = """

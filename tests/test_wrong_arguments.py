@@ -116,6 +116,12 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
         )
         for cap in ("bucket_cap_mb", "first_bucket_mb")
     ),
+    (pr.ShardedStep, "replicas", set(), lambda v: pr.ShardedStep(v, 2)),
+    (pr.ShardedStep, "num_shards", {"int"}, lambda v: pr.ShardedStep([NET], v)),
+    (pr.ShardedStep, "comm", NOTHING, lambda v: pr.ShardedStep([NET], 2, comm=v)),
+    (pr.ShardedStep, "num_threads", {"int"}, lambda v: pr.ShardedStep([NET], 2, num_threads=v)),
+    (pr.ShardedStep, "seed", {"int", "None"}, lambda v: pr.ShardedStep([NET], 2, seed=v)),
+    (pr.ShardedStep.__call__, "loss_of", set(), lambda v: pr.ShardedStep([NET], 2)(v)),
     (pr.DataParallel, "module", set(), lambda v: pr.DataParallel(v, ["cpu"])),
     (pr.DataParallel, "devices", set(), lambda v: pr.DataParallel(NET, v)),
     (pr.DataParallel, "weights", NOTHING, lambda v: pr.DataParallel(NET, ["cpu"], weights=v)),

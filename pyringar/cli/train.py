@@ -60,6 +60,11 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"type": _devices, "metavar": "D,D,..."},
         ),
         "allreduce": ("how gradients are summed", {}),
+        "shards": (
+            "cut every batch into as many shards, each computed by itself: the same bits on any "
+            "number of ranks that each get a power of two of them",
+            _COUNT,
+        ),
         "weights": (
             "shares of the ranks in every batch, such as 3,1, or auto to measure them (equal)",
             {"type": _weights, "metavar": "W,W,..."},
@@ -91,6 +96,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "lr": ("learning rate", {"type": float}),
         "lr_schedule": ("linear falls to 0 over all steps, constant is as in the book", {}),
         "lr_scale": ("multiply the learning rate by the ranks, or their square root", {}),
+        "momentum": ("share of the step before that each step goes on with", {"type": float}),
         "init": (
             "initial weights: by the number of inputs (he), 0.01 as in the book, or for resnet18 "
             "torch's default",
@@ -214,6 +220,8 @@ def _run(given: Mapping[str, Any]) -> tuple[Outputs, TrainResult | None]:
             if group.digest:
                 ranks = f"{config.world_size} processes, equal parameters {group.digest}"
                 print(paragraph(ranks, "ranks"))
+            if config.shards is not None:
+                print(paragraph(f"{result.digest}, on any ranks that fit the shards", "digest"))
             if trainer.checkpoint_dir is not None:
                 print(f"{'save':<10} {trainer.checkpoint_dir}")
             outputs.write(result, trace)

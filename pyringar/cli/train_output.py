@@ -61,6 +61,12 @@ def _facts(trainer: Trainer) -> dict[str, str]:
         "allreduce": plan,
         "buckets": f"{len(bucketer.buckets)}, {when}",
     }
+    if config.shards is not None:
+        del facts["buckets"]
+        facts["shards"] = (
+            f"{config.shards} of every batch, {config.shards // config.world_size} on every rank, "
+            "computed one by one, summed as a tree"
+        )
     if len(trainer.devices) > 1 and trainer.devices[0].type == "cpu":
         in_turns = takes_turns(config, trainer.devices)
         each = threads_per_rank(config, trainer.devices)
@@ -73,9 +79,11 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     amp = " with amp" if config.amp else ""
     weights = [f"{weight:g}" for weight in trainer.weights or ()]
     shares = f" shared {(':' if len(weights) < 9 else ' : ').join(weights)}" if weights else ""
+    momentum = f" momentum {config.momentum:g}" if config.momentum else ""
     facts["recipe"] = (
         f"batch {config.global_batch_size}{shares}, lr {config.initial_lr:g} "
-        f"{config.lr_schedule}, {config.init} init, {config.dtype}{amp}, seed {config.seed}"
+        f"{config.lr_schedule}{momentum}, {config.init} init, {config.dtype}{amp}, "
+        f"seed {config.seed}"
     )
     if trainer.step:
         epochs, steps = divmod(trainer.step, trainer.steps_per_epoch)

@@ -6,6 +6,7 @@ process drives all ranks: lists hold one entry per rank, in rank order.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
 from functools import partial
@@ -22,6 +23,7 @@ from pyringar.errors import ArgumentError, RingarError
 __all__ = [
     "check_replicas_equal",
     "count_correct",
+    "digest_of",
     "evaluate_accuracy_gpus",
     "get_params",
     "mismatch_flags",
@@ -360,6 +362,14 @@ def check_replicas_equal(replicas: Sequence[Sequence[Tensor]]) -> None:
     """
     if any(bool(flag) for flag in mismatch_flags(replicas)):
         raise RingarError(_describe_mismatch(replicas))
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of all bits of some tensors: 14 hexadecimal digits, which fit an int64."""
+    digest = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        digest.update(_bits(tensor).reshape(-1).cpu().numpy().data)
+    return digest.hexdigest()
 
 
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -49,6 +49,7 @@ _DIGEST_BYTES = 32
 _RECIPE = (
     *("model", "width", "batchnorm", "init", "seed", "dtype", "amp", "compile"),
     *("batch_size", "scale_batch", "lr", "lr_schedule", "lr_scale", "bucket_cap_mb", "overlap"),
+    "shards",
 )
 
 
@@ -80,11 +81,12 @@ class Checkpoint:
         epoch_seconds: What they took.
         images: Digest of the images.
         data: What they are, for people.
-        order: In which ranks are added: ``"rank"``, ``"ring"`` or ``"machine"``.
+        order: In which ranks are added: ``"rank"``, ``"ring"``, ``"machine"`` or ``"tree"``.
         weights: The ranks' shares, measured or given.
         shuffle: State of the generator of the images' order, at the epoch's beginning.
         params: The parameters, which all ranks have alike.
-        rank_tensors: Of every rank: the summed loss of the epoch under way, then its buffers.
+        rank_tensors: Of every rank: the summed loss of the epoch under way, its buffers, and with
+            momentum its velocities. Of rank 0 alone with shards, where all have the same.
     """
 
     recipe: dict[str, Any]
@@ -305,8 +307,11 @@ def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str,
         devices: One per rank.
     """
     weights = config.weights
+    if config.shards is not None:  # any number of ranks goes on with the bits of one
+        devices = devices[:1]
     return {
         **{name: getattr(config, name) for name in _RECIPE},
+        "momentum": config.momentum or None,  # which older checkpoints do not have
         "ranks": len(devices),
         "the kind of devices": describe_devices([torch.device(device.type) for device in devices]),
         "weights": (

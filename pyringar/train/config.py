@@ -32,6 +32,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "batchnorm": BATCHNORMS,
     "init": tuple(dict.fromkeys(init for inits in INITS.values() for init in inits)),
 }
+# What other options may be if there are shards; gradients then leave in one call.
+_WITH_SHARDS: dict[str, tuple[Any, ...]] = {
+    "allreduce": ("auto", "fused", "direct"),
+    **{"weights": (None,), "batchnorm": ("local",), "lr_scale": ("none",), "scale_batch": (False,)},
+    **{"bucket_cap_mb": (10,), "overlap": (True,), "compile": (False,), "cuda_graph": (False,)},
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,13 @@ class TrainConfig:
             the other, each with all of torch's threads. False: also GPUs have a thread each (not
             yet run on one). The number of threads decides the bits, and nothing else of this.
             Ranks that ``compile`` or ``batchnorm="sync"`` ties together always take turns.
+        momentum: Each step goes on with this share of the one before it, 0 to below 1: the sum of
+            past steps, each with the learning rate of its time. With a constant learning rate that
+            is ``torch.optim.SGD``'s.
+        shards: Cut every batch into as many shards, whatever the ranks, and compute each by itself,
+            with one torch thread: what is learned has the same bits on any number of ranks, each of
+            which gets a power of two of shards; see `pyringar.ShardedStep`. Batch norm is then per
+            shard. Without it what is learned depends on the number of ranks, by rounding at least.
 
     Raises:
         ArgumentError: A value is out of range; names the option.
@@ -120,6 +133,8 @@ class TrainConfig:
     compile: bool = False
     cuda_graph: bool = False
     in_turns: bool | None = None
+    momentum: float = 0.0
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         from pyringar.parallel.shards import shard_sizes
@@ -135,9 +150,10 @@ class TrainConfig:
             "seed": 0,
         }.items():
             _check_integer(name, getattr(self, name), least)
+        _check_share("momentum", self.momentum)
         _check_positive("lr", self.lr)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb)
-        for name in ("lr", "bucket_cap_mb"):
+        for name in ("lr", "bucket_cap_mb", "momentum"):
             object.__setattr__(self, name, _plain(getattr(self, name)))
         for name, choices in CHOICES.items():
             if name != "init":  # the model's own
@@ -155,6 +171,8 @@ class TrainConfig:
                 "compile is on and batchnorm 'sync', whose layers wait for other ranks; expected "
                 "local batch norm with compile"
             )
+        if self.shards is not None:
+            self._check_shards()
         if self.amp and self.dtype != "float32":
             raise ArgumentError(f"amp is on and dtype {self.dtype!r}, expected float32 with amp")
 
@@ -168,6 +186,19 @@ class TrainConfig:
                 raise ArgumentError(
                     f"{name} is {getattr(self, name)!r}, but the model is lenet, which has "
                     f"no {name} to choose; it is for resnet18"
+                )
+
+    def _check_shards(self) -> None:
+        from pyringar.parallel.sharded_step import check_shards
+
+        check_shards(self.shards, self.world_size, "shards")
+        for name, only in _WITH_SHARDS.items():
+            value = getattr(self, name)
+            if value not in only:
+                raise ArgumentError(
+                    f"{name} is {value!r} and shards {self.shards}, expected "
+                    f"{' or '.join(map(repr, only))} with shards, whose bits must not depend on "
+                    "the ranks"
                 )
 
     @property
@@ -208,7 +239,9 @@ class TrainConfig:
 
     @property
     def order(self) -> str:
-        """The order in which gradients are added: of ranks, unless a ring may be what runs."""
+        """The order in which gradients are added: a tree, of ranks, or any if a ring may run."""
+        if self.shards is not None:
+            return "tree"
         return "any" if self.allreduce in ("ring", "auto") else "rank"
 
 
@@ -227,3 +260,9 @@ def _check_positive(name: str, value: object) -> None:
         raise ArgumentError(f"{name} is {value!r}, expected a number")
     if not (math.isfinite(value) and value > 0):
         raise ArgumentError(f"{name} is {value!r}, expected a positive number")
+
+
+def _check_share(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1:  # type: ignore[operator]
+        raise ArgumentError(f"{name} is {value!r}, expected a number from 0 to below 1")

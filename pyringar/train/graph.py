@@ -10,6 +10,7 @@ Not yet run on a GPU. The tests capture and replay it on the CPU, operator by op
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
-from pyringar.train.step import EagerStep
+from pyringar.train.step import EagerStep, Momentum
 from pyringar.train.trace import Trace
 
 __all__ = ["CudaCapture", "GraphStep", "check_ranks"]
@@ -108,7 +109,7 @@ class GraphStep:
         eager: What is captured, and what runs a batch of another size.
         X: Any batch of the size to capture for, ``(n, ...)``, on the ranks' device.
         y: Its class indices, ``(n,)``.
-        state: Every tensor that a step changes, but for the sums of ``eager``.
+        state: Every tensor that a step changes, but for those of ``eager``.
 
     Raises:
         CudaError: The step cannot be captured.
@@ -128,7 +129,7 @@ class GraphStep:
         self._step_size = torch.zeros((), dtype=wide, device=X.device)
         self._flags: Sequence[Tensor] = ()
         capture = CudaCapture(X.device)
-        changed = [*state, *eager.sums]
+        changed = [*state, *eager.sums, *itertools.chain(*eager.momentum.velocities)]
         before = [tensor.detach().clone() for tensor in changed]
         capture.warm_up(self._run)
         with torch.no_grad():
@@ -155,6 +156,11 @@ class GraphStep:
         self._step_size.fill_(step_size)
         self._replay()
         return self._flags
+
+    @property
+    def momentum(self) -> Momentum:
+        """What the next step goes on with."""
+        return self._eager.momentum
 
     @property
     def sums(self) -> list[Tensor]:

@@ -7,7 +7,6 @@ What is learned has the bits of one process that has all ranks.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import os
 import time
@@ -22,7 +21,7 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import PatientStore, checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
-from pyringar.parallel.shards import Device, Shards, shard_sizes, split_batch
+from pyringar.parallel.shards import Device, Shards, digest_of, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
@@ -188,7 +187,10 @@ class Processes(TrainGroup):
         self.is_main = rank == 0
         # On one machine "auto" and "direct" add in rank order.
         self.comm = communicator_for(
-            store, rank, world_size, name="pyringar train", algorithm=config.allreduce
+            *(store, rank, world_size),
+            name="pyringar train",
+            algorithm=config.allreduce,
+            order="any" if config.shards is None else config.order,
         )
         if self.is_main and torch.cuda.device_count():
             logger.warning(
@@ -288,16 +290,14 @@ class Processes(TrainGroup):
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
         """Compare digests."""
-        digest = hashlib.blake2b(digest_size=7)  # fits an int64
-        for param in params:
-            digest.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        found = self._gather(int.from_bytes(digest.digest(), "big"))
+        digest = digest_of(params)
+        found = self._gather(int(digest, 16))
         odd = [rank for rank, other in enumerate(found) if other != found[0]]
         if odd:
             raise RingarError(
                 f"the replicas have diverged: the parameters of ranks {odd} differ from rank 0's"
             )
-        self.digest = digest.hexdigest()
+        self.digest = digest
 
     def _gather(self, value: float) -> list[Any]:
         """Return every rank's number, in rank order: exact, for others add zeros."""

@@ -54,6 +54,8 @@ def takes_turns(config: TrainConfig, devices: Sequence[torch.device]) -> bool:
 
 def threads_per_rank(config: TrainConfig, devices: Sequence[torch.device]) -> int:
     """Return how many torch threads a rank of this process computes with."""
+    if config.shards is not None:
+        return 1
     num_threads = torch.get_num_threads()
     return num_threads if takes_turns(config, devices) else RankThreads(devices).share()
 
@@ -64,12 +66,14 @@ class RankedModel(ABC):
     Attributes:
         title: Its name, for people.
         params: ``params[rank][i]``: what a step changes.
+        replicas: One module per rank, or what ``params`` has.
         bucketer: What reduces the gradients of ``params``.
         beside: How ranks compute at the same time; None where they take turns.
     """
 
     title: str
     params: list[list[Tensor]]
+    replicas: Sequence[nn.Module | list[Tensor]]
     bucketer: GradientBucketer | AfterBackward
     beside: SideBySide | None = None
 
@@ -96,9 +100,15 @@ class RankedModel(ABC):
     def _compute_beside(self) -> None:
         """Let ranks compute at the same time, if they may; call when all else is there."""
         if self._threads is not None:
-            self.beside = SideBySide(self._threads, self._score_rank, self.bucketer.together)
+            self.beside = SideBySide(self._threads, self.score, self.bucketer.together)
 
-    def _score_rank(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+    def score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+        """Score one rank's images, for training.
+
+        Args:
+            rank: Of those that are here.
+            X: Images.
+        """
         # Threads share the casts that autocast keeps, and each clears them at its end: with every
         # weight used once, as here, no bit depends on when.
         with self._autocast():
@@ -163,25 +173,35 @@ def _call_with(mark: Mark, rank: int, *_: object) -> None:
 
 
 def _make_bucketer(
-    replicas: Sequence[Any], comm: Communicator | RankCommunicator | None, **options: Any
+    replicas: Sequence[Any], comm: Any, shards: int | None = None, **options: Any
 ) -> GradientBucketer | AfterBackward:
-    """Return what reduces gradients: as they come, or after backward if there is no engine."""
+    """Return what reduces gradients: as they come, or after backward if there is no engine.
+
+    A step over shards has its own way, and no hooks.
+    """
     try:
-        return GradientBucketer(replicas, comm=comm, **options)
+        if shards is None:
+            return GradientBucketer(replicas, comm=comm, **options)
     except CompilerNotFoundError:
         if not isinstance(comm, Communicator):
             raise
-        params = [list(r.parameters()) if isinstance(r, nn.Module) else r for r in replicas]
-        return AfterBackward(params, [own[0].device for own in params], comm)
+    params = [list(r.parameters()) if isinstance(r, nn.Module) else r for r in replicas]
+    return AfterBackward(params, [own[0].device for own in params], comm)
 
 
 class _Replicas(DataParallel):
-    """A module's replicas, also where there is no engine."""
+    """A module's replicas, also where there is no engine, and for steps over shards."""
+
+    _shards: int | None = None
 
     def _make_bucketer(  # type: ignore[override]
         self, comm: Communicator | RankCommunicator | None
     ) -> GradientBucketer | AfterBackward:
-        return _make_bucketer(self.replicas, comm, **self._bucketing)
+        return _make_bucketer(self.replicas, comm, self._shards, **self._bucketing)
+
+
+class _Unhooked(_Replicas):
+    _shards = 1
 
 
 class _LeNet(RankedModel):
@@ -198,8 +218,11 @@ class _LeNet(RankedModel):
         super().__init__(config, devices)
         initial = _initial_lenet(config)
         self.params = [get_params(initial, device) for device in devices]
+        self.replicas = self.params
         self.bucketer = _make_bucketer(
-            self.params, comm, bucket_cap_mb=config.bucket_cap_mb, overlap=config.overlap
+            *(self.params, comm, config.shards),
+            bucket_cap_mb=config.bucket_cap_mb,
+            overlap=config.overlap,
         )
         self._lenet = torch.compile(lenet) if config.compile else lenet
         self._compute_beside()
@@ -235,7 +258,7 @@ class _ResNet18(RankedModel):
         self.title = (
             f"{MODEL_TITLES[config.model]} of width {config.width}, {config.batchnorm} batch norm"
         )
-        self._net = _Replicas(
+        self._net = (_Replicas if config.shards is None else _Unhooked)(
             _initial_resnet18(config),
             devices,
             batchnorm=config.batchnorm,
@@ -248,7 +271,7 @@ class _ResNet18(RankedModel):
         if config.compile:
             for replica in self._net.replicas:
                 replica.compile()
-        self.bucketer = self._net.bucketer
+        self.bucketer, self.replicas = self._net.bucketer, self._net.replicas
         self.params = [list(replica.parameters()) for replica in self._net.replicas]
         self._compute_beside()
 

@@ -23,8 +23,8 @@ from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
 __all__ = [
-    *("AfterBackward", "EagerStep", "SideBySide"),
-    *("reduce_gradients", "sgd", "sum_loss", "train_batch"),
+    *("AfterBackward", "EagerStep", "Momentum", "SideBySide"),
+    *("reduce_gradients", "sgd", "sum_loss", "train_batch", "update_rank"),
 ]
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
@@ -137,6 +137,7 @@ def _train_shards(
     step_size: float | Tensor,
     trace: Trace | None = None,
     beside: SideBySide | None = None,
+    momentum: Momentum | None = None,
 ) -> list[Tensor]:
     """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
     for param in itertools.chain(*replicas):
@@ -149,7 +150,7 @@ def _train_shards(
     with _span(trace, "wait", *range(len(replicas))):
         reduce()
     updates = {
-        rank: functools.partial(_update, rank, params, step_size, trace)
+        rank: functools.partial(update_rank, rank, params, step_size, trace, momentum)
         for rank, params in enumerate(replicas)
     }
     if beside is not None and is_beside:
@@ -188,11 +189,38 @@ def _compute_rank(
     return loss.detach()
 
 
-def _update(
-    rank: int, params: Sequence[Tensor], step_size: float | Tensor, trace: Trace | None
+@dataclass(frozen=True)
+class Momentum:
+    """What SGD with momentum goes on with.
+
+    Attributes:
+        share: Of the step before, 0 to below 1.
+        velocities: ``velocities[rank][i]``: the last step of each parameter; none if it is 0.
+    """
+
+    share: float
+    velocities: Sequence[Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, share: float, replicas: Replicas) -> Momentum:
+        """Return what the first step starts with."""
+        used = replicas if share else [[] for _ in replicas]
+        return cls(share, [[torch.zeros_like(param) for param in params] for params in used])
+
+
+def update_rank(
+    rank: int,
+    params: Sequence[Tensor],
+    step_size: float | Tensor,
+    trace: Trace | None,
+    momentum: Momentum | None = None,
 ) -> None:
+    """Update one rank's parameters; see `sgd`."""
     with _span(trace, "optimizer", rank):
-        sgd(params, step_size)
+        if momentum is None:
+            sgd(params, step_size)
+        else:
+            sgd(params, step_size, momentum.velocities[rank], momentum.share)
 
 
 def _span(trace: Trace | None, category: str, *ranks: int) -> AbstractContextManager[None]:
@@ -308,10 +336,16 @@ def _gradient(param: Tensor) -> Tensor:
     return param.grad
 
 
-def sgd(params: Sequence[Tensor], step_size: float | Tensor) -> None:
+def sgd(
+    params: Sequence[Tensor],
+    step_size: float | Tensor,
+    velocities: Sequence[Tensor] = (),
+    momentum: float = 0.0,
+) -> None:
     """Subtract ``step_size`` times the gradient from every parameter that has one.
 
-    The product is rounded before it is subtracted: a fused multiply-add, which some devices would
+    With momentum ``v = momentum * v + step_size * grad`` is subtracted. Every product is rounded
+    before it is used: a fused multiply-add, which some devices would
     use and others not, could give replicas on unlike devices different bits.
 
     Args:
@@ -319,6 +353,8 @@ def sgd(params: Sequence[Tensor], step_size: float | Tensor) -> None:
         step_size: Learning rate over the number of samples that the gradients are sums of. A
             0-dimensional tensor on the parameters' device is read when the step runs, and gives
             the same bits: float64 for float64, else float32, in which 16-bit products are computed.
+        velocities: ``v`` of every parameter, updated in place; none without momentum.
+        momentum: Share of the step before.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
@@ -330,6 +366,12 @@ def sgd(params: Sequence[Tensor], step_size: float | Tensor) -> None:
             steps = [step.to(grad.dtype) for step, grad in zip(wide, grads, strict=True)]
         else:
             steps = list(torch._foreach_mul(grads, step_size))
+        if velocities:
+            zipped = zip(velocities, params, strict=True)
+            last = [velocity for velocity, param in zipped if param.grad is not None]
+            torch._foreach_mul_(last, momentum)
+            torch._foreach_add_(last, steps)
+            steps = last
         torch._foreach_sub_([param for param, _ in pairs], steps)
 
 
@@ -345,8 +387,10 @@ class EagerStep:
             as `GradientBucketer.wait`.
         split: Cuts a batch into one shard per rank that is here.
         beside: Ranks compute at the same time so, and not through ``scores``; None: in turns.
+        momentum: See `sgd`.
 
     Attributes:
+        momentum: What it goes on with.
         sums: Every rank's loss so far, float64. Added up where it is: reading would wait.
     """
 
@@ -357,8 +401,10 @@ class EagerStep:
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
         beside: SideBySide | None = None,
+        momentum: float = 0.0,
     ) -> None:
         self._replicas = replicas
+        self.momentum = Momentum.of(momentum, replicas)
         self._scores = scores
         self._reduce = reduce
         self._split = split
@@ -388,7 +434,7 @@ class EagerStep:
         losses = _train_shards(
             self._split(X, y),
             self._replicas,
-            *(self._scores, self._reduce, step_size, trace, self._beside),
+            *(self._scores, self._reduce, step_size, trace, self._beside, self.momentum),
         )
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.lockstep import can_leave_thread
-from pyringar.parallel.shards import check_replicas_equal, count_correct
+from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
 from pyringar.train.balance import measure_weights
 from pyringar.train.checkpoint import (
     Checkpoint,
@@ -47,6 +47,7 @@ from pyringar.train.models import (
 )
 from pyringar.train.pacing import StepWindow
 from pyringar.train.remarks import BusyCores, tell_of_idle_ranks
+from pyringar.train.shard_step import ShardStep
 from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
@@ -99,6 +100,11 @@ class TrainResult:
     state: dict[str, Tensor]
 
     @property
+    def digest(self) -> str:
+        """Digest of all that was learned: equal for equal bits."""
+        return digest_of(self.state.values())
+
+    @property
     def curve(self) -> list[float]:
         """Test accuracy after every epoch."""
         return [epoch.accuracy for epoch in self.epochs]
@@ -140,7 +146,8 @@ def train(
 
     Runs that differ only in the number of ranks start from the same parameters and see the same
     images in the same order. In float64 LeNet's parameters agree to rounding; in float32 they drift
-    apart after some dozens of steps, when rounding first turns a ReLU on or off.
+    apart after some dozens of steps, when rounding first turns a ReLU on or off. With ``shards``
+    they have the same bits.
 
     Args:
         num_gpus: Number of ranks: on the machine's GPUs, several on one where there are too few,
@@ -196,7 +203,8 @@ class Trainer:
         resume: Folder with the checkpoint of a run to go on with, which is then saved there, or in
             ``save``. What follows has the bits of a run that was never stopped, also if its ranks
             were in one process and are now in as many, or the other way round, given the same torch
-            and as many torch threads: if these differ, a warning is logged. The configuration
+            and as many torch threads: if these differ, a warning is logged. With ``shards`` there
+            may be other ranks. The configuration
             must be the same in all that decides bits; only ``epochs`` may be more: a linear
             learning rate then goes on where the longer run would have had it.
 
@@ -357,18 +365,21 @@ class Trainer:
         """Accuracy on the test images, counted by all ranks."""
         models = self.model.evaluators()
         self.group.share_buffers(self.model.state_dict(), self.replicas[0])
-        test = batches(self._data.test_images, self._data.test_labels, _EVAL_BATCH)
+        size, split = _EVAL_BATCH, self.group.split
         beside = self.model.beside
         run = beside.run if beside is not None and can_leave_thread() else None
+        if isinstance(self._run_step, ShardStep):
+            size, split, run = self._run_step.evaluation(size, self.config.world_size)
+        test = batches(self._data.test_images, self._data.test_labels, size)
         with autocast(self.config, self.devices):
-            correct, total = count_correct(
-                *(models, test, self.group.split), devices=self.devices, run=run
-            )
+            correct, total = count_correct(*(models, test, split), devices=self.devices, run=run)
         accuracy: float = self.group.total(correct) / total
         return accuracy
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
+        if isinstance(self._run_step, ShardStep):
+            self._run_step.close()
         self.model.close()
         self.group.close()
 
@@ -433,6 +444,8 @@ class Trainer:
         if self._folder is None:
             return
         rank_tensors = self.group.gather(self._rank_tensors())
+        if self.config.shards is not None:
+            rank_tensors = rank_tensors[:1]
         if not self.is_main:
             return
         self._folder.write(
@@ -445,7 +458,7 @@ class Trainer:
                 epoch_seconds=progress.seconds,
                 images=self._images,
                 data=self.description,
-                order=self.plan.order,
+                order=self._order,
                 weights=None if self.weights is None else [float(w) for w in self.weights],
                 shuffle=progress.shuffle,
                 params=[param.detach().cpu().clone() for param in self.replicas[0]],
@@ -453,10 +466,15 @@ class Trainer:
             )
         )
 
+    @property
+    def _order(self) -> str:
+        return self.plan.order if self.config.shards is None else self.config.order
+
     def _rank_tensors(self) -> list[list[Tensor]]:
-        """Return what ranks have of their own: the summed loss of this epoch, and buffers."""
-        pairs = zip(self._run_step.sums, self.model.buffers(), strict=True)
-        return [[total, *buffers] for total, buffers in pairs]
+        """Return what ranks have of their own: the summed loss of this epoch, buffers, and more."""
+        velocities = self._run_step.momentum.velocities
+        parts = zip(self._run_step.sums, self.model.buffers(), velocities, strict=True)
+        return [[total, *buffers, *last] for total, buffers, last in parts]
 
     def _open_checkpoints(
         self, save: str | Path | None, resume: str | Path | None
@@ -502,16 +520,17 @@ class Trainer:
                 f"dataset is {self.description}, but the checkpoint in '{folder}' was trained on "
                 f"other images: {checkpoint.data}"
             )
-        if checkpoint.order != self.plan.order:
+        if checkpoint.order != self._order:
             raise ArgumentError(
-                f"allreduce is {self.config.allreduce!r}, which adds in {self.plan.order} order "
+                f"allreduce is {self.config.allreduce!r}, which adds in {self._order} order "
                 f"here, but the run of the checkpoint in '{folder}' added in "
                 f"{checkpoint.order} order"
             )
         # The first step decides how gradients are laid out in buckets, and so the bits of a ring.
         size = self.config.global_batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
-        here = [checkpoint.rank_tensors[rank] for rank in self.group.ranks]
+        own = checkpoint.rank_tensors
+        here = [own[rank if self.config.shards is None else 0] for rank in self.group.ranks]
         targets = [*self.replicas, *self._rank_tensors()]
         for target, saved in zip(targets, [checkpoint.params] * len(here) + here, strict=True):
             restore(target, saved, folder)
@@ -529,15 +548,19 @@ class Trainer:
                 *(epoch, progress.steps, self.steps_per_epoch, self._folder.path),
             )
 
-    def _make_step(self) -> EagerStep | GraphStep:
+    def _make_step(self) -> EagerStep | GraphStep | ShardStep:
+        config = self.config
+        if config.shards is not None:
+            return ShardStep(self.model, self.group.comm, config)
         split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
         eager = EagerStep(
             *(self.replicas, self.model.scores, self.model.bucketer.wait, split),
             beside=self.model.beside,
+            momentum=config.momentum,
         )
-        if not self.config.cuda_graph:
+        if not config.cuda_graph:
             return eager
-        size = self.config.global_batch_size
+        size = config.global_batch_size
         images, labels = self._data.train_images[:size], self._data.train_labels[:size]
         return GraphStep(eager, images, labels, self.model.tensors())
 

@@ -19,6 +19,7 @@ from oracle import (
     reduced,
     same_bits,
 )
+from torch import nn
 
 import pyringar as pr
 from pyringar.train import lenet_params, resnet18
@@ -236,3 +237,18 @@ def test_ten_thousand_calls(make_ranks):
             comm.all_reduce(call.ranks.tensors, call.op, algorithm=call.algorithm)
         for number, call in enumerate(calls, begin):
             call.judge(f"call {number}")
+
+
+def test_a_step_in_shards_has_the_bits_of_any_number_of_ranks(device):
+    module = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 3))
+    x = torch.randn(64, 20, generator=torch.Generator().manual_seed(1)).to(device)
+    shards = x.split(8)
+    found = []
+    for k in (1, 2, 4, 8):
+        replicas = pr.replicate(module, [device] * k)
+        with pr.ShardedStep(replicas, 8) as step:
+            loss = step(lambda net, shard: net(shards[shard]).square().sum())
+        for net in replicas:
+            grads = [param.grad for param in net.parameters()]
+            found.append([t.cpu() for t in (loss, *grads, *net.buffers())])
+    pr.check_replicas_equal(found)

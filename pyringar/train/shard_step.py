@@ -1,0 +1,121 @@
+"""A training step over a fixed number of shards, whose bits do not depend on the ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.comm.base import RankCommunicator
+from pyringar.comm.communicator import Communicator
+from pyringar.parallel.sharded_step import ShardedStep
+from pyringar.parallel.shards import Shards, mismatch_flags, shard_sizes
+from pyringar.train.config import TrainConfig
+from pyringar.train.models import RankedModel
+from pyringar.train.step import Momentum, sum_loss, update_rank
+from pyringar.train.trace import Trace
+
+__all__ = ["ShardStep"]
+
+
+class ShardStep:
+    """One training step of all ranks in shards; called as an `EagerStep` is.
+
+    Args:
+        model: Of the ranks that are here.
+        comm: What reduces.
+        config: The number of shards, and what they take.
+
+    Attributes:
+        sums: The loss of all ranks so far, float64, for every rank that is here.
+        momentum: What SGD goes on with.
+    """
+
+    def __init__(
+        self, model: RankedModel, comm: Communicator | RankCommunicator, config: TrainConfig
+    ) -> None:
+        self._model, self._num_shards = model, config.shards or 1
+        step = self._step = ShardedStep(
+            *(model.replicas, self._num_shards), comm=comm, in_turns=config.in_turns
+        )
+        self.momentum = Momentum.of(config.momentum, model.params)
+        self.sums = [
+            torch.zeros((), dtype=torch.float64, device=params[0].device) for params in model.params
+        ]
+        self._each = len(step.shards[0])
+        self._first = step.shards[0].start // self._each  # rank that is here
+
+    def __call__(
+        self,
+        X: Tensor,  # noqa: N803
+        y: Tensor,
+        step_size: float,
+        trace: Trace | None = None,
+    ) -> list[Tensor]:
+        """Train on a batch; see `EagerStep`."""
+        sizes = shard_sizes(len(X), self._num_shards)
+        shards = list(zip(torch.split(X, sizes), torch.split(y, sizes), strict=True))
+
+        def loss_of(_: Any, shard: int) -> Tensor | None:
+            if not sizes[shard]:
+                return None
+            rank = shard // self._each - self._first
+            images, labels = (part.to(self.sums[rank].device) for part in shards[shard])
+            return sum_loss(self._model.score(rank, images), labels)
+
+        loss = self._step(loss_of, watch=_nothing if trace is None else trace.span)
+        updates = {
+            rank: functools.partial(update_rank, rank, params, step_size, trace, self.momentum)
+            for rank, params in enumerate(self._model.params)
+        }
+        self._step.run(updates)
+        for total in self.sums:
+            total += loss.to(total.device)
+        return mismatch_flags(self._model.params)
+
+    def take_loss(self) -> float:
+        """Return the loss of all samples since the last call, where rank 0 is; 0 elsewhere."""
+        loss = self.sums[0].item() if self._first == 0 else 0.0
+        for total in self.sums:
+            total.zero_()
+        return loss
+
+    def evaluation(self, size: int, world_size: int) -> tuple[int, Any, Any]:
+        """Return how test images are scored: as many at a time on any number of ranks.
+
+        Args:
+            size: Of a batch of them, which would be cut into as many pieces as shards.
+            world_size: Number of ranks.
+
+        Returns:
+            The size of a batch that has such a piece for every rank, what cuts it, and what calls
+            functions with the threads of training.
+        """
+        piece = math.ceil(size / self._num_shards)
+
+        def split(
+            X: Tensor,  # noqa: N803
+            y: Tensor,
+            devices: Sequence[torch.device],
+        ) -> tuple[Shards, Shards]:
+            begins = [(self._first + i) * piece for i in range(len(devices))]
+            images, labels = (
+                tuple(t[b : b + piece].to(d) for b, d in zip(begins, devices, strict=True))
+                for t in (X, y)
+            )
+            return images, labels
+
+        return piece * world_size, split, self._step.run
+
+    def close(self) -> None:
+        """End the threads."""
+        self._step.close()
+
+
+def _nothing(*_: Any) -> nullcontext[None]:
+    return nullcontext()

@@ -1,0 +1,67 @@
+"""Training runs whose bits must agree: what a run is, and its digest after every step."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from typing import Any
+
+import torch
+from training import garments
+
+from pyringar.train import TrainConfig, Trainer
+from pyringar.train.group import OneProcess, Processes
+
+# The last batch of 4 gives two of eight shards no image, and others one.
+RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
+MODELS: dict[str, dict[str, Any]] = {
+    "lenet": {},
+    "resnet18": {"model": "resnet18", "width": 4},
+}
+KINDS: dict[str, dict[str, Any]] = {"float32": {}, "amp": {"amp": True}}
+TRAIN, TEST = 66, 130
+
+
+def digest(trainer: Trainer, rank: int = 0) -> str:
+    """All bits that a step has left: parameters, buffers, velocities, and the summed loss."""
+    found = hashlib.blake2b(digest_size=6)
+    step = trainer._run_step
+    kinds = (trainer.model.params, trainer.model.buffers(), step.momentum.velocities)
+    for tensor in [*itertools.chain(*(kind[rank] for kind in kinds)), step.sums[rank]]:
+        found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(group: Any, config: TrainConfig, data: Any = None) -> list[str]:
+    """Digests after every step, of each rank that is here if they differ; loss and accuracy."""
+    rows: list[str] = []
+    with Trainer(config, data or garments(TRAIN, TEST), group=group) as trainer:
+
+        def note() -> None:
+            here = {digest(trainer, rank) for rank in range(len(trainer.devices))}
+            rows.append("|".join(sorted(here)))
+
+        result = trainer.run(on_step=note)
+    return [*rows, f"{result.losses[-1]!r}", f"{result.curve[-1]!r}"]
+
+
+def in_one_process(ranks: int, data: Any = None, **options: Any) -> list[str]:
+    config = TrainConfig(**{**RECIPE, **options}, ranks=ranks)
+    return train(OneProcess(config), config, data)
+
+
+def as_rank(
+    rank: int, world_size: int, store: Any, machines: str, options: dict[str, Any]
+) -> list[str]:
+    """In a process of its own, on the machine that a letter names."""
+    os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+    torch.set_num_threads(1 + rank % 2)  # which must not matter
+    config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
+    return train(Processes(config, store, rank, world_size), config)
+
+
+def table(rows: dict[str, list[str]]) -> str:
+    """Configuration, then the digest after each step, loss and accuracy."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {'  '.join(row)}" for name, row in rows.items())

@@ -1,0 +1,236 @@
+"""Training in shards: are all bits equal after every step on 1, 2, 4, 8 ranks, wherever they are?
+
+Prints the digests (`pytest -s`): a row per configuration, a column per step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Crew
+from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process, table
+from training import garments
+
+import pyringar as pr
+from pyringar.parallel import sharded_step
+from pyringar.parallel.shards import check_replicas_equal
+from pyringar.train import TrainConfig, Trainer, load_data
+from pyringar.train.trace import Trace
+
+PLACES = {"1 process": "a", "2 processes": "aa", "4 processes": "aaaa", "2 machines of 2": "aabb"}
+
+
+@pytest.fixture(scope="module")
+def crews():
+    made = {k: Crew(k) for k in (1, 2, 4)}
+    yield made
+    for crew in made.values():
+        crew.close()
+
+
+def check(rows):
+    """All rows are the first, which went somewhere."""
+    print(f"\n{table(rows)}")
+    first = next(iter(rows.values()))
+    assert len(set(first)) == len(first), "two steps with equal bits: nothing was learned"
+    assert {name for name, row in rows.items() if row != first} == set()
+
+
+@pytest.mark.parametrize(("model", "kind"), [*itertools.product(MODELS, KINDS)])
+def test_the_bits_of_any_number_of_ranks(crews, model, kind):
+    options = {**MODELS[model], **KINDS[kind]}
+    rows = {f"{model} {kind}, {k} ranks": in_one_process(k, **options) for k in (1, 2, 4, 8)}
+    for place, machines in PLACES.items():
+        answers = crews[len(machines)].check(as_rank, machines, options)
+        assert all(answer == answers[0] for answer in answers), place
+        rows[place] = answers[0]
+    check(rows)
+
+
+MORE = {
+    "6 shards on 3 ranks": ((1, 3, 6), {"shards": 6}),
+    "16 shards": ((1, 2, 4, 8, 16), {"shards": 16, "batch_size": 33}),
+    "1 shard": ((1,), {"shards": 1}),
+    "float64": ((1, 4), {"dtype": "float64"}),
+    "bfloat16": ((1, 2, 4, 8), {"dtype": "bfloat16"}),
+    "float16": ((1, 2, 8), {"dtype": "float16"}),
+    "without momentum": ((1, 2, 4), {"momentum": 0.0, "lr_schedule": "constant"}),
+    "in turns": ((1, 2, 8), {"in_turns": True}),
+    "width 8, 3 epochs": ((1, 2, 4, 8), {"epochs": 3, "batch_size": 64}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "name"), [*itertools.product(MODELS, MORE)])
+def test_more_shards_and_dtypes(model, name):
+    ranks, options = MORE[name]
+    options = {**MODELS[model], **options}
+    if "width" in name and model == "resnet18":
+        options["width"] = 8
+    data = garments(300, TEST) if "epochs" in options else garments(TRAIN, TEST)
+    threads = torch.get_num_threads()
+    rows = {}
+    for k in ranks:
+        torch.set_num_threads(1 + k % 2)
+        rows[f"{model} {name}, {k} ranks"] = in_one_process(k, data, **options)
+    torch.set_num_threads(threads)
+    check(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_an_epoch_of_real_images(real_data_dir, model):
+    data = load_data("fashion-mnist", real_data_dir)
+    check(
+        {f"{k} ranks": in_one_process(k, data, batch_size=256, **MODELS[model]) for k in (1, 2, 8)}
+    )
+
+
+# -- mistakes that it must catch -------------------------------------------------------------------
+
+
+_reduce = pr.Communicator.all_reduce_coalesced
+_run = sharded_step.ShardedStep.run
+
+
+def rank_order(comm, lists, order):
+    _reduce(comm, lists, order="rank")
+
+
+def left_fold(sums):
+    """As `_add_last`, but it goes on with the sum as if it were one shard."""
+    (_, newer), (_, older) = sums.pop(), sums.pop()
+    torch._foreach_add_(older, newer)
+    sums.append((1, older))
+
+
+def shared_threads(step, functions):
+    """With the caller's threads, shared by the ranks, as a plain run has them."""
+    step._num_threads = max(1, torch.get_num_threads() // len(functions))
+    return _run(step, functions)
+
+
+MISTAKES = {
+    "ranks are folded": (pr.Communicator, "all_reduce_coalesced", rank_order),
+    "shards are folded": (sharded_step, "_add_last", left_fold),
+    "rank 0's running statistics": (sharded_step._Rank, "buffers", []),
+    "statistics go from shard to shard": (sharded_step._Rank, "restore", lambda rank: None),
+    "threads of the caller": (sharded_step.ShardedStep, "run", shared_threads),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_caught(name, two_torch_threads):
+    options = MODELS["resnet18"]
+    right = in_one_process(1, **options)
+    with mock.patch.object(*MISTAKES[name]):
+        rows = {f"{k} ranks": in_one_process(k, **options) for k in (1, 4)}
+    print(f"\n{name}\n{table({'right': right, **rows})}")
+    assert rows["4 ranks"] != rows["1 ranks"]
+
+
+def test_a_plain_run_depends_on_the_number_of_ranks():
+    losses = {k: in_one_process(k, shards=None)[-2] for k in (1, 2)}
+    assert losses[1] != losses[2]
+
+
+# -- going on, options, the command ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, model):
+    options = {"shards": 4, "momentum": 0.9, "batch_size": 20, "lr_schedule": "constant"}
+    options |= MODELS[model]
+    data = garments(TRAIN, TEST)
+
+    def run(ranks, epochs, **folders):
+        config = TrainConfig(ranks=ranks, epochs=epochs, **options)
+        with Trainer(config, data, **folders) as trainer:
+            return trainer.run()
+
+    whole = run(1, 3)
+    run(4, 1, save=tmp_path / "run")
+    run(1, 2, resume=tmp_path / "run")
+    last = run(2, 3, resume=tmp_path / "run")
+    assert (last.digest, last.losses, last.curve) == (whole.digest, whole.losses, whole.curve)
+    check_replicas_equal([last.params, whole.params])
+    for name, value, words in (
+        ("shards", 8, r"shards is 8, but the checkpoint in .* has 4"),
+        ("momentum", 0.5, r"momentum is 0\.5, but the checkpoint in .* has 0\.9"),
+    ):
+        config = TrainConfig(ranks=2, epochs=3, **{**options, name: value})
+        with pytest.raises(pr.ArgumentError, match=words):
+            Trainer(config, data, resume=tmp_path / "run")
+
+
+@pytest.mark.parametrize("in_turns", [None, True])
+def test_a_trace_has_the_phases_of_every_shard(in_turns):
+    trace = Trace()
+    config = TrainConfig(ranks=2, shards=4, epochs=1, in_turns=in_turns)
+    with Trainer(config, garments(64, 10), trace=trace) as trainer:
+        trainer.run()
+    counts = Counter((span.category, span.rank) for span in trace.spans)
+    wanted = {"forward": 2, "backward": 2, "wait": 1, "optimizer": 1}
+    assert counts == {(name, rank): n for name, n in wanted.items() for rank in range(2)}
+    assert "in turns" in trace.title if in_turns else "at the same time" in trace.title
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shards": 0}, "shards is 0, expected a whole number, 1 or more"),
+        ({"shards": True}, "shards is True"),
+        ({"shards": 8, "ranks": 3}, "shards is 8 on 3 ranks, .* fit on 1, 2, 4, 8 ranks"),
+        ({"shards": 6, "ranks": 2}, "shards is 6 on 2 ranks, .* fit on 1, 3, 6 ranks"),
+        ({"shards": 2, "ranks": 4}, "shards is 2 on 4 ranks, .* fit on 1, 2 ranks"),
+        ({"allreduce": "ring"}, "allreduce is 'ring' and shards 4, expected 'auto' or 'fused' or"),
+        ({"weights": (1, 1)}, "weights is .* and shards 4, expected None"),
+        ({"lr_scale": "linear"}, "lr_scale is 'linear' and shards 4, expected 'none'"),
+        ({"scale_batch": True}, "scale_batch is True"),
+        ({"overlap": False}, "overlap is False"),
+        ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1"),
+        ({"compile": True}, "compile is True"),
+        ({"cuda_graph": True}, "cuda_graph is True"),
+        ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
+        ({"shards": None, "momentum": 1.0}, "momentum is 1.0, expected a number from 0 to below 1"),
+        ({"shards": None, "momentum": "0.9"}, "momentum is '0.9'"),
+    ],
+)
+def test_a_choice_that_would_break_it_is_refused(options, message):
+    with pytest.raises(pr.ArgumentError, match=message):
+        TrainConfig(**{"ranks": 2, "shards": 4, **options})
+
+
+def command(*arguments, processes=1):
+    start = [sys.executable]
+    if processes > 1:
+        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = ["-m", "pyringar", "train", *arguments, "--dataset", "synthetic", "--epochs", "1"]
+    done = subprocess.run(
+        [*start, *words], capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["lenet", "resnet18 --width 4 --amp"])
+def test_the_command_prints_the_digest_that_any_ranks_get(model):
+    options = [*model.split(), "--shards", "8", "--batch-size", "500", "--momentum", "0.9"]
+    texts = [command(*options, "--ranks", str(k)) for k in (1, 8)]
+    texts += [command(*options, processes=k) for k in (2, 4)]
+    found = {re.search(r"^digest +([0-9a-f]{14}),", text, re.M)[1] for text in texts}
+    lines = {re.search(r"^ +1 +(\S+ +\S+)", text, re.M)[1] for text in texts}
+    print(found, lines)
+    assert len(found) == len(lines) == 1
+    assert "8 of every batch, 1 on every rank, computed one by one" in texts[1]
