@@ -178,7 +178,7 @@ def test_an_aborted_run_leaves_what_was_over(
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run_all.main(["--out", "nowhere", "--only", "allreduce,speed"])
-    assert "'speed' is none of allreduce, lists, processes" in capsys.readouterr().err
+    assert "'speed' is none of allreduce, lists, orders" in capsys.readouterr().err
     assert not Path("nowhere").exists()
 
 
