@@ -12,7 +12,7 @@ from oracle import DTYPES, OPS
 from torch import Tensor
 
 import pyringar as pr
-from pyringar.choices import ALGORITHMS
+from pyringar.choices import ALGORITHMS, ORDERS
 from pyringar.comm import process_communicator
 from pyringar.engine import load
 
@@ -48,6 +48,7 @@ def test_python_knows_the_names_of_the_engine():
     names = load.engine().names()
     assert [str(dtype) for dtype in DTYPES] == [f"torch.{name}" for name in names["dtypes"]]
     assert list(OPS) == names["ops"]
+    assert list(ORDERS) == ["any", *names["orders"]]
     assert set(names["algorithms"]) == {*ALGORITHMS} - {"auto", "sharded", "naive"}
     assert {*process_communicator.ALGORITHMS} - {"auto"} < set(names["process_algorithms"])
 

@@ -104,6 +104,7 @@ py::dict names() {
   py::dict names;
   names["dtypes"] = names_of(&dtype_name, kNumDTypes);
   names["ops"] = names_of(&op_name, kNumReduceOps);
+  names["orders"] = names_of(&order_name, kNumOrders);
   names["algorithms"] = names_of(&algorithm_name, kNumAlgorithms);
   names["process_algorithms"] = names_of(&process_algorithm_name, kNumProcessAlgorithms);
   return names;
