@@ -55,9 +55,10 @@ ORDER = {
     ],
     "distributed": [],
     "predict": [],
+    "audit": ["trees", "probes", "report", "questions", "rank", "ranks"],
     "grading": [
         *["cases", "solution", "checks", "grader"],
-        *["marks", "arena", "processes", "worker", "remote"],
+        *["marks", "arena", "processes", "worker", "remote", "lists"],
     ],
     "train": [],
     "figures": [],
@@ -72,7 +73,7 @@ FLOORS = [
     for module in (modules or [""])
 ]
 GROUND = {"errors", "choices", "lazy"}  # whoever wants may stand on it
-MAX_ARROWS = 28  # between the other rooms
+MAX_ARROWS = 32  # between the other rooms
 MAX_FILE_LINES = 600
 # What `pip install .` runs before torch is there.
 WITHOUT_TORCH = ["errors", "choices", "lazy", *(f"engine/{module}" for module in ORDER["engine"])]

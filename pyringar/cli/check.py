@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyringar.grading.remote import Limits
     from pyringar.grading.solution import Target
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "run", "shower", "target_of"]
 
 _DESCRIPTION = """\
 Grade an allreduce function, or those of a class, property by property. This
@@ -114,7 +114,7 @@ def _grade_one(target: Target, limits: Limits, args: argparse.Namespace) -> int:
     from pyringar.grading.solution import CannotLoadError
 
     try:
-        report = grade(target, args.devices, limits, _shower())
+        report = grade(target, args.devices, limits, shower("pyringar check"))
     except CannotLoadError as error:
         raise ArgumentError(f"nothing was graded: {error}") from error
     if args.json:
@@ -189,8 +189,12 @@ class _Table:
             self.failure = error
 
 
-def _shower() -> Callable[[bytes], None]:
-    """Return what hands a solution's prints on to stderr, the first of them."""
+def shower(prog: str) -> Callable[[bytes], None]:
+    """Return what hands a solution's prints on to stderr, the first of them.
+
+    Args:
+        prog: Says that there were more.
+    """
     left = _MAX_SHOWN_BYTES
 
     def show(text: bytes) -> None:
@@ -200,7 +204,7 @@ def _shower() -> Callable[[bytes], None]:
         sys.stderr.write(text[:left].decode(errors="backslashreplace"))
         left -= len(text)
         if left <= 0:
-            sys.stderr.write("\npyringar check: the rest of what it prints is not shown\n")
+            sys.stderr.write(f"\n{prog}: the rest of what it prints is not shown\n")
 
     return show
 
@@ -236,7 +240,7 @@ def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
                 raise ArgumentError(f"there is no *.py in the folder '{text}'")
             targets += [_file_target(file, args.function) for file in files]
         else:
-            targets.append(_target(text, args.function))
+            targets.append(target_of(text, args.function))
     return targets, is_class
 
 
@@ -260,7 +264,16 @@ def _python_files(folder: str) -> Iterator[str]:
                 yield os.path.normpath(os.path.join(where, name))
 
 
-def _target(text: str, function: str) -> Target:
+def target_of(text: str, function: str) -> Target:
+    """Return what ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or ``FILE.py`` names.
+
+    Args:
+        text: That.
+        function: The function of a file without one.
+
+    Raises:
+        ArgumentError: It is none of these, or there is no such file.
+    """
     from pyringar.grading.solution import Target
 
     where, _, name = text.rpartition(":")

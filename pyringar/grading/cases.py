@@ -58,7 +58,7 @@ class Case:
 
     ``positional`` values are small integers, ``positive`` ones the same on all ranks and none is 0;
     ``random`` values need all digits; ``special`` ones are positional, with NaN, infinities and the
-    largest number among them.
+    largest number among them; ``crafted`` ones are given to the call.
     """
 
     k: int
@@ -198,13 +198,19 @@ class Call:
         given: The tensors that were handed in: views of ``bases``, unless the function made them
             point elsewhere. Where that cannot be told from here, an `Other`.
         data: The list that was handed in: the same objects, unless the function replaced some.
+        inputs: What every rank contributes, flat: by the case's ``values``, or given.
         returned: The type of what the function returned, None if it returned nothing.
     """
 
-    def __init__(self, case: Case, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        devices: Sequence[torch.device],
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         self.case = case
         self.layouts = layouts_of(case)
-        self.inputs = [_values(case, rank) for rank in range(case.k)]
+        self.inputs = list(inputs or (_values(case, rank) for rank in range(case.k)))
         self.bases: list[Tensor] = []
         self.given: list[Any] = []
         for rank, values in enumerate(self.inputs):

@@ -6,7 +6,7 @@ smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,15 @@ class Subject:
         self.devices = devices
         self.last_case: Case | None = None
 
-    def run(self, case: Case) -> Call:
-        """Call the function with a case's tensors; if it raises, that is a failure."""
+    def rested(self) -> Subject:
+        """Return it with all of its time before it again, where that is limited."""
+        self.last_case = None
+        return self
+
+    def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
+        """Call the function with a case's tensors, or these; if it raises, that is a failure."""
         self.last_case = case
-        call = Call(case, self.devices)
+        call = Call(case, self.devices, inputs)
         call.returned = self.call(case, call.data)
         return call
 

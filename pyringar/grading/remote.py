@@ -17,11 +17,12 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyringar.errors import ArgumentError
 from pyringar.grading import worker
@@ -38,7 +39,7 @@ from pyringar.grading.processes import (
 )
 from pyringar.grading.solution import CannotLoadError, Target, printable
 
-__all__ = ["Limits", "grade"]
+__all__ = ["Limits", "Remote", "grade", "graded"]
 
 _TICK_S = 0.05  # how often memory is looked at
 _MAX_MESSAGE_BYTES = 1 << 20
@@ -80,13 +81,22 @@ def grade(
         ArgumentError: A device is not there.
         CannotLoadError: The import fails or does not end, or there is no such function.
     """
-    with adopting_orphans(), contextlib.closing(_Remote(target, devices, limits, show)) as remote:
-        with _one_thread():
-            verdicts = judge_all(
-                lambda check, _: check.look(remote), remote.rested, limits.timeout_s
-            )
+    with graded(target, devices, limits, show) as remote:
+        verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, limits.timeout_s)
         stem = os.path.basename(target.where).removesuffix(".py")
         return Report(f"{stem}.{target.function}", remote.device_names, verdicts)
+
+
+@contextlib.contextmanager
+def graded(
+    target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
+) -> Iterator[Remote]:
+    """Have a solution in a process of its own, as `grade` says, and end it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(adopting_orphans())
+        remote = stack.enter_context(contextlib.closing(Remote(target, devices, limits, show)))
+        stack.enter_context(_one_thread())
+        yield remote
 
 
 @contextlib.contextmanager
@@ -100,7 +110,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Remote(Subject):
+class Remote(Subject):
     """A function in another process, which is started again when it is gone."""
 
     def __init__(
@@ -119,7 +129,7 @@ class _Remote(Subject):
             self._process.end()
             raise
 
-    def rested(self) -> _Remote:
+    def rested(self) -> Remote:
         """Return it with all of its time before it again."""
         self.last_case = None
         self._left_s = self._timeout_s
@@ -129,7 +139,7 @@ class _Remote(Subject):
         """End the process."""
         self._process.end()
 
-    def run(self, case: Case) -> Call:
+    def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
         """Call the function over there, and return the call as if it had been made here.
 
         Raises:
@@ -137,7 +147,7 @@ class _Remote(Subject):
             TimeoutError: No time is left; the process is ended.
         """
         self.last_case = case
-        call = Call(case, self.devices)
+        call = Call(case, self.devices, inputs)
         try:
             answer = self._ask(call)
         except (EndedError, CannotLoadError, ArgumentError) as error:

@@ -1,0 +1,1 @@
+"""Find out by experiment what an allreduce computes."""

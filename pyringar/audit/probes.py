@@ -1,0 +1,288 @@
+"""Craft the inputs that show in which order ranks are added, and where sums are rounded.
+
+The order is found by absorption, as in FPRev (Xie, Gao, Zhang, "FPRev: Revealing Floating-Point
+Accumulation Orders", https://arxiv.org/abs/2411.00442): of two ranks one contributes M, the other
+-M, and all others a small unit each. A unit that meets M alone or -M alone is lost in rounding, one
+that is added after the two have met survives. So the sum tells which ranks are in the smallest
+partial sum that holds both, and from all pairs of ranks follows the whole tree, for every element
+by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pyringar.audit.trees import Region, Tree, inner_sums, members, rebuild
+from pyringar.errors import RingarError
+
+__all__ = [
+    "DTYPES",
+    "Target",
+    "TargetError",
+    "bits_of",
+    "dtype_name",
+    "evaluate",
+    "exact_sum",
+    "find_order",
+    "raw_bytes",
+    "rounding_of",
+    "wide_values",
+    "wider",
+]
+
+
+class TargetError(RingarError):
+    """A call of the allreduce that is audited failed; says how."""
+
+
+class Target(Protocol):
+    """Stand for an allreduce that is audited.
+
+    Attributes:
+        name: For people.
+        ranks: The most that a call may have.
+        ways: ``"in place"``, and what there is of ``"out of place"`` and ``"async"``.
+    """
+
+    name: str
+    ranks: int
+    ways: tuple[str, ...]
+
+    def reduce(
+        self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Return what every rank has after an allreduce, and leave the inputs as they are.
+
+        Args:
+            inputs: A flat tensor of every rank.
+            way: One of ``ways``.
+            cuts: Where the tensors are cut, to be reduced by several calls. With ``"async"`` all of
+                them are begun before one is waited for.
+
+        Raises:
+            TargetError: A call failed, did not end in time, or left something else.
+        """
+
+
+class _Probe(NamedTuple):
+    """Exponents of M and of the smallest unit, and how many units fit into one sum.
+
+    Next to M all units together are nothing, in float32 for 16 bits, in any format of a processor
+    for the others; without M their sum is exact. float16 reaches that with normal numbers.
+    """
+
+    big: int
+    unit: int
+    units: int
+
+
+_PROBES = {
+    torch.float32: _Probe(120, 0, 22),
+    torch.float64: _Probe(1000, 0, 50),
+    torch.float16: _Probe(15, -14, 4),
+    torch.bfloat16: _Probe(120, 0, 8),
+}
+DTYPES = tuple(_PROBES)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Random values lie between 2^-reach and 2^reach, so that every order of addition shows.
+_REACH = {torch.float32: 14, torch.float64: 30, torch.float16: 8, torch.bfloat16: 14}
+# Of the rounding: exponent of the smallest subnormal number, and digits.
+_FORMAT = {
+    torch.float32: (-149, 24),
+    torch.float64: (-1074, 53),
+    torch.float16: (-24, 11),
+    torch.bfloat16: (-133, 8),
+}
+_MAX_SUBSETS = 1 << 10  # of partial sums that may be rounded or not
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"``.
+
+    Args:
+        dtype: Of torch.
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bits as integers."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """Return the memory of a contiguous tensor, without NumPy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def wide_values(k: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Return a flat tensor of random values per rank, of so many magnitudes that orders show."""
+    generator = torch.Generator().manual_seed(7919 * seed + 31)
+    reach, shape = _REACH[dtype], (k, numel)
+    exponents = torch.randint(-reach, reach + 1, shape, generator=generator).double()
+    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 2.0**exponents
+    return list(values.to(dtype))
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+def find_order(
+    target: Target, k: int, numel: int, dtype: torch.dtype = torch.float32
+) -> list[list[Region]]:
+    """Return for every rank in which order the elements of its result were added.
+
+    Args:
+        target: What to call.
+        k: Number of ranks.
+        numel: Elements of a message.
+        dtype: One of `DTYPES`.
+
+    Cost: a call per pair of ranks, more beyond 24 ranks (6 for float16, 10 for bfloat16).
+    """
+    pairs = list(itertools.combinations(range(k), 2))
+    groups = torch.stack([_groups(target, k, pair, numel, dtype) for pair in pairs], 1)
+    found = [_regions(pairs, groups[rank], k) for rank in range(k)]
+    return found
+
+
+def _groups(
+    target: Target, k: int, pair: tuple[int, int], numel: int, dtype: torch.dtype
+) -> Tensor:
+    """Return for all ranks' elements the ranks in the smallest sum that holds both of a pair.
+
+    Returns:
+        Of shape ``[k, numel]``: the ranks as bits, or -1 where the result was no sum of units.
+    """
+    probe = _PROBES[dtype]
+    big = torch.full((numel,), 2.0**probe.big, dtype=dtype)
+    others = [r for r in range(k) if r not in pair]
+    groups = torch.full((k, numel), 1 << pair[0] | 1 << pair[1], dtype=torch.int64)
+    for first in range(0, max(1, len(others)), probe.units):
+        units = others[first : first + probe.units]
+        inputs = [torch.zeros(numel, dtype=dtype) for _ in range(k)]
+        inputs[pair[0]], inputs[pair[1]] = big, -big
+        for position, rank in enumerate(units):
+            inputs[rank].fill_(2.0 ** (probe.unit + position))
+        counts = torch.stack(target.reduce(inputs)).double() / 2.0**probe.unit
+        is_sum = (counts >= 0) & (counts < 1 << len(units)) & (counts == counts.floor())
+        kept = torch.where(is_sum, counts, 0).long()
+        for position, rank in enumerate(units):
+            groups |= (1 - (kept >> position & 1)) << rank
+        groups[~is_sum] = -1
+    return groups
+
+
+def _regions(pairs: Sequence[tuple[int, int]], groups: Tensor, k: int) -> list[Region]:
+    """Return runs of equal columns of ``groups``, of shape ``[pairs, numel]``, with their trees."""
+    changes = (groups[:, 1:] != groups[:, :-1]).any(0).nonzero().flatten() + 1
+    starts = [0, *changes.tolist()]
+    columns = groups[:, starts].t().tolist()
+    trees: dict[tuple[int, ...], Tree | str | None] = {}
+    regions = []
+    for start, stop, column in zip(starts, [*starts[1:], groups.shape[1]], columns, strict=True):
+        key = tuple(column)
+        if key not in trees:
+            is_sum = min(key) >= 0
+            trees[key] = rebuild(dict(zip(pairs, key, strict=True)), k) if is_sum else None
+        regions.append(Region(start, stop, trees[key]))
+    return regions
+
+
+# -- the bits --------------------------------------------------------------------------------------
+
+
+def wider(dtype: torch.dtype) -> torch.dtype | None:
+    """Return in which type partial sums might be kept: float32 for 16 bits, else float64."""
+    if dtype == torch.float64:
+        return None
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def evaluate(
+    regions: Sequence[Region], inputs: Sequence[Tensor], kept: frozenset[int] = frozenset()
+) -> Tensor:
+    """Return the sum that regions describe, bit for bit.
+
+    Args:
+        regions: Of the whole message.
+        inputs: A flat tensor of every rank.
+        kept: Partial sums, by their ranks as bits, that are not rounded to the inputs' type but
+            kept in the next wider one.
+
+    Cost: exact regions a thousand times as long as the others.
+    """
+    results: dict[Tree | str, Tensor] = {}
+    total = torch.empty_like(inputs[0])
+    for region in regions:
+        tree, here = region.tree, slice(region.start, region.stop)
+        if tree is None:
+            raise ValueError(f"there is no tree at element {region.start}")
+        if isinstance(tree, str):
+            total[here] = exact_sum([x[here] for x in inputs])
+            continue
+        if tree not in results:
+            results[tree] = _partial(tree, inputs, kept).to(total.dtype)
+        total[here] = results[tree][here]
+    return total
+
+
+def _partial(tree: Tree, inputs: Sequence[Tensor], kept: frozenset[int]) -> Tensor:
+    if isinstance(tree, int):
+        return inputs[tree]
+    dtype = inputs[0].dtype
+    wide = (wider(dtype) or dtype) if kept else dtype
+    left, right = (_partial(part, inputs, kept).to(wide) for part in tree)
+    both = left + right
+    return both if members(tree) in kept else both.to(dtype)
+
+
+def rounding_of(
+    regions: Sequence[Region], inputs: Sequence[Tensor], result: Tensor
+) -> frozenset[int] | None:
+    """Return which partial sums were kept in the wider type; None if no choice gives the result.
+
+    Args:
+        regions: Of the whole message.
+        inputs: A flat tensor of every rank.
+        result: What became of them.
+    """
+    if any(region.tree is None for region in regions):
+        return None
+    inner = inner_sums(regions) if wider(result.dtype) else frozenset[int]()
+    # Each add or none first: there may be too many others.
+    choices = [frozenset[int](), inner]
+    if 1 << len(inner) <= _MAX_SUBSETS:
+        sizes = range(1, len(inner))
+        choices += [frozenset(c) for n in sizes for c in itertools.combinations(sorted(inner), n)]
+    for kept in choices:
+        if torch.equal(bits_of(evaluate(regions, inputs, kept)), bits_of(result)):
+            return kept
+    return None
+
+
+def exact_sum(inputs: Sequence[Tensor]) -> Tensor:
+    """Return the correctly rounded sum of every element: finite values only."""
+    dtype = inputs[0].dtype
+    rows = zip(*(x.tolist() for x in inputs), strict=True)
+    sums = [_rounded(sum(map(Fraction, row), Fraction(0)), dtype) for row in rows]
+    return torch.tensor(sums, dtype=torch.float64).to(dtype)
+
+
+def _rounded(value: Fraction, dtype: torch.dtype) -> float:
+    """Round to nearest, ties to even; what is too large is infinite."""
+    lowest, digits = _FORMAT[dtype]
+    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
+    exponent -= abs(value) < Fraction(2) ** exponent
+    quantum = Fraction(2) ** max(exponent - digits + 1, lowest)
+    nearest = round(value / quantum) * quantum
+    is_finite = abs(nearest) <= Fraction(torch.finfo(dtype).max)
+    return float(nearest) if is_finite else math.copysign(math.inf, value)

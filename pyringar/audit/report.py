@@ -1,0 +1,92 @@
+"""Hold what an audit has found, as a table and as a document."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Finding", "Report", "Section"]
+
+_WIDTH = 80  # of a terminal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer.
+
+    Attributes:
+        name: What was asked, such as ``"in every run"``.
+        verdict: ``"yes"`` or ``"no"``; the name of an order or of a way to round; ``"-"`` where
+            there was nothing to ask, ``"failed"`` where there was no answer.
+        detail: In words, for a ``"no"`` with the first element that shows it.
+        case: The same as numbers.
+    """
+
+    name: str
+    verdict: str
+    detail: str = ""
+    case: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings that belong together."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+    def lines(self) -> list[str]:
+        """Return it as lines of text."""
+        names = max(len(f.name) for f in self.findings)
+        verdicts = max(len(f.verdict) for f in self.findings)
+        is_narrow = verdicts <= _WIDTH // 4
+        lines = [self.title]
+        for one in self.findings:
+            head = f"  {one.name:<{names}}  "
+            if not is_narrow and one.detail:  # long names stand alone
+                lines += _wrapped(head, f"{one.verdict}: {one.detail}")
+            else:
+                lines += _wrapped(head + f"{one.verdict:<{verdicts * is_narrow}}  ", one.detail)
+        return lines
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that an audit has found; ``str(report)`` is a table.
+
+    Attributes:
+        target: What was audited, with its version.
+        ranks: How many it had.
+        sections: The findings.
+    """
+
+    target: str
+    ranks: int
+    sections: tuple[Section, ...]
+
+    def __getitem__(self, name: str) -> Finding:
+        """Return the first finding of a name."""
+        for section in self.sections:
+            for finding in section.findings:
+                if finding.name == name:
+                    return finding
+        raise KeyError(name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report in types that JSON knows."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.target}, {self.ranks} ranks"]
+        for section in self.sections:
+            lines += ["", *section.lines()]
+        return "\n".join(lines)
+
+
+def _wrapped(head: str, text: str) -> Sequence[str]:
+    options: dict[str, Any] = {"break_long_words": True, "break_on_hyphens": False}
+    return textwrap.wrap(
+        head + text, _WIDTH, subsequent_indent=" " * len(head), drop_whitespace=True, **options
+    ) or [head.rstrip()]

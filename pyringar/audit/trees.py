@@ -1,0 +1,256 @@
+"""Describe in which order ranks are added, and recognise the orders that have names.
+
+A `Tree` is a rank, or a pair of trees whose sums are added. Addition commutes, so a pair has no
+order: the tree with the lower ranks stands first. The sum of a message is a list of `Region`, each
+a run of elements that are added in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "EXACT",
+    "Region",
+    "Tree",
+    "balanced",
+    "describe",
+    "fold",
+    "formula",
+    "groups_of",
+    "inner_sums",
+    "join",
+    "members",
+    "named_trees",
+    "nodes",
+    "rebuild",
+    "same_trees",
+]
+
+Tree: TypeAlias = "int | tuple[Tree, Tree]"
+Pair = tuple[int, int]
+EXACT = "exact"  # stands for a tree where none of the partial sums was rounded
+_MAX_SHOWN = 4  # regions of a message that are told one by one
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements ``start`` to ``stop - 1``, with their tree, `EXACT`, or None for what is neither."""
+
+    start: int
+    stop: int
+    tree: Tree | str | None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it in types that JSON knows."""
+        return {"start": self.start, "stop": self.stop, "sum": formula(self.tree)}
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+def join(a: Tree, b: Tree) -> Tree:
+    """Return the sum of two trees."""
+    return (a, b) if _lowest(a) < _lowest(b) else (b, a)
+
+
+def _lowest(tree: Tree) -> int:
+    while not isinstance(tree, int):
+        tree = tree[0]
+    return tree
+
+
+def members(tree: Tree) -> int:
+    """Return the ranks of a tree, rank ``r`` as bit ``r``."""
+    return 1 << tree if isinstance(tree, int) else members(tree[0]) | members(tree[1])
+
+
+def nodes(tree: Tree) -> list[int]:
+    """Return the ranks of every sum in a tree, the whole tree's last."""
+    if isinstance(tree, int):
+        return []
+    return [*nodes(tree[0]), *nodes(tree[1]), members(tree)]
+
+
+def fold(terms: Sequence[Tree]) -> Tree:
+    """Return ``((t0 + t1) + t2) + ...``."""
+    return functools.reduce(join, terms)
+
+
+def balanced(terms: Sequence[Tree]) -> Tree:
+    """Return the tree of ``order="tree"``: a largest power of two of the terms, plus the rest."""
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    return join(balanced(terms[:half]), balanced(terms[half:]))
+
+
+def _halving(terms: Sequence[Tree]) -> Tree:
+    """Return what partners give who are half of the ranks apart, then a quarter, and so on."""
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [join(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
+
+
+def formula(tree: Tree | str | None) -> str:
+    """Return ``"((0+1)+2)+3"``, the numbers being those of the ranks."""
+    if tree is None or isinstance(tree, str):
+        return tree or "unknown"
+    if isinstance(tree, int):
+        return str(tree)
+    return "+".join(f"{t}" if isinstance(t, int) else f"({formula(t)})" for t in tree)
+
+
+def inner_sums(regions: Sequence[Region]) -> frozenset[int]:
+    """Return all partial sums of a message, by their ranks as bits, without the whole."""
+    trees = {region.tree for region in regions}
+    found = {n for t in trees if isinstance(t, tuple) for n in nodes(t)}
+    return frozenset(found - {max(found, default=0)})
+
+
+def same_trees(a: Sequence[Region], b: Sequence[Region]) -> bool:
+    """Return whether two messages are added in the same orders, whatever their chunks' sizes."""
+    return [region.tree for region in a] == [region.tree for region in b]
+
+
+# -- what can be seen of a tree --------------------------------------------------------------------
+
+
+def groups_of(tree: Tree) -> dict[Pair, int]:
+    """Return for every two ranks which ranks are in the smallest sum that holds both."""
+    if isinstance(tree, int):
+        return {}
+    sides = [[r for r in range(members(t).bit_length()) if members(t) >> r & 1] for t in tree]
+    across = {(min(p), max(p)): members(tree) for p in itertools.product(*sides)}
+    return groups_of(tree[0]) | groups_of(tree[1]) | across
+
+
+def rebuild(groups: Mapping[Pair, int], k: int) -> Tree | str | None:
+    """Return the only tree of ``k`` ranks that has these groups.
+
+    Args:
+        groups: For every two ranks, in ascending order, a set of ranks as bits.
+        k: Number of ranks.
+
+    Returns:
+        The tree; `EXACT` if no pair has taken another rank with it; None if no tree has them.
+    """
+    if k > 2 and all(group == 1 << i | 1 << j for (i, j), group in groups.items()):
+        return EXACT
+    tree = _rebuild(groups, (1 << k) - 1)
+    return tree if tree is not None and groups_of(tree) == dict(groups) else None
+
+
+def _rebuild(groups: Mapping[Pair, int], ranks: int) -> Tree | None:
+    lowest = (ranks & -ranks).bit_length() - 1
+    others = [r for r in range(lowest + 1, ranks.bit_length()) if ranks >> r & 1]
+    if not others:
+        return lowest
+    far = sum(1 << r for r in others if groups[lowest, r] == ranks)
+    if not far:
+        return None
+    near, far_tree = _rebuild(groups, ranks & ~far), _rebuild(groups, far)
+    return None if near is None or far_tree is None else join(near, far_tree)
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def named_trees(k: int) -> dict[str, Tree]:
+    """Return the orders that have names; several may be one tree.
+
+    Args:
+        k: Number of ranks.
+    """
+    power = 1 << k.bit_length() - 1
+    extra = k - power
+    # MPI libraries: where k is no power of two, the first ranks pair up before the others begin.
+    paired = [join(2 * i, 2 * i + 1) for i in range(extra)] + list(range(2 * extra, k))
+    folded = [join(i, power + i) if i < extra else i for i in range(power)]
+    names: dict[str, Tree] = {
+        "rank": fold(range(k)),
+        "tree": balanced(range(k)),
+        "rank, last first": fold(range(k)[::-1]),
+        "recursive doubling": balanced(paired),
+        "recursive halving": _halving(paired),
+    }
+    if extra:
+        names["recursive doubling, last ranks first"] = balanced(folded)
+        names["recursive halving, last ranks first"] = _halving(folded)
+    return names
+
+
+@functools.cache
+def _starts(k: int, step: int) -> dict[Tree, int]:
+    """Return at which rank every left fold begins that goes once around the ring."""
+    return {fold([(s + step * i) % k for i in range(k)]): s for s in reversed(range(k))}
+
+
+def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
+    """Return the name of a message's order, and what it is in full.
+
+    Args:
+        regions: All of the message.
+        k: Number of ranks.
+
+    Returns:
+        Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``; the name
+        is ``"unknown"`` where some element has no tree, ``"no name"`` where trees have none.
+    """
+    trees = [region.tree for region in regions]
+    if None in trees:
+        where = next(region for region in regions if region.tree is None)
+        return "unknown", f"no sum of two by two fits element {where.start}"
+    if len(set(trees)) == 1:
+        tree = trees[0]
+        if k == 2 or isinstance(tree, str):
+            return (EXACT, "no partial sum is rounded") if k > 2 else ("rank", "0+1, in any order")
+        known = _names(tree, k)
+        also = f" (also {' and '.join(known[1:3])})" if known[1:] else ""
+        return known[0], formula(tree) + also
+    for step, sign in ((1, "+"), (-1, "-")):
+        starts = [_starts(k, step).get(tree) for tree in trees]  # type: ignore[arg-type]
+        if None not in starts:
+            return "ring", f"{_ring(starts, k, sign)}; {_sizes(regions)}"  # type: ignore[arg-type]
+    shown = [f"{_where(region)}: {formula(region.tree)}" for region in regions[:_MAX_SHOWN]]
+    more = f"; {len(regions) - _MAX_SHOWN} more" if len(regions) > _MAX_SHOWN else ""
+    return _mixed(trees, k), "; ".join(shown) + more
+
+
+def _names(tree: Tree | str | None, k: int) -> list[str]:
+    """Return all names of a tree, at least one."""
+    known = [name for name, other in named_trees(k).items() if other == tree]
+    ways = ((_starts(k, 1), "up"), (_starts(k, -1), "down"))
+    around = [f"rank, {way} from {starts[tree]}" for starts, way in ways if tree in starts]
+    return known or around or ["no name"]
+
+
+def _ring(starts: Sequence[int], k: int, sign: str) -> str:
+    """Say with which rank every chunk begins."""
+    shift, step = starts[0], 1 if sign == "+" else -1
+    if len(starts) <= k and all(start == (c + shift) % k for c, start in enumerate(starts)):
+        first, second = (f"c{d:+d}" if d else "c" for d in (shift, shift + step))
+        return f"chunk c adds ranks {first}, {second}, ... (mod {k})"
+    listed = ", ".join(map(str, starts[: 2 * k])) + ", ..." * (len(starts) > 2 * k)
+    return f"{'up' if step > 0 else 'down'} from rank {listed}"
+
+
+def _mixed(trees: Sequence[Tree | str | None], k: int) -> str:
+    """Return the names that the elements have, the first of each."""
+    return " and ".join(sorted({_names(tree, k)[0] for tree in set(trees)}))
+
+
+def _where(region: Region) -> str:
+    return f"elements {region.start} to {region.stop - 1}"
+
+
+def _sizes(regions: Sequence[Region]) -> str:
+    sizes = [region.stop - region.start for region in regions]
+    low, high = min(sizes), max(sizes)
+    return f"{len(sizes)} chunks of {low if low == high else f'{low} to {high}'}"

@@ -1,0 +1,167 @@
+"""``pyringar audit``: which sum an allreduce computes, and on which bits one can rely."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from typing import TYPE_CHECKING
+
+from pyringar.choices import ORDERS, did_you_mean
+from pyringar.cli.parser import add_json_option
+from pyringar.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from pyringar.audit.ranks import Ranks
+    from pyringar.grading.lists import Lists
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Find out by experiment what an allreduce computes: in which order it adds, where
+it rounds, whether bits depend on the rank, the run, the size of a message or
+the number of ranks, and what becomes of NaN, infinities, -0 and subnormals."""
+_EPILOG = """\
+TARGET is a library, whose ranks are started as processes of this machine
+  gloo     torch.distributed's backend for CPUs
+  ringar   pyringar.ProcessCommunicator, with the --order that it is to promise
+  nccl     torch.distributed's backend for GPUs, of which every rank has one
+  mpi      the MPI library of mpi4py
+or MODULE:FUNCTION or FILE.py:FUNCTION, which is called with a list of tensors,
+one per rank, and leaves their sum in all. That runs the code, with your rights.
+
+Exit status: 0 the audit ran, whatever it found; 1 the ranks did not start;
+2 wrong arguments (a library that is not there, too).
+
+examples:
+  pyringar audit gloo --ranks 4
+  pyringar audit ringar --ranks 3 --order rank
+  pyringar audit solution.py:allreduce --ranks 5
+  pyringar audit mpi --python venv/bin/python --sizes 1,1000,100000
+"""
+_LIBRARIES = ("gloo", "ringar", "nccl", "mpi")
+_MAX_RANKS = 32
+_MAX_ELEMENTS = 1 << 24
+_MAX_LISTED = 1 << 20  # elements that a list of many ranks has memory for
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``audit`` to the command line."""
+    parser = subparsers.add_parser(
+        "audit",
+        help="find out which sum an allreduce computes, bit for bit",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="a library or a function, see below")
+    parser.add_argument(
+        "--ranks", metavar="K", type=int, default=4, help="how many (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sizes", metavar="N,N,...", help="elements of the messages (default: 1 to 1048576)"
+    )
+    parser.add_argument("--order", choices=ORDERS, help="what ringar is to promise (default: any)")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="for a call, and for the import of a function (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--python", metavar="PATH", help="for mpi: an interpreter that has mpi4py (default: this)"
+    )
+    parser.add_argument(
+        "--launcher",
+        metavar="PATH",
+        help="for mpi: what starts ranks (default: mpiexec beside --python, else in PATH)",
+    )
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit what the arguments name, and print what was found."""
+    sizes = _sizes(args)
+    _check(args)
+    with _target(args) as target:
+        from pyringar.audit.questions import audit
+
+        report = audit(target, sizes)
+    print(json.dumps(report.as_dict(), indent=2) if args.json else report)
+    return 0
+
+
+def _sizes(args: argparse.Namespace) -> list[int]:
+    """Return the sizes of messages."""
+    from pyringar.audit.questions import SIZES
+
+    if args.sizes is None:
+        return list(SIZES)
+    try:
+        sizes = [int(word) for word in args.sizes.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(1 <= numel <= _MAX_ELEMENTS for numel in sizes):
+        raise ArgumentError(
+            f"sizes is {args.sizes!r}, expected numbers from 1 to {_MAX_ELEMENTS} with commas "
+            "between"
+        )
+    return sizes
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse values that make no sense, and options that mean nothing for the target."""
+    if not 2 <= args.ranks <= _MAX_RANKS:
+        raise ArgumentError(f"ranks is {args.ranks}, expected 2 to {_MAX_RANKS}")
+    if not (args.timeout > 0 and math.isfinite(args.timeout)):
+        raise ArgumentError(f"timeout is {args.timeout:g}, expected a positive number of seconds")
+    of = {"order": "ringar", "python": "mpi", "launcher": "mpi"}
+    for name, target in of.items():
+        value = getattr(args, name)
+        if value is not None and args.target != target:
+            raise ArgumentError(f"{name} is {value!r}, but only the target {target} takes one")
+
+
+def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
+    """Return what is audited, ready to be started."""
+    if args.target not in _LIBRARIES:
+        return _function(args)
+    from pyringar.audit.ranks import Ranks, find_launcher
+
+    if args.target == "nccl":
+        import torch
+
+        if torch.cuda.device_count() < args.ranks:
+            raise ArgumentError(
+                f"ranks is {args.ranks}, but nccl needs a GPU for each, and there are "
+                f"{torch.cuda.device_count()}"
+            )
+    python = args.python or sys.executable
+    launcher = find_launcher(python, args.ranks, args.launcher) if args.target == "mpi" else ()
+    return Ranks(
+        args.target,
+        args.ranks,
+        args.timeout,
+        order=args.order or "any",
+        launcher=launcher,
+        python=python,
+    )
+
+
+def _function(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
+    from pyringar.cli.check import shower, target_of
+    from pyringar.grading.lists import remote_lists
+
+    if ":" not in args.target:
+        expected = ", ".join(_LIBRARIES)
+        raise ArgumentError(
+            f"TARGET is {args.target!r}, expected one of {expected}, MODULE:FUNCTION, "
+            f"FILE.py:FUNCTION{did_you_mean(args.target, _LIBRARIES)}"
+        )
+    show = shower("pyringar audit")
+    return remote_lists(target_of(args.target, ""), args.ranks, args.timeout, show)
