@@ -10,7 +10,6 @@ by itself.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Sequence
@@ -32,7 +31,6 @@ __all__ = [
     "evaluate",
     "exact_sum",
     "find_order",
-    "raw_bytes",
     "rounding_of",
     "wide_values",
     "wider",
@@ -40,7 +38,16 @@ __all__ = [
 
 
 class TargetError(RingarError):
-    """A call of the allreduce that is audited failed; says how."""
+    """A call of the allreduce that is audited failed.
+
+    Args:
+        what: Which call.
+        why: How it failed.
+    """
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+        self.why = why
 
 
 class Target(Protocol):
@@ -118,11 +125,6 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def raw_bytes(tensor: Tensor) -> bytes:
-    """Return the memory of a contiguous tensor, without NumPy."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
 def wide_values(k: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     """Return a flat tensor of random values per rank, of so many magnitudes that orders show."""
     generator = torch.Generator().manual_seed(7919 * seed + 31)
@@ -149,46 +151,73 @@ def find_order(
     Cost: a call per pair of ranks, more beyond 24 ranks (6 for float16, 10 for bfloat16).
     """
     pairs = list(itertools.combinations(range(k), 2))
-    groups = torch.stack([_groups(target, k, pair, numel, dtype) for pair in pairs], 1)
-    found = [_regions(pairs, groups[rank], k) for rank in range(k)]
-    return found
+    groups: list[list[Tensor]] = [[] for _ in range(k)]
+    for pair in pairs:
+        for of_rank, found in zip(groups, _groups(target, k, pair, numel, dtype), strict=True):
+            of_rank.append(found)
+    first = _regions(pairs, groups[0], k)
+    # Most ranks have rank 0's own tensors, whose memory and time are not spent again.
+    same = [all(a is b for a, b in zip(of_rank, groups[0], strict=True)) for of_rank in groups]
+    return [first if same[r] else _regions(pairs, groups[r], k) for r in range(k)]
 
 
 def _groups(
     target: Target, k: int, pair: tuple[int, int], numel: int, dtype: torch.dtype
-) -> Tensor:
-    """Return for all ranks' elements the ranks in the smallest sum that holds both of a pair.
+) -> list[Tensor]:
+    """Return for every rank's elements the ranks in the smallest sum that holds both of a pair.
 
     Returns:
-        Of shape ``[k, numel]``: the ranks as bits, or -1 where the result was no sum of units.
+        Of every rank the ranks as bits, or -1 where the result was no sum of units. Ranks with one
+        result have one tensor.
     """
     probe = _PROBES[dtype]
-    big = torch.full((numel,), 2.0**probe.big, dtype=dtype)
     others = [r for r in range(k) if r not in pair]
-    groups = torch.full((k, numel), 1 << pair[0] | 1 << pair[1], dtype=torch.int64)
+    results: list[list[Tensor]] = []
     for first in range(0, max(1, len(others)), probe.units):
-        units = others[first : first + probe.units]
         inputs = [torch.zeros(numel, dtype=dtype) for _ in range(k)]
-        inputs[pair[0]], inputs[pair[1]] = big, -big
-        for position, rank in enumerate(units):
+        for rank, sign in zip(pair, (1, -1), strict=True):
+            inputs[rank].fill_(sign * 2.0**probe.big)
+        for position, rank in enumerate(others[first : first + probe.units]):
             inputs[rank].fill_(2.0 ** (probe.unit + position))
-        counts = torch.stack(target.reduce(inputs)).double() / 2.0**probe.unit
-        is_sum = (counts >= 0) & (counts < 1 << len(units)) & (counts == counts.floor())
-        kept = torch.where(is_sum, counts, 0).long()
-        for position, rank in enumerate(units):
-            groups |= (1 - (kept >> position & 1)) << rank
-        groups[~is_sum] = -1
+        results.append(target.reduce(inputs))
+    groups: list[Tensor] = []
+    for rank, own in enumerate(zip(*results, strict=True)):
+        same = (r for r in range(rank) if all(map(_has_bits, own, (x[r] for x in results))))
+        twin = next(same, None)
+        groups.append(_lost(own, pair, others, probe) if twin is None else groups[twin])
     return groups
 
 
-def _regions(pairs: Sequence[tuple[int, int]], groups: Tensor, k: int) -> list[Region]:
-    """Return runs of equal columns of ``groups``, of shape ``[pairs, numel]``, with their trees."""
-    changes = (groups[:, 1:] != groups[:, :-1]).any(0).nonzero().flatten() + 1
-    starts = [0, *changes.tolist()]
-    columns = groups[:, starts].t().tolist()
+def _lost(
+    results: Sequence[Tensor], pair: tuple[int, int], others: Sequence[int], probe: _Probe
+) -> Tensor:
+    """Return a pair's ranks and those whose units did not survive, as bits; -1: no sum of units."""
+    lost = torch.full_like(results[0], 1 << pair[0] | 1 << pair[1], dtype=torch.int32)
+    for number, result in enumerate(results):
+        units = others[number * probe.units : (number + 1) * probe.units]
+        counts = result.double() / 2.0**probe.unit
+        is_sum = (counts >= 0) & (counts < 1 << len(units)) & (counts == counts.floor())
+        kept = torch.where(is_sum, counts, 0).long()
+        for position, rank in enumerate(units):
+            lost |= ((1 - (kept >> position & 1)) << rank).int()
+        lost[~is_sum] = -1
+    return lost
+
+
+def _has_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits_of(a), bits_of(b))
+
+
+def _regions(pairs: Sequence[tuple[int, int]], groups: Sequence[Tensor], k: int) -> list[Region]:
+    """Return runs of elements for which all pairs have the same groups, with their trees."""
+    changes = torch.zeros(len(groups[0]) - 1, dtype=torch.bool)
+    for group in groups:
+        changes |= group[1:] != group[:-1]
+    starts = [0, *(changes.nonzero().flatten() + 1).tolist()]
+    columns = torch.stack([group[starts] for group in groups], 1).tolist()
     trees: dict[tuple[int, ...], Tree | str | None] = {}
     regions = []
-    for start, stop, column in zip(starts, [*starts[1:], groups.shape[1]], columns, strict=True):
+    for start, stop, column in zip(starts, [*starts[1:], len(groups[0])], columns, strict=True):
         key = tuple(column)
         if key not in trees:
             is_sum = min(key) >= 0
@@ -264,7 +293,7 @@ def rounding_of(
         sizes = range(1, len(inner))
         choices += [frozenset(c) for n in sizes for c in itertools.combinations(sorted(inner), n)]
     for kept in choices:
-        if torch.equal(bits_of(evaluate(regions, inputs, kept)), bits_of(result)):
+        if _has_bits(evaluate(regions, inputs, kept), result):
             return kept
     return None
 
@@ -285,4 +314,4 @@ def _rounded(value: Fraction, dtype: torch.dtype) -> float:
     quantum = Fraction(2) ** max(exponent - digits + 1, lowest)
     nearest = round(value / quantum) * quantum
     is_finite = abs(nearest) <= Fraction(torch.finfo(dtype).max)
-    return float(nearest) if is_finite else math.copysign(math.inf, value)
+    return float(nearest) if is_finite else math.inf if value > 0 else -math.inf

@@ -114,7 +114,7 @@ class _Audit:
         asked = {
             "the sum": [self._ask("is right", self._sum)],
             "order of addition, float32": self._orders(),
-            f"on fewer ranks, {self.few} elements": self._worlds(),
+            f"order of addition on fewer ranks, {self.few} elements": self._worlds(),
             f"where it rounds, {self.few} elements": self._roundings(),
             "the same bits": self._same_bits(),
             "special values": self._specials(),
@@ -145,25 +145,27 @@ class _Audit:
             want = torch.stack(inputs).sum(0)
             for rank, got in enumerate(self.target.reduce(inputs)):
                 _compare(want, got, "in the sum", f"on rank {rank}")
-        return f"whole numbers, {_listed(self.sizes)} elements"
+        return f"whole numbers, {_span(self.sizes)}"
 
     # -- order and rounding ------------------------------------------------------------------------
 
     def _orders(self) -> Iterator[Finding]:
         """Yield the order at every size; sizes that follow each other with one order as one."""
-        rows: list[tuple[int, int, Finding]] = []
+        rows: list[tuple[list[int], Finding]] = []
         for numel in self.sizes:
             row = self._ask("", partial(self._order, self.k, numel))
-            first = numel
-            if rows and _form(rows[-1][2]) == _form(row):
-                first, _, _ = rows.pop()
-            rows.append((first, numel, row))
-        for first, last, row in rows:
-            name = f"{first}" if first == last else f"{first} to {last}"
-            yield Finding(f"{name} elements", row.verdict, row.detail, row.case)
+            if rows and _form(rows[-1][1]) == _form(row):
+                sizes, last = rows.pop()
+                row = Finding("", row.verdict, _form(row)[1], {**last.case, **row.case})
+                rows.append(([*sizes, numel], row))
+            else:
+                rows.append(([numel], row))
+        for sizes, row in rows:
+            yield Finding(_span(sizes), row.verdict, row.detail, row.case)
 
     def _order(self, k: int, numel: int) -> Finding:
-        return order_of(self.target, k, numel)[1]
+        found = order_of(self.target, k, numel)[1]
+        return Finding("", found.verdict, found.detail, {_elements(numel): found.case})
 
     def _worlds(self) -> Iterator[Finding]:
         for k in range(3, self.k):
@@ -188,7 +190,7 @@ class _Audit:
         try:
             result = self.target.reduce(inputs)[0]
         except TargetError as error:
-            return Finding("", "-", f"not offered: {error}")
+            return Finding("", "-", f"not offered: {error.why}")
         regions, order = order_of(self.target, self.k, self.few, dtype)
         plain[:] = plain or regions
         said = "" if same_trees(regions, plain) else f"; order: {order.verdict}, {order.detail}"
@@ -224,7 +226,7 @@ class _Audit:
             first, *others = self.target.reduce(wide_values(self.k, numel, dtype))
             for rank, other in enumerate(others, 1):
                 _compare(first, other, "on rank 0", f"on rank {rank}")
-        return f"float32 of {_listed(self.sizes)} elements, other types of {self.few}"
+        return f"float32 of {_span(self.sizes)}, other types of {self.few}"
 
     def _messages(self) -> list[tuple[torch.dtype, int]]:
         """Return all sizes in float32, and one in the other types."""
@@ -239,7 +241,7 @@ class _Audit:
             for run in range(2, _RUNS + 1):
                 for rank, again in enumerate(self.target.reduce(inputs)):
                     _compare(first[rank], again, f"in run 1 on rank {rank}", f"in run {run}")
-        return f"{_RUNS} runs, {_listed(sizes)} elements"
+        return f"{_RUNS} runs with {_listed(sizes)} elements"
 
     def _every_size(self) -> str | Finding:
         *sizes, most = self.sizes
@@ -250,7 +252,7 @@ class _Audit:
         for numel in sizes:
             part = self.target.reduce([x[:numel] for x in inputs])[0]
             _compare(whole[:numel], part, f"in a message of {most}", f"in one of {numel}")
-        return f"the first {_listed(sizes)} of {most} elements alone"
+        return f"as the first of {most}: {_span(sizes)}"
 
     def _split(self) -> str:
         for numel in sorted({self.few, self.sizes[-1]}):
@@ -271,7 +273,7 @@ class _Audit:
                 for rank, got in enumerate(self.target.reduce(inputs, way, cuts)):
                     _compare(plain[rank], got, f"in place on rank {rank}", way)
         several = ", one call and three at once" if way == "async" else ""
-        return f"as in place{several}, {_listed(self.sizes)} elements"
+        return f"as in place{several}, {_span(self.sizes)}"
 
     def _renumbered(self) -> str:
         inputs = wide_values(self.k, self.few, torch.float32)
@@ -388,6 +390,15 @@ def _hex(value: Tensor) -> str:
 def _cuts(numel: int) -> list[int]:
     """Return where a message is cut into three, or fewer if it is too small."""
     return sorted({numel // 3, numel - numel // 5} - {0, numel})
+
+
+def _span(sizes: Sequence[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return f"{low} to {high} elements" if low < high else _elements(low)
+
+
+def _elements(numel: int) -> str:
+    return f"{numel} element{'s' * (numel != 1)}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.audit.probes import TargetError, dtype_name, raw_bytes
+from pyringar.audit.probes import TargetError, dtype_name
 from pyringar.errors import ArgumentError
 
 __all__ = ["LIBRARIES", "Ranks", "find_launcher"]
 
 LIBRARIES = ("gloo", "ringar", "nccl", "mpi")
 _START_S = 120.0  # most time until all ranks have met: an engine may have to be compiled
-_END_S = 5.0  # most time that ranks get to end by themselves
+_END_S = 3.0  # most time that ranks get to end by themselves
 _RANK = Path(__file__).with_name("rank.py")
 # Open MPI counts cores, and refuses root, as in a container, unless told.
 _OPEN_MPI = {
@@ -108,20 +110,19 @@ class Ranks:
         k, numel, dtype = len(inputs), inputs[0].numel(), inputs[0].dtype
         what = f"{dtype_name(dtype)}, {numel} elements, {k} ranks, {way}"
         request = (dtype_name(dtype), k, way, [0, *cuts, numel])
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_answers` tells
+        deadline_s = time.monotonic() + self._timeout_s
+        with contextlib.suppress(OSError):  # a rank is gone, or reads no more: `_answers` tells
             for rank, channel in enumerate(self._channels):
                 channel.send(request)
                 if rank < k:
-                    channel.send_bytes(raw_bytes(inputs[rank].contiguous()))
-        answers = self._answers(what, time.monotonic() + self._timeout_s)
-        failed = {r: answer[1] for r, answer in answers.items() if answer[0] != "done"}
-        data = [c.recv_bytes() for r, c in enumerate(self._channels) if r not in failed]
+                    channel.send_bytes(_memory(inputs[rank].contiguous()))
+        answers = self._answers(what, deadline_s)
+        failed = {rank: words for rank, (kind, words) in answers.items() if kind != "done"}
         if failed:
-            rank, words = next(iter(failed.items()))
             if len(failed) < k:  # who knows what the others wait for
                 self.close()
-            raise TargetError(f"{what}: rank {rank}: {words}")
-        return [torch.frombuffer(bytearray(part), dtype=dtype) for part in data[:k]]
+            raise TargetError(f"{what}, rank {min(failed)}", failed[min(failed)])
+        return [torch.frombuffer(bytearray(answers[r][1]), dtype=dtype) for r in range(k)]
 
     def _answers(self, what: str, deadline_s: float) -> dict[int, tuple[Any, ...]]:
         """Return every rank's answer, by rank, or by number of the channel if they are to meet."""
@@ -133,15 +134,17 @@ class Ranks:
             if not ready:
                 late = ", ".join(str(numbers[id(c)]) for c in waited)
                 self.close()
-                raise TargetError(f"{what}: no answer of rank {late} in time")
+                raise TargetError(what, f"no answer of rank {late} in time")
             for channel in ready:
                 number = numbers[id(channel)]
                 try:
                     answers[number] = self._channels[number].recv()
-                except (EOFError, ConnectionResetError):
+                    if answers[number] == ("done",):
+                        answers[number] = "done", self._channels[number].recv_bytes()
+                except (EOFError, OSError):
                     words = self._last_words()
                     self.close()
-                    raise TargetError(f"{what}: rank {number} ended{words}") from None
+                    raise TargetError(what, f"rank {number} ended{words}") from None
         return answers
 
     # -- processes ---------------------------------------------------------------------------------
@@ -171,13 +174,18 @@ class Ranks:
                 ended = [p.returncode for p in self._programs if p.poll() is not None]
                 if ended or time.monotonic() > deadline_s:
                     why = f"ended with {ended[0]}" if ended else "ranks are missing"
-                    raise TargetError(f"{self.name} did not start: {why}{self._last_words()}")
+                    raise TargetError(self.name, f"did not start: {why}{self._last_words()}")
                 with contextlib.suppress(TimeoutError):
-                    self._channels.append(Connection(listener.accept()[0].detach()))
-        answers = self._answers(f"{self.name} did not start", deadline_s)
+                    link, _ = listener.accept()
+                    # A rank may stop in the middle of a message.
+                    timeout = struct.pack("ll", int(self._timeout_s) + 1, 0)
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+                    self._channels.append(Connection(link.detach()))
+        answers = self._answers(f"the start of {self.name}", deadline_s)
         for kind, *words in answers.values():
             if kind != "hello":
-                raise TargetError(f"{self.name} did not start: {words[0]}")
+                raise TargetError(self.name, f"did not start: {words[0]}")
         self._channels = [self._channels[n] for n in sorted(answers, key=lambda n: answers[n][1])]
         _, _, version, self.ways = answers[0]
         library = "" if self._options["kind"] == "mpi" else f"{self._options['kind']} "
@@ -202,7 +210,7 @@ class Ranks:
                     start_new_session=True,  # Ctrl-C is for us to handle
                 )
             except OSError as error:
-                raise TargetError(f"{command[0]} did not start: {error.strerror}") from error
+                raise TargetError(command[0], error.strerror or str(error)) from error
         self._programs.append(program)
 
     def _end(self) -> None:
@@ -221,6 +229,11 @@ class Ranks:
         """Return the last line that the ranks wrote."""
         lines = self._errors.read_text(errors="replace").strip().splitlines()
         return f": {lines[-1].strip()}" if lines else ""
+
+
+def _memory(tensor: Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor, without NumPy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def find_launcher(python: str, ranks: int, launcher: str | None = None) -> list[str]:

@@ -235,6 +235,7 @@ def _ring(starts: Sequence[int], k: int, sign: str) -> str:
     """Say with which rank every chunk begins."""
     shift, step = starts[0], 1 if sign == "+" else -1
     if len(starts) <= k and all(start == (c + shift) % k for c, start in enumerate(starts)):
+        shift = shift if step > 0 or not shift else shift - k
         first, second = (f"c{d:+d}" if d else "c" for d in (shift, shift + step))
         return f"chunk c adds ranks {first}, {second}, ... (mod {k})"
     listed = ", ".join(map(str, starts[: 2 * k])) + ", ..." * (len(starts) > 2 * k)

@@ -43,9 +43,8 @@ examples:
   pyringar audit mpi --python venv/bin/python --sizes 1,1000,100000
 """
 _LIBRARIES = ("gloo", "ringar", "nccl", "mpi")
-_MAX_RANKS = 32
+_MAX_RANKS = 30  # sets of ranks are bits of an int32
 _MAX_ELEMENTS = 1 << 24
-_MAX_LISTED = 1 << 20  # elements that a list of many ranks has memory for
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

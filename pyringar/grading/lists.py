@@ -55,13 +55,13 @@ class Lists:
             try:
                 call = self._subject.rested().run(case, [x[start:stop] for x in inputs])
             except Failure as failure:
-                raise TargetError(str(failure)) from failure
+                raise TargetError(str(case), failure.detail) from failure
             except TimeoutError as error:
-                raise TargetError(f"{case}: no answer in time") from error
+                raise TargetError(str(case), "no answer in time") from error
             for rank, result in enumerate(results):
                 found = call.result(rank)
                 if other := Other.of(found, case):
-                    raise TargetError(f"{case}: rank {rank} holds {other.words}")
+                    raise TargetError(str(case), f"rank {rank} holds {other.words}")
                 result[start:stop] = found.cpu()
         return results
 

@@ -1,0 +1,281 @@
+"""Does the audit name every planted order, rounding and fault, and nothing that is not there?"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyringar.audit.probes import DTYPES, evaluate, exact_sum, find_order, rounding_of, wide_values
+from pyringar.audit.questions import audit
+from pyringar.audit.report import Report
+from pyringar.audit.trees import (
+    EXACT,
+    Region,
+    Tree,
+    balanced,
+    describe,
+    fold,
+    formula,
+    groups_of,
+    inner_sums,
+    join,
+    named_trees,
+    nodes,
+    rebuild,
+)
+from pyringar.grading.checks import Subject
+from pyringar.grading.lists import Lists
+
+SIZES = (1, 8, 300)
+Sum = Callable[[list[Tensor]], Tensor]
+
+
+def lists(total: Sum, k: int = 5) -> Lists:
+    """A function that fills all tensors with what ``total`` makes of them."""
+
+    def allreduce(data: list[Tensor]) -> None:
+        result = total(data)
+        for tensor in data:
+            tensor.copy_(result)
+
+    return Lists(Subject(allreduce, (torch.device("cpu"),) * k), "planted")
+
+
+def audited(total: Sum, k: int = 5) -> Report:
+    return audit(lists(total, k), SIZES)
+
+
+def added(tree: Tree, data: Sequence[Tensor], kept: frozenset[int] = frozenset()) -> Tensor:
+    return evaluate([Region(0, len(data[0]), tree)], data, kept)
+
+
+def random_tree(k: int, seed: int) -> Tree:
+    rng, parts = random.Random(seed), list(range(k))
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        parts.append(join(parts.pop(), parts.pop()))
+    return parts[0]
+
+
+def ring(data: list[Tensor], shift: int = 1, step: int = 1, piece: int = 0) -> Tensor:
+    """Chunk c adds ranks c + shift, c + shift + step, ...; or so in pieces, again and again."""
+    k, numel = len(data), len(data[0])
+    size = piece or -(-numel // k)
+    parts = []
+    for c, start in enumerate(range(0, numel, size)):
+        tree = fold([(c + shift + step * i) % k for i in range(k)])
+        parts.append(added(tree, [x[start : start + size] for x in data]))
+    return torch.cat(parts)
+
+
+def order(report: Report, numel: str = "8 to 300 elements") -> tuple[str, str]:
+    (section,) = (s for s in report.sections if s.title.startswith("order of addition, float32"))
+    (found,) = (f for f in section.findings if f.name in (numel, "1 to 300 elements"))
+    return found.verdict, found.detail
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_random_tree_over_five_ranks_is_recovered_and_called_what_it_is(seed):
+    tree = random_tree(5, seed)
+    names = {t: name for name, t in reversed(named_trees(5).items())}
+    verdict, detail = order(audited(functools.partial(added, tree)))
+    around = {
+        fold([(s + d * i) % 5 for i in range(5)]): f"rank, {way} from {s}"
+        for s, (d, way) in itertools.product(range(5), ((1, "up"), (-1, "down")))
+    }
+    assert verdict == names.get(tree, around.get(tree, "no name"))
+    assert detail.partition(" (")[0] == formula(tree) or formula(tree) in detail
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [2, 3, 4, 7, 12])
+def test_trees_are_recovered_in_every_type(k, dtype):
+    """Whatever is rounded, at each add or once in the end."""
+    for seed in range(4):
+        tree = random_tree(k, seed)
+        for kept in (frozenset[int](), frozenset(nodes(tree))):
+            found = find_order(lists(lambda d: added(tree, d, kept), k), k, 9, dtype)  # noqa: B023
+            assert found == [[Region(0, 9, tree)]] * k
+
+
+@pytest.mark.parametrize("k", range(2, 8))
+def test_groups_of_ranks_tell_the_tree(k):
+    for seed in range(30):
+        tree = random_tree(k, seed)
+        assert rebuild(groups_of(tree), k) == tree
+        for pair, group in groups_of(tree).items():
+            others = [g for g in range(1, 1 << k) if g != group and g >> pair[0] & g >> pair[1] & 1]
+            for wrong in others[:5]:
+                assert rebuild({**groups_of(tree), pair: wrong}, k) != tree
+
+
+@pytest.mark.parametrize(
+    ("total", "name", "detail"),
+    [
+        (lambda d: added(fold(range(5)), d), "rank", "(((0+1)+2)+3)+4"),
+        (lambda d: added(balanced(range(5)), d), "tree", "((0+1)+(2+3))+4"),
+        (lambda d: added(fold(range(5)[::-1]), d), "rank, last first", "0+(1+(2+(3+4)))"),
+        (ring, "ring", "chunk c adds ranks c+1, c+2, ... (mod 5)"),
+        (lambda d: ring(d, 0), "ring", "chunk c adds ranks c, c+1, ... (mod 5)"),
+        (lambda d: ring(d, 4, -1), "ring", "chunk c adds ranks c-1, c-2, ... (mod 5)"),
+        (lambda d: ring(d, 3, -1), "ring", "chunk c adds ranks c-2, c-3, ... (mod 5)"),
+        (exact_sum, EXACT, "no partial sum is rounded"),
+    ],
+)
+def test_known_orders_are_named(total, name, detail):
+    verdict, found = order(audited(total))
+    assert (verdict, found.partition(" (also")[0].partition(";")[0]) == (name, detail)
+
+
+def test_four_ranks_tell_what_three_cannot():
+    doubling = named_trees(4)["recursive doubling"]
+    halving = named_trees(4)["recursive halving"]
+    assert doubling == balanced(range(4)) == ((0, 1), (2, 3))
+    assert halving == ((0, 2), (1, 3))
+    assert order(audited(lambda d: added(halving, d), 4))[0] == "recursive halving"
+    assert order(audited(lambda d: added(fold(range(3)), d), 3)) == (
+        *("rank", "(0+1)+2 (also tree and recursive doubling)"),
+    )
+
+
+def test_chunks_are_found_where_they_are():
+    by_rank = find_order(lists(lambda d: ring(d, piece=37), 4), 4, 300)
+    starts = [region.start for region in by_rank[0]]
+    assert starts == list(range(0, 300, 37))
+    name, detail = describe(by_rank[0], 4)
+    assert name == "ring"
+    assert detail == "up from rank 1, 2, 3, 0, 1, 2, 3, 0, ...; 9 chunks of 4 to 37"
+
+
+def test_orders_that_differ_within_a_message_are_all_told():
+    def total(data):
+        rank, tree = fold(range(4)), balanced(range(4))
+        return torch.cat([added(rank, [x[:3] for x in data]), added(tree, [x[3:] for x in data])])
+
+    verdict, detail = order(audited(total, 4), "300 elements")
+    assert verdict == "rank and tree"
+    assert detail == "elements 0 to 2: ((0+1)+2)+3; elements 3 to 299: (0+1)+(2+3)"
+
+
+def test_ranks_that_add_in_orders_of_their_own_are_seen():
+    def allreduce(data):
+        k, given = len(data), [x.clone() for x in data]
+        for rank, tensor in enumerate(data):
+            tensor.copy_(added(fold([(rank + i) % k for i in range(k)]), given))
+
+    report = audit(Lists(Subject(allreduce, (torch.device("cpu"),) * 4), "own"), SIZES)
+    assert order(report)[0] == "differs from rank to rank"
+    assert report["on every rank"].verdict == "no"
+    assert "on rank 1" in report["on every rank"].detail
+
+
+# -- what is no order ------------------------------------------------------------------------------
+
+
+def test_compensated_sums_are_not_taken_for_exact_ones():
+    def kahan(data):
+        total, lost = data[0].clone(), torch.zeros_like(data[0])
+        for x in data[1:]:
+            y = x - lost
+            new = total + y
+            lost = (new - total) - y
+            total = new
+        return total
+
+    assert order(audited(kahan))[0] == "unknown"
+
+
+def test_a_sum_of_other_values_than_its_probes_show_is_unknown():
+    """In rank order, but every large element loses a bit."""
+
+    def total(data):
+        result = added(fold(range(len(data))), data)
+        return torch.where(result.abs() > 1000, result * (1 + 2**-22), result)
+
+    verdict, detail = order(audited(total))
+    assert verdict == "unknown"
+    assert "looks like" in detail
+
+
+def test_wrong_sums_are_no_sums():
+    report = audited(lambda d: added(fold(range(4)), d))  # rank 4 is missing
+    assert report["is right"].verdict == "no"
+    assert report["is right"].detail.startswith("float32, element 0 of 1: 0x41200000 (10)")
+    assert audited(lambda d: sum(d) / len(d))["is right"].verdict == "no"
+    assert order(audited(lambda d: d[0].clone()))[0] == "unknown"
+
+
+# -- rounding --------------------------------------------------------------------------------------
+
+
+def test_where_16_bits_are_rounded():
+    tree = balanced(range(5))
+    once = audited(lambda d: added(tree, d, inner_sums([Region(0, 1, tree)])))
+    each = audited(lambda d: added(tree, d))
+    some = audited(lambda d: added(tree, d, frozenset({0b11, 0b1111})))
+    for name in ("float16", "bfloat16"):
+        assert once[name].verdict == "once"
+        assert once[name].detail == "in the end; partial sums are float32"
+        assert each[name].verdict == "each add"
+        assert some[name].verdict == "some adds"
+        assert some[name].detail == "float32 is kept in the sums 0+1, 0+1+2+3"
+    assert once["float32"].detail == "in the end; partial sums are float64"
+    assert once["float64"].verdict == "each add"
+    exact = audited(exact_sum)
+    assert {exact[str(t).removeprefix("torch.")].verdict for t in DTYPES} == {"once"}
+    assert exact["ranks renumbered"].verdict == "yes"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_sums_are_the_nearest_numbers(dtype):
+    inputs = wide_values(5, 400, dtype)
+    wipes_out = torch.arange(400) % 3 == 0  # what is left is small, or subnormal
+    inputs[1] = torch.where(wipes_out, -inputs[0], inputs[1])
+    inputs[2] = torch.where(wipes_out, -inputs[3] * 1.01, inputs[2]).to(dtype)
+    inputs[4] = torch.where(wipes_out, inputs[4] * torch.finfo(dtype).tiny, inputs[4]).to(dtype)
+    sums = exact_sum(inputs)
+    bits = sums.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    rows = list(zip(*(x.tolist() for x in inputs), strict=True))
+    for neighbour in ((bits + 1).view(dtype).tolist(), (bits - 1).view(dtype).tolist()):
+        for row, got, other, pattern in zip(rows, sums.tolist(), neighbour, bits, strict=True):
+            exact = sum(map(Fraction, row), Fraction(0))
+            if math.isfinite(other):
+                distance, further = abs(Fraction(got) - exact), abs(Fraction(other) - exact)
+                assert distance < further or (distance == further and pattern % 2 == 0)
+    if dtype == torch.float64:
+        assert sums.tolist() == [math.fsum(row) for row in rows]
+
+
+def test_exact_sums_overflow_as_sums_do():
+    for dtype in DTYPES:
+        most = torch.finfo(dtype).max
+        column = [most, most, -most]
+        assert exact_sum([torch.tensor([x], dtype=dtype) for x in column]).item() == most
+        assert exact_sum([torch.tensor([x], dtype=dtype) for x in column[:2]]).item() == math.inf
+        assert exact_sum([torch.tensor([-x], dtype=dtype) for x in column[:2]]).item() == -math.inf
+
+
+def test_ties_are_rounded_to_even():
+    one, half = torch.tensor([1.0, 1.0 + 2**-23]), torch.tensor([2**-24, 2**-24])
+    assert exact_sum([one, half]).tolist() == [1.0, 1.0 + 2**-22]
+    above = [one, half, torch.full((2,), 2.0**-100)]
+    assert exact_sum(above).tolist() == [1.0 + 2**-23, 1.0 + 2**-22]
+
+
+def test_rounding_is_told_for_rings_too():
+    inputs = wide_values(4, 300, torch.bfloat16)
+    regions = find_order(lists(ring, 4), 4, 300, torch.bfloat16)[0]
+    assert rounding_of(regions, inputs, ring(inputs)) == frozenset()
+    inner = inner_sums(regions)
+    assert rounding_of(regions, inputs, evaluate(regions, inputs, inner)) == inner

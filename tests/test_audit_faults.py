@@ -1,0 +1,281 @@
+"""Does the audit see every planted dependence and fault, in the property that it belongs to?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyringar.audit.probes import TargetError, bits_of
+from pyringar.audit.questions import audit
+from pyringar.audit.report import Report
+from pyringar.grading.checks import Subject
+from pyringar.grading.lists import Lists
+
+SIZES = (1, 8, 300)
+Allreduce = Callable[[list[Tensor]], object]
+
+
+class Planted:
+    """A library in rank order, with all ways of calling; ``spoil`` changes what comes out."""
+
+    name, ranks = "planted", 4
+    ways = ("in place", "out of place", "async")
+
+    def __init__(self, spoil: Callable[..., object]) -> None:
+        self.spoil = spoil
+
+    def reduce(
+        self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
+    ) -> list[Tensor]:
+        results = [x.clone() for x in inputs]
+        for a, b in itertools.pairwise([0, *cuts, len(inputs[0])]):
+            given = [x[a:b].clone() for x in inputs]
+            total = sum(given[1:], given[0])
+            for result in results:
+                result[a:b] = total
+            self.spoil([x[a:b] for x in results], given=given, way=way, is_cut=bool(cuts))
+        return results
+
+
+def nudge(tensor: Tensor, index: int = 0) -> None:
+    """Change the last bit of an element."""
+    bits = bits_of(tensor)
+    bits[index] ^= 1
+
+
+def noes(report: Report) -> set[str]:
+    """What does not hold, beside what does not for any left fold."""
+    found = {f.name for s in report.sections for f in s.findings if f.verdict == "no"}
+    return found - {"ranks renumbered", "on fewer ranks"}
+
+
+def audited(spoil: Callable[..., object]) -> Report:
+    return audit(Planted(spoil), SIZES)
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_where_nothing_is():
+    report = audited(lambda results, **_: None)
+    assert noes(report) == set()
+    assert {f.verdict for s in report.sections for f in s.findings} == {
+        *("yes", "no", "rank", "each add"),
+    }
+
+
+def test_one_element_of_one_rank():
+    def spoil(results, **_):
+        if len(results[0]) == 300 and len(results) == 4 and results[0].dtype == torch.float32:
+            nudge(results[2], 77)
+
+    report = audited(spoil)
+    found = report["on every rank"]
+    assert found.verdict == "no"
+    assert found.detail.startswith("float32, element 77 of 300: 0x")
+    assert found.detail.endswith("on rank 2")
+    assert found.case["index"] == 77
+    assert found.case["differing"] == 1
+    assert noes(report) >= {"on every rank", "is right"}
+
+
+def test_one_type_only():
+    def spoil(results, **_):
+        if results[0].dtype == torch.float64:
+            nudge(results[3], -1)
+
+    report = audited(spoil)
+    assert report["on every rank"].detail.startswith("float64, element 299 of 300")
+
+
+def test_another_run():
+    calls = itertools.count()
+
+    def spoil(results, given, **_):
+        numbers = list(range(len(given)))
+        random.Random(next(calls)).shuffle(numbers)
+        total = given[numbers[0]]
+        for n in numbers[1:]:
+            total = total + given[n]
+        for result in results:
+            result.copy_(total)
+
+    report = audited(spoil)
+    assert "in every run" in noes(report)
+    assert "in run 2" in report["in every run"].detail
+    orders = [f for f in report.sections[1].findings if f.name != "1 element"]
+    assert orders[-1].verdict in ("changes", "unknown", "differs from rank to rank")
+
+
+def backwards(results, given, **_):
+    total = sum(given[-2::-1], given[-1])
+    for result in results:
+        result.copy_(total)
+
+
+@pytest.mark.parametrize(
+    ("when", "seen"),
+    [
+        (lambda numel, way, is_cut: numel == 8, {"at every size"}),
+        (lambda numel, way, is_cut: way == "async", {"async"}),
+        (lambda numel, way, is_cut: way == "out of place", {"out of place"}),
+        (
+            lambda numel, way, is_cut: is_cut and way == "in place",
+            {"in several calls", "async", "out of place"},
+        ),
+    ],
+)
+def test_another_order_where_it_should_be_the_same(when, seen):
+    def spoil(results, given, way, is_cut):
+        if when(len(given[0]), way, is_cut):
+            backwards(results, given)
+
+    assert noes(audited(spoil)) == seen
+
+
+def test_orders_by_size_are_a_row_each():
+    def spoil(results, given, **_):
+        if len(given[0]) >= 100:
+            backwards(results, given)
+
+    section = audited(spoil).sections[1]
+    assert [(f.name, f.verdict) for f in section.findings] == [
+        ("1 to 8 elements", "rank"),
+        ("300 elements", "rank, last first"),
+    ]
+
+
+def test_a_number_of_ranks_that_adds_in_another_order():
+    def spoil(results, given, **_):
+        if len(given) == 3:
+            backwards(results, given)
+
+    assert audited(spoil)["3 ranks"].verdict == "rank, last first"
+
+
+# -- special values --------------------------------------------------------------------------------
+
+
+def where(condition: Callable[[Tensor], Tensor], value: float) -> Callable[..., object]:
+    def spoil(results, **_):
+        for result in results:
+            result[condition(result)] = value
+
+    return spoil
+
+
+def is_subnormal(x: Tensor) -> Tensor:
+    return (x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)
+
+
+@pytest.mark.parametrize(
+    ("condition", "value", "seen"),
+    [
+        (torch.isnan, 0.0, {"NaN stays", "inf - inf is NaN"}),
+        (torch.isinf, 3e4, {"infinity stays", "overflow is inf"}),
+        (lambda x: x == 0, 0.0, {"-0 - 0 is -0"}),
+        (is_subnormal, 0.0, {"subnormals stay"}),
+        (lambda x: is_subnormal(x) & (x.dtype == torch.bfloat16), 0.0, {"subnormals stay"}),
+    ],
+)
+def test_special_values_that_are_lost(condition, value, seen):
+    assert noes(audited(where(condition, value))) == seen
+
+
+def test_the_first_lost_value_is_named():
+    detail = audited(where(is_subnormal, 0.0))["subnormals stay"].detail
+    assert detail == (
+        "float32, element 0 of 1: 0x00000001 (1.40129846e-45) expected, 0x00000000 (0) on rank 0"
+    )
+
+
+# -- calls that fail -------------------------------------------------------------------------------
+
+
+def lists(allreduce: Allreduce) -> Lists:
+    return Lists(Subject(allreduce, (torch.device("cpu"),) * 4), "planted")
+
+
+def fill(data: list[Tensor]) -> None:
+    total = sum(data[1:], data[0])
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def test_a_type_that_is_refused_is_not_offered():
+    def allreduce(data):
+        if data[0].dtype == torch.bfloat16:
+            raise ValueError("not this one")
+        fill(data)
+
+    report = audit(lists(allreduce), SIZES)
+    assert report["bfloat16"].verdict == "-"
+    assert report["bfloat16"].detail.startswith("not offered: raises ValueError: not this one at")
+    assert report["NaN stays"].detail == "float32, float64, float16"
+    assert noes(report) == set()
+
+
+def test_what_always_raises_is_asked_no_more():
+    calls = itertools.count()
+
+    def allreduce(data):
+        next(calls)
+        raise ValueError("no")
+
+    report = audit(lists(allreduce), SIZES)
+    assert {f.verdict for s in report.sections for f in s.findings} == {"failed"}
+    assert next(calls) < 10
+    assert "not asked" in str(report)
+
+
+def test_the_books_allreduce_is_audited_by_its_list():
+    def allreduce(data):
+        for i in range(1, len(data)):
+            data[0][:] += data[i]
+        for i in range(1, len(data)):
+            data[i] = data[0]
+
+    report = audit(lists(allreduce), SIZES)
+    assert noes(report) == set()
+    assert report["1 to 300 elements"].verdict == "rank"
+
+
+def test_what_is_no_result_is_a_failure():
+    def allreduce(data):
+        data[1] = data[0][:1].double()
+
+    with pytest.raises(TargetError, match="rank 1 holds float64 of shape"):
+        lists(allreduce).reduce([torch.ones(3), torch.ones(3)])
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def test_the_table_fits_a_terminal_and_names_the_culprit():
+    def spoil(results, given, **_):
+        if len(given[0]) == 300:
+            nudge(results[-1], 77)
+
+    text = str(audited(spoil))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert all(line == line.rstrip() for line in text.splitlines())
+    words = " ".join(text.split())
+    assert "on every rank no float32, element 77 of 300: 0x" in words
+    assert text.startswith("planted, 4 ranks\n\nthe sum\n")
+
+
+def test_the_document_holds_what_the_table_says():
+    report = audited(lambda results, **_: None)
+    document = report.as_dict()
+    assert (document["target"], document["ranks"]) == ("planted", 4)
+    sections = {s["title"]: s["findings"] for s in document["sections"]}
+    (row,) = sections["order of addition, float32"]
+    assert row["case"]["300 elements"] == {
+        **{"k": 4, "numel": 300, "num_regions": 1},
+        "regions": [{"start": 0, "stop": 300, "sum": "((0+1)+2)+3"}],
+    }
