@@ -46,7 +46,8 @@ def lists(total: Sum, k: int = 5) -> Lists:
         for tensor in data:
             tensor.copy_(result)
 
-    return Lists(Subject(allreduce, (torch.device("cpu"),) * k), "planted")
+    subject = Subject(allreduce, (torch.device("cpu"),) * k)
+    return Lists(subject.run, "planted", k)
 
 
 def audited(total: Sum, k: int = 5) -> Report:
@@ -174,7 +175,7 @@ def test_ranks_that_add_in_orders_of_their_own_are_seen():
         for rank, tensor in enumerate(data):
             tensor.copy_(added(fold([(rank + i) % k for i in range(k)]), given))
 
-    report = audit(Lists(Subject(allreduce, (torch.device("cpu"),) * 4), "own"), SIZES)
+    report = audit(Lists(Subject(allreduce, (torch.device("cpu"),) * 4).run, "own", 4), SIZES)
     assert order(report)[0] == "differs from rank to rank"
     assert report["on every rank"].verdict == "no"
     assert "on rank 1" in report["on every rank"].detail

@@ -57,8 +57,8 @@ ORDER = {
     "predict": [],
     "audit": ["trees", "probes", "report", "questions", "rank", "ranks"],
     "grading": [
-        *["cases", "solution", "checks", "grader"],
-        *["marks", "arena", "processes", "worker", "remote", "lists"],
+        *["cases", "lists", "solution", "checks", "grader"],
+        *["marks", "arena", "processes", "worker", "remote"],
     ],
     "train": [],
     "figures": [],

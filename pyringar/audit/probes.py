@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
@@ -138,7 +138,11 @@ def wide_values(k: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[T
 
 
 def find_order(
-    target: Target, k: int, numel: int, dtype: torch.dtype = torch.float32
+    target: Target,
+    k: int,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    way: str = "in place",
 ) -> list[list[Region]]:
     """Return for every rank in which order the elements of its result were added.
 
@@ -147,13 +151,15 @@ def find_order(
         k: Number of ranks.
         numel: Elements of a message.
         dtype: One of `DTYPES`.
+        way: One of the target's.
 
     Cost: a call per pair of ranks, more beyond 24 ranks (6 for float16, 10 for bfloat16).
     """
     pairs = list(itertools.combinations(range(k), 2))
     groups: list[list[Tensor]] = [[] for _ in range(k)]
     for pair in pairs:
-        for of_rank, found in zip(groups, _groups(target, k, pair, numel, dtype), strict=True):
+        results = [target.reduce(inputs, way) for inputs in _probes(k, pair, numel, dtype)]
+        for of_rank, found in zip(groups, _groups(results, pair, dtype), strict=True):
             of_rank.append(found)
     first = _regions(pairs, groups[0], k)
     # Most ranks have rank 0's own tensors, whose memory and time are not spent again.
@@ -161,30 +167,40 @@ def find_order(
     return [first if same[r] else _regions(pairs, groups[r], k) for r in range(k)]
 
 
+def _probes(
+    k: int, pair: tuple[int, int], numel: int, dtype: torch.dtype
+) -> Iterator[list[Tensor]]:
+    """Yield inputs in which two ranks have M and -M, and others units, as many as fit."""
+    probe = _PROBES[dtype]
+    others = [r for r in range(k) if r not in pair]
+    for first in range(0, max(1, len(others)), probe.units):
+        exponents = {r: probe.unit + i for i, r in enumerate(others[first : first + probe.units])}
+        values = [2.0 ** exponents[r] if r in exponents else 0.0 for r in range(k)]
+        values[pair[0]], values[pair[1]] = 2.0**probe.big, -(2.0**probe.big)
+        yield [torch.full((numel,), value, dtype=dtype) for value in values]
+
+
 def _groups(
-    target: Target, k: int, pair: tuple[int, int], numel: int, dtype: torch.dtype
+    results: Sequence[Sequence[Tensor]], pair: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
     """Return for every rank's elements the ranks in the smallest sum that holds both of a pair.
+
+    Args:
+        results: What became of the probes, of every rank.
+        pair: The two ranks.
+        dtype: Of the probes.
 
     Returns:
         Of every rank the ranks as bits, or -1 where the result was no sum of units. Ranks with one
         result have one tensor.
     """
-    probe = _PROBES[dtype]
-    others = [r for r in range(k) if r not in pair]
-    results: list[list[Tensor]] = []
-    for first in range(0, max(1, len(others)), probe.units):
-        inputs = [torch.zeros(numel, dtype=dtype) for _ in range(k)]
-        for rank, sign in zip(pair, (1, -1), strict=True):
-            inputs[rank].fill_(sign * 2.0**probe.big)
-        for position, rank in enumerate(others[first : first + probe.units]):
-            inputs[rank].fill_(2.0 ** (probe.unit + position))
-        results.append(target.reduce(inputs))
     groups: list[Tensor] = []
+    others = [r for r in range(len(results[0])) if r not in pair]
     for rank, own in enumerate(zip(*results, strict=True)):
         same = (r for r in range(rank) if all(map(_has_bits, own, (x[r] for x in results))))
         twin = next(same, None)
-        groups.append(_lost(own, pair, others, probe) if twin is None else groups[twin])
+        lost = _lost(own, pair, others, _PROBES[dtype]) if twin is None else groups[twin]
+        groups.append(lost)
     return groups
 
 

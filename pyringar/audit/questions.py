@@ -59,7 +59,11 @@ def audit(target: Target, sizes: Sequence[int] = SIZES) -> Report:
 
 
 def order_of(
-    target: Target, k: int, numel: int, dtype: torch.dtype = torch.float32
+    target: Target,
+    k: int,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    way: str = "in place",
 ) -> tuple[list[Region], Finding]:
     """Return in which order a message is added, confirmed by the bits of random values.
 
@@ -68,6 +72,7 @@ def order_of(
         k: Number of ranks.
         numel: Elements of the message.
         dtype: One of `DTYPES`.
+        way: One of the target's.
 
     Returns:
         The order on rank 0, and what there is to say about it.
@@ -76,12 +81,12 @@ def order_of(
         TargetError: A call failed.
     """
     inputs = wide_values(k, numel, dtype)
-    result = target.reduce(inputs)[0]
-    regions, *others = find_order(target, k, numel, dtype)
+    result = target.reduce(inputs, way)[0]
+    regions, *others = find_order(target, k, numel, dtype, way)
     name, detail = describe(regions, k)
     shown = [region.as_dict() for region in regions[:_MAX_REGIONS]]
     case = {"k": k, "numel": numel, "num_regions": len(regions), "regions": shown}
-    if not _has_bits(result, target.reduce(inputs)[0]):
+    if not _has_bits(result, target.reduce(inputs, way)[0]):
         return regions, Finding("", "changes", "from run to run", case)
     for rank, other in enumerate(others, 1):
         if other != regions:
@@ -270,8 +275,13 @@ class _Audit:
             inputs = wide_values(self.k, numel, torch.float32)
             for cuts in ([], _cuts(numel)):
                 plain = self.target.reduce(inputs, "in place", cuts)
-                for rank, got in enumerate(self.target.reduce(inputs, way, cuts)):
-                    _compare(plain[rank], got, f"in place on rank {rank}", way)
+                try:
+                    for rank, got in enumerate(self.target.reduce(inputs, way, cuts)):
+                        _compare(plain[rank], got, f"in place on rank {rank}", way)
+                except _Differ as difference:
+                    order = order_of(self.target, self.k, numel, way=way)[1]
+                    words = f"{difference}; {way}: {order.verdict}, {order.detail}"
+                    raise _Differ(words, difference.case) from None
         several = ", one call and three at once" if way == "async" else ""
         return f"as in place{several}, {_span(self.sizes)}"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from pyringar.cli.parser import add_json_option
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from pyringar.audit.ranks import Ranks
@@ -45,6 +48,7 @@ examples:
 _LIBRARIES = ("gloo", "ringar", "nccl", "mpi")
 _MAX_RANKS = 30  # sets of ranks are bits of an int32
 _MAX_ELEMENTS = 1 << 24
+_MEMORY_BYTES = 4 << 30  # that a function may use
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -152,9 +156,13 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
     )
 
 
-def _function(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
+@contextlib.contextmanager
+def _function(args: argparse.Namespace) -> Iterator[Lists]:
+    """Load a function in a process of its own."""
     from pyringar.cli.check import shower, target_of
-    from pyringar.grading.lists import remote_lists
+    from pyringar.grading.lists import Lists
+    from pyringar.grading.remote import Limits, graded
+    from pyringar.grading.solution import CannotLoadError
 
     if ":" not in args.target:
         expected = ", ".join(_LIBRARIES)
@@ -162,5 +170,10 @@ def _function(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]
             f"TARGET is {args.target!r}, expected one of {expected}, MODULE:FUNCTION, "
             f"FILE.py:FUNCTION{did_you_mean(args.target, _LIBRARIES)}"
         )
-    show = shower("pyringar audit")
-    return remote_lists(target_of(args.target, ""), args.ranks, args.timeout, show)
+    target, limits = target_of(args.target, ""), Limits(args.timeout, _MEMORY_BYTES)
+    try:
+        with graded(target, ["cpu"] * args.ranks, limits, shower("pyringar audit")) as remote:
+            name = f"{os.path.basename(target.where)}:{target.function}"
+            yield Lists(lambda case, x: remote.rested().run(case, x), name, args.ranks)
+    except CannotLoadError as error:
+        raise ArgumentError(f"nothing was audited: {error}") from error

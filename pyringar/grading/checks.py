@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyringar.audit.probes import TargetError
+from pyringar.audit.questions import order_of
 from pyringar.grading.cases import (
     FLOATS,
     INTEGERS,
@@ -21,6 +23,7 @@ from pyringar.grading.cases import (
     Failure,
     Other,
 )
+from pyringar.grading.lists import Lists
 from pyringar.grading.solution import call_words
 
 __all__ = ["CHECKS", "Check", "Raised", "Subject"]
@@ -336,6 +339,17 @@ def _aliased(subject: Subject) -> str:
     return f"accepted: [t, t, t] leaves in t {factor} what it held (three separate tensors: 3 x)"
 
 
+def _order(subject: Subject) -> str:
+    k = min(4, subject.most)
+    if k == 1:
+        return "one rank adds nothing"
+    try:
+        _, found = order_of(Lists(subject.run, "", k), k, 1000)
+    except TargetError as error:
+        return f"not found: {error.why}"
+    return f"{found.verdict}, with {k} ranks and 1000 elements: {found.detail}"
+
+
 class Check(NamedTuple):
     """A property: its name, what a pass covers, and the function that looks for a failure.
 
@@ -372,6 +386,7 @@ CHECKS = (
     Check("outside", "memory between and around strided views is left alone", _outside),
     Check("same bits", "all ranks hold identical bits", _equal_bits),
     Check("repeatable", "five runs give identical bits", _repeatable),
+    Check("order", "", _order, "reported"),
     Check("returns", "", _returns, "reported"),
     Check("aliased", "", _aliased, "reported"),
 )

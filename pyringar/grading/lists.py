@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from pyringar.audit.probes import TargetError
-from pyringar.errors import ArgumentError
-from pyringar.grading.cases import Case, Failure, Other
-from pyringar.grading.checks import Subject
-from pyringar.grading.remote import Limits, graded
-from pyringar.grading.solution import CannotLoadError, Target
+from pyringar.grading.cases import Call, Case, Failure, Other
 
-__all__ = ["Lists", "remote_lists"]
-
-_MEMORY_BYTES = 4 << 30
+__all__ = ["Lists"]
 
 
 class Lists:
     """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`.
 
     Args:
-        subject: The function.
+        run: Calls it with the tensors of a case.
         name: For people.
+        ranks: The most that a call may have.
     """
 
     ways: tuple[str, ...] = ("in place",)
 
-    def __init__(self, subject: Subject, name: str) -> None:
-        self.name, self.ranks = name, subject.most
-        self._subject = subject
+    def __init__(
+        self, run: Callable[[Case, Sequence[Tensor]], Call], name: str, ranks: int
+    ) -> None:
+        self.name, self.ranks, self._run = name, ranks, run
 
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
@@ -53,7 +47,7 @@ class Lists:
         for start, stop in itertools.pairwise(edges):
             case = Case(len(inputs), (stop - start,), inputs[0].dtype, values="crafted")
             try:
-                call = self._subject.rested().run(case, [x[start:stop] for x in inputs])
+                call = self._run(case, [x[start:stop] for x in inputs])
             except Failure as failure:
                 raise TargetError(str(case), failure.detail) from failure
             except TimeoutError as error:
@@ -64,25 +58,3 @@ class Lists:
                     raise TargetError(str(case), f"rank {rank} holds {other.words}")
                 result[start:stop] = found.cpu()
         return results
-
-
-@contextlib.contextmanager
-def remote_lists(
-    target: Target, ranks: int, timeout_s: float, show: Callable[[bytes], object]
-) -> Iterator[Lists]:
-    """Load a function in a process of its own, to be audited.
-
-    Args:
-        target: What to load.
-        ranks: How many, on the CPU.
-        timeout_s: Seconds for the import, and for a call.
-        show: Called with what the function prints.
-
-    Raises:
-        ArgumentError: It cannot be loaded.
-    """
-    try:
-        with graded(target, ["cpu"] * ranks, Limits(timeout_s, _MEMORY_BYTES), show) as remote:
-            yield Lists(remote, f"{os.path.basename(target.where)}:{target.function}")
-    except CannotLoadError as error:
-        raise ArgumentError(f"nothing was audited: {error}") from error
