@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +33,7 @@ SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
 _FEW = 4096  # elements that are enough for most questions
 _RUNS = 8
 _MAX_FAILURES = 4  # after which a target that hangs is asked no more
+_MAX_STEPS = 64  # to find the sizes at which orders change
 _MAX_REGIONS = 64  # of a message, in a document
 _MAX_EXACT = 1 << 12  # elements whose exact sum is worth the wait
 
@@ -112,7 +115,7 @@ class _Audit:
         self.target, self.k, self.sizes = target, target.ranks, sizes
         self.few = max([n for n in sizes if n <= _FEW], default=sizes[0])
         self.dtypes: list[torch.dtype] = []
-        self._failures = 0
+        self._failures = self._steps = 0
 
     def report(self) -> Report:
         """Ask everything."""
@@ -155,18 +158,33 @@ class _Audit:
     # -- order and rounding ------------------------------------------------------------------------
 
     def _orders(self) -> Iterator[Finding]:
-        """Yield the order at every size; sizes that follow each other with one order as one."""
-        rows: list[tuple[list[int], Finding]] = []
-        for numel in self.sizes:
-            row = self._ask("", partial(self._order, self.k, numel))
-            if rows and _form(rows[-1][1]) == _form(row):
-                sizes, last = rows.pop()
-                row = Finding("", row.verdict, _form(row)[1], {**last.case, **row.case})
-                rows.append(([*sizes, numel], row))
-            else:
-                rows.append(([numel], row))
-        for sizes, row in rows:
-            yield Finding(_span(sizes), row.verdict, row.detail, row.case)
+        """Yield every order with the sizes that have it."""
+        rows = [self._row(numel) for numel in self.sizes]
+        found = rows[:1]
+        for row in rows[1:]:
+            found += self._between(found[-1], row)
+        for _, same in itertools.groupby(found, lambda row: _form(row[1])):
+            alike = list(same)
+            last = alike[-1][1]
+            cases = {key: value for _, one in alike for key, value in one.case.items()}
+            detail = last.detail if len(alike) == 1 else _form(last)[1] or f"last: {last.detail}"
+            yield Finding(_span([numel for numel, _ in alike]), last.verdict, detail, cases)
+
+    def _row(self, numel: int) -> tuple[int, Finding]:
+        return numel, self._ask("", partial(self._order, self.k, numel))
+
+    def _between(
+        self, low: tuple[int, Finding], high: tuple[int, Finding]
+    ) -> list[tuple[int, Finding]]:
+        """Return the second of two rows, after those that show where the order changes."""
+        has_order = not {low[1].verdict, high[1].verdict} & {"failed", "changes", "unknown"}
+        if not has_order or _form(low[1]) == _form(high[1]) or high[0] - low[0] == 1:
+            return [high]
+        if self._steps == _MAX_STEPS:
+            return [high]
+        self._steps += 1
+        middle = self._row((low[0] + high[0]) // 2)
+        return [*self._between(low, middle), *self._between(middle, high)]
 
     def _order(self, k: int, numel: int) -> Finding:
         found = order_of(self.target, k, numel)[1]
@@ -416,5 +434,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _form(row: Finding) -> tuple[str, str]:
-    """Return what two sizes have in common that are added alike, whatever their chunks."""
-    return row.verdict, row.detail.partition(";")[0] if row.verdict == "ring" else row.detail
+    """Return what messages have in common that are added alike, whatever their chunks' sizes."""
+    is_of_parts = row.detail.startswith("elements")
+    return row.verdict, "" if is_of_parts else re.split("; | from rank", row.detail)[0]
