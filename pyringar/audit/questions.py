@@ -159,7 +159,9 @@ class _Audit:
 
     def _orders(self) -> Iterator[Finding]:
         """Yield every order with the sizes that have it."""
-        rows = [self._row(numel) for numel in self.sizes]
+        # Libraries choose by powers of two: there is a size between any two of them.
+        between = [3 << n for n in range(24) if self.sizes[0] < 3 << n < self.sizes[-1]]
+        rows = [self._row(numel) for numel in sorted({*self.sizes, *between})]
         found = rows[:1]
         for row in rows[1:]:
             found += self._between(found[-1], row)
@@ -283,7 +285,7 @@ class _Audit:
             whole = self.target.reduce(inputs)[0]
             parts = self.target.reduce(inputs, "in place", cuts)[0]
             _compare(whole, parts, "in one call", f"in calls cut at {_listed(cuts)}")
-        return "three calls instead of one"
+        return f"{len(_cuts(self.few)) + 1} calls instead of one"
 
     def _way(self, way: str) -> str | Finding:
         """Compare with calls in place, cut alike; async ones are on their way at the same time."""
@@ -300,7 +302,7 @@ class _Audit:
                     order = order_of(self.target, self.k, numel, way=way)[1]
                     words = f"{difference}; {way}: {order.verdict}, {order.detail}"
                     raise _Differ(words, difference.case) from None
-        several = ", one call and three at once" if way == "async" else ""
+        several = ", one call and several at once" if way == "async" else ""
         return f"as in place{several}, {_span(self.sizes)}"
 
     def _renumbered(self) -> str:
@@ -416,8 +418,8 @@ def _hex(value: Tensor) -> str:
 
 
 def _cuts(numel: int) -> list[int]:
-    """Return where a message is cut into three, or fewer if it is too small."""
-    return sorted({numel // 3, numel - numel // 5} - {0, numel})
+    """Return where a message is cut into a short piece and three longer ones, if it has so many."""
+    return sorted({min(8, numel // 4), numel // 3, numel - numel // 5} - {0, numel})
 
 
 def _span(sizes: Sequence[int]) -> str:

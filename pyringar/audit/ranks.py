@@ -168,7 +168,8 @@ class Ranks:
             listener.listen(self.ranks)
             for rank in [0] if self._launcher else range(self.ranks):
                 options = json.dumps({**self._options, "rank": rank, "folder": folder})
-                self._run([*self._launcher, *self._command(), address, options])
+                program = [str(_RANK)] if self._launcher else ["-m", "pyringar.audit.rank"]
+                self._run([*self._launcher, self._python, *program, address, options])
             listener.settimeout(0.1)
             while len(self._channels) < self.ranks:
                 ended = [p.returncode for p in self._programs if p.poll() is not None]
@@ -190,11 +191,6 @@ class Ranks:
         _, _, version, self.ways = answers[0]
         library = "" if self._options["kind"] == "mpi" else f"{self._options['kind']} "
         self.name = f"{library}{version}"
-
-    def _command(self) -> list[str]:
-        if self._launcher:
-            return [self._python, str(_RANK)]
-        return [self._python, "-m", "pyringar.audit.rank"]
 
     def _run(self, command: list[str]) -> None:
         paths = [str(_RANK.parents[2]), os.environ.get("PYTHONPATH", "")]

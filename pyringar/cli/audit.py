@@ -89,30 +89,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Audit what the arguments name, and print what was found."""
-    sizes = _sizes(args)
     _check(args)
+    sizes = _sizes(args.sizes)
     with _target(args) as target:
-        from pyringar.audit.questions import audit
+        from pyringar.audit.questions import SIZES, audit
 
-        report = audit(target, sizes)
+        report = audit(target, sizes or SIZES)
     print(json.dumps(report.as_dict(), indent=2) if args.json else report)
     return 0
 
 
-def _sizes(args: argparse.Namespace) -> list[int]:
-    """Return the sizes of messages."""
-    from pyringar.audit.questions import SIZES
-
-    if args.sizes is None:
-        return list(SIZES)
+def _sizes(text: str | None) -> list[int]:
+    """Return the sizes of messages; none if none were asked for."""
+    if text is None:
+        return []
     try:
-        sizes = [int(word) for word in args.sizes.split(",")]
+        sizes = [int(word) for word in text.split(",")]
     except ValueError:
         sizes = []
     if not sizes or not all(1 <= numel <= _MAX_ELEMENTS for numel in sizes):
         raise ArgumentError(
-            f"sizes is {args.sizes!r}, expected numbers from 1 to {_MAX_ELEMENTS} with commas "
-            "between"
+            f"sizes is {text!r}, expected numbers from 1 to {_MAX_ELEMENTS} with commas between"
         )
     return sizes
 
