@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.peers.registry import PEERS, default_folder
 from pyringar.audit.probes import TargetError, find_order, wide_values
 from pyringar.audit.questions import audit, order_of
 from pyringar.audit.ranks import Ranks, find_launcher
@@ -79,6 +80,39 @@ def test_ringar_keeps_the_order_it_promises():
     verdicts = {f.name: f.verdict for s in report.sections for f in s.findings}
     assert verdicts["bfloat16"] == "once"
     assert {verdicts[n] for n in ("on every rank", "at every size", "async")} == {"yes"}
+
+
+DYNAMIC = {"OMPI_MCA_coll": "basic,libnbc,self,tuned", "OMPI_MCA_coll_tuned_use_dynamic_rules": "1"}
+MPICH = {"MPIR_CVAR_DEVICE_COLLECTIVES": "none"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("peer", "variables", "verdict", "detail"),
+    [
+        ("openmpi", {**DYNAMIC, "OMPI_MCA_coll_tuned_allreduce_algorithm": "1"},
+         "rank, last first", "0+(1+(2+(3+4)))"),
+        ("openmpi", {**DYNAMIC, "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"},
+         "recursive doubling", "((0+1)+2)+(3+4)"),
+        ("openmpi", {**DYNAMIC, "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"},
+         "ring", "chunk c adds ranks c, c+1, ... (mod 5)"),
+        ("mpich", {**MPICH, "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "recursive_doubling"},
+         "recursive doubling", "((0+1)+2)+(3+4)"),
+        ("mpich", {**MPICH, "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring"},
+         "ring", "chunk c adds ranks c+1, c+2, ... (mod 5)"),
+    ],
+)  # fmt: skip
+def test_what_an_mpi_library_is_told_to_do_is_found(peer, variables, verdict, detail, monkeypatch):
+    """Its own settings say by which algorithm it adds: an answer that is not ours."""
+    if why := PEERS[peer].why_not():
+        pytest.skip(why)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    python = str(default_folder() / peer / "bin/python")
+    with Ranks("mpi", 5, launcher=find_launcher(python, 5), python=python) as mpi:
+        _, found = order_of(mpi, 5, 1000)
+        assert (found.verdict, found.detail.partition(";")[0]) == (verdict, detail)
+        assert mpi.reduce(SUM * 2, "out of place")[3].tolist() == [6.0] * 3
 
 
 def test_mpi_that_is_not_there_is_named_with_what_to_install(tmp_path):
