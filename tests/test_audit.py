@@ -151,6 +151,15 @@ def test_four_ranks_tell_what_three_cannot():
     )
 
 
+def test_ranks_that_are_two_ranks_each_are_asked_for():
+    held = {k: audited(lambda d: added(balanced(range(len(d))), d), k)["on fewer ranks"]
+            for k in (4, 5, 6, 8)}  # fmt: skip
+    assert [held[k].verdict for k in (4, 5, 6, 8)] == ["yes", "-", "no", "yes"]
+    assert held[6].detail.endswith("on 2 that bring sums of 3 neighbours (the same on 3)")
+    assert held[8].detail == "4, 2 ranks that bring the sums of neighbours"
+    assert audited(lambda d: added(fold(range(len(d))), d), 4)["on fewer ranks"].verdict == "no"
+
+
 def test_chunks_are_found_where_they_are():
     by_rank = find_order(lists(lambda d: ring(d, piece=37), 4), 4, 300)
     starts = [region.start for region in by_rank[0]]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.peers.registry import PEERS, default_folder
 from pyringar.audit.probes import TargetError, find_order, wide_values
 from pyringar.audit.questions import audit, order_of
 from pyringar.audit.ranks import Ranks, find_launcher
@@ -23,6 +22,11 @@ from pyringar.cli import main
 from pyringar.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+sys.path.append(str(ROOT))  # last: the installed pyringar comes first
+
+from benchmarks.peers.registry import PEERS, default_folder  # noqa: E402
+
 SUM = [torch.ones(3), torch.full((3,), 2.0)]
 
 

@@ -79,6 +79,13 @@ def test_sane_solutions_pass(fn):
     assert {p.verdict for p in report.properties} == {"pass", "reported"}
 
 
+def test_the_order_of_addition_is_reported():
+    order = {fn: graded(fn)["order"] for fn in (stacked, last_rank_first)}
+    assert {found.verdict for found in order.values()} == {"reported"}
+    assert order[stacked].detail == "rank, with 4 ranks and 1000 elements: ((0+1)+2)+3"
+    assert order[last_rank_first].detail.startswith("rank, last first, with 4 ranks")
+
+
 def test_ours_passes():
     pr.allreduce([torch.ones(1), torch.ones(1)])  # compiling is not what the deadlines are for
     report = pr.check_allreduce(pr.allreduce)

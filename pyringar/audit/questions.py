@@ -321,13 +321,19 @@ class _Audit:
             return Finding("", "-", f"{self.k} ranks are no smaller number of equal groups")
         inputs = wide_values(self.k, self.few, torch.float32)
         plain = self.target.reduce(inputs)[0]
-        for k in counts:
+        held: list[int] = []
+        for k in reversed(counts):
             size = self.k // k
             region = Region(0, self.few, balanced(range(size)))
             sums = [evaluate([region], inputs[r * size : (r + 1) * size]) for r in range(k)]
-            got = self.target.reduce(sums)[0]
-            _compare(plain, got, f"on {self.k}", f"on {k} that bring sums of {size} neighbours")
-        return f"{_listed(counts)} ranks that bring the sums of neighbours"
+            got, same = (
+                self.target.reduce(sums)[0],
+                f" (the same on {_listed(held)})" if held else "",
+            )
+            words = f"on {k} that bring sums of {size} neighbours{same}"
+            _compare(plain, got, f"on {self.k}", words)
+            held.append(k)
+        return f"{_listed(held)} ranks that bring the sums of neighbours"
 
     # -- special values ----------------------------------------------------------------------------
 
