@@ -20,6 +20,7 @@ from pyringar.audit.probes import (
     dtype_name,
     evaluate,
     find_order,
+    has_bits,
     rounding_of,
     wide_values,
     wider,
@@ -35,7 +36,6 @@ _RUNS = 8
 _MAX_FAILURES = 4  # after which a target that hangs is asked no more
 _MAX_STEPS = 64  # to find the sizes at which orders change
 _MAX_REGIONS = 64  # of a message, in a document
-_MAX_EXACT = 1 << 12  # elements whose exact sum is worth the wait
 
 
 class _Differ(Exception):  # noqa: N818
@@ -89,15 +89,13 @@ def order_of(
     name, detail = describe(regions, k)
     shown = [region.as_dict() for region in regions[:_MAX_REGIONS]]
     case = {"k": k, "numel": numel, "num_regions": len(regions), "regions": shown}
-    if not _has_bits(result, target.reduce(inputs, way)[0]):
+    if not has_bits(result, target.reduce(inputs, way)[0]):
         return regions, Finding("", "changes", "from run to run", case)
     for rank, other in enumerate(others, 1):
         if other != regions:
             detail = f"rank 0: {detail}; rank {rank}: {describe(other, k)[1]}"
             return regions, Finding("", "differs from rank to rank", detail, case)
-    most = _MAX_EXACT if any(region.tree == EXACT for region in regions) else numel
-    some = [Region(r.start, min(r.stop, most), r.tree) for r in regions if r.start < most]
-    if name != "unknown" and rounding_of(some, [x[:most] for x in inputs], result[:most]) is None:
+    if name != "unknown" and rounding_of(regions, inputs, result) is None:
         detail = f"looks like {name}, {detail}, but random values do not have the bits of that"
         return regions, Finding("", "unknown", detail, case)
     return regions, Finding("", name, detail, case)
@@ -385,15 +383,6 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Return where bits differ; a NaN is a NaN."""
-    return (bits_of(a) != bits_of(b)) & ~(a.isnan() & b.isnan())
-
-
-def _has_bits(a: Tensor, b: Tensor) -> bool:
-    return not bool(_differing(a, b).any())
-
-
 def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
     """Raise the first difference.
 
@@ -403,7 +392,7 @@ def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
         where: Says where the first was found.
         where_got: Says where the second was found.
     """
-    differ = _differing(want, got)
+    differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())  # a NaN is a NaN
     if not bool(differ.any()):
         return
     index = int(differ.nonzero()[0])

@@ -187,7 +187,7 @@ def named_trees(k: int) -> dict[str, Tree]:
 
 
 @functools.cache
-def _starts(k: int, step: int) -> dict[Tree, int]:
+def _starts(k: int, step: int) -> dict[Tree | str | None, int]:
     """Return at which rank every left fold begins that goes once around the ring."""
     return {fold([(s + step * i) % k for i in range(k)]): s for s in reversed(range(k))}
 
@@ -214,13 +214,14 @@ def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
         known = _names(tree, k)
         also = f" (also {' and '.join(known[1:3])})" if known[1:] else ""
         return known[0], formula(tree) + also
-    for step, sign in ((1, "+"), (-1, "-")):
-        starts = [_starts(k, step).get(tree) for tree in trees]  # type: ignore[arg-type]
-        if None not in starts:
-            return "ring", f"{_ring(starts, k, sign)}; {_sizes(regions)}"  # type: ignore[arg-type]
-    shown = [f"{_where(region)}: {formula(region.tree)}" for region in regions[:_MAX_SHOWN]]
+    for step in (1, -1):
+        starts = [_starts(k, step).get(tree, -1) for tree in trees]
+        if min(starts) >= 0:
+            return "ring", f"{_ring(starts, k, step)}; {_sizes(regions)}"
+    shown = [f"elements {r.start} to {r.stop - 1}: {formula(r.tree)}" for r in regions[:_MAX_SHOWN]]
     more = f"; {len(regions) - _MAX_SHOWN} more" if len(regions) > _MAX_SHOWN else ""
-    return _mixed(trees, k), "; ".join(shown) + more
+    names = {_names(tree, k)[0] for tree in set(trees)}
+    return " and ".join(sorted(names)), "; ".join(shown) + more
 
 
 def _names(tree: Tree | str | None, k: int) -> list[str]:
@@ -231,24 +232,15 @@ def _names(tree: Tree | str | None, k: int) -> list[str]:
     return known or around or ["no name"]
 
 
-def _ring(starts: Sequence[int], k: int, sign: str) -> str:
+def _ring(starts: Sequence[int], k: int, step: int) -> str:
     """Say with which rank every chunk begins."""
-    shift, step = starts[0], 1 if sign == "+" else -1
+    shift = starts[0]
     if len(starts) <= k and all(start == (c + shift) % k for c, start in enumerate(starts)):
         shift = shift if step > 0 or not shift else shift - k
         first, second = (f"c{d:+d}" if d else "c" for d in (shift, shift + step))
         return f"chunk c adds ranks {first}, {second}, ... (mod {k})"
     listed = ", ".join(map(str, starts[: 2 * k])) + ", ..." * (len(starts) > 2 * k)
     return f"{'up' if step > 0 else 'down'} from rank {listed}"
-
-
-def _mixed(trees: Sequence[Tree | str | None], k: int) -> str:
-    """Return the names that the elements have, the first of each."""
-    return " and ".join(sorted({_names(tree, k)[0] for tree in set(trees)}))
-
-
-def _where(region: Region) -> str:
-    return f"elements {region.start} to {region.stop - 1}"
 
 
 def _sizes(regions: Sequence[Region]) -> str:
