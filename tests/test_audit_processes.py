@@ -190,6 +190,21 @@ def test_no_rank_outlives_an_auditor_that_is_killed(tmp_path):
     while ranks_running(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert ranks_running(folder) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_the_ranks(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pyringar", "audit", "gloo", "--ranks", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as auditor:
+        deadline = time.monotonic() + 60
+        while len(ranks_running(str(tmp_path))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        auditor.send_signal(signal.SIGINT)
+        assert auditor.wait(30) == 130
+        assert auditor.stderr.read() == "pyringar audit: interrupted\n"
+    assert ranks_running(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_that_do_not_start_say_why():

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import select
+import shutil
 import socket
 import sys
 import threading
@@ -159,7 +160,8 @@ def serve(address: str, options: dict[str, Any]) -> None:
     """Join the other ranks, then answer requests until the auditor is gone."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
-    threading.Thread(target=_end_with, args=(link.fileno(),), daemon=True).start()
+    watch = threading.Thread(target=_end_with, args=(link.fileno(), address), daemon=True)
+    watch.start()
     channel = Connection(os.dup(link.fileno()))
     try:
         rank = KINDS[options["kind"]](options)
@@ -167,8 +169,11 @@ def serve(address: str, options: dict[str, Any]) -> None:
         return channel.send(("cannot", _words(error)))
     channel.send(("hello", rank.rank, rank.version, rank.ways))
     while True:
-        dtype, k, way, edges = channel.recv()
-        data = bytearray(channel.recv_bytes()) if rank.rank < k else bytearray()
+        try:
+            dtype, k, way, edges = channel.recv()
+            data = bytearray(channel.recv_bytes()) if rank.rank < k else bytearray()
+        except (EOFError, OSError):
+            return watch.join()
         try:
             rank.prepare(k)
             result = rank.run(data, dtype, k, way, edges) if rank.rank < k else b""
@@ -183,11 +188,12 @@ def _words(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-def _end_with(descriptor: int) -> None:
-    """End this process when nobody is at the other end of its socket."""
+def _end_with(descriptor: int, address: str) -> None:
+    """End this process when nobody is at the other end of its socket, whose folder goes, too."""
     hung_up = select.poll()
     hung_up.register(descriptor, select.POLLHUP)
     hung_up.poll()
+    shutil.rmtree(os.path.dirname(address), ignore_errors=True)
     os._exit(1)
 
 

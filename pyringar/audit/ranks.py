@@ -151,7 +151,9 @@ class Ranks:
 
     def _start(self) -> None:
         self._programs: list[subprocess.Popen[bytes]] = []
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pyringar-audit-"))
+        # Each rank removes it, too, when the auditor is gone.
+        place = tempfile.TemporaryDirectory(prefix="pyringar-audit-", ignore_cleanup_errors=True)
+        folder = self._stack.enter_context(place)
         self._errors = Path(folder, "stderr")
         self._stack.callback(self._end)
         try:
