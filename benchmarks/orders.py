@@ -52,7 +52,7 @@ def is_correct(order: str, comm: pr.Communicator, case: Case) -> bool:
         return False
     if order == "exact":
         return _is_nearest(results[0][:NUM_CHECKED], [x[:NUM_CHECKED] for x in inputs])
-    wide = [x.float() for x in inputs]
+    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
     add = torch.add
     want = tree(wide, add) if order == "tree" else reduce(add, wide)
     return torch.equal(results[0], want.to(inputs[0].dtype))

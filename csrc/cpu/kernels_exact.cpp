@@ -121,6 +121,9 @@ __attribute__((noinline)) void add_again(typename L::Vector* result, const SumOf
 }
 
 struct Exactly {
+  template <typename L>
+  static constexpr int kVectors = 2;  // each has up to three registers of sums
+
   template <typename L, typename Op, int kCount, typename Load>
   static PYRINGAR_INLINE void fold(typename L::Vector (&result)[kCount], int num_sources,
                                    bool is_divided, Load&& load) {

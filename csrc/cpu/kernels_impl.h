@@ -63,10 +63,10 @@ PYRINGAR_INLINE typename L::Vector divided(typename L::Vector v, int divisor) {
   return v;
 }
 
-// Calls body(begin, count) for full blocks of kUnroll * kLanes, then for what is left.
-template <typename L, typename Block, typename Tail>
+// Calls block(begin) for full blocks of kCount vectors, then tail(begin, count) for what is left.
+template <typename L, int kCount, typename Block, typename Tail>
 PYRINGAR_INLINE void for_each_block(std::size_t n, Block&& block, Tail&& tail) {
-  constexpr std::size_t kBlock = std::size_t{kUnroll<L>} * L::kLanes;
+  constexpr std::size_t kBlock = std::size_t{kCount} * L::kLanes;
   std::size_t i = 0;
   for (; i + kBlock <= n; i += kBlock) block(i);
   for (; i < n; i += L::kLanes) tail(i, std::min<std::size_t>(L::kLanes, n - i));
@@ -85,9 +85,12 @@ PYRINGAR_INLINE void store_some(typename L::Vector v, typename L::Element* to, s
   std::memcpy(to, &packed, count * sizeof *to);
 }
 
-// How a block of kCount vectors per source becomes one; load(r, u) gives vector u of source r. The
-// flag: whether it is divided before it is rounded to elements.
+// How a block of kVectors<L> vectors per source, or of one, becomes one; load(r, u) gives vector u
+// of source r. The flag: whether it is divided before it is rounded to elements.
 struct InRankOrder {
+  template <typename L>
+  static constexpr int kVectors = kUnroll<L>;
+
   template <typename L, typename Op, int kCount, typename Load>
   static PYRINGAR_INLINE void fold(typename L::Vector (&sum)[kCount], int num_sources, bool,
                                    Load&& load) {
@@ -105,18 +108,19 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
   using Vector = typename L::Vector;
   const auto source = [&](int r) { return static_cast<const Element*>(sources[r]); };
   const auto destination = [&](int r) { return static_cast<Element*>(destinations[r]); };
-  for_each_block<L>(
+  constexpr int kCount = Way::template kVectors<L>;
+  for_each_block<L, kCount>(
       n,
       [&](std::size_t i) {
-        Vector sum[kUnroll<L>];
+        Vector sum[kCount];
         Way::template fold<L, Op>(sum, num_sources, divisor != 1,
                                   [&](int r, int u) PYRINGAR_INLINE_LAMBDA {
                                     return L::load(source(r) + i + u * L::kLanes);
                                   });
-        typename L::Packed packed[kUnroll<L>];
-        for (int u = 0; u < kUnroll<L>; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
+        typename L::Packed packed[kCount];
+        for (int u = 0; u < kCount; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
         for (int r = 0; r < num_destinations; ++r) {
-          for (int u = 0; u < kUnroll<L>; ++u) {
+          for (int u = 0; u < kCount; ++u) {
             store_vector(packed[u], destination(r) + i + u * L::kLanes);
           }
         }

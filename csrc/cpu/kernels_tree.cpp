@@ -14,6 +14,9 @@ constexpr int kMostWaiting = 29;  // for 2^31 sources
 // Trees of kNum leaves; 0: of any number. A vector at a time, so that all of it is in registers.
 template <int kNum>
 struct InTree {
+  template <typename L>
+  static constexpr int kVectors = kUnroll<L>;
+
   template <typename L, typename Op, int kCount, typename Load>
   static PYRINGAR_INLINE void fold(typename L::Vector (&sum)[kCount], int num_sources, bool,
                                    Load&& load) {
