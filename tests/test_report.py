@@ -175,6 +175,18 @@ def test_an_aborted_run_leaves_what_was_over(
     assert "aborted" in capsys.readouterr().err
 
 
+def test_a_section_of_another_machine_names_it() -> None:
+    sections = read_sections(ROOT / "benchmarks" / "results")
+    one = {
+        name: replace(found, machine=sections["allreduce"].machine)
+        for name, found in sections.items()
+    }
+    assert "On another machine" not in page.render(one, [], "figures")
+    one["ddp"] = replace(one["ddp"], machine={**one["ddp"].machine, "cpu": "a slower one"})
+    text = page.render(one, [], "figures")
+    assert text.count("On another machine: a slower one, 2 cores") == 1
+
+
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run_all.main(["--out", "nowhere", "--only", "allreduce,speed"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from benchmarks.bench import format_s
 from benchmarks.machine import machine_in_words
@@ -33,22 +34,33 @@ def render(sections: Sections, figures: Sequence[Figure], folder: str) -> str:
             parts += [f"![{f.title}]({folder}/{f.filename})" for f in figures if f.section == name]
             busy = results.disturbed_by
             parts += [f"**Busy machine: other programs used {busy}.**"] if busy else []
-            parts += [SECTIONS[name].about, _libraries(results), table(results)]
+            parts += [_elsewhere(results, measured), SECTIONS[name].about]
+            parts += [_libraries(results), table(results)]
     parts += ["## auto against the best algorithm", auto_table(measured)]
     parts += _not_run(measured)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _head(sections: Sections) -> Iterator[str]:
-    machine = next(iter(sections.values())).machine
+def _machine(machine: Mapping[str, Any]) -> str:
     engine = machine.get("engine", {})
     about = ", ".join(f"{name} {engine[name]}" for name in ("compiler", "simd") if engine.get(name))
-    dates = sorted({results.machine["date"] for results in sections.values()})
-    yield (
+    return (
         f"{machine_in_words(machine)}, {machine['memory_gib']} GiB of memory, {machine['system']}, "
-        f"Python {machine['python']}, pyringar {machine['pyringar']} ({about}). Measured "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+        f"Python {machine['python']}, pyringar {machine['pyringar']} ({about})"
     )
+
+
+def _elsewhere(results: Results, sections: Sections) -> str:
+    """Name the machine of a section that was not measured on the first one's."""
+    first = next(iter(sections.values())).machine
+    same = all(results.machine.get(fact) == first.get(fact) for fact in ("cpu", "cores", "system"))
+    return "" if same else f"On another machine: {_machine(results.machine)}."
+
+
+def _head(sections: Sections) -> Iterator[str]:
+    machine = next(iter(sections.values())).machine
+    dates = sorted({results.machine["date"] for results in sections.values()})
+    yield (f"{_machine(machine)}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.")
     yield METHOD
     if machine.get("auto_table"):
         yield f"`auto` followed a table that is gone since: {machine['auto_table']}."
