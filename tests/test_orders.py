@@ -30,7 +30,7 @@ from process_checks import crc, exchange_bytes
 from ranks import another, on_ranks
 
 import pyringar as pr
-from pyringar.comm.orders import tree
+from pyringar.comm.orders import engine_order, tree
 
 ORDERS = ("tree", "exact")
 SUMS = ("sum", "mean")
@@ -340,6 +340,12 @@ def test_exact_is_for_sums(op):
             comm.all_reduce(tensors, op)
         with pytest.raises(pr.ArgumentError, match=f"order is 'exact' and op '{op}'"):
             comm.bind(tensors, op)
+
+
+def test_exact_sums_are_refused_where_ranks_are_on_gpus():
+    assert engine_order("direct", "tree", has_gpus=True) == "tree"
+    with pytest.raises(pr.UnsupportedError, match="order is 'exact' and ranks are on GPUs"):
+        engine_order("direct", "exact", has_gpus=True)
 
 
 def test_an_unknown_order_is_named():

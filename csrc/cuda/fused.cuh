@@ -66,27 +66,15 @@ class Folder {
       return begin + (static_cast<std::size_t>(u) * kThreads + thread_index()) * kPackElems;
     };
     const auto is_mine = [&](int u) { return kFull || at(u) < end; };
-    Bytes16 result[kUnroll];
     if constexpr (order == Order::kTree) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) {
-          result[u] = finished(tree<Pack<E>>([&](int r) { return load(r, at(u)); }));
-        }
+        if (!is_mine(u)) continue;
+        const Bytes16 result = finished(tree<Pack<E>>([&](int r) { return load(r, at(u)); }));
+        for (int r = 0; r < table_.num_destinations; ++r) store16(result, destination(r) + at(u));
       }
     } else {
-      Pack<E> sum[kUnroll];
-      add_packs(sum, at, is_mine);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) result[u] = finished(sum[u]);
-      }
-    }
-    for (int r = 0; r < table_.num_destinations; ++r) {
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) store16(result[u], destination(r) + at(u));
-      }
+      add_packs(at, is_mine);
     }
   }
 
@@ -100,8 +88,8 @@ class Folder {
   }
 
   template <typename At, typename IsMine>
-  PYRINGAR_DEVICE void add_packs(Pack<E> (&sum)[kUnroll], const At& at,
-                                 const IsMine& is_mine) const {
+  PYRINGAR_DEVICE void add_packs(const At& at, const IsMine& is_mine) const {
+    Pack<E> sum[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (is_mine(u)) sum[u] = load(0, at(u));
@@ -116,6 +104,17 @@ class Folder {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (is_mine(u)) sum[u].template combine<Op>(Pack<E>::from_elements(bytes[u]));
+      }
+    }
+    Bytes16 result[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (is_mine(u)) result[u] = finished(sum[u]);
+    }
+    for (int r = 0; r < table_.num_destinations; ++r) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (is_mine(u)) store16(result[u], destination(r) + at(u));
       }
     }
   }
@@ -177,8 +176,9 @@ fused_kernel(PYRINGAR_KERNEL_ARG T arguments) {
   fold_tiles<E, Op, Order::kRank>(arguments.view());
 }
 
+// A thread has eight packs at once, of which more blocks would spill some.
 template <typename E, typename Op, typename T>
-PYRINGAR_KERNEL(kThreads, blocks_each(sizeof(typename E::Element)))
+PYRINGAR_KERNEL(kThreads, 2)
 tree_kernel(PYRINGAR_KERNEL_ARG T arguments) {
   fold_tiles<E, Op, Order::kTree>(arguments.view());
 }

@@ -18,6 +18,7 @@ from oracle import (
     positional,
     reduced,
     same_bits,
+    tree_reduced,
 )
 from torch import nn
 
@@ -59,6 +60,19 @@ def test_ops(ranks_of, dtype, op):
             for algorithm in (*NATIVE, "naive", "sharded"):
                 for shifts in (gpu.ALIKE, gpu.APART):
                     gpu.check(ranks_of(world_size), parts, op, algorithm, shifts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [*range(1, 10), 16, 70])
+def test_tree_order(ranks_of, dtype, world_size):
+    comm = ranks_of(world_size)
+    for numel in (37, 257, tile_elems(dtype) + 3):
+        parts = gpu.drawn(numel, dtype, world_size)
+        for op in OPS:
+            tensors = gpu.placed(comm, parts)
+            comm.all_reduce(tensors, op, order="tree")
+            context = f"{op} of {world_size} in tree order"
+            gpu.assert_ranks(tensors, tree_reduced(parts, op), context)
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
