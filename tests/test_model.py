@@ -135,6 +135,7 @@ def test_three_staged_calls_of_three_ranks(check: Check) -> None:
     prove(check, mixes(STAGED, 3), ranks=3, base=WRAPS)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_four_staged_calls(check: Check) -> None:
     prove(check, mixes(pieces("direct", "exchange", most=4), 3), base=WRAPS)
@@ -219,6 +220,7 @@ def test_ring_phases_after_each_other(check: Check) -> None:
     prove(check, ["scatter:1,gather:1,ring:1"], ranks=3, base=WRAPS)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_long_rings(check: Check) -> None:
     prove(check, mixes(pieces("ring", "scatter", "gather"), 2), base=WRAPS)
