@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pyringar.comm.orders import tree as tree_of
+
 __all__ = [
     "EXACT",
     "Region",
@@ -83,10 +85,7 @@ def fold(terms: Sequence[Tree]) -> Tree:
 
 def balanced(terms: Sequence[Tree]) -> Tree:
     """Return the tree of ``order="tree"``: a largest power of two of the terms, plus the rest."""
-    if len(terms) == 1:
-        return terms[0]
-    half = 1 << (len(terms) - 1).bit_length() - 1
-    return join(balanced(terms[:half]), balanced(terms[half:]))
+    return tree_of(terms, join)
 
 
 def _halving(terms: Sequence[Tree]) -> Tree:
