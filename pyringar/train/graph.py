@@ -159,7 +159,7 @@ class GraphStep:
 
     @property
     def momentum(self) -> Momentum:
-        """What the next step goes on with."""
+        """Return what the next step goes on with."""
         return self._eager.momentum
 
     @property

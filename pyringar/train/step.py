@@ -191,7 +191,7 @@ def _compute_rank(
 
 @dataclass(frozen=True)
 class Momentum:
-    """What SGD with momentum goes on with.
+    """Hold what SGD with momentum goes on with.
 
     Attributes:
         share: Of the step before, 0 to below 1.
