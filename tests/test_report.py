@@ -74,7 +74,7 @@ def test_rows_hold_their_spread_and_the_limit(smoke: Report) -> None:
     for results in smoke.sections.values():
         for row in results.rows:
             assert row.min_s <= row.q1_s <= row.median_s <= row.q3_s <= row.max_s
-            if results.section != "bucketing":
+            if results.section not in ("bucketing", "orders"):
                 assert row.limit_s is not None
                 assert row.limit_s > 0
                 assert row.limit_share == pytest.approx(row.limit_s / row.median_s)

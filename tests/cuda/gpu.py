@@ -30,21 +30,21 @@ ALIGNED = (0,)
 ALIKE = (1,)  # vectors, after a head
 APART = (0, 1, 3, 2)  # no common alignment: element by element
 ALIGNMENTS = (ALIGNED, ALIKE, APART)
-POOL_ELEMS = 40_000
+POOL_ROWS, POOL_ELEMS = 16, 40_000
 GUARD_BYTES = 256
 SLEEP_CYCLES = 200_000_000  # a tenth of a second of a GPU's clock
 
 
 @functools.cache
 def pool(dtype):
-    """Random values for 16 ranks, drawn once: drawing takes longer than reducing."""
-    return torch.stack([random(POOL_ELEMS, dtype, 100 + rank) for rank in range(16)])
+    """Random values, drawn once: drawing takes longer than reducing."""
+    return torch.stack([random(POOL_ELEMS, dtype, 100 + row) for row in range(POOL_ROWS)])
 
 
 def drawn(numel, dtype, world_size):
-    """One flat tensor per rank out of the pool, elsewhere for every size."""
-    begin = numel % 61
-    return [pool(dtype)[rank, begin : begin + numel] for rank in range(world_size)]
+    """One flat tensor per rank out of the pool, elsewhere for every size, no two the same."""
+    begins = [numel % 61 + rank // POOL_ROWS for rank in range(world_size)]
+    return [pool(dtype)[i % POOL_ROWS, at : at + numel] for i, at in enumerate(begins)]
 
 
 def lists_of(shapes, dtypes, world_size, seed=0):
