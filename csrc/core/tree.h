@@ -71,25 +71,24 @@ PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf,
   }
 }
 
-// waiting[0] = T(0, num), for up to kTreeGroup << (kMost - 1) leaves: few(sum, lo, n) makes sum
-// T(lo, lo + n), n at most kTreeGroup, and add(sum, right) adds to it. Sums of whole groups wait,
-// the larger ones first, until one of their size stands beside them: a binary counter.
+// T(0, num), for any num, by calls of put(lo, n, to, end) that make slot s[to] of
+// s[to] + (... + (s[end - 1] + T(lo, lo + n))), n at most kTreeGroup; the last call makes s[0].
+// Sums of whole groups wait in slots, the larger ones first, until one of their size stands beside
+// them: a binary counter. m slots are enough for kTreeGroup << m leaves.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable
 #endif
-template <int kMost, typename Value, typename Few, typename Add>
-PYRINGAR_HD_INLINE constexpr void tree_of_any(Value (&waiting)[kMost], int num, const Few& few,
-                                              const Add& add) {
-  int depth = 0;
+template <typename Put>
+PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
   int lo = 0;
-  for (; num - lo >= kTreeGroup; lo += kTreeGroup) {
-    few(waiting[depth++], lo, kTreeGroup);
-    for (int group = lo / kTreeGroup; group % 2 == 1; group /= 2, --depth) {
-      add(waiting[depth - 2], waiting[depth - 1]);
-    }
+  int end = 0;
+  for (; num - lo > kTreeGroup; lo += kTreeGroup) {
+    int to = end;
+    for (int group = lo / kTreeGroup; group % 2 == 1; group /= 2) --to;
+    put(lo, kTreeGroup, to, end);
+    end = to + 1;
   }
-  if (lo < num) few(waiting[depth++], lo, num - lo);
-  for (; depth > 1; --depth) add(waiting[depth - 2], waiting[depth - 1]);
+  put(lo, num - lo, 0, end);
 }
 
 namespace tree_test {
@@ -105,11 +104,13 @@ constexpr std::uint64_t equation(int lo, int hi) {
   return sum_of(equation(lo, mid), equation(mid, hi));
 }
 constexpr bool holds_for(int num) {
-  std::uint64_t waiting[5] = {};
-  tree_of_any(
-      waiting, num, [](std::uint64_t& sum, int lo, int n) { sum = tree_of_few(lo, n, x, sum_of); },
-      [](std::uint64_t& sum, std::uint64_t right) { sum = sum_of(sum, right); });
-  return waiting[0] == equation(0, num);
+  std::uint64_t slots[4] = {};
+  tree_of_any(num, [&](int lo, int n, int to, int end) {
+    std::uint64_t sum = tree_of_few(lo, n, x, sum_of);
+    while (end > to) sum = sum_of(slots[--end], sum);
+    slots[to] = sum;
+  });
+  return slots[0] == equation(0, num);
 }
 constexpr bool holds_up_to(int most) {
   for (int num = 1; num <= most; ++num) {

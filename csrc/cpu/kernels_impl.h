@@ -109,9 +109,10 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
   const auto source = [&](int r) { return static_cast<const Element*>(sources[r]); };
   const auto destination = [&](int r) { return static_cast<Element*>(destinations[r]); };
   constexpr int kCount = Way::template kVectors<L>;
+  // The block inline: as a function of its own it would look up each pointer through its captures.
   for_each_block<L, kCount>(
       n,
-      [&](std::size_t i) {
+      [&](std::size_t i) PYRINGAR_INLINE_LAMBDA {
         Vector sum[kCount];
         Way::template fold<L, Op>(sum, num_sources, divisor != 1,
                                   [&](int r, int u) PYRINGAR_INLINE_LAMBDA {

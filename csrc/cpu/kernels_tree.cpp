@@ -9,13 +9,14 @@ namespace pyringar {
 
 namespace {
 
-constexpr int kMostWaiting = 29;  // for 2^31 sources
+constexpr int kSlots = 28;  // for 2^31 sources
 
-// Trees of kNum leaves; 0: of any number. A vector at a time, so that all of it is in registers.
+// Trees of kNum leaves, a vector at a time, so that all of it is in registers; 0: of any number,
+// where sums wait in memory, and longer stretches of a source make up for the loops.
 template <int kNum>
 struct InTree {
   template <typename L>
-  static constexpr int kVectors = kUnroll<L>;
+  static constexpr int kVectors = kNum == 0 ? 8 : kUnroll<L>;
 
   template <typename L, typename Op, int kCount, typename Load>
   static PYRINGAR_INLINE void fold(typename L::Vector (&sum)[kCount], int num_sources, bool,
@@ -29,20 +30,15 @@ struct InTree {
     if constexpr (kNum > 0) {
       for (int u = 0; u < kCount; ++u) sum[u] = tree_of<kNum>(0, leaf_at(u), add);
     } else {
-      using Vectors = Vector[kCount];
-      Vectors waiting[kMostWaiting];
-      const auto few = [&](Vectors& sums, int lo, int num) PYRINGAR_INLINE_LAMBDA {
-        if (num == kTreeGroup) {
-          for (int u = 0; u < kCount; ++u) sums[u] = tree_of<kTreeGroup>(lo, leaf_at(u), add);
-        } else {
-          for (int u = 0; u < kCount; ++u) sums[u] = tree_of_few(lo, num, leaf_at(u), add);
+      Vector waiting[kSlots][kCount];
+      const auto slot = [&](int i) PYRINGAR_INLINE_LAMBDA { return i == 0 ? sum : waiting[i]; };
+      tree_of_any(num_sources, [&](int lo, int num, int to, int end) PYRINGAR_INLINE_LAMBDA {
+        for (int u = 0; u < kCount; ++u) {
+          Vector total = tree_of_few(lo, num, leaf_at(u), add);
+          for (int i = end; i > to; --i) total = add(slot(i - 1)[u], total);
+          slot(to)[u] = total;
         }
-      };
-      const auto add_all = [&](Vectors& left, const Vectors& right) PYRINGAR_INLINE_LAMBDA {
-        for (int u = 0; u < kCount; ++u) left[u] = add(left[u], right[u]);
-      };
-      tree_of_any(waiting, num_sources, few, add_all);
-      for (int u = 0; u < kCount; ++u) sum[u] = waiting[0][u];
+      });
     }
   }
 };
@@ -68,6 +64,8 @@ void tree_kernel(const void* const* sources, int num_sources, void* const* desti
       return run(&fused_kernel<L, Op, InTree<7>>);
     case 8:
       return run(&fused_kernel<L, Op, InTree<8>>);
+    case 16:
+      return run(&fused_kernel<L, Op, InTree<16>>);
     default:
       return run(&fused_kernel<L, Op, InTree<0>>);
   }

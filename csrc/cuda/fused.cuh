@@ -23,8 +23,8 @@ class Folder {
   static constexpr std::size_t kItem = sizeof(Element);
   static constexpr int kUnroll = packs_per_thread(kItem);
   static constexpr std::size_t kPackElems = 16 / kItem;
-  static constexpr int kMostWaiting = 10;
-  static_assert(LargeTable::kMaxPointers <= kTreeGroup << (kMostWaiting - 1));
+  static constexpr int kSlots = 9;
+  static_assert(LargeTable::kMaxPointers <= kTreeGroup << kSlots);
 
   PYRINGAR_DEVICE Folder(const TableView& table, const Segment& segment)
       : table_(table),
@@ -131,12 +131,13 @@ class Folder {
       }
     };
     if (table_.num_sources <= kTreeGroup) return tree_of_few(0, table_.num_sources, leaf, add);
-    Value waiting[kMostWaiting];
-    tree_of_any(
-        waiting, table_.num_sources,
-        [&](Value& sum, int lo, int num) { sum = tree_of_few(lo, num, leaf, add); },
-        [&](Value& sum, const Value& right) { sum = add(sum, right); });
-    return waiting[0];
+    Value slots[kSlots];
+    tree_of_any(table_.num_sources, [&](int lo, int num, int to, int end) {
+      Value sum = tree_of_few(lo, num, leaf, add);
+      while (end > to) sum = add(slots[--end], sum);
+      slots[to] = sum;
+    });
+    return slots[0];
   }
 
   PYRINGAR_DEVICE void fold_elements(std::size_t begin, std::size_t end) const {
