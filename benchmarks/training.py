@@ -11,6 +11,8 @@ Each candidate runs over the same images, batch by batch, an epoch of four steps
     ringar          pyringar's Trainer, as `pyringar train` runs it, with its checks of replicas:
                     CPU ranks compute at the same time, each with a share of torch's threads
     ringar, turns   the same with `--in-turns`: one rank after the other, each with all threads
+    ringar, shards  the same with `--shards 8`: eight parts of every batch, each computed by itself,
+                    with the same bits on any of these numbers of ranks
     nn.DataParallel where k GPUs are there: on CPUs it runs the plain module, on one rank
 
 LeNet and ResNet-18 on two ranks are measured again beside a process of this script's that keeps one
@@ -141,16 +143,14 @@ class TorchDataParallel(TorchLoop):
 class Ringar:
     """The trainer, an epoch at a time."""
 
-    def __init__(
-        self, model: str, devices: Sequence[str], data: ImageData, in_turns: bool | None = None
-    ) -> None:
+    def __init__(self, model: str, devices: Sequence[str], data: ImageData, **options: Any) -> None:
         config = TrainConfig(
             devices=list(devices),
             epochs=1,
             lr=LR,
             lr_schedule="constant",
             seed=SEED,
-            in_turns=in_turns,
+            **options,
             **MODELS[model],
         )
         self._trainer = Trainer(config, data)
@@ -167,6 +167,7 @@ LOOPS = {
     "book": Book,
     "ringar": Ringar,
     "ringar, turns": functools.partial(Ringar, in_turns=True),
+    "ringar, shards": functools.partial(Ringar, shards=8),
     "nn.DataParallel": TorchDataParallel,
 }
 
@@ -209,7 +210,7 @@ def run_case(run: Run, case: Case) -> None:
         # Rounding depends on a rank's number of threads: for the check all have the same.
         share = max(1, torch.get_num_threads() // case.world_size)
         for name, loop in loops.items():
-            with torch_threads(None if name == "ringar" else share):
+            with torch_threads(None if name in ("ringar", "ringar, shards") else share):
                 loop.epoch_s()
         correct = check(loops)
         if model != case.name:
@@ -258,8 +259,8 @@ def check(loops: dict[str, Any]) -> dict[str, bool]:
         for params in loop.replicas[1:]:
             pairs = zip(params, first, strict=True)
             is_right &= all(torch.equal(p.detach().cpu(), q.detach().cpu()) for p, q in pairs)
-        # The undivided batch has other statistics in batch norm than shards: other numbers.
-        if name != "undivided":
+        # Batch norm has statistics of its own for every part: other numbers for other parts.
+        if name not in ("undivided", "ringar, shards"):
             pairs = zip(first, book, strict=True)
             is_right &= all(torch.allclose(p, q, rtol=1e-3, atol=1e-4) for p, q in pairs)
         found[name] = is_right
