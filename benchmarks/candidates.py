@@ -292,6 +292,7 @@ _ALL = (
         *("ringar", "pyringar", _BLUE, "o"),
         calls={"ddp": with_ddp},
     ),
+    _ours("ringar, shards", "pyringar", _GREEN, "P"),
 )
 CANDIDATES = {candidate.name: candidate for candidate in _ALL}
 

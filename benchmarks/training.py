@@ -297,7 +297,7 @@ BENCHMARK = Benchmark(
     about="From the batch to updated parameters; parameters checked against the book's. The limit, "
     "`undivided`, is the whole batch on one replica: all of the arithmetic and no communication. "
     "`book` reduces each parameter through rank 0 after backward; `ringar, turns` computes one "
-    "rank after the other.",
+    "rank after the other; `ringar, shards` eight parts of it one by one, a thread per rank.",
     baseline=("book",),
     limit="undivided",
     efforts={"full": Effort(25, 20.0), "quick": Effort(5, 1.0), "smoke": Effort(5, 0.0)},
