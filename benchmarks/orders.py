@@ -127,9 +127,8 @@ def cases_of(effort: str) -> list[Case]:
         return grid((4 * KIB, MIB, 16 * MIB), (4,)) + grid((16 * MIB,), (4,), "bf16")
     sizes = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
     halves = [case for dtype in ("bf16", "fp16") for case in grid((MIB, 16 * MIB), (4, 8), dtype)]
-    many = [
-        case for dtype in ("fp32", "bf16", "fp16") for case in grid((64 * KIB, MIB), (16,), dtype)
-    ]
+    dtypes = ("fp32", "bf16", "fp16")
+    many = [case for dtype in dtypes for case in grid((64 * KIB, MIB), (12, 16), dtype)]
     return merged(grid(sizes, (2, 4, 8)) + halves + many + grid((16 * MIB,), (4, 8), "fp64"))
 
 
