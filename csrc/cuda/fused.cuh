@@ -67,7 +67,6 @@ class Folder {
     };
     const auto is_mine = [&](int u) { return kFull || at(u) < end; };
     if constexpr (order == Order::kTree) {
-#pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (!is_mine(u)) continue;
         const Bytes16 result = finished(tree<Pack<E>>([&](int r) { return load(r, at(u)); }));
