@@ -154,6 +154,15 @@ def test_exact_sums_of_numbers_that_fast_paths_lose(comm_of, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_exact_sum_that_a_fast_path_loses_alone(comm_of, dtype):
+    apart = 131  # more than a block has, and odd: each is at another place of its block
+    parts = [torch.ones(apart * apart, dtype=dtype) for _ in range(5)]
+    for part, hard in zip(parts, masked(apart, dtype, 5), strict=True):
+        part[::apart] = hard
+    check(comm_of(5), parts, "sum", "exact")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_exact_sums_of_ordinary_numbers(comm_of, dtype):
     for k in (2, 3, 8):
         generator = torch.Generator().manual_seed(k)

@@ -91,7 +91,7 @@ constexpr FusedKernel with_loops_for(std::integer_sequence<int, kNums...>) {
   return &tree_kernel<L, Op, kNums...>;
 }
 
-// Of products, which nobody is in a hurry for, only the short ones have loops of their own.
+// Products are rare: loops of their own for more than three would take a third of the compilation.
 template <DType dtype>
 FusedKernel kernel_of(ReduceOp op) {
   using L = FusedLanesOf<dtype>;
