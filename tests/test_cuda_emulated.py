@@ -29,7 +29,8 @@ from test_stress import (
 )
 
 EMULATED = STRESS / "cuda"
-TEST_SOURCES = [*sorted(EMULATED.glob("*.cpp")), STRESS / "check.cpp", STRESS / "oracle.cpp"]
+SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "rounds")]
+TEST_SOURCES = [*sorted(EMULATED.glob("*.cpp")), *SHARED]
 KERNEL_HEADERS = sorted(
     [*(CSRC / "cuda").glob("*.cuh"), CSRC / "cuda/args.h", CSRC / "cuda/table.h"]
 )

@@ -188,7 +188,7 @@ def test_a_failing_check_ends_it_and_says_how_to_repeat_it(
     program = stress(PLAIN)
     assert execute(PLAIN, program, "--only", "nothing").returncode == 2
     assert execute(PLAIN, program, "--bogus").returncode == 2
-    done = execute(PLAIN, program, "--planted-failure", "--seed", 7)
+    done = execute(PLAIN, program, "--seed", 7, "--planted-failure")
     assert done.returncode == 1
     assert "stress.cpp" in done.stdout
     assert "CHECK(two + two == 5) failed: 4" in done.stdout
