@@ -6,7 +6,7 @@
 //           * n. A destination may be one of the sources: each element is read before it is
 //           written, by the same thread.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda
+// Tests     tests/cpp/cuda/fused_test.cpp, tests/ptx, tests/cuda
 #pragma once
 
 #include "core/fold.h"

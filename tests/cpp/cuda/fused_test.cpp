@@ -30,11 +30,12 @@ class FusedPart {
   FusedPart(Random& random, const FusedCall& call, std::size_t numel)
       : call_(call),
         numel_(numel),
-        inputs_(random, call.dtype, static_cast<std::size_t>(call.num_sources), numel, any(random)),
+        inputs_(random, call.dtype, static_cast<std::size_t>(call.num_sources), numel, any(random),
+                "the input"),
         fresh_(
             random, call.dtype,
             call.outputs == Outputs::kFresh ? static_cast<std::size_t>(call.num_destinations) : 0,
-            numel, any(random)) {
+            numel, any(random), "the output") {
     // Some inputs: a list of its own, in an order of its own.
     for (int i = 0; call.outputs == Outputs::kSomeInputs && i < call.num_destinations; ++i) {
       some_.push_back(inputs_[static_cast<std::size_t>(call.num_sources - 1 - i)]);

@@ -4,6 +4,7 @@
 #include "cuda/ring.cuh"
 
 #include <algorithm>
+#include <span>
 
 #include "emulated.h"
 
@@ -19,39 +20,41 @@ using cuda::RingArgs;
 using cuda::RingPorts;
 using emulator::Launch;
 
-// Slots lie this far apart and pieces are cut for less: what is between must stay as it was.
-constexpr std::uint32_t kSlotBytes = 320;
-constexpr std::uint32_t kUsedSlotBytes = 256;
+// Pieces are cut for so much less than a slot: what is between must stay as it was.
+constexpr std::uint32_t kUnusedSlotBytes = 64;
 constexpr std::uint32_t kCanaryWord = 0xa5a5a5a5;
+
+struct RingShape {
+  int world_size;
+  int num_channels;
+  std::uint32_t slot_bytes;
+  int most_devices = 3;
+};
 
 // One collective of one phase: numbers in, numbers expected.
 struct RingCall {
-  RingCall(Random& random, int world_size, int max_channels)
+  RingCall(Random& random, const RingShape& shape, std::size_t numel)
       : phases(static_cast<RingPhases>(random.below(3))),
         op(phases == RingPhases::kAllGather ? ReduceOp::kSum : random_op(random)),
-        divisor(op == ReduceOp::kMean ? world_size : 1),
+        divisor(op == ReduceOp::kMean ? shape.world_size : 1),
         dtype(random_dtype(random)),
-        numel(random_size(random, world_size)),
+        numel(numel),
         in_place(phases == RingPhases::kAllReduce && random.one_in(2)),
-        num_channels(random.between(1, max_channels)),
-        num_threads(static_cast<unsigned>(random.between(1, 3))) {
-    const std::size_t most = kUsedSlotBytes / partial_bytes(dtype) - cuda::kSlotSpareElems;
-    piece_elems = random.one_in(3) ? 1 + random.below(most) : most;
-    for (int rank = 0; rank < world_size; ++rank) {
-      const std::size_t own = chunk_range(numel, world_size, rank).size();
+        num_channels(random.between(1, shape.num_channels)),
+        num_threads(ring_threads(random)) {
+    const std::size_t most = (shape.slot_bytes - kUnusedSlotBytes) / partial_bytes(dtype);
+    piece_elems = most - cuda::kSlotSpareElems;
+    if (random.one_in(3)) piece_elems = 1 + random.below(piece_elems);
+    for (int rank = 0; rank < shape.world_size; ++rank) {
+      const std::size_t own = chunk_range(numel, shape.world_size, rank).size();
       inputs.emplace_back(random, dtype, 1, phases == RingPhases::kAllGather ? own : numel,
-                          random_addresses(random));
+                          random_addresses(random), join("", "the input of rank ", rank));
       if (in_place) continue;
       outputs.emplace_back(random, dtype, 1, phases == RingPhases::kReduceScatter ? own : numel,
-                           random_addresses(random));
+                           random_addresses(random), join("", "the output of rank ", rank));
     }
   }
 
-  // Mostly a few pieces per channel.
-  static std::size_t random_size(Random& random, int world_size) {
-    const auto k = static_cast<std::size_t>(world_size);
-    return random.one_in(4) ? random.below(2 * k) : random.below(k * (random.one_in(4) ? 600 : 90));
-  }
   void* output(int rank) const {
     return (in_place ? inputs : outputs)[static_cast<std::size_t>(rank)][0];
   }
@@ -76,6 +79,13 @@ struct RingCall {
   std::deque<Tensors> inputs;
   std::deque<Tensors> outputs;
 };
+
+// Mostly a few pieces per channel.
+std::size_t random_size(Random& random, int world_size, std::uint32_t slot_bytes) {
+  const auto k = static_cast<std::size_t>(world_size);
+  if (random.one_in(4)) return random.below(2 * k);
+  return random.below(k * (slot_bytes / 4 + (random.one_in(4) ? 500 : 0)));
+}
 
 std::vector<std::byte> RingCall::expected() const {
   std::vector<const void*> sources;
@@ -112,14 +122,13 @@ void RingCall::check() const {
 // Ranks on devices, links wired as in cuda/ring_links.cpp.
 class RingDevices {
  public:
-  RingDevices(Random& random, int world_size, int num_channels, std::uint32_t base,
-              std::uint64_t timeout_ns);
+  RingDevices(Random& random, const RingShape& shape, std::uint32_t base, std::uint64_t timeout_ns);
 
   RingArgs args(std::size_t device, const RingCall& call, int withheld);
   std::size_t num_devices() const { return ranks_.size(); }
   const std::vector<int>& ranks(std::size_t device) const { return ranks_[device]; }
   const Failure& failure(std::size_t device) const { return failures_[device]; }
-  std::uint32_t num_slots() const { return num_slots_; }
+  std::uint32_t slot_bytes() const { return slot_bytes_; }
   // All counters of a channel have moved on by this much.
   void check_counters(int channel, std::uint32_t wanted) const;
   void check_slots() const;
@@ -127,9 +136,11 @@ class RingDevices {
  private:
   static std::size_t at(int channel) { return static_cast<std::size_t>(channel * kFlagStride); }
   RingPorts ports(int rank, const std::vector<int>& local);
+  void share() const;
 
   const int world_size_;
   const std::uint32_t num_slots_;
+  const std::uint32_t slot_bytes_;
   const std::uint64_t timeout_ns_;
   std::vector<std::vector<int>> ranks_;            // by device, none empty
   std::vector<std::vector<Bytes16>> slots_;        // by reading rank
@@ -141,15 +152,18 @@ class RingDevices {
   std::vector<Failure> failures_;
 };
 
-RingDevices::RingDevices(Random& random, int world_size, int num_channels, std::uint32_t base,
+RingDevices::RingDevices(Random& random, const RingShape& shape, std::uint32_t base,
                          std::uint64_t timeout_ns)
-    : world_size_(world_size), num_slots_(ring_num_slots(world_size)), timeout_ns_(timeout_ns) {
-  ranks_.resize(static_cast<std::size_t>(random.between(1, 3)));
-  const auto channels = static_cast<std::size_t>(num_channels);
+    : world_size_(shape.world_size),
+      num_slots_(ring_num_slots(shape.world_size)),
+      slot_bytes_(shape.slot_bytes),
+      timeout_ns_(timeout_ns) {
+  ranks_.resize(static_cast<std::size_t>(random.between(1, shape.most_devices)));
+  const auto channels = static_cast<std::size_t>(shape.num_channels);
   const Bytes16 canary = {{kCanaryWord, kCanaryWord, kCanaryWord, kCanaryWord}};
-  for (int rank = 0; rank < world_size; ++rank) {
+  for (int rank = 0; rank < world_size_; ++rank) {
     ranks_[random.below(ranks_.size())].push_back(rank);
-    slots_.emplace_back(channels * num_slots_ * kSlotBytes / sizeof(Bytes16), canary);
+    slots_.emplace_back(channels * num_slots_ * slot_bytes_ / sizeof(Bytes16), canary);
     for (auto* counters : {&flags_, &taken_, &bases_}) {
       counters->push_back(flags_from(base, channels));
     }
@@ -161,6 +175,24 @@ RingDevices::RingDevices(Random& random, int world_size, int num_channels, std::
   }
   gave_up_.resize(ranks_.size());
   failures_.resize(ranks_.size());
+  share();
+}
+
+void RingDevices::share() const {
+  const auto share = [](const auto& of, const char* name, const char* whose, std::size_t i) {
+    share_memory(of.data(), of.size() * sizeof of[0], join("", name, " of ", whose, " ", i));
+  };
+  for (std::size_t rank = 0; rank < slots_.size(); ++rank) {
+    share(slots_[rank], "slots", "rank", rank);
+    share(flags_[rank], "flags", "rank", rank);
+    share(taken_[rank], "taken flags", "rank", rank);
+    share(bases_[rank], "counts", "rank", rank);
+  }
+  for (std::size_t device = 0; device < ranks_.size(); ++device) {
+    share(ports_[device], "ports", "device", device);
+    share(std::span(&gave_up_[device], 1), "patience", "device", device);
+    share(std::span(&failures_[device], 1), "failure", "device", device);
+  }
 }
 
 RingPorts RingDevices::ports(int r, const std::vector<int>& local) {
@@ -188,7 +220,7 @@ RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withhel
   args.numel = call.numel;
   args.piece_elems = static_cast<std::uint32_t>(call.piece_elems);
   args.num_slots = num_slots_;
-  args.slot_bytes = kSlotBytes;
+  args.slot_bytes = slot_bytes_;
   args.world_size = world_size_;
   args.num_channels = call.num_channels;
   args.divisor = call.divisor;
@@ -215,7 +247,7 @@ void RingDevices::check_counters(int channel, std::uint32_t wanted) const {
 void RingDevices::check_slots() const {
   for (const std::vector<Bytes16>& slots : slots_) {
     for (std::size_t i = 0; i < slots.size(); ++i) {
-      if (i * sizeof(Bytes16) % kSlotBytes < kUsedSlotBytes) continue;
+      if (i * sizeof(Bytes16) % slot_bytes_ < slot_bytes_ - kUnusedSlotBytes) continue;
       for (const std::uint32_t word : slots[i].word) {
         CHECK(word == kCanaryWord, "a piece was written past the end of its slot");
       }
@@ -272,21 +304,19 @@ std::string check_failures(const RingDevices& devices, int world_size, int absen
 
 std::string withhold_rank(Random& random, int world_size, int absent) {
   constexpr double kTimeoutSeconds = 0.3;
-  const int num_channels = random.between(1, 2);
+  const RingShape shape{world_size, random.between(1, 2), ring_slot_bytes(random)};
   const std::uint32_t base = random_base(random);
-  RingDevices devices(random, world_size, num_channels, base,
-                      static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
-  RingCall call(random, world_size, num_channels);
-  while (call.numel < static_cast<std::size_t>(2 * world_size)) {
-    call = RingCall(random, world_size, num_channels);
-  }
+  RingDevices devices(random, shape, base, static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
+  const RingCall call(
+      random, shape,
+      2 * static_cast<std::size_t>(world_size) + random_size(random, world_size, shape.slot_bytes));
   std::vector<std::vector<Launch>> streams;
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     streams.push_back({launch_of(devices, d, call, absent)});
   }
-  const Stopwatch stopwatch;
+  const std::uint64_t begin_ns = emulator::now_ns();
   emulator::run_streams(random, streams);
-  const double seconds = stopwatch.seconds();
+  const double seconds = 1e-9 * static_cast<double>(emulator::now_ns() - begin_ns);
   CHECK(seconds >= kTimeoutSeconds, "gave up after ", seconds, " s");
   if (seconds > 2 * kTimeoutSeconds) return join("gave up after ", seconds, " s");
   return check_failures(devices, world_size, absent, base);
@@ -299,24 +329,20 @@ void check_later_steps_wait_longer() {
   std::uint32_t gave_up = 0;
   Failure failure{};
   const cuda::Patience patience{1'000'000, &gave_up, &failure, -1};
-  const Stopwatch stopwatch;
+  const std::uint64_t begin_ns = emulator::now_ns();
   CHECK(!cuda::spin(flag, cuda::Scope::kDevice, 1, kStep, patience, [](Failure&) {}),
         "nothing was signalled");
-  const double least = 1e-3 + 1e-9 * static_cast<double>(kStep * cuda::kNsPerStep);
-  CHECK(stopwatch.seconds() >= least, "gave up after ", stopwatch.seconds(), " s");
+  const std::uint64_t waited_ns = emulator::now_ns() - begin_ns;
+  CHECK(waited_ns >= patience.timeout_ns + kStep * cuda::kNsPerStep, "gave up after ", waited_ns,
+        " ns");
 }
 
-}  // namespace
-
-void ring_round(Random& random) {
-  const int world_size = random_world_size(random);
-  const int num_channels = random.between(1, world_size > 5 ? 2 : 3);
+// Call after call on the same links.
+void run_calls(Random& random, const RingShape& shape, const std::vector<std::size_t>& sizes) {
   const std::uint32_t base = random_base(random);
-  RingDevices devices(random, world_size, num_channels, base, kLongNs);
+  RingDevices devices(random, shape, base, kLongNs);
   std::deque<RingCall> calls;
-  for (int i = random.between(1, 4); i > 0; --i) {
-    calls.emplace_back(random, world_size, num_channels);
-  }
+  for (const std::size_t numel : sizes) calls.emplace_back(random, shape, numel);
   std::vector<std::vector<Launch>> streams(devices.num_devices());
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     for (const RingCall& call : calls) {
@@ -326,14 +352,34 @@ void ring_round(Random& random) {
   emulator::run_streams(random, streams);
   for (const RingCall& call : calls) call.check();
   devices.check_slots();
-  for (int channel = 0; channel < num_channels; ++channel) {
+  for (int channel = 0; channel < shape.num_channels; ++channel) {
     std::uint32_t wanted = base;
     for (const RingCall& call : calls) {
-      if (channel < call.num_channels) wanted += call.num_messages(world_size, channel);
+      if (channel < call.num_channels) wanted += call.num_messages(shape.world_size, channel);
     }
     devices.check_counters(channel, wanted);
   }
 }
+
+}  // namespace
+
+void ring_round(Random& random) {
+  const int world_size = random_world_size(random);
+  const int num_channels = random.between(1, world_size > 5 ? 2 : 3);
+  const std::uint32_t slot_bytes = ring_slot_bytes(random);
+  std::vector<std::size_t> sizes;
+  for (int i = random.between(1, 4); i > 0; --i) {
+    sizes.push_back(random_size(random, world_size, slot_bytes));
+  }
+  run_calls(random, {world_size, num_channels, slot_bytes}, sizes);
+}
+
+void ring_tiny_round(Random& random, int world_size) {
+  const auto numel = static_cast<std::size_t>(random.between(world_size, 2 * world_size));
+  run_calls(random, {world_size, 1, 320}, {numel});
+}
+
+void ring_picture_round(Random& random) { run_calls(random, {4, 1, 1 << 16, 1}, {4 * 2'048}); }
 
 void ring_withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
