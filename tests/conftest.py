@@ -40,7 +40,7 @@ LONG = (
     *("test_api_reference", "test_busy", "test_train_output", "test_train_processes", "test_docs"),
 )
 # What a plain `pytest` takes, about: seconds times cores.
-WORK_S = 520
+WORK_S = 460
 MOST_WORKERS = 8  # each imports torch, and tests have several ranks
 _LAST_RUN = "pyringar/last run"
 _DEFAULT = "not slow"

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from cases import mostly_slow
 from oracle import (
     ALGORITHMS,
     DTYPES,
@@ -123,7 +124,7 @@ def test_positions(comm_of, dtype):
 
 @pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("algorithm", NATIVE)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
 def test_around_block_boundaries(comm_of, dtype, algorithm):
     """Large enough for several threads; the last block full, short by one, over by one."""
     block = limit_bytes("fused_block") // dtype.itemsize
@@ -141,7 +142,7 @@ def test_around_block_boundaries(comm_of, dtype, algorithm):
 
 
 @pytest.mark.usefixtures("two_torch_threads")
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", mostly_slow(ALGORITHMS, "ring", "fused"))
 def test_several_mebibytes(comm_of, algorithm):
     for dtype, world_size, numel in [
         (torch.float32, 3, 1_000_003),

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from cases import mostly_slow
 from torch import Tensor
 
 from pyringar.audit.probes import DTYPES, evaluate, exact_sum, find_order, rounding_of, wide_values
@@ -87,7 +88,7 @@ def order(report: Report) -> tuple[str, str]:
 # -- orders ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_slow(range(20), *range(8)))
 def test_a_random_tree_over_five_ranks_is_recovered_and_called_what_it_is(seed):
     tree = random_tree(5, seed)
     names = {t: name for name, t in reversed(named_trees(5).items())}
@@ -101,7 +102,7 @@ def test_a_random_tree_over_five_ranks_is_recovered_and_called_what_it_is(seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("k", [2, 3, 4, 7, 12])
+@pytest.mark.parametrize("k", mostly_slow([2, 3, 4, 7, 12], 3, 7))
 def test_trees_are_recovered_in_every_type(k, dtype):
     """Whatever is rounded, at each add or once in the end."""
     for seed in range(4):
@@ -132,7 +133,7 @@ def test_groups_of_ranks_tell_the_tree(k):
         (lambda d: ring(d, 0), "ring", "chunk c adds ranks c, c+1, ... (mod 5)"),
         (lambda d: ring(d, 4, -1), "ring", "chunk c adds ranks c-1, c-2, ... (mod 5)"),
         (lambda d: ring(d, 3, -1), "ring", "chunk c adds ranks c-2, c-3, ... (mod 5)"),
-        (exact_sum, EXACT, "no partial sum is rounded"),
+        pytest.param(exact_sum, EXACT, "no partial sum is rounded", marks=pytest.mark.slow),
     ],
 )
 def test_known_orders_are_named(total, name, detail):
@@ -230,6 +231,7 @@ def test_wrong_sums_are_no_sums():
 # -- rounding --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_where_16_bits_are_rounded():
     tree = balanced(range(5))
     once = audited(lambda d: added(tree, d, inner_sums([Region(0, 1, tree)])))

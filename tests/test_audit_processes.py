@@ -50,6 +50,7 @@ def folder_of(ranks: Ranks) -> str:
 # -- libraries -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gloo_adds_around_the_ring():
     """Two ranks have one order; with three and four the ring shows, from the size of k on."""
     with Ranks("gloo", 4) as gloo:
@@ -74,6 +75,7 @@ def test_gloo_in_full(k):
     assert "failed" not in verdicts.values()
 
 
+@pytest.mark.slow
 def test_ringar_keeps_the_order_it_promises():
     with Ranks("ringar", 3, order="rank") as ringar:
         assert "order=rank" in ringar.name
@@ -151,6 +153,7 @@ def test_a_rank_that_is_killed_is_named_and_new_ones_are_started():
     assert ranks_running(folder) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named_and_all_are_ended():
     with Ranks("gloo", 2, timeout_s=1.0) as gloo:
         gloo.reduce(SUM)
@@ -162,6 +165,7 @@ def test_a_rank_that_does_not_answer_is_named_and_all_are_ended():
         assert ranks_running(folder) == []
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_is_told_and_the_ranks_go_on():
     with Ranks("gloo", 2) as gloo:
         folder = folder_of(gloo)
@@ -171,6 +175,7 @@ def test_what_a_rank_raises_is_told_and_the_ranks_go_on():
         assert folder_of(gloo) == folder
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_an_auditor_that_is_killed(tmp_path):
     script = """
         import time, torch
@@ -193,6 +198,7 @@ def test_no_rank_outlives_an_auditor_that_is_killed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_ranks(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "pyringar", "audit", "gloo", "--ranks", "2"]
@@ -207,6 +213,7 @@ def test_ctrl_c_ends_the_ranks(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_start_say_why():
     with pytest.raises(TargetError, match=r"did not start: .*invalid|did not start: .*nonsense"):
         Ranks("ringar", 2, order="nonsense").reduce(SUM)
@@ -246,6 +253,7 @@ def test_the_command_prints_a_table_or_a_document(solution, capfd):
     assert (document["target"], document["ranks"]) == ("solution.py:allreduce", 5)
 
 
+@pytest.mark.slow
 def test_a_function_that_never_returns_ends(solution, capfd):
     words = ["audit", f"{solution}:mute", "--ranks", "2", "--sizes", "8", "--timeout", "0.5"]
     assert main(words) == 0
@@ -283,6 +291,7 @@ def test_nccl_without_gpus_says_what_is_missing(capfd):
     assert "--ranks is 2, but nccl needs a GPU for each, and there are" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_inputs_are_left_as_they_are():
     inputs = wide_values(2, 100, torch.float32)
     before = [x.clone() for x in inputs]

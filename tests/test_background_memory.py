@@ -154,6 +154,7 @@ assert not comm._in_flight
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["ranks in one process", pytest.param("one rank", marks=pytest.mark.slow)]
 )

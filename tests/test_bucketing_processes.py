@@ -31,6 +31,7 @@ from bucketing_nets import (
     summed,
     vectors,
 )
+from cases import mostly_slow
 from ranks import Crew, Died
 from torch import Tensor, nn
 
@@ -226,7 +227,7 @@ def assert_same(got: list[Grads], wanted: list[Grads]) -> None:
                 assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), (step, i)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_of_one_process_with_all_ranks(pools, case, world_size):
     for options in (

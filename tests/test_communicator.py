@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cases import mostly_slow
 from process_checks import exit_code_of, settled, thread_ids
 
 import pyringar as pr
@@ -182,7 +183,7 @@ def test_inference_tensors_work():
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", mostly_slow([0, 1, 2], 1))
 def test_a_late_rank_is_named_and_the_communicator_refuses(algorithm, late):
     with pr.Communicator(["cpu"] * 3, timeout=0.3) as comm:
         comm.all_reduce(ranks(3), algorithm=algorithm)

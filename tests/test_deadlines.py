@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import mostly_slow
 from oracle import assert_bits
 from ranks import LONG_S, Crew, Outcome, Rank, value_of
 
@@ -150,6 +151,7 @@ def test_a_long_call_in_one_process_is_not_late(new_crew, algorithm):
     make_it_long(new_crew(1), prepare_in_process, reduce_in_process, algorithm=algorithm)
 
 
+@pytest.mark.slow
 def test_a_group_that_was_stopped_as_a_whole_goes_on(joined_crew):
     """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
     crew = joined_crew(3, timeout=TIMEOUT_S)
@@ -251,6 +253,7 @@ def wait_for_the_last(state, pauses_s: list[float], timeout: float | None = None
     return [told, works[-1].is_completed(), works[-1].exception() is None]
 
 
+@pytest.mark.slow
 def test_a_wait_has_no_deadline_of_its_own(joined_crew):
     """Each call is in time, all of them together take longer than the timeout."""
     crew = joined_crew(2, timeout=2 * TIMEOUT_S)
@@ -270,7 +273,9 @@ def test_the_engine_says_who_was_late_and_not_the_wait(joined_crew):
     assert f"waited for rank 1 (process {crew[1].pid} on " in outcome.text
 
 
-@pytest.mark.parametrize(("calls", "state"), [(1, "begun"), (3, "queued")])
+@pytest.mark.parametrize(
+    ("calls", "state"), mostly_slow([(1, "begun"), (3, "queued")], (3, "queued"))
+)
 def test_a_wait_that_ends_early_says_what_it_waits_for(joined_crew, calls, state):
     crew = joined_crew(2, timeout=LONG_S)
     crew[0].start(wait_for_the_last, pauses_s=[0.0] * calls, timeout=0.3)

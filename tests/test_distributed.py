@@ -105,6 +105,7 @@ def test_peer_lost(how):
     assert seconds < 5, "long before the deadline"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["sync", *(pytest.param(how, marks=pytest.mark.slow) for how in ("async", "future"))]
 )
@@ -128,6 +129,7 @@ def test_mismatch(case, how):
         assert all(error[0] != "none" for error in again), "a group that failed goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ringar", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["killed", "sleeping"])
 def test_data_parallel_fails(what, backend):
@@ -185,6 +187,7 @@ torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))(x.expand(2)).su
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["not_destroyed", *(pytest.param(how, marks=pytest.mark.slow) for how in [*EXITS][1:])]
 )

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import mostly_slow
 from doc_pages import Command, blocks_of, changed, check_printed, commands_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +122,9 @@ def check_commands(page: Path, commands: list[Command], folder: Path) -> None:
         check_printed(page, command.line, expected, printed)
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", mostly_slow(WITH_CODE, DOCS / "hand-written-loop.md"), ids=lambda page: page.name
+)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     run_python(page, tmp_path)
 

@@ -222,8 +222,14 @@ def test_torchvision_itself_downloads_and_verifies(mirror, tmp_path, monkeypatch
     [
         ("ModuleNotFoundError", "No module named torchvision", "`pip install torchvision`"),
         ("RuntimeError", "operator nms does not exist", r"built for another torch"),
-        ("OSError", "libcudart.so.99: cannot open", r"built for another torch"),
-        ("ImportError", "undefined symbol", "--force-reinstall torch=="),
+        pytest.param(
+            *("OSError", "libcudart.so.99: cannot open", r"built for another torch"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("ImportError", "undefined symbol", "--force-reinstall torch=="),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_torchvision_that_cannot_be_imported_is_explained(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from cases import mostly_slow
 from programs import programs, run_programs
 
 from pyringar.engine import load
@@ -49,6 +50,7 @@ print("parent", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_newest_first_whatever_one_raises_and_only_by_its_maker():
     [done] = run_programs(CLOSING, [])
     before, parent = done.stdout.split("parent\n")
@@ -124,6 +126,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "size"),
     [
@@ -169,7 +172,11 @@ exits.close_at_exit(owner, Owner.close, abort=Owner.abort, progress=Owner.progre
 
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [("goes on", ["close"]), ("stands still", ["abort", "close"]), ("is over", ["close"])],
+    [
+        pytest.param("goes on", ["close"], marks=SLOW),
+        pytest.param("stands still", ["abort", "close"], marks=SLOW),
+        ("is over", ["close"]),
+    ],
 )
 def test_what_goes_on_is_waited_for_and_what_stands_still_is_aborted(what, expected):
     [done] = run_programs(STILL, [what])
@@ -228,8 +235,8 @@ HOWS = ["communicator", "group", "gloo's", "machines"]
 @pytest.mark.parametrize(
     ("how", "end"),
     [
-        *((how, "raise") for how in HOWS[:2]),
-        *(pytest.param(how, "raise", marks=SLOW) for how in HOWS[2:]),
+        (HOWS[0], "raise"),
+        *(pytest.param(how, "raise", marks=SLOW) for how in HOWS[1:]),
         *(pytest.param(how, "exit", marks=SLOW) for how in HOWS[1:]),
     ],
 )
@@ -247,7 +254,7 @@ def test_a_program_that_fails_waits_for_nobody(how, end, tmp_path):
     assert ("ranks [0] of the other machines" if how == "machines" else "rank 0 (process") in output
 
 
-@pytest.mark.parametrize("how", [*HOWS[:2], *(pytest.param(how, marks=SLOW) for how in HOWS[2:])])
+@pytest.mark.parametrize("how", mostly_slow(HOWS, HOWS[0]))
 def test_a_program_that_ends_waits_for_a_peer_that_is_a_little_late(how, tmp_path):
     with ending(tmp_path, how, "end") as (first, late):
         assert first.stdout.readline() == "ends\n"
@@ -297,6 +304,7 @@ step()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("why", "error"),
     [

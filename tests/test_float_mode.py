@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from cases import mostly_slow
 from oracle import ALGORITHMS, FLOATS, assert_all_ranks, expected, positional
 
 import pyringar as pr
@@ -52,7 +53,7 @@ def denormals(numel, dtype, rank):
 
 
 @pytest.mark.usefixtures("two_torch_threads")
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", mostly_slow(ALGORITHMS, "ring", "fused"))
 def test_denormals_in_the_callers_mode(comm_of, algorithm):
     """Many elements too, which torch computes in threads that have a mode of their own."""
     for dtype, numel in itertools.product(FLOATS, (1009, 36_003)):

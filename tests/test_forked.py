@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_slow
 from process_checks import LARGE
 
 import pyringar as pr
@@ -227,6 +228,7 @@ def reduce_large(state) -> None:
 # -- while threads are in the engine ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_children_of_a_process_whose_threads_call():
     """A lock that some thread holds at the fork stays locked: no method may want it."""
     load.engine()
@@ -326,7 +328,7 @@ def on_rank_forks_in_a_handler(state, wait: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("wait", ["call", "turn", "thread", "close"])
+@pytest.mark.parametrize("wait", mostly_slow(["call", "turn", "thread", "close"], "call"))
 def test_a_handler_forks_while_a_rank_waits(joined_crew, wait):
     """The child returns into the wait, which is not its own: it says so, and changes nothing."""
     crew = joined_crew(2, timeout=60)
@@ -334,7 +336,7 @@ def test_a_handler_forks_while_a_rank_waits(joined_crew, wait):
     assert "a signal handler has called fork() while" in said
 
 
-@pytest.mark.parametrize("wait", ["turn", "close"])
+@pytest.mark.parametrize("wait", mostly_slow(["turn", "close"], "turn"))
 def test_a_handler_forks_while_one_process_waits(wait):
     with pr.Communicator(["cpu"] * 2) as comm:
         comm._group.delay_rank(1, 1.5)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -143,7 +144,7 @@ def run_file(checker: Checker, tmp_path: Path, shared_memory: Path) -> Callable[
     return call
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", mostly_slow(FILES, "good", "syntax", "fixture"))
 def test_the_outcome_of_a_file(run_file: Callable[..., Step], name: str) -> None:
     _, state, note = FILES[name]
     step = run_file(name)
@@ -169,6 +170,7 @@ def test_a_log_may_end_in_the_middle_of_a_line(tmp_path: Path) -> None:
     assert gpu_test_log.read(tmp_path / "none").in_words() == "no test ended"
 
 
+@pytest.mark.slow
 def test_a_file_that_is_lost_takes_no_other_along(run_file: Callable[..., Step]) -> None:
     assert [run_file(name).state for name in ("sticky", "crash", "good")] == ["FAILED"] * 2 + ["ok"]
 
@@ -280,7 +282,9 @@ def measure(checker: Checker, tmp_path: Path) -> Callable[..., Step]:
         ("put('wrong'); sys.exit(1)", "FAILED", "1 WRONG", 1),
         ("put('one'); put('two'); time.sleep(100)", "cut off", "2 rows, 1 of 2 goals; ended", 2),
         ("put('one'); os.kill(os.getpid(), signal.SIGSEGV)", "FAILED", "ended by SIGSEGV", 1),
-        ("time.sleep(100)", "FAILED", "no rows; ended at its limit", 0),
+        pytest.param(
+            *("time.sleep(100)", "FAILED", "no rows; ended at its limit", 0), marks=pytest.mark.slow
+        ),
         ("1 / 0", "FAILED", "no rows", 0),
         ("put('none'); sys.exit(1)", "not run", "0 rows; NCCL: Duplicate GPU", 0),
     ],
@@ -341,7 +345,11 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
             *("exit 9", "FAILED", "1 error; first: Invalid __global__ read of size 4 bytes"),
         ),
         ("========= COMPUTE-SANITIZER", "sleep 100", "cut off", "ended at its limit, after"),
-        ("========= Error: Race reported", "sleep 100", "FAILED", "first: Error: Race reported"),
+        pytest.param(
+            "========= Error: Race reported",
+            *("sleep 100", "FAILED", "first: Error: Race reported"),
+            marks=pytest.mark.slow,
+        ),
         ("========= Error: Device not supported", "exit 1", "not run", "Device not supported"),
         ("AssertionError: ('ring', 1)", "exit 1", "FAILED", ""),
     ],

@@ -59,6 +59,7 @@ STUBBORN = """
 """
 
 
+@pytest.mark.slow
 def test_a_hang_that_ignores_signals_ends_at_its_limit_with_its_children() -> None:
     ended = run(STUBBORN, limit_s=2.0)
     assert ended.code is None
@@ -68,6 +69,7 @@ def test_a_hang_that_ignores_signals_ends_at_its_limit_with_its_children() -> No
         assert has_ended(int(pid))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_ended_says_where_it_was() -> None:
     ended = run("import time\ndef in_driver(): time.sleep(1000)\nin_driver()", quiet_s=4)
     assert ended.why == f"silent for too long: ended, after {ended.seconds:.0f} s"
@@ -75,6 +77,7 @@ def test_a_process_that_is_ended_says_where_it_was() -> None:
     assert "in in_driver" in ended.output
 
 
+@pytest.mark.slow
 def test_one_that_prints_is_not_quiet() -> None:
     ended = run("import time\nfor i in range(6): time.sleep(0.8); print(i)", quiet_s=4.0)
     assert (ended.code, ended.why) == (0, "")

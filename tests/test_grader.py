@@ -374,6 +374,7 @@ def test_a_hang_fails_and_the_rest_is_not_awaited():
     assert report.first_look_at is report["sum"]
 
 
+@pytest.mark.slow
 def test_a_hang_in_one_property_leaves_the_others():
     release = threading.Event()
 
@@ -542,6 +543,7 @@ def test_command_names_missing_devices(solution, capsys):
     assert "cuda:99" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_finishes_although_the_function_hangs(tmp_path):
     """The abandoned threads must not keep the process."""
     (tmp_path / "hanging.py").write_text(

@@ -293,6 +293,7 @@ def test_a_table_that_nobody_reads_and_no_csv_ends_the_grading(folder, verdicts,
     assert main(["check", "class"]) == 141
 
 
+@pytest.mark.slow
 def test_closed_streams_are_not_needed(folder):
     """Their numbers are given to the next files that are opened."""
     command = [sys.executable, "-m", "pyringar", "check", "class", "--csv", "marks.csv"]

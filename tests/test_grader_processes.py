@@ -227,7 +227,13 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("code", "words"), HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "forks for ever"))
+        for name, case in HOSTILE.items()
+    ],
+)
 def test_a_solution_gets_the_verdict_that_it_earns(code, words):
     report = graded(code)
     assert [p.verdict for p in report.properties] == ["fail"], str(report)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_slow
 from ranks import Crew
 
 from pyringar.distributed import HierarchicalCommunicator, sockets
@@ -83,7 +84,7 @@ def ended(rank: int, size: int, store: Any, wait: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["raise", "close", "abort"])
-@pytest.mark.parametrize("wait", ["call", "work", pytest.param("barrier", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wait", mostly_slow(["call", "work", "barrier"], "call"))
 def test_a_wait_ends_at_once_and_writes_nothing_after(pool, wait, how):
     here, there = pool.check(ended, wait, how)
     error, waited_s, got, next_error, closed = here

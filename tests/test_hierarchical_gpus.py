@@ -14,6 +14,7 @@ from pathlib import Path
 import late_gpu
 import pytest
 import torch
+from cases import mostly_slow
 from oracle import DTYPES
 from ranks import Crew
 from torch import Tensor
@@ -195,7 +196,7 @@ def is_right(answers, op: str) -> bool:
     return all(is_kept for _, is_kept, _ in answers)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("op", mostly_slow(["sum", "mean", "max", "min"], "mean"))
 def test_results_are_there_for_the_current_stream(crew, machines, op):
     for seed in SEEDS:
         answers = crew.check(reduce_as_rank, machines, op, seed)

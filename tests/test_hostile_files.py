@@ -92,6 +92,7 @@ def damaged(draw, original: dict) -> Any:
 # -- traces ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @quick
 @given(content=damaged(TRACE))
 def test_a_damaged_trace_is_a_trace_or_an_argument_error(tmp_path, content):
@@ -247,6 +248,7 @@ print(pr.shared_empty(10).numel())
 """
 
 
+@pytest.mark.slow
 def test_without_descriptors_there_are_errors_of_ours():
     command = [sys.executable, "-c", NO_DESCRIPTORS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from cases import mostly_slow
 from oracle import assert_bits, inputs, reduced, ring_reduced
 
 import pyringar as pr
@@ -65,7 +66,7 @@ def on_rank_mixed(state, numel: int) -> int:
     return numel
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", mostly_slow([1, 2, 3], 2))
 def test_mixed_layouts(crew_of, world_size):
     for numel in SIZES:
         crew_of(world_size).run(on_rank_mixed, numel=numel)

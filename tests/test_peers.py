@@ -138,6 +138,7 @@ def test_ranks_below_a_launcher_are_ended(fault: str) -> None:
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_benchmark_is_killed() -> None:
     program = (
         "import sys, time; sys.path.append(sys.argv[1]); from tests import test_peers as t; "
@@ -227,6 +228,7 @@ def test_a_row_compares_with_the_best_peer(peer: Peer) -> None:
     assert rows["auto"].speedup == best_s / rows["auto"].median_s
 
 
+@pytest.mark.slow
 def test_a_library_that_computes_out_of_turn_fails_the_run(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +382,7 @@ def test_an_environment_is_complete_or_absent(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_a_real_peer_sums(name: str) -> None:
     if why := PEERS[name].why_not():

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from cases import mostly_slow
 from process_checks import (
     BUSY_S,
     LARGE,
@@ -62,7 +63,7 @@ def kill_in_call(crew: Crew, dead: int, phase: str, function: Function, **argume
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     ("world_size", "dead"),
-    [(2, 0), (3, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (4, 3)))],
+    mostly_slow([(2, 0), (3, 1), (2, 1), (4, 3)], (2, 0)),
 )
 def test_killed(joined_crew, world_size, dead, phase):
     crew = joined_crew(world_size)
@@ -203,7 +204,9 @@ def assert_timed_out(outcomes: list[Outcome], late: int, crew: Crew, timeout_s: 
         assert timeout_s - 0.3 < outcome.seconds < timeout_s + LATE_S, outcome.seconds
 
 
-@pytest.mark.parametrize("phase", [p for p in PHASES if p != "reduce"])
+@pytest.mark.parametrize(
+    "phase", mostly_slow((p for p in PHASES if p != "reduce"), "idle", "gather of many pieces")
+)
 @pytest.mark.parametrize(
     ("world_size", "stopped"), [pytest.param(2, 1, marks=pytest.mark.slow), (3, 0)]
 )
@@ -234,7 +237,7 @@ def test_stopped(joined_crew, world_size, stopped, phase):
     crew.run(reduce, numel=LARGE)
 
 
-@pytest.mark.parametrize("stopped", [0, 1, 2])
+@pytest.mark.parametrize("stopped", mostly_slow([0, 1, 2], 1))
 def test_stopped_in_a_ring(joined_crew, stopped):
     crew = joined_crew(3, timeout=1.0)
     crew.run(prepare, numel=LARGE)
@@ -243,6 +246,7 @@ def test_stopped_in_a_ring(joined_crew, stopped):
     assert_timed_out(crew.outcomes(others_of(crew, stopped)), stopped, crew, 1.0)
 
 
+@pytest.mark.slow
 def test_the_one_who_is_late_is_named_not_those_who_wait_for_it(joined_crew):
     """All wait for each other; only rank 2 has done less than they."""
     crew = joined_crew(4, timeout=1.0)
@@ -253,7 +257,7 @@ def test_the_one_who_is_late_is_named_not_those_who_wait_for_it(joined_crew):
     assert_timed_out(crew.outcomes([0, 1, 3]), 2, crew, 1.0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 def test_late_but_in_time(joined_crew, world_size):
     crew = joined_crew(world_size, timeout=20.0)
     for phase in ("idle", "announce", "reduce", "gather"):

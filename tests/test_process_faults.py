@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from cases import mostly_slow
 from process_checks import (
     LARGE,
     LATE_S,
@@ -80,7 +81,9 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("usual", "odd", "word", "odd_word"), DIFFERENT)
+@pytest.mark.parametrize(
+    ("usual", "odd", "word", "odd_word"), mostly_slow(DIFFERENT, *DIFFERENT[::3])
+)
 def test_ranks_that_call_different_things(joined_crew, usual, odd, word, odd_word):
     """An error on every rank, naming two; nothing written; the group refuses, a new one works."""
     crew = joined_crew(3)

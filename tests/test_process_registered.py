@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from cases import mostly_slow
 from oracle import OPS, assert_bits, inputs, reduced, same_bits
 from process_checks import WORLD_SIZES, crc, mapped_memories, needs_linux
 from ranks import another, on_ranks
@@ -143,7 +144,7 @@ def come_late(state, call: str, late: int) -> tuple[str, list[float]]:
     return told, shared.unique().tolist()
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", mostly_slow(CALLS, "bound"))
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_who_comes_late_writes_to_nobody_who_gave_up(joined_crew, world_size, call):
     late = world_size - 1
@@ -154,6 +155,7 @@ def test_who_comes_late_writes_to_nobody_who_gave_up(joined_crew, world_size, ca
         assert rank == late or values == [7.0], (rank, results)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_registering_again_and_again(state):
     """Memory is freed and taken again, at the same address as likely as not."""

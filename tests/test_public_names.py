@@ -51,6 +51,7 @@ sys.exit(main(["build", "--help"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "has_distributed"),
     [

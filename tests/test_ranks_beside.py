@@ -117,8 +117,13 @@ class TestBits:
             (4, 2, {"ranks": 2, "amp": True}),
             (2, 1, {"ranks": 2, "overlap": False, "dtype": "float64", "allreduce": "ring"}),
             (2, 1, {"ranks": 2, "model": "resnet18", "width": 4}),
-            (4, 2, {"ranks": 2, "model": "resnet18", "width": 4}),
-            (3, 1, {"ranks": 4, "model": "resnet18", "width": 4}),
+            *(
+                pytest.param(
+                    *(total, each, {"ranks": ranks, "model": "resnet18", "width": 4}),
+                    marks=pytest.mark.slow,
+                )
+                for total, each, ranks in ((4, 2, 2), (3, 1, 4))
+            ),
         ],
     )
     def test_of_training(self, torch_threads, total, each, options):
@@ -247,6 +252,7 @@ class TestBits:
         assert_equal(*found)
         assert len(found[0]) == 4 + {"outside": 1, "scalar": 1, "plain tensor": 2}.get(what, 0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("num_lists", "may_run"), [(1000, True), (100_000, False)])
     def test_of_modules_that_hold_too_much_to_look_through_are_in_turns(self, num_lists, may_run):
         module = mlp()

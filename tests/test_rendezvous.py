@@ -22,6 +22,7 @@ import process_checks
 import pytest
 import torch
 import torch.distributed as dist
+from cases import mostly_slow
 from process_checks import needs_linux
 from programs import programs
 from ranks import Died, connect, join, new_name, value_of
@@ -79,7 +80,7 @@ def call_only(state, port: int, name: str) -> None:
 # -- stores that were used before ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
 @pytest.mark.parametrize("killed", [False, True])
 def test_new_processes_on_the_store_of_ended_ones(new_crew, late, killed):
     """As after a restart by torchrun, whose agent keeps the store; more than once."""
@@ -236,7 +237,7 @@ def retry(state, tries: int, **options) -> int:
     raise AssertionError(f"never met in {tries} tries")
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
 def test_one_side_gave_up_and_came_again(new_crew, late):
     crew = new_crew(2)
     options = {"world_size": 2, "name": new_name(), "tries": 20, "timeout": 1.0}

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from cases import mostly_slow
 from process_checks import mapped_memories, needs_linux, open_memories
 from ranks import Crew, connect, new_name
 from test_rendezvous import CountingStore, meet
@@ -232,8 +233,8 @@ def descriptor(kind: str):
     [
         ("unsealed", "is not the shared memory"),
         ("small", "is not the shared memory"),
-        ("empty", "another group's, or none of ours"),
         ("closed", "cannot open"),
+        pytest.param("empty", "another group's, or none of ours", marks=pytest.mark.slow),
         pytest.param("fifo", "is not the shared memory", marks=pytest.mark.slow),
         pytest.param("zero", "is not the shared memory", marks=pytest.mark.slow),
         pytest.param("socket", "cannot open", marks=pytest.mark.slow),
@@ -371,7 +372,7 @@ def die_at_step(dead: int, step: int, is_asked: bool) -> None:
         crew.values(again)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", mostly_slow([0, 1], 1))
 @pytest.mark.parametrize("step", [1, 4, 7])
 def test_death_at_a_step(dead, step):
     die_at_step(dead, step, is_asked=True)

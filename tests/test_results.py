@@ -66,6 +66,7 @@ def test_an_edited_figure_is_noticed(
     assert (copies / name).read_text() == (ROOT / name).read_text()
 
 
+@pytest.mark.slow
 def test_pictures_of_other_results_are_noticed(copies: Path) -> None:
     change_head(copies / "benchmarks/results/ddp-cpu.jsonl", facts={"seconds": 1.0})
     pictures = ["docs/figures/ddp-time.png", "docs/figures/ddp-parts.png"]

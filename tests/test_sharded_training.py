@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import mostly_slow
 from ranks import Crew
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process, table
 from training import garments
@@ -44,7 +45,10 @@ def check(rows):
     assert {name for name, row in rows.items() if row != first} == set()
 
 
-@pytest.mark.parametrize(("model", "kind"), [*itertools.product(MODELS, KINDS)])
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    mostly_slow(itertools.product(MODELS, KINDS), ("lenet", "float32"), ("resnet18", "amp")),
+)
 def test_the_bits_of_any_number_of_ranks(crews, model, kind):
     options = {**MODELS[model], **KINDS[kind]}
     rows = {f"{model} {kind}, {k} ranks": in_one_process(k, **options) for k in (1, 2, 4, 8)}
@@ -127,7 +131,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", mostly_slow(MISTAKES, "ranks are folded"))
 def test_a_planted_mistake_is_caught(name, two_torch_threads):
     options = MODELS["resnet18"]
     right = in_one_process(1, **options)
@@ -145,7 +149,7 @@ def test_a_plain_run_depends_on_the_number_of_ranks():
 # -- going on, options, the command ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", mostly_slow(MODELS, "lenet"))
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, model):
     options = {"shards": 4, "momentum": 0.9, "batch_size": 20, "lr_schedule": "constant"}
     options |= MODELS[model]

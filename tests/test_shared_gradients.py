@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from bucketing_nets import EACH, assert_reduced, clear
+from cases import mostly_slow
 from ranks import Crew
 from torch import Tensor, nn
 
@@ -137,7 +138,7 @@ def one_torch_thread():
 
 @pytest.mark.parametrize("caps", [EACH, {}], ids=["small", "default"])
 @pytest.mark.parametrize("in_turns", [True, None], ids=["turns", "threads"])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2))
 def test_data_parallel(k, in_turns, caps):
     for seed in range(8):
         net, batch = Shared(seed), rows(k, 1 + seed % 2, N)

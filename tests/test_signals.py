@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from cases import mostly_slow
 from process_checks import PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
 from ranks import LONG_S, Crew, Function, connect, new_name, value_of
@@ -76,6 +77,7 @@ def wait_at_the_end_of_with(state) -> None:
 CALLS = [wait_in_a_call, wait_in_a_bound_call]  # where the handler interrupts a call itself
 CLOSES = [wait_in_close, wait_at_the_end_of_with]
 WAITS = [*CALLS, wait_for_work, wait_for_turn, wait_for_another_thread, *CLOSES]
+SOME_WAITS = CALLS[0], wait_for_work, CLOSES[0]
 
 
 def close(state) -> None:
@@ -154,7 +156,7 @@ def start_and_signal(
     return sent_at
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", mostly_slow(WAITS, *SOME_WAITS))
 def test_what_a_handler_raises_ends_the_wait(new_crew, wait):
     crew = new_crew(2)
     sent_at = start_and_signal(crew, wait, leave, signal.SIGUSR1)
@@ -171,7 +173,7 @@ def test_what_a_handler_raises_ends_the_wait(new_crew, wait):
         crew.run(leave_nothing, [0])
 
 
-@pytest.mark.parametrize("handler", [close, close_and_leave])
+@pytest.mark.parametrize("handler", mostly_slow([close, close_and_leave], close))
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_handler_closes_the_communicator_that_waits(new_crew, wait, handler):
     crew = new_crew(2)
@@ -206,7 +208,7 @@ def test_a_handler_cannot_call_the_communicator_that_waits(new_crew, wait):
     assert crew[0].call(times_handled) == 1
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", mostly_slow(WAITS, *SOME_WAITS))
 def test_a_handler_may_use_another_and_ctrl_c_still_works(new_crew, wait):
     crew = new_crew(2)
     start_and_signal(crew, wait, use_another, signal.SIGUSR1)

@@ -53,6 +53,7 @@ def test_every_page_is_there(site: Path) -> None:
     assert expected | {"index.html", "csrc/index.html", "CONTRIBUTING.html"} <= written
 
 
+@pytest.mark.slow
 def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
     """As a browser follows them, apart from what build_site checks before it writes."""
     count = 0

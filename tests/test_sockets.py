@@ -118,6 +118,7 @@ def waits_as_rank(state, port: int) -> float:
     return got.item()
 
 
+@pytest.mark.slow
 def test_time_in_which_who_waits_is_stopped_does_not_count():
     with Crew(1) as crew:
         crew.start(waits_as_rank, port=crew.port)

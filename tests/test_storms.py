@@ -145,6 +145,7 @@ def storm(seed: int, events: list[str]) -> None:
     assert not named_shared_memory()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_struck_at_random():
     storm(1, ["kill", "term", "interrupt", "stop", "term", "interrupt"])
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import mostly_slow
 from oracle import DTYPES, assert_all_ranks, expected, inputs, limit_bytes
 from programs import run_fresh
 
@@ -79,6 +80,7 @@ def team_test(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_the_team_of_a_real_runtime(team_test):
     team_test(("-fopenmp",))
 
@@ -104,6 +106,7 @@ def misaligned(tensor: torch.Tensor, elems: int) -> torch.Tensor:
     return room[elems:].copy_(tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
     """Sizes around the borders of blocks and parts; aligned and not; in the background as well."""
@@ -194,7 +197,7 @@ def test_ranks_run_on_torchs_threads(torch_threads, algorithm):
     assert started == {2: 0, 3: 2, 5: 4}
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("algorithm", mostly_slow(["direct", "ring"], "ring"))
 @pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_late_rank_is_named_and_torch_goes_on(torch_threads, algorithm, k):
     torch_threads(2)
@@ -349,7 +352,7 @@ int omp_in_parallel(void) { return ((number_t)next("omp_in_parallel"))(); }
 """
 
 
-@pytest.mark.parametrize("lacks", [False, True])
+@pytest.mark.parametrize("lacks", mostly_slow([False, True], False))
 def test_a_runtime_that_comes_before_torchs_is_the_one(tmp_path, lacks):
     """As Intel's does that is preloaded: a call is one region of it, or none if it cannot be."""
     compiler = shutil.which("gcc") or pytest.skip("gcc is not installed")
@@ -387,7 +390,7 @@ assert ("it lacks functions of OpenMP" in told) == {lacks}, told
     ("variable", "value", "told"),
     [
         ("OMP_THREAD_LIMIT", "1", "on the caller's thread"),
-        ("OMP_THREAD_LIMIT", "2", "on torch's 2 threads"),
+        pytest.param("OMP_THREAD_LIMIT", "2", "on torch's 2 threads", marks=pytest.mark.slow),
         pytest.param("OMP_MAX_ACTIVE_LEVELS", "0", "", marks=pytest.mark.slow),
         pytest.param("OMP_DYNAMIC", "true", "", marks=pytest.mark.slow),
     ],

@@ -81,7 +81,7 @@ MORE_RUNS = [
         ({**LENET, "ranks": 2}, [4, 1, 2]),  # after an epoch's last step, and twice more
         ({**LENET, "ranks": 3, "allreduce": "ring", "bucket_cap_mb": 0.1}, [5, 3]),
         ({**LENET, "ranks": 2, "batch_size": 1000}, [2]),  # one step an epoch
-        ({**RESNET, "ranks": 2, "batchnorm": "sync"}, [3]),
+        pytest.param({**RESNET, "ranks": 2, "batchnorm": "sync"}, [3], marks=pytest.mark.slow),
         *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE_RUNS),
     ],
     ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value)),

@@ -161,6 +161,9 @@ def assert_same(ours, theirs):
 # 100 images: three batches of 32 leave 4 over, which run eagerly.
 MORE_RUNS = [
     {"ranks": 2},
+    {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
+    {"ranks": 2, "batch_size": 128},  # all images are one batch
+    {"ranks": 2, "model": "resnet18", "width": 4, "epochs": 2},
     {"ranks": 2, "lr_schedule": "constant", "overlap": False},
     {"ranks": 2, "dtype": "bfloat16"},
     {"ranks": 2, "dtype": "float16", "lr": 0.03},
@@ -170,10 +173,7 @@ MORE_RUNS = [
 RUNS = [
     {"ranks": 1},
     {"ranks": 3, "weights": (3, 0, 1), "bucket_cap_mb": 0.05},
-    {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
     {"ranks": 2, "amp": True},
-    {"ranks": 2, "batch_size": 128},  # all images are one batch
-    {"ranks": 2, "model": "resnet18", "width": 4, "epochs": 2},
     *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_RUNS),
 ]
 
@@ -188,6 +188,7 @@ def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
     assert_same(replayed, run(data, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

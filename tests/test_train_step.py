@@ -117,6 +117,7 @@ def trained_alone():
     return trajectory(1, 240, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_240_steps_in_float64_agree_with_those_of_one_rank(num_ranks, trained_alone):
     start = [param.detach() for param in make_replicas(1, torch.float64)[0]]

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cases import mostly_slow
 from tiny_engine import (
     needs_compiler,
     refusal,
@@ -202,7 +203,7 @@ def plant_foreign_engine(tiny: build.Recipe, good: Path, evil: Path) -> None:
 @needs_root
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
-@pytest.mark.parametrize("swapper", ["nobody", "root"])
+@pytest.mark.parametrize("swapper", mostly_slow(["nobody", "root"], "nobody"))
 @pytest.mark.parametrize("loads", [40, pytest.param(500, marks=pytest.mark.thorough)])
 def test_folders_that_change_during_a_load_run_no_foreign_code(shared, tiny, swapper, loads):
     """Another user exchanges them, who may write the folder above; then root, who always may.

@@ -14,8 +14,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is 
 needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc: there is no PTX to run")
 pytestmark = [needs_compiler, pytest.mark.timeout(600)]
 
-# Lines of the C++ emulation's own, and what only the host reads.
+# Lines of the C++ emulation's own, what only the host reads, and who is the first to lose patience:
+# that is a matter of speed, which the model has not.
 NOT_IN_PTX = {"no-release", "no-acquire", "head-in-bytes", "tile-not-found"}
+NOT_IN_PTX |= {"all-lose-patience-at-once"}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +66,8 @@ def test_the_oldest_architecture_has_the_same_bits(program, oldest_ptx, part):
     test_kernels_give_the_right_bits_in_every_order(program, oldest_ptx, part)
 
 
-def check_noticed(program, ptx, part: str, said: str, rounds: int = 400) -> None:
-    done = run(program, ptx, "--only", part, "--rounds", rounds)
+def check_noticed(program, ptx, part: str, said: str) -> None:
+    done = run(program, ptx, "--only", part, "--rounds", 400)
     print(done.stdout)
     # 2: there is no such part. Anything else but 1 is a crash or a hang.
     assert done.returncode == 1, done.stdout
@@ -95,6 +97,4 @@ def test_mistake_of_the_emulated_kernels_is_noticed(program, ptx, tmp_path, name
         mistake.file,
         dtype,
     )
-    # Of the rounds with a rank that does not come, one in eighty is of this dtype.
-    rounds = 4000 if part == "ring-withheld" else 400
-    check_noticed(program, fault.plant(tmp_path, ptx), part, fault.said, rounds)
+    check_noticed(program, fault.plant(tmp_path, ptx), part, fault.said)

@@ -1,0 +1,25 @@
+"""Cases of parametrized tests, most of which a plain run leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def mostly_slow(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """All cases; those that are not kept are slow.
+
+    Args:
+        cases: Values, or tuples of them, as `pytest.mark.parametrize` takes them.
+        kept: Some of them.
+    """
+    cases = list(cases)
+    assert all(case in cases for case in kept), f"{kept} are not all of {cases}"
+    return [case if case in kept else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
