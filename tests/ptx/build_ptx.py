@@ -134,7 +134,7 @@ class Fault:
         ptx = folder / "ptx"
         shutil.copytree(good, ptx)
         if not self.file:
-            for path in ptx.glob("*.ptx"):
+            for path in ptx.glob("kernels_*.ptx"):
                 path.write_text(self.edit(path.read_text()))
             return ptx
         csrc = folder / "csrc"

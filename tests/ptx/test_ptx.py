@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
+import model_mistakes
 import pytest
 import tables
 from build_ptx import FAULTS, PARTS, Fault, build, has_nvcc, run, write_ptx
@@ -47,6 +48,15 @@ def test_the_model_is_what_ptx_says(program, tmp_path, part):
 
 def test_the_page_has_the_table_of_the_memory(program):
     assert tables.litmus_table(program) in tables.README.read_text(), "run: tables.py"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", model_mistakes.MISTAKES)
+def test_a_mistake_in_the_model_is_noticed(program, tmp_path, name):
+    wrong = model_mistakes.build_with(name, program, tmp_path)
+    said = [run(wrong, tmp_path, "--only", part) for part in ("litmus", "forms")]
+    assert any(done.returncode == 1 for done in said), f"{name} went unnoticed"
 
 
 @needs_nvcc
