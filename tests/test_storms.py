@@ -145,9 +145,17 @@ def storm(seed: int, events: list[str]) -> None:
     assert not named_shared_memory()
 
 
-@pytest.mark.slow
-def test_ranks_that_are_struck_at_random():
-    storm(1, ["kill", "term", "interrupt", "stop", "term", "interrupt"])
+@pytest.mark.parametrize(
+    "events",
+    [
+        ["kill", "interrupt"],
+        pytest.param(
+            ["kill", "term", "interrupt", "stop", "term", "interrupt"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_ranks_that_are_struck_at_random(events):
+    storm(1, events)
 
 
 @pytest.mark.thorough
