@@ -32,12 +32,13 @@ else:
 
 # Files that take longest, which begin first: so that no core waits for the last one.
 LONG = (
-    *("test_distributed", "test_exits", "test_process_deaths", "test_train_run", "test_processes"),
-    *("test_train_checkpoints", "test_bucketing_interrupts", "test_deadlines", "test_train_graph"),
-    *("test_cuda_build", "test_public_names", "test_grader", "test_rendezvous", "test_predict"),
-    *("test_private_cache", "test_build", "test_train_step", "test_forked", "test_affinity"),
-    *("test_grader_processes", "test_rendezvous_store", "test_native", "test_distributed_ends"),
-    *("test_api_reference", "test_busy", "test_train_output", "test_train_processes", "test_docs"),
+    *("test_compiled", "test_processes", "test_distributed_machines", "test_process_deaths"),
+    *("test_rendezvous", "test_train_checkpoints", "test_gpu_check", "test_distributed_ends"),
+    *("test_grader", "test_orders", "test_build", "test_peers", "test_all_reduce", "test_exits"),
+    *("test_audit_processes", "test_sharded_training", "test_torch_team", "test_predict"),
+    *("test_hierarchical_parts", "test_grader_processes", "test_process_faults", "test_signals"),
+    *("test_distributed", "test_bound_lists", "test_differential", "test_bucketing_interrupts"),
+    *("test_hierarchical", "test_docs", "test_deadlines", "test_private_cache", "test_examples"),
 )
 # What a plain `pytest` takes, about: seconds times cores.
 WORK_S = 460

@@ -34,7 +34,6 @@ def run(code: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("has_helpers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_threads_stay_on_the_cores_that_are_left(has_helpers):
     run(

@@ -151,7 +151,6 @@ def test_a_long_call_in_one_process_is_not_late(new_crew, algorithm):
     make_it_long(new_crew(1), prepare_in_process, reduce_in_process, algorithm=algorithm)
 
 
-@pytest.mark.slow
 def test_a_group_that_was_stopped_as_a_whole_goes_on(joined_crew):
     """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
     crew = joined_crew(3, timeout=TIMEOUT_S)

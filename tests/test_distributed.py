@@ -13,6 +13,7 @@ import distributed_faults
 import distributed_training
 import pytest
 import torch
+from cases import mostly_slow
 from programs import run_fresh, run_programs
 from ranks import Died, Failed, run_cases, run_group
 
@@ -129,9 +130,8 @@ def test_mismatch(case, how):
         assert all(error[0] != "none" for error in again), "a group that failed goes on"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ringar", pytest.param("gloo", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", ["killed", "sleeping"])
+@pytest.mark.parametrize("what", mostly_slow(["killed", "sleeping"], "killed"))
 def test_data_parallel_fails(what, backend):
     survivor, other = run_group(
         distributed_faults.data_parallel_peer, 2, what, backend=backend, timeout_s=2.0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import mostly_slow
 from distributed_faults import error_of
 from ranks import run_group
 
@@ -283,7 +284,9 @@ def dies_meanwhile(rank: int, size: int, operation: str) -> Any:
     return error_of(calls.get(operation, dist.monitored_barrier))
 
 
-@pytest.mark.parametrize("operation", ["send", "recv", "monitored_barrier"])
+@pytest.mark.parametrize(
+    "operation", mostly_slow(["send", "recv", "monitored_barrier"], "recv", "monitored_barrier")
+)
 def test_who_dies_is_named_also_in_gloos_own_calls(operation):
     (kind, _, text, seconds), _ = run_group(dies_meanwhile, 2, operation)
     if kind == "ValueError":

@@ -252,8 +252,10 @@ class TestBits:
         assert_equal(*found)
         assert len(found[0]) == 4 + {"outside": 1, "scalar": 1, "plain tensor": 2}.get(what, 0)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("num_lists", "may_run"), [(1000, True), (100_000, False)])
+    @pytest.mark.parametrize(
+        ("num_lists", "may_run"),
+        [(1000, True), pytest.param(100_000, False, marks=pytest.mark.slow)],
+    )
     def test_of_modules_that_hold_too_much_to_look_through_are_in_turns(self, num_lists, may_run):
         module = mlp()
         module.table = [[i] for i in range(num_lists)]

@@ -81,7 +81,7 @@ def call_only(state, port: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", mostly_slow([False, True], True))
 def test_new_processes_on_the_store_of_ended_ones(new_crew, late, killed):
     """As after a restart by torchrun, whose agent keeps the store; more than once."""
     before = new_crew(2)

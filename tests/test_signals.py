@@ -174,7 +174,7 @@ def test_what_a_handler_raises_ends_the_wait(new_crew, wait):
 
 
 @pytest.mark.parametrize("handler", mostly_slow([close, close_and_leave], close))
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", mostly_slow(WAITS, *SOME_WAITS))
 def test_a_handler_closes_the_communicator_that_waits(new_crew, wait, handler):
     crew = new_crew(2)
     sent_at = start_and_signal(crew, wait, handler)

@@ -106,8 +106,7 @@ def misaligned(tensor: torch.Tensor, elems: int) -> torch.Tensor:
     return room[elems:].copy_(tensor)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_threads", mostly_slow([1, 2, 3, 5], 3))
 def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
     """Sizes around the borders of blocks and parts; aligned and not; in the background as well."""
     torch_threads(num_threads)

@@ -188,7 +188,6 @@ def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
     assert_same(replayed, run(data, **options))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
