@@ -55,8 +55,9 @@ def test_the_page_has_the_table_of_the_memory(program):
 @pytest.mark.parametrize("name", model_mistakes.MISTAKES)
 def test_a_mistake_in_the_model_is_noticed(program, tmp_path, name):
     wrong = model_mistakes.build_with(name, program, tmp_path)
-    said = [run(wrong, tmp_path, "--only", part) for part in ("litmus", "forms")]
-    assert any(done.returncode == 1 for done in said), f"{name} went unnoticed"
+    parts = ("litmus", "forms")
+    found = (run(wrong, tmp_path, "--only", part).returncode == 1 for part in parts)
+    assert any(found), f"{name} went unnoticed"
 
 
 @needs_nvcc
