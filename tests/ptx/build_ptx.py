@@ -183,7 +183,7 @@ FAULTS = [
         _sub(
             r"fold_packs<false>\(begin, vectors\.end\)", "fold_packs<false>(begin, vectors.end + 1)"
         ),
-        "bytes behind",
+        "16 bytes that are nobody's, at the input",
         "fused",
         "fused.cuh",
         "int8",
@@ -196,7 +196,7 @@ FAULTS = [
     Fault(
         "the last rank added first",
         _sub(r"sources_\[r\]", "sources_[table_.num_sources - 1 - r]"),
-        "fused sum in rank order",
+        "CHECK(same) failed: fused ",
         "fused",
         "fused.cuh",
         "float32",
