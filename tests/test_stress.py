@@ -85,14 +85,14 @@ def run(command: Sequence[str | Path], timeout_s: float) -> subprocess.Completed
     )
 
 
-def compile_all(commands: Sequence[Sequence[str | Path]]) -> None:
+def compile_all(commands: Sequence[Sequence[str | Path]], jobs: int = JOBS) -> None:
     """Run compilers, a few at a time; all must succeed."""
 
     def compile_one(command: Sequence[str | Path]) -> str:
         done = run(command, COMPILE_TIMEOUT_S)
         return "" if done.returncode == 0 else f"{' '.join(map(str, command))}\n{done.stdout}"
 
-    with ThreadPoolExecutor(JOBS) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         failures = [failure for failure in pool.map(compile_one, commands) if failure]
     assert not failures, "\n".join(failures)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import REPO, needs_compiler, needs_nvcc, run
+from nvcc import needs_nvcc
+from tiny_engine import REPO, needs_compiler, run
 
 from pyringar.cli import main
 from pyringar.cli.build import kernel_table

@@ -7,7 +7,8 @@ from collections import Counter
 
 import cuda_sass
 import pytest
-from tiny_engine import REPO, needs_compiler, needs_nvcc, run
+from nvcc import needs_nvcc
+from tiny_engine import REPO, needs_compiler, run
 
 from pyringar.engine import build
 

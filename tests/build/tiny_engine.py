@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from pyringar.engine import build, toolchain
+from pyringar.engine import build
 from pyringar.engine.load import load as load_engine
-from pyringar.errors import BuildError, CompilerNotFoundError
+from pyringar.errors import BuildError
 
 REPO = Path(__file__).resolve().parents[2]
 MODULE_CPP = """
@@ -82,14 +82,6 @@ print(engine.origin, load.load(engine).value())
 )
 
 
-def has_nvcc() -> bool:
-    try:
-        toolchain.find_nvcc()
-    except CompilerNotFoundError:
-        return False
-    return True
-
-
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="no C++ compiler"
 )
@@ -97,7 +89,6 @@ COMPILERS = [
     pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=f"no {name}"))
     for name in ("g++", "clang++")
 ]
-needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc")
 
 
 def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str | Path) -> str:

@@ -6,62 +6,50 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts
+
+import test_stress
+from test_cuda_emulated import MISTAKES, SHARED, Mistake
+from test_stress import CSRC, RUN_TIMEOUT_S
+
 from pyringar.engine import compile as _compile
 from pyringar.engine import toolchain
-from pyringar.errors import CompilerNotFoundError
 
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parent
-CSRC = TESTS.parent / "csrc"
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 STEMS = (*(f"kernels_{dtype}" for dtype in DTYPES), "peers")
 ARCH = "90"
 
 # Of main.cpp; those that run kernels.
-PARTS = ("fused-all", "fused", "direct", "peers", "ring", "ring-orders", "ring-withheld")
+PARTS = ("fused-all", "fused", "direct-all", "direct", "peers")
+PARTS += ("ring-all", "ring", "ring-orders", "ring-withheld")
 
 CXX_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 INCLUDES = tuple(f"-I{at}" for at in (CSRC, TESTS / "cpp", TESTS / "cpp/cuda", FOLDER))
-SHARED = [TESTS / f"cpp/{name}.cpp" for name in ("check", "oracle", "rounds")]
 KERNEL_TESTS = [TESTS / f"cpp/cuda/{name}.cpp" for name in ("fused_test", "ring_test", "tensors")]
+CORES = len(os.sched_getaffinity(0))
 SOURCES = [*sorted(FOLDER.glob("*.cpp")), *KERNEL_TESTS, *SHARED]
 
 
-def run_all(commands: Sequence[Sequence[str | Path]]) -> None:
-    """Run compilers, as many at a time as there are cores; all must succeed."""
-
-    def run(command: Sequence[str | Path]) -> str:
-        done = subprocess.run(
-            [str(word) for word in command], capture_output=True, text=True, check=False
-        )
-        return "" if done.returncode == 0 else f"{' '.join(map(str, command))}\n{done.stderr}"
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        failures = [failure for failure in pool.map(run, commands) if failure]
-    assert not failures, "\n".join(failures)
-
-
-def has_nvcc() -> bool:
-    try:
-        toolchain.find_nvcc()
-    except CompilerNotFoundError:
-        return False
-    return True
+def compile_all(commands: Sequence[Sequence[str | Path]]) -> None:
+    """Run compilers on all cores: nothing else runs beside `pytest tests/ptx`."""
+    test_stress.compile_all(commands, CORES)
 
 
 def build(folder: Path, *more: str) -> Path:
     """Compile the program."""
     compiler = ["g++", *CXX_FLAGS, *WARNINGS, *INCLUDES, *more]
     objects = {source: folder / f"{source.stem}.o" for source in SOURCES}
-    run_all([[*compiler, "-c", source, "-o", made] for source, made in objects.items()])
+    compile_all([[*compiler, "-c", source, "-o", made] for source, made in objects.items()])
     program = folder / "ptx"
-    run_all([[*compiler, *objects.values(), "-o", program]])
+    compile_all([[*compiler, *objects.values(), "-o", program]])
     return program
 
 
@@ -71,7 +59,7 @@ def write_ptx(
     """Have nvcc write the PTX of files of ``csrc/cuda``, with the flags of the build."""
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     nvcc = [*toolkit.nvcc.command, *_compile.NVCC_FLAGS, f"-arch=compute_{arch}", "-ptx"]
-    run_all(
+    compile_all(
         [
             [*nvcc, f"-I{csrc}", csrc / f"cuda/{stem}.cu", "-o", folder / f"{stem}.ptx"]
             for stem in stems
@@ -83,14 +71,7 @@ def write_ptx(
 def run(program: Path, ptx: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the program; its output, errors included, is in `stdout`."""
     command = [program, "--ptx", ptx, *arguments]
-    return subprocess.run(
-        [str(word) for word in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return test_stress.run([str(word) for word in command], RUN_TIMEOUT_S)
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -120,32 +101,32 @@ def _without_later_barriers(text: str) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, in PTX or in a line of the source that nvcc reads, and what must be said."""
+    """What is planted, in PTX or in the source that nvcc reads, and what must be said of it."""
 
     name: str
-    edit: Edit
+    planted: Edit | Mistake
     said: str
     part: str = "ring"
-    file: str = ""  # of csrc/cuda; "": the PTX
     dtype: str = "int32"  # that is compiled again
 
     def plant(self, folder: Path, good: Path) -> Path:
         """Make a folder of PTX with the fault, from one without."""
         ptx = folder / "ptx"
         shutil.copytree(good, ptx)
-        if not self.file:
-            for path in ptx.glob("kernels_*.ptx"):
-                path.write_text(self.edit(path.read_text()))
-            return ptx
-        csrc = folder / "csrc"
-        shutil.copytree(CSRC, csrc)
-        source = csrc / "cuda" / self.file
-        source.write_text(self.edit(source.read_text()))
-        return write_ptx(ptx, csrc, [f"kernels_{self.dtype}"])
+        if isinstance(self.planted, Mistake):
+            return write_ptx(ptx, self.planted.plant(folder), [f"kernels_{self.dtype}"])
+        for path in ptx.glob("kernels_*.ptx"):
+            path.write_text(self.planted(path.read_text()))
+        return ptx
 
 
+PAST_A_TILE = Mistake(
+    "fused.cuh",
+    "fold_packs<false>(begin, vectors.end)",
+    "fold_packs<false>(begin, vectors.end + 1)",
+)
 FAULTS = [
-    Fault("release dropped", _sub(r"fence\.acq_rel\.\w+;", ""), "a race on"),
+    Fault("release dropped", _sub(r"fence\.acq_rel\.\w+;", ""), "a race on slots"),
     Fault(
         "fence narrowed to one device between devices",
         _sub(r"fence\.acq_rel\.sys;", "fence.acq_rel.gpu;"),
@@ -163,29 +144,13 @@ FAULTS = [
     ),
     Fault("a missing bar.sync before the fence", _without_later_barriers, "a race on"),
     Fault("no bar.sync at all", _sub(r"bar\.sync\s+0;", ""), "a race on shared memory"),
-    Fault(
-        "payload after flag",
-        _sub(
-            r"    if \(!is_settled_\) settle\(shared_\.scope\);\n(.*\n)(    signal.*\n)",
-            r"\2    if (!is_settled_) settle(shared_.scope);\n\1",
-        ),
-        "a race on",
-        file="ring.cuh",
-    ),
-    Fault(
-        "a slot too few",
-        _sub(r"n % args_\.num_slots", "n % (args_.num_slots - 1)"),
-        "a race on",
-        file="ring.cuh",
-    ),
+    Fault("payload after flag", MISTAKES["flag-before-barrier"], "a race on"),
+    Fault("a slot too few", MISTAKES["slot-too-few"], "a race on slots"),
     Fault(
         "one byte past a tile",
-        _sub(
-            r"fold_packs<false>\(begin, vectors\.end\)", "fold_packs<false>(begin, vectors.end + 1)"
-        ),
+        PAST_A_TILE,
         "16 bytes that are nobody's, at the input",
         "fused",
-        "fused.cuh",
         "int8",
     ),
     Fault(
@@ -195,10 +160,9 @@ FAULTS = [
     ),
     Fault(
         "the last rank added first",
-        _sub(r"sources_\[r\]", "sources_[table_.num_sources - 1 - r]"),
+        MISTAKES["last-source-first"],
         "CHECK(same) failed: fused ",
         "fused",
-        "fused.cuh",
         "float32",
     ),
 ]

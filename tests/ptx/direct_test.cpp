@@ -11,16 +11,13 @@
 
 namespace pyringar::ptx {
 
-void direct_round(stress::Random& random) {
-  const int k = random.between(2, 4);
-  const auto num_devices = static_cast<std::size_t>(random.between(1, 3));
-  const DType dtype = stress::random_dtype(random);
-  const Order order = random.one_in(2) ? Order::kTree : Order::kRank;
-  const Fold fold = Fold::of({stress::random_op(random), order}, k);
+namespace {
+
+void run_direct(stress::Random& random, int k, std::size_t num_devices, DType dtype, Fold fold,
+                const std::vector<std::size_t>& sizes) {
   std::deque<stress::Tensors> tensors;
   std::vector<Buffers> buffers;
-  for (int i = random.between(1, 5); i > 0; --i) {
-    const std::size_t numel = stress::random_numel(random, 20'000);
+  for (const std::size_t numel : sizes) {
     const stress::Tensors& made = tensors.emplace_back(random, dtype, static_cast<std::size_t>(k),
                                                        numel, stress::random_addresses(random));
     buffers.push_back({made.pointers(), made.pointers(), k, k, numel, dtype});
@@ -44,6 +41,40 @@ void direct_round(stress::Random& random) {
                          buffers[i].numel, join("direct of ", k, ", rank ", rank));
     }
     tensors[i].check_canaries();
+  }
+}
+
+Fold some_fold(stress::Random& random, ReduceOp op, int k) {
+  return Fold::of({op, random.one_in(2) ? Order::kTree : Order::kRank}, k);
+}
+
+}  // namespace
+
+void direct_round(stress::Random& random) {
+  const int k = random.between(2, 4);
+  std::vector<std::size_t> sizes;
+  for (int i = random.between(1, 5); i > 0; --i) {
+    sizes.push_back(stress::random_numel(random, 20'000));
+  }
+  run_direct(random, k, static_cast<std::size_t>(random.between(1, 3)),
+             stress::random_dtype(random), some_fold(random, stress::random_op(random), k), sizes);
+}
+
+// Around the borders of vectors, of slices, and of a tile on every device.
+void direct_all_round(stress::Random& random) {
+  for (const DType dtype : stress::kAllDTypes) {
+    for (const ReduceOp op : stress::kAllOps) {
+      for (const int k : {2, 3, 4}) {
+        for (const std::size_t num_devices : {1, 2}) {
+          std::vector<std::size_t> sizes;
+          for (const std::size_t border : {16 / item_bytes(dtype), num_devices * cuda::kSliceElems,
+                                           num_devices * cuda::tile_elems(item_bytes(dtype))}) {
+            sizes.push_back(border - 1 + random.below(3));
+          }
+          run_direct(random, k, num_devices, dtype, some_fold(random, op, k), sizes);
+        }
+      }
+    }
   }
 }
 

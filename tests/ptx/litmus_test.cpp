@@ -23,6 +23,7 @@ struct Thread {
   int num_results;
   const char* body;
   unsigned num_threads = 1;  // of its block, all with this body; results are thread 0's
+  bool follows = false;      // in the stream of the one before
 };
 
 struct Litmus {
@@ -150,6 +151,14 @@ const Litmus kLitmus[] = {
      {{0, 2, "st.relaxed.gpu.u32 [y], 1; ld.global.u32 r0, [x];"},
       {0, 1, "ld.acquire.gpu.u32 r0, [y]; setp.eq.u32 p, r0, 1; @p st.global.u32 [x], 2;"}},
      {"0 0 0", "race"}},
+    {"a launch behind another one of its stream",
+     "8.9.5",
+     {{0, 0, WRITE_X}, {0, 1, "ld.global.u32 r0, [x];", 1, true}},
+     {"1"}},
+    {"launches of two streams",
+     "8.9.5",
+     {{0, 0, WRITE_X}, {0, 1, "ld.global.u32 r0, [x];"}},
+     {"race"}},
     {"an order is handed on (three threads)",
      "8.9.5",
      {{0, 0, WRITE_X "fence.acq_rel.gpu; st.relaxed.gpu.u32 [y], 1;"},
@@ -236,13 +245,15 @@ std::string outcome_of(const Litmus& litmus, Module& module, Chooser& chooser) {
   Machine machine(chooser);
   machine.memory().add_region(memory, sizeof memory, "memory");
   std::size_t stream = 0;
-  for (const Thread& thread : litmus.blocks) {
+  for (std::size_t block = 0; block < litmus.blocks.size(); ++block) {
+    const Thread& thread = litmus.blocks[block];
+    if (!thread.follows) stream = block;
     const std::uint32_t* const pointer = memory;
     std::vector<std::byte> parameters(sizeof pointer);
     std::memcpy(parameters.data(), &pointer, sizeof pointer);
-    const std::string name = join("", "block", stream);
-    machine.enqueue(stream++, {&module.kernel(name), name, litmus.name, 1, thread.num_threads,
-                               thread.device, true, parameters});
+    const std::string name = join("", "block", block);
+    machine.enqueue(stream, {&module.kernel(name), name, litmus.name, 1, thread.num_threads,
+                             thread.device, true, parameters});
   }
   try {
     machine.run();

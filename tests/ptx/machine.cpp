@@ -179,7 +179,6 @@ void Machine::end_block(Block& block) {
 }
 
 void Machine::run() {
-  for (Stream& stream : streams_) stream.known.join(known_);
   for (start_blocks(); !blocks_.empty(); start_blocks()) {
     Warp* warp = next_warp();
     if (warp == nullptr) {
@@ -195,7 +194,8 @@ void Machine::run() {
     now_ns_ += kNsPerTurn;
     if (block.num_ended == block.launch->num_threads) end_block(block);
   }
-  for (Stream& stream : streams_) known_.join(stream.known);
+  streams_.clear();
+  memory_.forget();
 }
 
 // -- who is next ----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Machine {
  private:
   struct Stream {
     std::deque<Launch> launches;
-    Knowledge known;  // of all that is over
+    Knowledge known;  // of its launches that are over
     // Of the first launch.
     std::shared_ptr<Bytes> parameters = nullptr;
     unsigned num_started = 0;  // blocks
@@ -111,7 +111,6 @@ class Machine {
   Observer observer_;
   std::deque<Stream> streams_;
   std::vector<std::unique_ptr<Block>> blocks_;
-  Knowledge known_;  // of the host
   std::uint64_t now_ns_ = 1'000'000;
   std::uint64_t num_instructions_ = 0;
   std::uint64_t num_launched_ = 0;

@@ -135,6 +135,16 @@ void Memory::collect(std::uint32_t block, Knowledge& into) const {
   into.phases.raise(block, self.phase + 1);
 }
 
+void Memory::forget() {
+  blocks_.clear();
+  threads_.clear();
+  events_.resize(1);
+  for (auto& [begin, region] : regions_) region.cells.clear();
+  more_readers_.clear();
+  words_.clear();
+  told_.clear();
+}
+
 void Memory::barrier(std::uint32_t block) {
   Block& self = blocks_[block];
   for (std::uint32_t i = 0; i < self.num_threads; ++i) {

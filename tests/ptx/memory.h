@@ -83,6 +83,8 @@ class Memory {
   std::uint32_t first_thread(std::uint32_t block) const { return blocks_[block].first_thread; }
   // All that a block did and knew, which is over.
   void collect(std::uint32_t block, Knowledge& into) const;
+  // All blocks are over: what comes is behind all that was.
+  void forget();
 
   // Weak accesses are checked, and their bytes left to the caller.
   void read(std::uint32_t thread, std::uintptr_t from, std::size_t bytes, const Access& access);

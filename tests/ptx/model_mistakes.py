@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from build_ptx import CXX_FLAGS, FOLDER, INCLUDES, run_all
+from build_ptx import CXX_FLAGS, FOLDER, INCLUDES, compile_all
 
 # A file, a line of it, and what to write instead.
 MISTAKES = {
@@ -54,6 +54,11 @@ MISTAKES = {
     "a-release-ends-with-its-store": (
         "memory.cpp",
         "if (release.thread == thread && release.is_of_word) message.releases.push_back(release);",
+        "",
+    ),
+    "a-launch-hands-nothing-on": (
+        "memory.cpp",
+        "  into.phases.raise(block, self.phase + 1);\n",
         "",
     ),
     "an-update-hands-nothing-on": (
@@ -114,7 +119,7 @@ def build_with(name: str, program: Path, folder: Path) -> Path:
     source = folder / file
     source.write_text(text.replace(line, instead, 1))
     made = folder / f"{source.stem}.o"
-    run_all([["g++", *CXX_FLAGS, "-w", *INCLUDES, "-c", source, "-o", made]])
+    compile_all([["g++", *CXX_FLAGS, "-w", *INCLUDES, "-c", source, "-o", made]])
     others = [path for path in program.parent.glob("*.o") if path.name != made.name]
-    run_all([["g++", *others, made, "-o", folder / "ptx"]])
+    compile_all([["g++", *others, made, "-o", folder / "ptx"]])
     return folder / "ptx"

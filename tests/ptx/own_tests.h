@@ -10,6 +10,8 @@ namespace pyringar::ptx {
 void litmus_round(stress::Random& random);  // memory.h, all orders
 void forms_round(stress::Random& random);   // forms.h
 void peers_round(stress::Random& random);   // cuda/peers.cu
-void direct_round(stress::Random& random);  // the fused kernels on two and three devices at once
+// The fused kernels on several devices at once.
+void direct_round(stress::Random& random);
+void direct_all_round(stress::Random& random);  // every dtype and reduction, two to four ranks
 
 }  // namespace pyringar::ptx

@@ -239,7 +239,7 @@ Kernel KernelReader::read() {
 }
 
 void KernelReader::read_header() {
-  kernel_.name = stripped(reader_.up_to('('));
+  reader_.up_to('(');  // its name
   const std::string parameters = reader_.up_to(')');
   for (const std::string_view text : split(parameters)) {
     const Variable variable(text);

@@ -60,8 +60,6 @@ struct Instruction {
 std::string place_name(std::uint32_t place);
 
 struct Kernel {
-  std::string name;
-  std::string parameters_name;
   std::size_t parameter_bytes = 0;
   std::size_t parameter_align = 1;
   std::size_t shared_bytes = 0;

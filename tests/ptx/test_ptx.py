@@ -8,11 +8,11 @@ import shutil
 import model_mistakes
 import pytest
 import tables
-from build_ptx import FAULTS, PARTS, Fault, build, has_nvcc, run, write_ptx
+from build_ptx import FAULTS, PARTS, Fault, build, run, write_ptx
+from nvcc import needs_nvcc
 from test_cuda_emulated import MISTAKES
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc: there is no PTX to run")
 pytestmark = [needs_compiler, pytest.mark.timeout(600)]
 
 # Lines of the C++ emulation's own, what only the host reads, and who is the first to lose patience:
@@ -83,6 +83,10 @@ def check_noticed(program, ptx, part: str, said: str) -> None:
     # 2: there is no such part. Anything else but 1 is a crash or a hang.
     assert done.returncode == 1, done.stdout
     assert said in done.stdout
+    # A race between blocks comes with what led to it.
+    if "a race on" in done.stdout:
+        assert re.search(r" reads? it at | writes it at ", done.stdout)
+        assert "their last strong accesses, in order:\n  device " in done.stdout
 
 
 @needs_nvcc
@@ -100,12 +104,5 @@ def test_mistake_of_the_emulated_kernels_is_noticed(program, ptx, tmp_path, name
     part = "fused" if mistake.part == "fused-all" else mistake.part
     # Sums of whole numbers have no order.
     dtype = "float16" if name == "rounded-twice" else "float32" if part == "fused" else "int32"
-    fault = Fault(
-        name,
-        lambda text: text.replace(mistake.line, mistake.instead),
-        "again: ",
-        part,
-        mistake.file,
-        dtype,
-    )
+    fault = Fault(name, mistake, "again: ", part, dtype)
     check_noticed(program, fault.plant(tmp_path, ptx), part, fault.said)

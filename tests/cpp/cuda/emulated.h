@@ -18,7 +18,8 @@ namespace pyringar::stress {
 void table_round(Random& random);      // cuda/table.h: every alignment and edge, all at once
 void fused_all_round(Random& random);  // cuda/fused.cuh: every dtype, reduction and k
 void fused_round(Random& random);
-void ring_round(Random& random);                       // cuda/ring.cuh
+void ring_round(Random& random);      // cuda/ring.cuh
+void ring_all_round(Random& random);  // every dtype and reduction, two to four ranks, borders
 void ring_tiny_round(Random& random, int world_size);  // one call, of a piece or none per chunk
 void ring_picture_round(Random& random);               // one call of four ranks, on one device
 void ring_withheld_round(Random& random);

@@ -31,19 +31,35 @@ struct RingShape {
   int most_devices = 3;
 };
 
+struct RingKind {
+  RingPhases phases;
+  ReduceOp op;
+  DType dtype;
+};
+
+RingKind random_kind(Random& random) {
+  const auto phases = static_cast<RingPhases>(random.below(3));
+  const ReduceOp op = phases == RingPhases::kAllGather ? ReduceOp::kSum : random_op(random);
+  return {phases, op, random_dtype(random)};
+}
+
+// Elements of a piece that fills its slot.
+std::size_t largest_piece(const RingShape& shape, DType dtype) {
+  return (shape.slot_bytes - kUnusedSlotBytes) / partial_bytes(dtype) - cuda::kSlotSpareElems;
+}
+
 // One collective of one phase: numbers in, numbers expected.
 struct RingCall {
-  RingCall(Random& random, const RingShape& shape, std::size_t numel)
-      : phases(static_cast<RingPhases>(random.below(3))),
-        op(phases == RingPhases::kAllGather ? ReduceOp::kSum : random_op(random)),
+  RingCall(Random& random, const RingShape& shape, const RingKind& kind, std::size_t numel)
+      : phases(kind.phases),
+        op(kind.op),
         divisor(op == ReduceOp::kMean ? shape.world_size : 1),
-        dtype(random_dtype(random)),
+        dtype(kind.dtype),
         numel(numel),
         in_place(phases == RingPhases::kAllReduce && random.one_in(2)),
         num_channels(random.between(1, shape.num_channels)),
         num_threads(ring_threads(random)) {
-    const std::size_t most = (shape.slot_bytes - kUnusedSlotBytes) / partial_bytes(dtype);
-    piece_elems = most - cuda::kSlotSpareElems;
+    piece_elems = largest_piece(shape, dtype);
     if (random.one_in(3)) piece_elems = 1 + random.below(piece_elems);
     for (int rank = 0; rank < shape.world_size; ++rank) {
       const std::size_t own = chunk_range(numel, shape.world_size, rank).size();
@@ -128,7 +144,6 @@ class RingDevices {
   std::size_t num_devices() const { return ranks_.size(); }
   const std::vector<int>& ranks(std::size_t device) const { return ranks_[device]; }
   const Failure& failure(std::size_t device) const { return failures_[device]; }
-  std::uint32_t slot_bytes() const { return slot_bytes_; }
   // All counters of a channel have moved on by this much.
   void check_counters(int channel, std::uint32_t wanted) const;
   void check_slots() const;
@@ -308,7 +323,7 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
   const RingCall call(
-      random, shape,
+      random, shape, random_kind(random),
       2 * static_cast<std::size_t>(world_size) + random_size(random, world_size, shape.slot_bytes));
   std::vector<std::vector<Launch>> streams;
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
@@ -337,12 +352,17 @@ void check_later_steps_wait_longer() {
         " ns");
 }
 
+struct RingWanted {
+  RingKind kind;
+  std::size_t numel;
+};
+
 // Call after call on the same links.
-void run_calls(Random& random, const RingShape& shape, const std::vector<std::size_t>& sizes) {
+void run_calls(Random& random, const RingShape& shape, const std::vector<RingWanted>& wanted) {
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, kLongNs);
   std::deque<RingCall> calls;
-  for (const std::size_t numel : sizes) calls.emplace_back(random, shape, numel);
+  for (const auto& [kind, numel] : wanted) calls.emplace_back(random, shape, kind, numel);
   std::vector<std::vector<Launch>> streams(devices.num_devices());
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     for (const RingCall& call : calls) {
@@ -367,19 +387,45 @@ void ring_round(Random& random) {
   const int world_size = random_world_size(random);
   const int num_channels = random.between(1, world_size > 5 ? 2 : 3);
   const std::uint32_t slot_bytes = ring_slot_bytes(random);
-  std::vector<std::size_t> sizes;
+  std::vector<RingWanted> wanted;
   for (int i = random.between(1, 4); i > 0; --i) {
-    sizes.push_back(random_size(random, world_size, slot_bytes));
+    wanted.push_back({random_kind(random), random_size(random, world_size, slot_bytes)});
   }
-  run_calls(random, {world_size, num_channels, slot_bytes}, sizes);
+  run_calls(random, {world_size, num_channels, slot_bytes}, wanted);
+}
+
+// Around the borders of vectors, of pieces, and of pieces for every channel.
+void ring_all_round(Random& random) {
+  for (const DType dtype : kAllDTypes) {
+    for (const ReduceOp op : kAllOps) {
+      for (const int world_size : {2, 3, 4}) {
+        for (const int num_devices : {1, 2}) {
+          const RingShape shape{world_size, 2, 320, num_devices};
+          const auto k = static_cast<std::size_t>(world_size);
+          const std::size_t vector = 16 / item_bytes(dtype);
+          const std::size_t piece = largest_piece(shape, dtype);
+          std::vector<RingWanted> wanted;
+          for (const std::size_t border : {k * vector, k * piece, 2 * k * piece}) {
+            const auto phases = static_cast<RingPhases>(wanted.size() % 3);
+            const ReduceOp of = phases == RingPhases::kAllGather ? ReduceOp::kSum : op;
+            wanted.push_back({{RingPhases::kAllReduce, op, dtype}, border - 1 + random.below(3)});
+            wanted.push_back({{phases, of, dtype}, border + random.below(k + 1)});
+          }
+          run_calls(random, shape, wanted);
+        }
+      }
+    }
+  }
 }
 
 void ring_tiny_round(Random& random, int world_size) {
   const auto numel = static_cast<std::size_t>(random.between(world_size, 2 * world_size));
-  run_calls(random, {world_size, 1, 320}, {numel});
+  run_calls(random, {world_size, 1, 320}, {{random_kind(random), numel}});
 }
 
-void ring_picture_round(Random& random) { run_calls(random, {4, 1, 1 << 16, 1}, {4 * 2'048}); }
+void ring_picture_round(Random& random) {
+  run_calls(random, {4, 1, 1 << 16, 1}, {{random_kind(random), 4 * 2'048}});
+}
 
 void ring_withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
