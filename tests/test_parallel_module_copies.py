@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from programs import run_programs
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -288,11 +289,18 @@ def test_after_an_interrupted_call_the_next_one_is_right(num_interrupts):
 
 @pytest.mark.parametrize("batchnorm", ["local", "sync"])
 def test_a_forked_child_answers_and_does_not_hang(batchnorm):
-    with parallel(batchnorm=batchnorm) as net:
-        X, _ = batch()  # noqa: N806
-        expected = net(X)
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(30)
-            os._exit(0 if torch.equal(net(X), expected) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    """In a program: torch may abort in a child of a process whose threads it has used."""
+    program = """
+import os, signal, sys
+import torch
+from test_parallel_module_copies import batch, parallel
+with parallel(batchnorm=sys.argv[1]) as net:
+    expected = net(batch()[0])
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if torch.equal(net(batch()[0]), expected) else 3)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    (ended,) = run_programs(program, [batchnorm])
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
