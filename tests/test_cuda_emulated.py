@@ -221,7 +221,7 @@ def test_plain(emulated):
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", some(VARIANTS, "thread", "memory"))
+@pytest.mark.parametrize("name", some(VARIANTS))
 def test_variant(emulated, name):
     check(VARIANTS[name], emulated(VARIANTS[name]))
 

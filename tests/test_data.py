@@ -326,7 +326,7 @@ class TestSynthetic:
         accuracy = (answers == test_labels).float().mean()
         assert 0.4 < accuracy < 0.75
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     @pytest.mark.timeout(400)  # 50 s of work
     def test_the_books_recipe_learns(self):
         # Measured with 2 seeds: 0.78 and 0.70; at chance for the first five epochs.
