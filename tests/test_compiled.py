@@ -73,7 +73,7 @@ def assert_alike(function, *, backend, inputs=ranks) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
+@pytest.mark.parametrize("op", mostly_slow(["sum", "mean", "max", "prod"], "sum", "mean"))
 def test_calls_with_the_bits_of_eager(comm, op, dtype, backend):
     def function(x, y, z):
         doubled = [x * 2, y * 2, z * 2]
@@ -256,9 +256,9 @@ def test_errors_are_those_of_eager(comm, call, words, backend):
 )
 def test_what_no_graph_can_hold_is_refused_as_in_eager(comm, call):
     x = torch.ones(K, 2)
-    for function in (lambda x: call(comm, x), torch.compile(lambda x: call(comm, x))):
+    for function in (call, torch.compile(call, backend="aot_eager")):
         with pytest.raises(pr.ArgumentError):
-            function(x)
+            function(comm, x)
     assert torch.equal(x, torch.ones(K, 2))
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         torch.compile(lambda x: call(comm, x), fullgraph=True)(x)
