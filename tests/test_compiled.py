@@ -162,9 +162,8 @@ def test_tensors_of_the_caller_are_written(comm):
     pointers = [t.data_ptr() for mine in lists for t in mine]
     wanted = sum(ranks()[1:], ranks()[0])
     torch.compile(comm.all_reduce_coalesced, fullgraph=True, backend="aot_eager")(lists)
-    for mine in lists:
-        for tensor in mine:
-            assert_bits(tensor, wanted, "coalesced")
+    for tensor in [t for mine in lists for t in mine]:
+        assert_bits(tensor, wanted, "coalesced")
     assert pointers == [t.data_ptr() for mine in lists for t in mine]
 
 
@@ -240,6 +239,7 @@ def test_errors_are_those_of_eager(comm, call, words, backend):
     assert x.tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "call",
     [
@@ -254,11 +254,11 @@ def test_errors_are_those_of_eager(comm, call, words, backend):
         lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x, x], [x]]),
     ],
 )
-def test_what_no_graph_can_hold_is_refused_as_in_eager(comm, call):
+def test_what_no_graph_can_hold_is_refused_as_in_eager(comm, call, backend):
     x = torch.ones(K, 2)
-    for function in (call, torch.compile(call, backend="aot_eager")):
+    for run in (lambda x: call(comm, x), torch.compile(lambda x: call(comm, x), backend=backend)):
         with pytest.raises(pr.ArgumentError):
-            function(comm, x)
+            run(x)
     assert torch.equal(x, torch.ones(K, 2))
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         torch.compile(lambda x: call(comm, x), fullgraph=True)(x)

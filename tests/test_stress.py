@@ -49,26 +49,26 @@ class Variant:
 PLAIN = Variant("g++", ("-O1", NATIVE), 4)
 THREAD_FLAGS = ("-O1", "-g1", "-fsanitize=thread")
 MEMORY_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-THREAD = Variant("g++", (*THREAD_FLAGS, NATIVE), 20)
+THREAD = Variant("g++", (*THREAD_FLAGS, NATIVE), 30)
 VARIANTS = {
     "thread": THREAD,
-    "thread-clang": Variant("clang++", (*THREAD_FLAGS, NATIVE), 20),
-    "thread-no-futex": Variant("g++", (*THREAD_FLAGS, NATIVE, "-DPYRINGAR_NO_FUTEX"), 20),
-    "memory": Variant("g++", ("-O0", *MEMORY_FLAGS, NATIVE), 20),
-    "memory-clang": Variant("clang++", ("-O1", *MEMORY_FLAGS, NATIVE), 20),
-    "fast": Variant("g++", ("-O3", NATIVE), 20),
-    "fast-clang": Variant("clang++", ("-O3", NATIVE), 20),
+    "thread-clang": Variant("clang++", (*THREAD_FLAGS, NATIVE), 30),
+    "thread-no-futex": Variant("g++", (*THREAD_FLAGS, NATIVE, "-DPYRINGAR_NO_FUTEX"), 30),
+    "memory": Variant("g++", ("-O0", *MEMORY_FLAGS, NATIVE), 30),
+    "memory-clang": Variant("clang++", ("-O1", *MEMORY_FLAGS, NATIVE), 30),
+    "fast": Variant("g++", ("-O3", NATIVE), 30),
+    "fast-clang": Variant("clang++", ("-O3", NATIVE), 30),
 }
 # The fp16 code has three paths: AVX-512, F16C, and integer arithmetic. Levels of a wheel, too.
 X86_VARIANTS = {
-    "baseline": Variant("g++", ("-O2", "-march=x86-64"), 20),
-    "baseline-clang": Variant("clang++", ("-O2", "-march=x86-64"), 20),
-    "f16c": Variant("g++", ("-O2", "-march=x86-64-v3"), 20),
-    "f16c-clang": Variant("clang++", ("-O2", "-march=x86-64-v3"), 20),
-    "f16c-memory": Variant("g++", ("-O1", *MEMORY_FLAGS, "-march=x86-64-v3"), 20),
+    "baseline": Variant("g++", ("-O2", "-march=x86-64"), 30),
+    "baseline-clang": Variant("clang++", ("-O2", "-march=x86-64"), 30),
+    "f16c": Variant("g++", ("-O2", "-march=x86-64-v3"), 30),
+    "f16c-clang": Variant("clang++", ("-O2", "-march=x86-64-v3"), 30),
+    "f16c-memory": Variant("g++", ("-O1", *MEMORY_FLAGS, "-march=x86-64-v3"), 30),
 }
 ARM64 = Variant(
-    "aarch64-linux-gnu-g++", ("-O2", "-march=armv8-a", "-static"), 30, ("qemu-aarch64",)
+    "aarch64-linux-gnu-g++", ("-O2", "-march=armv8-a", "-static"), 60, ("qemu-aarch64",)
 )
 
 
