@@ -29,6 +29,8 @@ __version__ = "0.1.0"
 
 # The public names, by the module that defines them.
 _HOMES = {
+    "cluster.faults": ["Fault"],
+    "cluster.launch": ["launch"],
     "comm.communicator": ["allreduce", "Communicator", "Work"],
     "comm.orders": ["Guarantee"],
     "comm.process_communicator": ["ProcessCommunicator"],
@@ -52,6 +54,7 @@ _HOMES = {
         "BuildError",
         "CompilerNotFoundError",
         "CudaError",
+        "DeadlockError",
         "CollectiveTimeout",
         "PeerLostError",
     ],
@@ -66,6 +69,8 @@ __all__ = [
     "CompilerNotFoundError",
     "CudaError",
     "DataParallel",
+    "DeadlockError",
+    "Fault",
     "GradientBucketer",
     "Guarantee",
     "PeerLostError",
@@ -81,6 +86,7 @@ __all__ = [
     "check_replicas_equal",
     "evaluate_accuracy_gpus",
     "get_params",
+    "launch",
     "replicate",
     "shared_empty",
     "split_batch",
@@ -98,6 +104,8 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import ops as ops
     from pyringar import predict as predict
     from pyringar import train as train
+    from pyringar.cluster.faults import Fault
+    from pyringar.cluster.launch import launch
     from pyringar.comm.communicator import Communicator, Work, allreduce
     from pyringar.comm.orders import Guarantee
     from pyringar.comm.process_communicator import ProcessCommunicator
@@ -109,6 +117,7 @@ if TYPE_CHECKING:  # the same names, for those who read without running
         CollectiveTimeout,
         CompilerNotFoundError,
         CudaError,
+        DeadlockError,
         PeerLostError,
         RingarError,
         UnsupportedError,

@@ -54,6 +54,7 @@ ORDER = {
         *["draws", "sharded_step", "graphs", "beside", "module"],
     ],
     "distributed": [],
+    "cluster": [],
     "predict": [],
     "audit": ["trees", "probes", "report", "questions", "rank", "ranks"],
     "grading": [
@@ -73,7 +74,7 @@ FLOORS = [
     for module in (modules or [""])
 ]
 GROUND = {"errors", "choices", "lazy"}  # whoever wants may stand on it
-MAX_ARROWS = 32  # between the other rooms
+MAX_ARROWS = 36  # between the other rooms
 MAX_FILE_LINES = 600
 # What `pip install .` runs before torch is there.
 WITHOUT_TORCH = ["errors", "choices", "lazy", *(f"engine/{module}" for module in ORDER["engine"])]

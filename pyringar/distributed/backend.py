@@ -27,7 +27,7 @@ from pyringar.distributed.hierarchical import HierarchicalCommunicator, communic
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
-__all__ = ["NAME", "make_communicator", "register"]
+__all__ = ["NAME", "PythonGroup", "keep_dynamo_out", "make_communicator", "register"]
 
 NAME = "ringar"
 
@@ -89,14 +89,6 @@ class _Group(Collectives):
         """Return the backend that the user asked for, for another type of device."""
         return None
 
-    def getBackendName(self) -> str:  # noqa: N802
-        """Return ``ringar``."""
-        return NAME
-
-    def name(self) -> str:
-        """Return ``ringar``."""
-        return NAME
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Set it for all calls to come, the engine's and those of other backends."""
         self._timeout = timeout
@@ -128,6 +120,18 @@ class _Group(Collectives):
         self._fallback.close()
         _open_groups.discard(self)
 
+
+class _Named:
+    """What torch asks of everything that is called ``ringar``."""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return ``ringar``."""
+        return NAME
+
+    def name(self) -> str:
+        """Return ``ringar``."""
+        return NAME
+
     def setSequenceNumberForGroup(self) -> None:  # noqa: N802
         """Do nothing: the engine counts calls itself, and compares the counts of all ranks."""
 
@@ -139,7 +143,7 @@ class _Group(Collectives):
     _get_sequence_number_for_group = getSequenceNumberForGroup
 
 
-class _NamedBackend(_Backend):  # type: ignore[misc]
+class _NamedBackend(_Named, _Backend):  # type: ignore[misc]
     """Implement what torch asks of a Backend beside collectives."""
 
     def __init__(self, options: Any) -> None:
@@ -150,10 +154,6 @@ class _NamedBackend(_Backend):  # type: ignore[misc]
     def options(self) -> Any:
         """The timeout; torch asks."""
         return self._options
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """Return ``ringar``."""
-        return NAME
 
     # Without these torch asks us, and we torch, without end.
     supports_splitting = False
@@ -185,8 +185,8 @@ class RingarBackend(_Group, _NamedBackend):
     recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
 
 
-class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
-    """A ProcessGroup, in place of torch's own and of all backends in it."""
+class PythonGroup(_Named, _ProcessGroup):  # type: ignore[misc]
+    """A ProcessGroup in Python: what torch asks of one beside collectives."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
@@ -195,20 +195,16 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         self._size: int = size
         self._group_name: str = options.group_id
         self._group_desc = "undefined"
-        self._start(options)
+        self._named_backend: Any = None
         if _backends_can_be_python():
             # What torch asks in C++, as its flight recorder does, wants a backend to be there.
             custom = _ProcessGroup.BackendType.CUSTOM
+            self._named_backend = _NamedBackend(options)
             self._set_default_backend(custom)
-            self._register_backend(torch.device("cpu"), custom, _NamedBackend(options))
-
-    def _backend_for(self, device: str) -> str | None:
-        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
-        pairs = dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
-        return pairs.get(device)
+            self._register_backend(torch.device("cpu"), custom, self._named_backend)
 
     def getRank(self) -> int:  # noqa: N802
-        """Return this process's rank."""
+        """Return this rank's number in the group."""
         return self._rank
 
     def getSize(self) -> int:  # noqa: N802
@@ -231,14 +227,6 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
         """Return torch's description of the group."""
         return self._group_desc
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        others = [d for d in ("cuda",) if self._backend_for(d) is not None]
-        return [torch.device(name) for name in ("cpu", *others)]
-
-    def _get_backend(self, device: Any) -> Any:
-        return self._fallback.for_device(torch.device(device).type, "_get_backend")
-
     def _get_backend_name(self) -> str:
         return NAME
 
@@ -247,6 +235,27 @@ class RingarProcessGroup(_Group, _ProcessGroup):  # type: ignore[misc]
 
     def _has_hooks(self) -> bool:
         return False
+
+
+class RingarProcessGroup(_Group, PythonGroup):
+    """A ProcessGroup, in place of torch's own and of all backends in it."""
+
+    def __init__(self, options: Any) -> None:
+        PythonGroup.__init__(self, options)
+        self._start(options)
+
+    def _backend_for(self, device: str) -> str | None:
+        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        pairs = dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
+        return pairs.get(device)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        others = [d for d in ("cuda",) if self._backend_for(d) is not None]
+        return [torch.device(name) for name in ("cpu", *others)]
+
+    def _get_backend(self, device: Any) -> Any:
+        return self._fallback.for_device(torch.device(device).type, "_get_backend")
 
 
 def _backends_can_be_python() -> bool:
@@ -272,7 +281,7 @@ def _create(options: Any, _: Any) -> Any:
     return (RingarBackend if is_backend else RingarProcessGroup)(options)
 
 
-def _keep_dynamo_out(*classes: type) -> None:
+def keep_dynamo_out(*classes: type) -> None:
     """Have ``torch.compile`` run what torch calls of these classes, and their callees, as it is.
 
     Torch calls it under compiled programs, too, where Dynamo would trace it: the insides of a
@@ -288,6 +297,6 @@ def _keep_dynamo_out(*classes: type) -> None:
 
 def register() -> None:
     """Make ``init_process_group("ringar")`` work; importing ``pyringar.distributed`` does it."""
-    _keep_dynamo_out(RingarBackend, RingarProcessGroup, PendingWork, DoneWork)
+    keep_dynamo_out(RingarBackend, RingarProcessGroup, PendingWork, DoneWork)
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,209 @@
+"""What ranks wait for: their calls, above all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pyringar.errors import CollectiveTimeout, RingarError
+
+if TYPE_CHECKING:
+    from pyringar.cluster.meeting import Meeting
+    from pyringar.cluster.ranks import Rank
+
+__all__ = ["Call", "Limited", "Wait", "is_inside", "seconds_of"]
+
+_INSIDE = ("torch.", "pyringar.", "importlib.")
+_INSIDE_TOO = frozenset(
+    {
+        "torch",
+        "contextlib",
+        "functools",
+        "frozen_importlib",
+        "frozen_importlib_external",
+        "importlib",
+        "threading",
+        "runpy",
+    }
+)
+
+
+class Wait:
+    """Something that a rank waits for.
+
+    Args:
+        rank: Who waits.
+        what: In words: ``"the store's 'key'"``.
+        limit_s: How long the program wants to wait; None: as long as there is hope.
+    """
+
+    def __init__(self, rank: Rank, what: str, limit_s: float | None = None) -> None:
+        self.rank = rank
+        self.what = what
+        self.limit_s = limit_s
+        self.is_done = False
+        self.error: BaseException | None = None
+
+    def missing(self) -> list[int]:
+        """Return the ranks for whose part it waits, as far as that is known."""
+        return []
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End it, well or with an error."""
+        if not self.is_done:
+            self.error = error
+            self.is_done = True
+
+    def give_up(self) -> None:
+        """End it: the program did not want to wait longer."""
+        self.finish(CollectiveTimeout(f"{self.what} is not done after {self.limit_s:g} s"))
+
+    def raise_error(self) -> None:
+        """Raise what it ended with: each time, and in each rank, an exception of its own."""
+        if self.error is not None:
+            raise copy_of(self.error)
+
+
+class Call(Wait):
+    """One call of one rank: its part of a collective, or one side of a message.
+
+    Args:
+        meeting: Of the group in which it is made.
+        rank: Who calls.
+        operation: torch's name for it.
+        tensors: What tables show.
+        details: What must be the same on all ranks, by name.
+        act: Does what was asked for, given one call of each rank; None: nothing.
+        args: This rank's, for ``act``.
+        peers: The group's ranks without which it cannot end; None: all.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: Rank,
+        operation: str,
+        tensors: Sequence[Tensor],
+        details: Mapping[str, Any],
+        act: Callable[[Sequence[Call]], object] | None,
+        args: Any = None,
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(rank, operation)
+        self.meeting = meeting
+        self.operation = operation
+        self.details = dict(details)
+        self.act = act
+        self.args = args
+        self.peers = peers
+        self.number = 0
+        self.shapes = [tuple(tensor.shape) for tensor in tensors]
+        self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        self.line = _line_of_program()
+        self._was_awaited = False
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Let others run until it is done; raise what it ended with.
+
+        Raises:
+            CollectiveTimeout: It is not done after ``timeout`` seconds; it goes on nevertheless.
+        """
+        if not (self.is_done and self._was_awaited):
+            self._was_awaited = True
+            self.meeting.cluster.wait(self if timeout is None else Limited(self, timeout))
+        self.raise_error()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it is done; let others run first if not: a program may ask in a loop."""
+        if not self.is_done:
+            self.meeting.cluster.pause(self.rank)
+        return self.is_done
+
+    def missing(self) -> list[int]:
+        """Return the ranks, of the cluster, for whose part it waits."""
+        return self.meeting.missing(self)
+
+    def signature(self) -> str:
+        """Return what must be the same on all ranks, in words."""
+        if "sizes" not in self.details:
+            return str(self)
+        pairs = zip(self.details["sizes"], self.details["dtypes"], strict=True)
+        return f"{self} of {some(f'{n} {dtype}' for n, dtype in pairs) or 'nothing'}"
+
+    def __str__(self) -> str:
+        shown = [f"{name} {value}" for name, value in self.details.items() if name not in _SHAPES]
+        return f"{self.operation} ({', '.join(shown)})" if shown else self.operation
+
+
+# Details that have columns of their own in a table.
+_SHAPES = ("dtypes", "sizes")
+_MOST = 3
+
+
+def some(values: Iterable[Any]) -> str:
+    """Return the first of several values, in words."""
+    shown = [str(value) for value in values]
+    more = f" and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
+    return ", ".join(shown[:_MOST]) + more
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``"rank 1"``, ``"ranks 0, 2"``."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+class Limited(Wait):
+    """A wait for a call that lasts so many seconds at most."""
+
+    def __init__(self, call: Call, limit_s: float) -> None:
+        self.call = call
+        super().__init__(call.rank, call.what, limit_s)
+
+    def missing(self) -> list[int]:
+        """Return what the call waits for."""
+        return self.call.missing()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call is done, or given up."""
+        return self._is_over or self.call.is_done
+
+    @is_done.setter
+    def is_done(self, value: bool) -> None:
+        self._is_over = value
+
+
+def seconds_of(timeout: Any) -> float | None:
+    """Return a limit of torch's in seconds; None for its signs for none."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    return float(timeout) if timeout is not None and timeout > 0 else None
+
+
+def copy_of(error: BaseException) -> BaseException:
+    """Return an exception like this one, to be raised in another thread."""
+    try:
+        copy = type(error)(*error.args)
+    except Exception:
+        copy = RingarError(f"{type(error).__name__}: {error}")
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def is_inside(module: str) -> bool:
+    """Return whether a module is torch's or ours, and not the program's."""
+    return module.startswith(_INSIDE) or module.lstrip("_") in _INSIDE_TOO
+
+
+def _line_of_program() -> str:
+    """Return the file and line of the program from which this was called."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and is_inside(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""

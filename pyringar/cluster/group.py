@@ -1,0 +1,481 @@
+"""The process group of a cluster's ranks: torch.distributed's calls, by torch's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.cluster import moves
+from pyringar.cluster.calls import Call, seconds_of
+from pyringar.cluster.meeting import Meeting
+from pyringar.cluster.ranks import Rank
+from pyringar.cluster.work import ThreadWork
+from pyringar.distributed.backend import PythonGroup, keep_dynamo_out
+from pyringar.distributed.convert import count_changes, reduction_name
+from pyringar.distributed.delegated import given_or_default
+from pyringar.distributed.packing import check_no_overlap
+from pyringar.distributed.work import one_or_all
+from pyringar.errors import ArgumentError, UnsupportedError
+
+__all__ = ["ThreadGroup"]
+
+
+@dataclass
+class _Message:
+    """One side of a message: ranks are the group's."""
+
+    me: int
+    tag: int
+    to: int | None = None
+    sender: int | None = None
+    data: Sequence[Tensor] = ()
+
+
+def _deliver(calls: Sequence[Call]) -> None:
+    sent, received = (call.args for call in calls)
+    received.sender = sent.me
+    for target, source in zip(received.data, sent.data, strict=True):
+        moves.copy(target, source)
+
+
+class ThreadGroup(PythonGroup):
+    """One rank's view of a group.
+
+    Args:
+        meeting: Where its calls meet those of the others.
+        rank: Whose view it is.
+        options: torch's.
+    """
+
+    def __init__(self, meeting: Meeting, rank: Rank, options: Any) -> None:
+        super().__init__(options)
+        self._meeting = meeting
+        self._of = rank
+        self._batch: list[Any] | None = None
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce each tensor over all ranks, in place."""
+        opts = _with_op(opts, "AllreduceOptions")
+        op = reduction_name(opts.reduceOp, "all_reduce")
+        tensors = _as_list(tensors)
+
+        def act(calls: Sequence[Call]) -> None:
+            for row in _rows(calls):
+                moves.all_reduce(self._engine, row, op)
+
+        return self._meet("all_reduce", tensors, opts, act, op=op, alike=tensors, written=tensors)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Do `allreduce` of a list."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Any:
+        """Reduce each tensor into the root's."""
+        op = reduction_name(opts.reduceOp, "reduce")
+        root = opts.rootRank
+
+        def act(calls: Sequence[Call]) -> None:
+            for row in _rows(calls):
+                moves.copy(row[root], moves.reduced(self._engine, row, op))
+
+        return self._meet(
+            "reduce",
+            *(tensors, opts, act),
+            op=op,
+            root=root,
+            alike=tensors,
+            written=tensors if self._rank == root else [],
+        )
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
+        """Reduce ``inputs[i][r]`` into rank ``r``'s ``outputs[i]``; ranks' sizes may differ."""
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _with_op(opts, "ReduceScatterOptions")
+        op = reduction_name(opts.reduceOp, "reduce_scatter")
+        for row in inputs:
+            self._check_row(row, "reduce_scatter")
+        return self._scatter_sums("reduce_scatter", outputs, inputs, op, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce each input over all ranks and leave this rank's part in the output beside it."""
+        opts = given_or_default(opts, "ReduceScatterOptions")
+        op = reduction_name(opts.reduceOp, "reduce_scatter_tensor")
+        for output, input in zip(outputs, inputs, strict=True):
+            if output.dtype != input.dtype or output.numel() * self._size != input.numel():
+                raise ArgumentError(
+                    f"reduce_scatter: input has {input.numel()} elements of {input.dtype} and "
+                    f"output {output.numel()} of {output.dtype}; expected one dtype and "
+                    f"{self._size} times as many"
+                )
+        parts = [list(t.data.reshape(self._size, -1)) for t in inputs]
+        return self._scatter_sums("reduce_scatter_tensor", outputs, parts, op, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Do `reduce_scatter_single_coalesced` of one pair."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _scatter_sums(self, name: str, outputs: Any, parts: Any, op: str, opts: Any) -> Any:
+        def act(calls: Sequence[Call]) -> None:
+            for i in range(len(outputs)):
+                sums = [
+                    moves.reduced(self._engine, [c.args[1][i][r] for c in calls], op)
+                    for r in range(self._size)
+                ]
+                for call, total in zip(calls, sums, strict=True):
+                    moves.copy(call.args[0][i], total)
+
+        return self._meet(
+            name,
+            *(outputs, opts, act),
+            op=op,
+            args=(_data(outputs), [_data(row) for row in parts]),
+            alike=[t for row in parts for t in row],
+            written=outputs,
+        )
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Copy each tensor of the root into every other rank's."""
+        tensors = _as_list(tensors)
+        opts, root = _with_root(opts, "BroadcastOptions")
+
+        def act(calls: Sequence[Call]) -> None:
+            for row in _rows(calls):
+                for tensor in row:
+                    moves.copy(tensor, row[root])
+
+        written = [] if self._rank == root else tensors
+        return self._meet(
+            "broadcast", tensors, opts, act, root=root, alike=tensors, written=written
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Put rank ``r``'s input into all ranks' ``outputs[i][r]``; ranks' sizes may differ."""
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        for row in outputs:
+            self._check_row(row, "all_gather")
+        return self._gather_all("all_gather", outputs, inputs, opts, one_or_all(outputs))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Put rank ``r``'s ``inputs[i]`` into every rank's ``outputs[r][i]``."""
+        self._check_row(outputs, "all_gather_coalesced")
+        rows = [[row[i] for row in outputs] for i in range(len(inputs))]
+        return self._gather_all("all_gather_coalesced", rows, inputs, opts, one_or_all(outputs))
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Put all ranks' input, end to end in rank order, into the output beside it."""
+        for output, input in zip(outputs, inputs, strict=True):
+            if output.dtype != input.dtype or output.numel() != input.numel() * self._size:
+                raise ArgumentError(
+                    f"all_gather: output has {output.numel()} elements of {output.dtype} and "
+                    f"input {input.numel()} of {input.dtype}; expected one dtype and {self._size} "
+                    "times as many"
+                )
+        rows = [list(t.data.view(self._size, -1)) for t in outputs]
+        return self._gather_all(
+            "all_gather_into_tensor", rows, inputs, opts, outputs, alike=inputs, written=outputs
+        )
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Do `all_gather_single_coalesced` of one pair."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def _gather_all(
+        self,
+        name: str,
+        rows: Any,
+        inputs: Any,
+        opts: Any,
+        results: Any,
+        alike: Sequence[Tensor] | None = None,
+        written: Sequence[Tensor] | None = None,
+    ) -> Any:
+        def act(calls: Sequence[Call]) -> None:
+            for into in calls:
+                for i in range(len(inputs)):
+                    for r, out in enumerate(calls):
+                        moves.copy(into.args[0][i][r], out.args[1][i])
+
+        return self._meet(
+            name,
+            *(inputs, opts, act),
+            args=([_data(row) for row in rows], _data(inputs)),
+            alike=alike,
+            written=[t for row in rows for t in row] if written is None else written,
+            results=results,
+        )
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
+        """Put rank ``r``'s input into the root's ``outputs[i][r]``."""
+        opts, root = _with_root(opts, "GatherOptions")
+
+        def act(calls: Sequence[Call]) -> None:
+            for i, row in enumerate(calls[root].args[0]):
+                for into, call in zip(row, calls, strict=True):
+                    moves.copy(into, call.args[1][i])
+
+        return self._meet(
+            "gather",
+            *(inputs, opts, act),
+            root=root,
+            args=([_data(row) for row in outputs], _data(inputs)),
+            written=[t for row in outputs for t in row],
+            results=outputs[0] if outputs else [],
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
+        """Put the root's ``inputs[i][r]`` into rank ``r``'s output."""
+        opts, root = _with_root(opts, "ScatterOptions")
+
+        def act(calls: Sequence[Call]) -> None:
+            for i, row in enumerate(calls[root].args[1]):
+                for call, part in zip(calls, row, strict=True):
+                    moves.copy(call.args[0][i], part)
+
+        return self._meet(
+            "scatter",
+            *(outputs, opts, act),
+            root=root,
+            args=(_data(outputs), [_data(row) for row in inputs]),
+            written=outputs,
+        )
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
+        """Give every rank what the others have for it."""
+        opts = given_or_default(opts, "AllToAllOptions")
+        self._check_row(outputs, "all_to_all")
+        self._check_row(inputs, "all_to_all")
+        return self._exchange("all_to_all", outputs, inputs, opts, outputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
+    ) -> Any:
+        """Give every rank what the others have for it, in one tensor."""
+        opts = given_or_default(opts, "AllToAllOptions")
+        into = self._parts(output, out_splits, "output_split_sizes")
+        out_of = self._parts(input, in_splits, "input_split_sizes")
+        return self._exchange("all_to_all_single", into, out_of, opts, [output])
+
+    all_to_all_single = alltoall_base
+
+    def _parts(self, tensor: Tensor, splits: Any, name: str) -> list[Tensor]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not splits:
+            if rows % self._size:
+                raise ArgumentError(
+                    f"all_to_all_single: a tensor has {rows} rows, expected a multiple of "
+                    f"{self._size}, or {name}"
+                )
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise ArgumentError(
+                f"all_to_all_single: {name} is {list(splits)}, expected {self._size} numbers that "
+                f"add to {rows}"
+            )
+        return list(torch.split(tensor.data, list(splits)))
+
+    def _exchange(self, name: str, into: Any, out_of: Any, opts: Any, results: Any) -> Any:
+        def act(calls: Sequence[Call]) -> None:
+            sent = [[part.clone() for part in call.args[1]] for call in calls]
+            for r, call in enumerate(calls):
+                for s, target in enumerate(call.args[0]):
+                    moves.copy(target, sent[s][r])
+
+        return self._meet(
+            name,
+            *(out_of, opts, act),
+            args=(_data(into), _data(out_of)),
+            written=results,
+        )
+
+    # -- messages and barriers ---------------------------------------------------------------------
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        """Send to a rank; done when it has received."""
+        return self._message("send", tensors, _Message(self._rank, tag, to=rank), [rank])
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
+        """Receive from a rank."""
+        count_changes(tensors)
+        return self._message("recv", tensors, _Message(self._rank, tag, sender=rank), [rank])
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive from whichever rank sends."""
+        count_changes(tensors)
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return self._message("recv", tensors, _Message(self._rank, tag), others)
+
+    recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
+
+    def _message(self, name: str, tensors: Any, message: _Message, peers: list[int]) -> Any:
+        message.data = _data(tensors)
+        details = {"to": message.to, "from": message.sender, "tag": message.tag or None}
+        details = {key: value for key, value in details.items() if value is not None}
+        call = Call(self._meeting, self._of, name, tensors, details, _deliver, message, peers)
+        self._meeting.cluster.begin(call, lambda: self._meeting.post_message(call))
+        return self._noted(ThreadWork([call], list(tensors)))
+
+    def barrier(self, opts: Any = None, *_: Any) -> Any:
+        """Return when all ranks have called it."""
+        return self._meet("barrier", [], opts, None)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called it; raise if some do not, naming them."""
+        limit_s = seconds_of(getattr(timeout, "timeout", timeout))
+        call = self._post("monitored_barrier", [], {}, None, None)
+        call.wait(limit_s)
+
+    # -- several calls with one work ---------------------------------------------------------------
+
+    def start_coalescing(self, *_: Any) -> None:
+        """Begin calls that `end_coalescing` returns one work for."""
+        self._batch = []
+
+    def end_coalescing(self, *_: Any) -> Any:
+        """Return the work of all calls since `start_coalescing`."""
+        works, self._batch = self._batch or [], None
+        return ThreadWork([call for work in works for call in work._parts], [])
+
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
+
+    # -- the group itself --------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leave it."""
+
+    abort = shutdown
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: the cluster's own counts."""
+
+    def _backend_types(self) -> list[str]:
+        return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _engine(self, tensors: Sequence[Tensor]) -> Any:
+        return self._meeting.cluster.engine([t.device for t in tensors])
+
+    def _check_devices(self, name: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise UnsupportedError(
+                    f"{name}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
+                    f"this one is on {tensor.device}"
+                )
+
+    def _check_row(self, row: Sequence[Any], operation: str) -> None:
+        if len(row) != self._size:
+            raise ArgumentError(
+                f"{operation}: a list has {len(row)} tensors, expected {self._size}, one per rank"
+            )
+
+    def _meet(
+        self,
+        name: str,
+        shown: Sequence[Tensor],
+        opts: Any,
+        act: Callable[[Sequence[Call]], None] | None,
+        *,
+        args: Any = None,
+        alike: Sequence[Tensor] | None = None,
+        written: Sequence[Tensor] = (),
+        results: Any = None,
+        **details: Any,
+    ) -> Any:
+        """Take part in a collective; return its work, which is done unless it is to be async.
+
+        Args:
+            name: What torch.distributed calls it.
+            shown: The tensors that the table of calls shows.
+            opts: torch's options.
+            act: Does it, given all ranks' calls.
+            args: This rank's for ``act``; None: the data of ``shown``.
+            alike: Must agree with other ranks' in number, sizes and dtype.
+            written: What it writes on this rank.
+            results: The work's, if not ``written``.
+            **details: Must agree with other ranks', too.
+        """
+        for tensor in written:
+            if tensor.layout is torch.strided:
+                check_no_overlap("tensor", tensor)
+        self._check_devices(name, [*written, *shown])
+        if "op" in details:
+            moves.check_reducible([*shown, *(alike or [])], details["op"])
+        if alike is not None:
+            details["dtypes"] = [str(t.dtype).removeprefix("torch.") for t in alike]
+            details["sizes"] = [t.numel() for t in alike]
+        count_changes(list(written))
+        args = _data(shown) if args is None else args
+        call = self._post(name, shown, details, act, args)
+        work = ThreadWork([call], list(written) if results is None else results)
+        if not getattr(opts, "asyncOp", True):
+            work.wait()
+        return self._noted(work)
+
+    def _post(
+        self, name: str, shown: Sequence[Tensor], details: dict[str, Any], act: Any, args: Any
+    ) -> Call:
+        call = Call(self._meeting, self._of, name, shown, details, act, args)
+        self._meeting.cluster.begin(call, lambda: self._meeting.post(self._rank, call))
+        return call
+
+    def _noted(self, work: Any) -> Any:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+
+keep_dynamo_out(ThreadGroup, ThreadWork)
+
+
+def _data(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return their memory: torch does not count what is written there. Sparse ones have none."""
+    return [t.data if t.layout is torch.strided else t for t in tensors]
+
+
+def _rows(calls: Sequence[Call]) -> list[list[Tensor]]:
+    """Return, of each tensor of a call, all ranks'."""
+    return [list(row) for row in zip(*(call.args for call in calls), strict=True)]
+
+
+def _as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _with_op(opts: Any, kind: str) -> Any:
+    """Return options; a ``ReduceOp`` alone may stand for them."""
+    if hasattr(opts, "reduceOp"):
+        return opts
+    options = given_or_default(None, kind)
+    if opts is not None:
+        options.reduceOp = opts
+    return options
+
+
+def _with_root(opts: Any, kind: str) -> tuple[Any, int]:
+    """Return options and their root, which alone may stand for them."""
+    if hasattr(opts, "rootRank"):
+        return opts, opts.rootRank
+    options = given_or_default(None, kind)
+    options.rootRank = opts or 0
+    return options, options.rootRank

@@ -1,0 +1,305 @@
+"""Everything private of torch's, and of Python's, that a cluster touches, and puts back."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pyringar.cluster.ranks import Rank, belong_to, current
+from pyringar.cluster.state import Environment, ProcessState
+from pyringar.errors import UnsupportedError
+
+__all__ = ["entered", "fresh_state", "in_thread_of", "interrupt", "plain_torch", "process_state"]
+
+logger = logging.getLogger(__name__)
+_said: set[str] = set()
+
+# What torch.distributed keeps of its groups, by the name of the property: an empty one each.
+_WORLD: dict[str, Callable[[], Any]] = {
+    "default_pg": lambda: None,
+    "pg_map": dict,
+    "pg_names": dict,
+    "pg_group_ranks": dict,
+    "pg_backend_config": dict,
+    "group_count": int,
+    "tags_to_pg": dict,
+    "pg_to_tag": dict,
+    "pg_coalesce_state": dict,
+    "comms": list,
+}
+_OLDEST, _NEWEST = (2, 11), (2, 15)
+"""The versions of torch with which this was tried."""
+_RENDEZVOUS = ("env", "tcp", "file")
+_World: Any = distributed_c10d._World
+c10d_cpp: Any = _distributed_c10d
+_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+
+
+def check_torch() -> None:
+    """Refuse a torch with which this was not tried.
+
+    Raises:
+        UnsupportedError: Names its version, and those that were tried.
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not _OLDEST <= version <= _NEWEST:
+        tried = " to ".join(f"{major}.{minor}" for major, minor in (_OLDEST, _NEWEST))
+        raise UnsupportedError(
+            f"launch: torch is {torch.__version__}, expected {tried}: ranks that are threads need "
+            "names of torch's that are private and may have changed"
+        )
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute as torch does by itself: without this thread's modes, subclasses and gradients."""
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _property_of(name: str) -> Any:
+    outside = vars(_World)[name]
+
+    def get(self: Any) -> Any:
+        rank = current()
+        return outside.fget(self) if rank is None else rank.world[name]
+
+    def put(self: Any, value: Any) -> None:
+        rank = current()
+        if rank is None:
+            outside.fset(self, value)
+        else:
+            rank.world[name] = value
+
+    return property(get, put)
+
+
+class _PerRank(_World):  # type: ignore[misc]
+    """What torch.distributed keeps of its groups: of each rank its own."""
+
+
+for _name in _WORLD:
+    if _name in vars(_World):
+        setattr(_PerRank, _name, _property_of(_name))
+
+
+def is_future_for_reducer(method: str) -> bool:
+    """Return whether DistributedDataParallel will wait in C++ for what the caller returns.
+
+    It asks in backward, or from C++, or, for a rank that has joined, through a hook.
+
+    Args:
+        method: The caller's name, which Python code that calls it has among its names.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    frame: Any = sys._getframe(2)
+    if method not in frame.f_code.co_names:
+        return True
+    while frame is not None and "_run_comm_hook" not in frame.f_code.co_names:
+        frame = frame.f_back
+    return frame is not None
+
+
+def process_state() -> ProcessState:
+    """Return what the process has only once, as it is now."""
+    return ProcessState(_extras())
+
+
+def fresh_state(number: int) -> ProcessState:
+    """Return what a process that has just begun has."""
+    return ProcessState.fresh(number, _extras())
+
+
+def _extras() -> list[Any]:
+    """Return how to read and set what DTensor draws random numbers with."""
+    module: Any = sys.modules.get("torch.distributed.tensor._random")
+    if module is None:
+        return []
+    return [(lambda: module._rng_tracker, lambda value: setattr(module, "_rng_tracker", value))]
+
+
+@contextlib.contextmanager
+def in_thread_of(rank: Rank) -> Iterator[None]:
+    """Make this thread a rank's: torch.distributed knows its groups, and no others."""
+    rank.world = {name: make() for name, make in _WORLD.items()}
+    belong_to(rank)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+    # Backward then runs in this thread on GPUs, too.
+    with torch.autograd.set_multithreading_enabled(False):
+        try:
+            yield
+        finally:
+            c10d_cpp._unregister_all_process_groups()
+            belong_to(None)
+
+
+def interrupt(rank: Rank) -> None:
+    """Raise KeyboardInterrupt in a rank's thread when it runs Python next."""
+    if rank.thread is not None and rank.thread.ident is not None:
+        ident = ctypes.c_ulong(rank.thread.ident)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+
+
+@contextlib.contextmanager
+def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) -> Iterator[None]:
+    """Let threads of ranks have a torch.distributed of their own, in this process.
+
+    Args:
+        make_group: Returns the group of the rank that calls, given torch's options.
+        store: What ranks meet through.
+        is_parallel: Ranks run at once, and would import torch's compiler at once, which fails.
+    """
+    # The one registers the backend. The other has the world's group for a default argument: that
+    # of the rank which imports it, if there is one by then.
+    importlib.import_module("pyringar.distributed")
+    importlib.import_module("torch.distributed.nn.functional")
+    if is_parallel:
+        importlib.import_module("torch._dynamo")
+    with contextlib.ExitStack() as undo:
+        world: Any = distributed_c10d._world
+        undo.callback(setattr, world, "__class__", type(world))
+        world.__class__ = _PerRank
+        c10d_cpp._set_thread_isolation_mode(True)
+        undo.callback(c10d_cpp._set_thread_isolation_mode, False)
+        _replace(undo, sys, "excepthook", sys.excepthook)
+        _replace(undo, distributed_c10d, "_backend", distributed_c10d._backend)
+        _replace(
+            *(undo, distributed_c10d, "_default_pg_init_method"),
+            distributed_c10d._default_pg_init_method,
+        )
+        _replace(
+            *(undo, distributed_c10d, "_new_process_group_helper"),
+            _with_our_backend(distributed_c10d._new_process_group_helper),
+        )
+        _take_backend(undo, make_group)
+        for scheme in _RENDEZVOUS:
+            _take_rendezvous(undo, scheme, store)
+        _take_meshes(undo)
+        _take_environment(undo)
+        _take_threads(undo)
+        threads = torch.get_num_threads()
+        undo.callback(torch.set_num_threads, threads)
+        yield
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's maker of groups with our backend, whatever a rank names."""
+
+    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        if current() is not None:
+            _say_once(backend)
+            backend = "ringar"
+            kwargs |= {"device_id": None, "backend_options": None}
+        return helper(size, rank, ranks, backend, *args, **kwargs)
+
+    return make
+
+
+def _say_once(backend: Any) -> None:
+    if str(backend) not in ("ringar", "undefined", *_said):
+        _said.add(str(backend))
+        logger.warning(
+            "init_process_group: %r was asked for, and ranks that are threads of one process get "
+            "'ringar', whose sums are in rank order",
+            str(backend),
+        )
+
+
+def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) -> None:
+    plugins: Any = dist.Backend._plugins
+    own = plugins["RINGAR"]
+
+    def create(options: Any, more: Any) -> Any:
+        return own.creator_fn(options, more) if current() is None else make_group(options)
+
+    undo.callback(plugins.__setitem__, "RINGAR", own)
+    plugins["RINGAR"] = type(own)(create, True)
+
+
+def _take_rendezvous(undo: contextlib.ExitStack, scheme: str, store: Any) -> None:
+    handlers: Any = _rendezvous._rendezvous_handlers
+    own = handlers[scheme]
+
+    def meet(url: str, **kwargs: Any) -> Iterator[Any]:
+        rank = current()
+        if rank is None:
+            yield from own(url, **kwargs)
+        else:
+            yield store, rank.index, rank.world_size
+
+    undo.callback(handlers.__setitem__, scheme, own)
+    handlers[scheme] = meet
+
+
+def _take_meshes(undo: contextlib.ExitStack) -> None:
+    """Tell meshes of ranks apart, which torch's caches would take for one."""
+    own = device_mesh.DeviceMesh.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        rank = current()
+        if rank is not None:
+            self._thread_id, self._hash = rank.identity, None
+
+    _replace(undo, device_mesh.DeviceMesh, "__init__", init)
+
+
+def _take_environment(undo: contextlib.ExitStack) -> None:
+    environ: Any = os.environ
+    outside: dict[Any, Any] = environ._data
+    before = dict(outside)
+
+    def put_back() -> None:
+        environ._data = outside
+        for key in {*before, *outside}:  # ranks have set the process's, too
+            os.putenv(key, outside[key]) if key in outside else os.unsetenv(key)
+
+    undo.callback(put_back)
+    environ._data = Environment(outside, lambda: getattr(current(), "environment", None))
+
+
+def _take_threads(undo: contextlib.ExitStack) -> None:
+    """Let threads that a rank's program starts be the rank's, too."""
+    own = threading.Thread.start
+
+    def start(self: Any) -> None:
+        rank = current()
+        if rank is not None:
+            self.run = _in_helper_of(rank, self.run)
+        own(self)
+
+    _replace(undo, threading.Thread, "start", start)
+
+
+def _in_helper_of(rank: Rank, run: Callable[[], None]) -> Callable[[], None]:
+    def run_as_rank() -> None:
+        belong_to(rank)
+        for group, name in rank.world["pg_names"].items():
+            c10d_cpp._register_process_group(name, group)
+        try:
+            run()
+        finally:
+            belong_to(None)
+
+    return run_as_rank

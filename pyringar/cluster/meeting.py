@@ -1,0 +1,131 @@
+"""Where the calls of one group meet: the last rank to call does what all asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pyringar.cluster.calls import Call, copy_of, names_of
+from pyringar.cluster.internals import plain_torch
+from pyringar.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from pyringar.cluster.cluster import Cluster
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """The calls of a group whose ranks are threads of this process.
+
+    Args:
+        cluster: Whose ranks they are.
+        name: How people are told of the group.
+        ranks: Their numbers in the cluster, in the order of their numbers in the group.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, ranks: Sequence[int]) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.ranks = tuple(ranks)
+        self._numbers = [0] * len(ranks)
+        self._open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
+        self._messages: list[Call] = []  # of which the other side is missing
+        self._error: BaseException | None = None
+
+    def post(self, index: int, call: Call) -> None:
+        """Take part in a collective as the group's rank ``index``; wait for nobody.
+
+        Raises:
+            ArgumentError: All ranks have called, and not the same.
+            PeerLostError: A rank of the group is lost.
+        """
+        with self.cluster.schedule.lock:
+            self._check()
+            self._numbers[index] += 1
+            call.number = self._numbers[index]
+            calls = self._open.setdefault(call.number, {})
+            calls[index] = call
+            if len(calls) < len(self.ranks):
+                return
+            self.compare(call.number)
+            del self._open[call.number]
+        self._act([calls[i] for i in range(len(self.ranks))])
+
+    def post_message(self, call: Call) -> None:
+        """Send, or receive; wait for nobody. See `post` for what it raises."""
+        with self.cluster.schedule.lock:
+            self._check()
+            other = next((each for each in self._messages if _belong_together(each, call)), None)
+            if other is None:
+                self._messages.append(call)
+                return
+            self._messages.remove(other)
+        self._act([call, other] if call.operation == "send" else [other, call])
+
+    def missing(self, call: Call) -> list[int]:
+        """Return the ranks, of the cluster, that have not done their part in a call."""
+        if call.is_done:
+            return []
+        if call.peers is not None:
+            return [self.ranks[index] for index in call.peers]
+        there = self._open.get(call.number, {})
+        return [rank for index, rank in enumerate(self.ranks) if index not in there]
+
+    def fail(self, error: BaseException) -> None:
+        """End all calls that have not met, and refuse others."""
+        self._error = error
+        for call in [
+            *self._messages,
+            *(c for calls in self._open.values() for c in calls.values()),
+        ]:
+            call.finish(error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise copy_of(self._error)
+
+    def compare(self, number: int | None = None) -> None:
+        """Fail if ranks call different things.
+
+        Args:
+            number: Of the calls; None: of all that have not met.
+        """
+        for each in self._open if number is None else [number]:
+            calls = self._open[each]
+            kinds: dict[str, list[int]] = {}
+            for call in sorted(calls.values(), key=lambda call: call.rank.index):
+                kinds.setdefault(call.signature(), []).append(call.rank.index)
+            if len(kinds) == 1:
+                continue
+            what = "; ".join(f"{names_of(ranks)}: {kind}" for kind, ranks in kinds.items())
+            text = f"ranks call different things as number {each} of {self.name}: {what}"
+            raise copy_of(self._failed(ArgumentError, text, calls.values()))
+
+    def _act(self, calls: Sequence[Call]) -> None:
+        act = calls[0].act
+        error: BaseException | None = None
+        try:
+            if act is not None:
+                with plain_torch():
+                    act(calls)
+        except Exception as caught:
+            error = self._failed(type(caught), f"{calls[0]}: {caught}", calls)
+        for call in calls:
+            call.finish(error)
+        self.cluster.schedule.look()
+
+    def _failed(self, kind: type[BaseException], text: str, calls: Iterable[Call]) -> BaseException:
+        return self.cluster.fail(
+            lambda report: kind(text + report), {call.rank.index: call for call in calls}
+        )
+
+
+def _belong_together(one: Call, other: Call) -> bool:
+    """Return whether one is a send and the other receives it."""
+    if one.operation == other.operation:
+        return False
+    send, receive = (one.args, other.args) if one.operation == "send" else (other.args, one.args)
+    return bool(
+        send.to == receive.me and receive.sender in (None, send.me) and send.tag == receive.tag
+    )

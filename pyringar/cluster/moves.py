@@ -1,0 +1,80 @@
+"""What collectives do with the tensors of all ranks, which lie in one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.comm.arguments import OPS
+from pyringar.distributed.convert import for_reduction
+from pyringar.errors import ArgumentError
+
+__all__ = ["all_reduce", "check_reducible", "copy", "reduced"]
+
+_BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+
+
+def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
+    """Refuse a dtype that cannot be reduced with ``op``.
+
+    Raises:
+        UnsupportedError: Names both.
+    """
+    for dtype in {tensor.dtype for tensor in tensors if tensor.layout is torch.strided}:
+        for_reduction(torch.empty(0, dtype=dtype), op)
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor into another of as many elements, which correspond by index."""
+    if target.numel() != source.numel() or target.dtype != source.dtype:
+        raise ArgumentError(
+            f"a tensor of {source.numel()} elements of {source.dtype} is for one of "
+            f"{target.numel()} of {target.dtype}; expected the same"
+        )
+    if target.data_ptr() != source.data_ptr() or target.device != source.device:
+        target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
+
+
+def all_reduce(engine: Any, tensors: Sequence[Tensor], op: str) -> None:
+    """Reduce one tensor per rank into all of them: in rank order, rounded once.
+
+    Args:
+        engine: Returns the communicator for ranks on these devices.
+        tensors: As many elements of one dtype on each rank, in any layout without overlap.
+        op: Of the engine, or ``"band"``, ``"bor"``, ``"bxor"``.
+    """
+    if tensors[0].layout is not torch.strided:
+        total = reduce(torch.add, tensors)
+        for tensor in tensors:
+            tensor.copy_(total)
+        return
+    stand_ins = [for_reduction(tensor, op) for tensor in tensors]
+    for stand_in in stand_ins:
+        if stand_in.after is not None:
+            into, out = stand_in.after
+            out.copy_(into)
+    wide = [stand_in.tensor for stand_in in stand_ins]
+    first = wide[0]
+    if stand_ins[0].op not in OPS:
+        total = reduce(_BITWISE[op], [t.reshape(first.shape) for t in wide])
+        for tensor in wide:
+            copy(tensor, total)
+    else:
+        alike = [t if t.shape == first.shape else t.reshape(first.shape) for t in wide]
+        engine(alike).all_reduce(alike, stand_ins[0].op)
+        for tensor, result in zip(wide, alike, strict=True):
+            copy(tensor, result)
+    for stand_in in stand_ins:
+        if stand_in.after is not None:
+            stand_in.after[0].copy_(stand_in.after[1])
+
+
+def reduced(engine: Any, tensors: Sequence[Tensor], op: str) -> Tensor:
+    """Return the reduction of one tensor per rank, which stay as they are."""
+    copies = [tensor.clone() for tensor in tensors]
+    all_reduce(engine, copies, op)
+    return copies[0]

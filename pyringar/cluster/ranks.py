@@ -1,0 +1,91 @@
+"""One rank of a cluster, and which rank a thread belongs to."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyringar.cluster.state import ProcessState
+
+if TYPE_CHECKING:
+    from pyringar.cluster.calls import Wait
+
+__all__ = ["Rank", "belong_to", "current", "this_rank"]
+
+_here = threading.local()
+_identities = itertools.count(1)
+
+
+def current() -> Rank | None:
+    """Return the rank whose thread this is; None: no rank's."""
+    return getattr(_here, "rank", None)
+
+
+def this_rank() -> Rank:
+    """Return the rank whose thread this is, in code that only ranks run."""
+    rank: Rank = _here.rank
+    return rank
+
+
+def belong_to(rank: Rank | None) -> None:
+    """Make this thread a rank's, or nobody's."""
+    _here.rank = rank
+
+
+class Rank:
+    """What belongs to one rank while its cluster runs.
+
+    Args:
+        index: Its number.
+        world_size: Of the cluster.
+        device: Where its tensors are, if its program asks.
+        environment: What it finds in ``os.environ``.
+    """
+
+    def __init__(
+        self, index: int, world_size: int, device: torch.device, environment: Mapping[Any, Any]
+    ) -> None:
+        self.index = index
+        self.world_size = world_size
+        self.device = device
+        self.environment = dict(environment)
+        self.identity = next(_identities)
+        """Tells meshes of ranks, also of other clusters, apart."""
+        self.thread: threading.Thread | None = None
+
+        self.go = threading.Lock()
+        """Held while others run; released when it is this rank's turn."""
+        self.go.acquire()
+        self.is_running = False
+        self.keeps_turn = False
+        """It was chosen again while it handed on."""
+        self.waits_for: Wait | None = None
+        """None while it runs, before it has begun and when it has ended."""
+        self.has_ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+        self.num_calls = 0
+        """Collectives and messages that it has begun, in all groups."""
+        self.held_back: Callable[[], None] | None = None
+        """Begins a call that a fault has it make after the next one."""
+        self.futures: list[Any] = []
+        """Of its works, not complete."""
+        self.world: dict[str, Any] = {}
+        """Its groups, as torch.distributed keeps them."""
+        self.num_groups: dict[Any, int] = {}
+        """How many groups of a name it has made."""
+        self.state: ProcessState | None = None
+        """The process's, as this rank left it."""
+
+    def complete_futures(self) -> None:
+        """Complete those whose works are done; their callbacks may make others."""
+        pending, self.futures = self.futures, []
+        self.futures = [future for future in pending if not future.complete()] + self.futures
+
+    def __str__(self) -> str:
+        return f"rank {self.index}"

@@ -1,0 +1,67 @@
+"""Tell people what every rank of a cluster does: a table, and the program's stacks."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyringar.cluster.calls import Call, Limited, is_inside, names_of, some
+from pyringar.cluster.ranks import Rank
+
+__all__ = ["report"]
+
+_COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
+
+
+def report(ranks: Sequence[Rank], calls: Mapping[int, Call], note: str) -> str:
+    """Return what every rank does, in several lines.
+
+    Args:
+        ranks: All of a cluster.
+        calls: Those to show, by rank, if it is not what a rank waits for.
+        note: How to come here again.
+    """
+    rows = [_COLUMNS, *(_row(rank, calls.get(rank.index)) for rank in ranks)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    kept = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows[1:])]
+    table = "\n".join("  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in rows)
+    return f"\n\n{table}\n\n{_stacks(ranks)}{note}"
+
+
+def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
+    wait = rank.waits_for
+    if rank.has_ended:
+        state = f"failed: {type(rank.error).__name__}" if rank.error else "returned"
+    elif wait is None:
+        state = "runs" if rank.is_running else "has not begun"
+    else:
+        state = "ready" if wait.is_done else "waits"
+    call = shown or (wait.call if isinstance(wait, Limited) else wait)
+    if not isinstance(call, Call):
+        calls = f"after {rank.num_calls} call{'s' * (rank.num_calls != 1)}"
+        return (str(rank.index), state, call.what if call else calls, *[""] * 6)
+    missing = [] if shown is call else call.missing()
+    return (
+        *(str(rank.index), state, str(call), str(call.number or ""), call.meeting.name),
+        *(some(call.shapes), some(dict.fromkeys(call.dtypes)), ", ".join(map(str, missing))),
+        call.line,
+    )
+
+
+def _stacks(ranks: Sequence[Rank]) -> str:
+    """Return the stacks of the program on all ranks that have not ended; equal ones once."""
+    frames = sys._current_frames()
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.thread is not None and not rank.has_ended and rank.thread.ident in frames:
+            found.setdefault(_stack(frames[rank.thread.ident]), []).append(rank.index)
+    return "\n".join(f"{names_of(who)}:\n{stack}" for stack, who in found.items() if stack)
+
+
+def _stack(frame: Any) -> str:
+    """Return the program's part of a stack: what is torch's, or ours, is left out."""
+    walked = list(traceback.walk_stack(frame))[::-1]
+    of_program = [(f, n) for f, n in walked if not is_inside(f.f_globals.get("__name__", ""))]
+    return "".join(traceback.StackSummary.extract(iter(of_program)).format())

@@ -1,0 +1,137 @@
+"""Who runs: one rank at a time, which hands on where it waits, or all at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from pyringar.cluster.calls import Wait
+from pyringar.cluster.ranks import Rank, current
+from pyringar.cluster.state import ProcessState
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """Lets ranks run.
+
+    A rank hands on in every wait, also for what is done already: the seed decides who goes first
+    after a barrier, and not who came last.
+
+    Args:
+        ranks: All of them.
+        seed: Decides who goes next.
+        is_parallel: All ranks run that can.
+        snapshot: Returns what belongs to the rank that runs; None: nothing does.
+        stuck: Called with the lock held when all ranks wait in vain; ends their waits.
+
+    Cost: 40 us where another rank goes next, on a machine where waking a thread takes 20.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        seed: int,
+        is_parallel: bool,
+        snapshot: Callable[[], ProcessState] | None,
+        stuck: Callable[[], object],
+    ) -> None:
+        self._ranks = ranks
+        self._random = random.Random(seed)
+        self._num_turns = len(ranks) if is_parallel else 1
+        self._snapshot = snapshot
+        self._stuck = stuck
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Told when a rank has ended, and when a wait may be over."""
+        self.last_turn_s = time.monotonic()
+        """When a rank was let run last."""
+
+    def start(self) -> None:
+        """Let the first rank, or all, go."""
+        with self.lock:
+            self._give_turns()
+
+    def begin(self, rank: Rank) -> None:
+        """Wait for the first turn of this thread's rank."""
+        rank.go.acquire()
+        if rank.state is not None:
+            rank.state.restore()
+
+    def end(self, rank: Rank) -> None:
+        """Note that this thread's rank has ended, and hand on."""
+        with self.lock:
+            rank.has_ended = True
+            rank.is_running = False
+            self._give_turns()
+            self.changed.notify_all()
+
+    def wait(self, what: Wait) -> None:
+        """Return when ``what`` is done; let other ranks run until then."""
+        rank = current()
+        if rank is None or rank.thread is not threading.current_thread():
+            self._wait_beside(what)
+            return
+        with self.lock:
+            rank.waits_for = what
+            rank.is_running = False
+            self._give_turns(handing_on=rank)
+            if rank.keeps_turn:
+                rank.keeps_turn = False
+                return
+        rank.go.acquire()
+        if rank.state is not None:
+            rank.state.restore()
+
+    def _wait_beside(self, what: Wait) -> None:
+        """Wait in a thread that a rank's program has started, and for which it may wait itself."""
+        with self.lock:
+            is_waiting = False
+            while not what.is_done:
+                if is_waiting:
+                    self.changed.wait()
+                else:
+                    is_waiting = True
+                    self._num_turns += 1
+                    self._give_turns()
+            self._num_turns -= is_waiting
+
+    def look(self) -> None:
+        """Let those go on whose waits are over."""
+        with self.lock:
+            self.changed.notify_all()
+            self._give_turns()
+
+    def _give_turns(self, handing_on: Rank | None = None) -> None:
+        """Let as many ranks run as may; the one that is handing on may be chosen itself."""
+        while sum(rank.is_running for rank in self._ranks) < self._num_turns:
+            able = self._able()
+            if not able:
+                break
+            chosen = able[0] if len(able) == 1 else self._random.choice(able)
+            chosen.waits_for = None
+            chosen.is_running = True
+            self.last_turn_s = time.monotonic()
+            if chosen is handing_on:
+                chosen.keeps_turn = True
+                continue
+            if handing_on is not None and not handing_on.keeps_turn and self._snapshot is not None:
+                handing_on.state = self._snapshot()
+            chosen.go.release()
+
+    def _able(self) -> list[Rank]:
+        """Return the ranks that can go on; where all wait in vain, end waits first."""
+        while True:
+            idle = [rank for rank in self._ranks if not (rank.has_ended or rank.is_running)]
+            waits = [rank.waits_for for rank in idle if rank.waits_for is not None]
+            able = [r for r in idle if r.waits_for is None or r.waits_for.is_done]
+            if able or not waits or any(rank.is_running for rank in self._ranks):
+                return able
+            limited = [wait for wait in waits if wait.limit_s is not None]
+            if limited:  # nothing else will happen before that time has passed
+                min(limited, key=lambda wait: wait.limit_s or 0.0).give_up()
+            else:
+                self._stuck()

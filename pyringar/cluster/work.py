@@ -1,0 +1,125 @@
+"""Works and futures of a cluster's calls: who waits for one lets other ranks run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.futures import Future
+
+from pyringar.cluster import internals
+from pyringar.cluster.calls import Call, seconds_of
+from pyringar.distributed.work import PendingWork
+
+__all__ = ["ThreadWork"]
+
+_Future: Any = Future
+
+
+class ThreadFuture(_Future):  # type: ignore[misc]
+    """The future of a work that is not done: whoever waits for it lets other ranks run.
+
+    It is completed in its rank's thread, in one of the rank's waits: so its callbacks run there.
+
+    Args:
+        work: What it stands for, or its parent does.
+    """
+
+    def __init__(self, work: ThreadWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def complete(self) -> bool:
+        """Complete it if the work is done; return whether it is complete now."""
+        if not super().done():
+            if not self._work._is_over():
+                return False
+            try:
+                value = self._work._outcome(self)
+            except Exception as error:
+                self.set_exception(error)
+            else:
+                self.set_result(value)
+        return True
+
+    def done(self) -> bool:
+        """Return whether it is complete; let others run first if not."""
+        if not super().done():
+            self._work.is_completed()
+            self._work.run_callbacks()
+        return bool(super().done())
+
+    def wait(self) -> Any:
+        """Let others run until it is complete; return its value, or raise its error."""
+        self._work._settle()
+        self._work.run_callbacks()
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """Return a future of what ``callback`` returns, which is called with this one."""
+        child = ThreadFuture(self._work)
+
+        def run(done: Any) -> None:
+            try:
+                value = callback(done)
+            except Exception as error:
+                child.set_exception(error)
+            else:
+                child.set_result(value)
+
+        self.add_done_callback(run)
+        return child
+
+
+class ThreadWork(PendingWork):
+    """The work of calls that this rank has begun.
+
+    Args:
+        calls: What must end.
+        results: See `PendingWork`.
+    """
+
+    def __init__(self, calls: Sequence[Call], results: Any) -> None:
+        super().__init__(None, calls, results)  # type: ignore[arg-type]  # nothing is left to others
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let other ranks run until it is done. See `PendingWork.wait`."""
+        for call in self._parts:
+            call.wait(seconds_of(timeout))
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors; it fails with what a call failed with.
+
+        It is waited for here if torch goes on to wait in C++, where no other rank would be let run.
+        """
+        if internals.is_future_for_reducer("get_future"):
+            self._settle()
+        if self._future is None and not self._is_over():
+            rank = self._calls()[0].rank
+            self._future = future = ThreadFuture(self)
+            rank.futures.append(future)
+        return self._future or super().get_future()
+
+    def _is_over(self) -> bool:
+        return all(call.is_done for call in self._calls())
+
+    def run_callbacks(self) -> None:
+        """Complete the rank's futures whose works are done."""
+        self._calls()[0].rank.complete_futures()
+
+    def _calls(self) -> list[Call]:
+        calls: Any = self._parts
+        return list(calls)
+
+    def _settle(self) -> None:
+        """Wait for the calls; what they fail with is the future's to tell."""
+        for call in self._calls():
+            with contextlib.suppress(Exception):
+                call.wait()
+
+    def _source_rank(self) -> int:
+        """Return the rank that a message received from any came from."""
+        return int(self._calls()[0].args.sender)

@@ -1,0 +1,394 @@
+"""Is what goes wrong on ranks that are threads told at once and by name; is nothing left behind?"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DistributedDataParallel imports it, in a second
+import torch.distributed as dist
+from programs import programs
+from torch.nn.parallel import DistributedDataParallel
+
+import pyringar as pr
+
+K = 4
+
+
+def begin() -> int:
+    dist.init_process_group()
+    return dist.get_rank()
+
+
+# -- mistakes in programs --------------------------------------------------------------------------
+
+
+def missing_collective() -> None:
+    x = torch.ones(4)
+    if begin() != 1:
+        dist.all_reduce(x)
+    dist.broadcast(x, 0)
+
+
+def missing_collective_of_many() -> None:
+    for _ in range(10 if begin() == 2 else 9):
+        dist.all_reduce(torch.ones(4))
+
+
+def swapped_order() -> None:
+    tensors = [torch.ones(4), torch.ones(8)]
+    for tensor in reversed(tensors) if begin() == 2 else tensors:
+        dist.all_reduce(tensor)
+
+
+def wrong_size() -> None:
+    dist.all_reduce(torch.ones(5 if begin() == 3 else 4))
+
+
+def wrong_dtype() -> None:
+    dist.all_reduce(torch.ones(4, dtype=torch.float64 if begin() == 3 else None))
+
+
+def wrong_reduction() -> None:
+    dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if begin() == 0 else dist.ReduceOp.SUM)
+
+
+def wrong_root() -> None:
+    dist.broadcast(torch.ones(4), begin() // 3)
+
+
+def wrong_group() -> None:
+    rank = begin()
+    pair = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(4), group=pair if rank == 0 else None)
+
+
+def exception() -> None:
+    if begin() == 2:
+        raise KeyError("no such layer")
+    dist.all_reduce(torch.ones(4))
+
+
+def endless_loop() -> None:
+    rank = begin()
+    while rank == 2:
+        pass
+    dist.all_reduce(torch.ones(4))
+
+
+def early_return() -> None:
+    if begin() != 0:
+        dist.barrier()
+
+
+def forgotten_barrier() -> None:
+    if begin() != 3:
+        dist.barrier()
+    dist.all_reduce(torch.ones(4))
+
+
+def groups_in_opposite_order() -> None:
+    rank = begin()
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    if rank < 2:
+        for group in reversed(groups) if rank else groups:
+            dist.all_reduce(torch.ones(4), group=group)
+
+
+def all_send_first() -> None:
+    rank = begin()
+    dist.send(torch.ones(4), (rank + 1) % K)
+    dist.recv(torch.ones(4), (rank - 1) % K)
+
+
+def message_of_another_size() -> None:
+    rank = begin()
+    if rank == 0:
+        dist.send(torch.ones(4), 1)
+    if rank == 1:
+        dist.recv(torch.ones(5), 0)
+
+
+def key_that_nobody_sets() -> None:
+    if begin() == 1:
+        dist.distributed_c10d._get_default_store().get("weights")
+    dist.barrier()
+
+
+def uneven_list() -> None:
+    rank = begin()
+    dist.all_gather([torch.ones(4 + (rank == 1)) for _ in range(K)], torch.ones(4 + (rank == 1)))
+
+
+def unequal_steps_of_data_parallel() -> None:
+    rank = begin()
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    for _ in range(3 if rank == 3 else 2):
+        model(torch.ones(2, 3)).sum().backward()
+
+
+# The error, what its first line says, and rows that its table has.
+MISTAKES: dict[Callable[[], None], tuple[type[BaseException], str, list[str]]] = {
+    missing_collective: (
+        pr.ArgumentError,
+        "number 1 of the world: ranks 0, 2, 3: all_reduce (op sum) of 4 float32; rank 1: broadcast "
+        "(root 0) of 4 float32",
+        [r"1 .*broadcast \(root 0\) +1 +the world +\(4,\) +float32 +test_cluster_failures.py:\d+"],
+    ),
+    missing_collective_of_many: (
+        pr.PeerLostError,
+        "ranks wait for ranks 0, 1, 3, which have ended",
+        [r"0 +returned +after 9 calls", r"2 +waits +all_reduce \(op sum\) +10 .* 0, 1, 3 "],
+    ),
+    swapped_order: (
+        pr.ArgumentError,
+        "ranks 0, 1, 3: all_reduce (op sum) of 4 float32; rank 2: all_reduce (op sum) of 8 float32",
+        [r"2 .* \(8,\)", r"3 .* \(4,\)"],
+    ),
+    wrong_size: (pr.ArgumentError, "rank 3: all_reduce (op sum) of 5 float32", [r"3 .* \(5,\)"]),
+    wrong_dtype: (pr.ArgumentError, "rank 3: all_reduce (op sum) of 4 float64", ["3 .* float64"]),
+    wrong_reduction: (pr.ArgumentError, "rank 0: all_reduce (op max)", [r"0 .*\(op max\)"]),
+    wrong_root: (pr.ArgumentError, "rank 3: broadcast (root 1)", [r"3 .*\(root 1\)"]),
+    wrong_group: (
+        pr.DeadlockError,
+        "all ranks wait for each other",
+        [r"0 +waits .* group 0, 1 .* 1  ", r"1 +waits .* the world .* 0  "],
+    ),
+    exception: (KeyError, "no such layer", []),
+    endless_loop: (
+        pr.CollectiveTimeout,
+        "rank 2 ran for 0.5 s without a call in which others go on",
+        [r"2 +runs", r"0 +waits +all_reduce"],
+    ),
+    early_return: (pr.PeerLostError, "wait for rank 0, which has ended", [r"0 +returned"]),
+    forgotten_barrier: (pr.ArgumentError, "ranks 0, 1, 2: barrier; rank 3: all_reduce", []),
+    groups_in_opposite_order: (
+        pr.DeadlockError,
+        "all ranks wait for each other",
+        [r"0 +waits .* group 0, 1  ", r"1 +waits .* group 0, 1 #2 "],
+    ),
+    all_send_first: (
+        pr.DeadlockError,
+        "all ranks wait for each other",
+        [r"0 +waits +send \(to 1\)", r"3 +waits +send \(to 0\)"],
+    ),
+    message_of_another_size: (
+        pr.ArgumentError,
+        "a tensor of 4 elements of torch.float32 is for one of 5",
+        [r"0 .*send \(to 1\)", r"1 .*recv \(from 0\)"],
+    ),
+    key_that_nobody_sets: (
+        pr.DeadlockError,
+        "all ranks wait for each other",
+        ["1 +waits +the store's weights"],
+    ),
+    uneven_list: (pr.ArgumentError, "all_gather: a tensor of ", []),
+    unequal_steps_of_data_parallel: (
+        pr.PeerLostError,
+        "ranks wait for ranks 0, 1, 2, which have ended",
+        ["3 +waits +all_reduce"],
+    ),
+}
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["in turn", "at once"])
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_told_in_words(mistake, parallel):
+    kind, text, rows = MISTAKES[mistake]
+    for seed in [0] if parallel or mistake is endless_loop else range(5):
+        began_s = time.monotonic()
+        with pytest.raises(kind) as caught:
+            pr.launch(mistake, K, timeout=0.5, seed=seed, parallel=parallel)
+        took_s = time.monotonic() - began_s
+        assert type(caught.value) is kind, caught.value
+        message = str(caught.value)
+        assert text in message.split("\n\n")[0]
+        for row in rows:
+            assert re.search(rf"^{row}", message, re.M), f"{row} is not in\n{message}"
+        if kind is not KeyError:
+            assert f", in {mistake.__name__}\n" in message, "the stacks"
+            assert (f"seed={seed} repeats this run" in message) != parallel
+        assert took_s < (3 if mistake is endless_loop else 1)
+    assert pr.launch(lambda: 1, K) == [1] * K
+
+
+def test_an_exception_has_its_ranks_traceback_and_the_others_hear_of_it():
+    heard: dict[int, str] = {}
+
+    def program() -> None:
+        try:
+            exception()
+        except pr.PeerLostError as error:
+            heard[dist.get_rank()] = str(error)
+            raise
+
+    with pytest.raises(KeyError) as caught:
+        pr.launch(program, K)
+    lines = "".join(traceback.format_exception(caught.value))
+    assert 'raise KeyError("no such layer")' in lines
+    if hasattr(caught.value, "__notes__"):
+        assert "raised by rank 2 of 4, seed=0 repeats this run" in lines
+    assert heard == dict.fromkeys((0, 1, 3), "rank 2 raised KeyError: 'no such layer'")
+
+
+def test_an_error_that_all_ranks_handle_is_not_raised():
+    def program() -> str:
+        try:
+            all_send_first()
+        except pr.DeadlockError:
+            return "handled"
+        return ""
+
+    assert pr.launch(program, K) == ["handled"] * K
+
+
+def test_a_wait_with_a_limit_ends_when_nothing_else_happens():
+    """No time passes: nothing could happen in it."""
+
+    def program() -> bool:
+        rank = begin()
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            with pytest.raises(pr.CollectiveTimeout, match="not done after 3600 s"):
+                work.wait(timeout=torch.distributed.distributed_c10d.timedelta(seconds=3600))
+            dist.send(torch.ones(1), 1)
+            return work.wait()
+        if rank == 1:
+            dist.recv(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(2))
+        return True
+
+    assert pr.launch(program, 3) == [True] * 3
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def three_calls() -> list[str]:
+    rank = begin()
+    found = []
+    for numel in (2, 2, 3):
+        mine = torch.full((numel,), float(rank))
+        try:
+            dist.all_reduce(mine)
+            found.append("sum" if mine[0] == 3 else "wrong")
+        except pr.RingarError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_a_rank_that_dies_is_lost_to_those_who_need_it():
+    results: list[Any] = pr.launch(three_calls, 3, faults=[pr.Fault("dies", rank=1, call=2)])
+    assert results == [["sum", "PeerLostError", "PeerLostError"], None, results[0]]
+
+    def survivors() -> float:
+        rank = begin()
+        rest = dist.new_group([0, 2])
+        with pytest.raises(pr.PeerLostError, match="rank 1 died, in its call 1"):
+            dist.barrier()
+        mine = torch.ones(1)
+        dist.all_reduce(mine, group=rest)
+        return float(mine) + rank
+
+    assert pr.launch(survivors, 3, faults=[pr.Fault("dies", rank=1, call=1)]) == [2.0, None, 4.0]
+
+
+def test_a_rank_that_is_late_is_waited_for_until_the_timeout():
+    began_s = time.monotonic()
+    fault = pr.Fault("late", rank=0, call=2, late_s=20)
+    assert pr.launch(three_calls, 3, faults=[fault]) == [["sum"] * 3] * 3
+    fault = pr.Fault("late", rank=0, call=2, late_s=40)
+    found = pr.launch(three_calls, 3, faults=[fault])
+    assert found[1] == ["sum", "CollectiveTimeout", "CollectiveTimeout"]
+    with pytest.raises(pr.CollectiveTimeout, match=r"rank 1 is late by 40 s, .* waited 30 s"):
+        pr.launch(early_return, 3, faults=[pr.Fault("late", rank=1, call=1, late_s=40)])
+    assert time.monotonic() - began_s < 5, "no real time passes"
+
+
+def test_swapped_calls_differ():
+    with pytest.raises(pr.ArgumentError, match=r"number 2 .* rank 2: all_reduce \(op sum\) of 3"):
+        pr.launch(
+            lambda: [dist.all_reduce(torch.ones(n)) for n in (2, 2, 3) if begin_once() >= 0],
+            3,
+            faults=[pr.Fault("swaps", rank=2, call=2)],
+        )
+
+
+def begin_once() -> int:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("explodes", 0, 1), "kind is 'explodes', expected one of dies, late, swaps"),
+        (("dies", -1, 1), "rank is -1, expected an int from 0 on"),
+        (("dies", 0, 0), "call is 0, expected an int from 1 on"),
+        (("late", 0, 1, 0), "late_s is 0, expected a positive number"),
+    ],
+)
+def test_wrong_faults_are_refused(arguments, text):
+    with pytest.raises(pr.ArgumentError, match=re.escape(text)):
+        pr.Fault(*arguments)
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import signal, sys, threading, time
+import torch, torch.distributed as dist
+import pyringar as pr
+
+def program():
+    dist.init_process_group()
+    rank = dist.get_rank()
+    try:
+        if rank == 1:
+            print("running", flush=True)
+            while True:
+                sum(range(100))
+        while True:
+            dist.all_reduce(torch.ones(1))
+    except KeyboardInterrupt:
+        ended.append(rank)
+        raise
+
+ended = []
+try:
+    pr.launch(program, 3, seed=int(sys.argv[1]))
+except KeyboardInterrupt:
+    print("interrupted", sorted(ended), threading.active_count())
+print(pr.launch(lambda: 7, 3), dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ctrl_c_ends_all_ranks_and_another_launch_works(seed):
+    with programs(INTERRUPTED, [seed]) as (program,):
+        assert program.stdout.readline() == "running\n"
+        time.sleep(0.1)
+        os.kill(program.pid, signal.SIGINT)
+        out, err = program.communicate(timeout=20)
+    lines = out.splitlines()
+    assert lines[0].startswith("interrupted ["), err
+    assert "1" in lines[0]
+    assert lines[0].endswith("] 1"), "no thread is left"
+    assert lines[1] == "[7, 7, 7] False"
+
+
+def test_no_thread_is_left():
+    before = threading.active_count()
+    for mistake in (exception, wrong_root, all_send_first):
+        with pytest.raises((KeyError, pr.RingarError)):
+            pr.launch(mistake, K)
+    assert threading.active_count() == before
