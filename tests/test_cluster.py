@@ -261,8 +261,8 @@ def test_all_that_torch_keeps_of_groups_is_known():
         ({"seed": -1}, "seed is -1, expected an int, 0 or more"),
         ({"seed": None}, "seed is None"),
         ({"timeout": 0}, "timeout is 0"),
-        ({"faults": ["dies"]}, "faults is ['dies'], expected a list of Fault"),
-        ({"faults": [pr.Fault("dies", 4, 1)]}, "is for one of 4 ranks"),
+        ({"faults": ["dies"]}, "faults[0] is a str, expected a Fault"),
+        ({"faults": [pr.Fault("dies", 4, 1)]}, "faults[0].rank is 4, expected 0 to 3"),
     ],
 )
 def test_wrong_arguments(arguments, text):

@@ -25,6 +25,7 @@ X, Y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
 NET = nn.Linear(2, 2)
 C = pr.Communicator
 NUMBER, NOTHING, SIZES = {"int", "float"}, {"None"}, {"int", "ints", "empty list"}
+LISTS = {"empty list", "nested lists", "ints", "Nones"}
 
 
 @functools.cache
@@ -158,6 +159,20 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.shared_empty, "dtype", set(), lambda v: pr.shared_empty(3, v)),
     (pr.Topology, "devices", set(), lambda v: pr.Topology.of(v)),
     (pr.Guarantee, "order", set(), lambda v: pr.Guarantee.of(v)),
+    (pr.launch, "fn", set(), lambda v: pr.launch(v)),
+    (pr.launch, "ranks", {"int"}, lambda v: pr.launch(print, v)),
+    (pr.launch, "devices", NOTHING, lambda v: pr.launch(print, devices=v)),
+    (pr.launch, "args", LISTS, lambda v: pr.launch(abs, args=v)),
+    (pr.launch, "kwargs", NOTHING, lambda v: pr.launch(abs, kwargs=v)),
+    (pr.launch, "parallel", set(), lambda v: pr.launch(print, parallel=v)),
+    (pr.launch, "seed", {"int"}, lambda v: pr.launch(print, seed=v)),
+    (pr.launch, "timeout", NUMBER, lambda v: pr.launch(print, timeout=v)),
+    (pr.launch, "faults", {"empty list"}, lambda v: pr.launch(print, faults=v)),
+    (pr.launch, "trace", {"None", "str"}, lambda v: pr.launch(print, trace=v)),
+    (pr.Fault, "kind", set(), lambda v: pr.Fault(v, 0, 1)),
+    (pr.Fault, "rank", {"int"}, lambda v: pr.Fault("dies", v, 1)),
+    (pr.Fault, "call", {"int"}, lambda v: pr.Fault("dies", 0, v)),
+    (pr.Fault, "late_s", NUMBER, lambda v: pr.Fault("late", 0, 1, v)),
 ]
 
 

@@ -49,6 +49,9 @@ class Wait:
         self.is_done = False
         self.error: BaseException | None = None
 
+    def __str__(self) -> str:
+        return self.what
+
     def missing(self) -> list[int]:
         """Return the ranks for whose part it waits, as far as that is known."""
         return []

@@ -24,6 +24,7 @@ from pyringar.cluster.store import ThreadStore
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import ArgumentError, CollectiveTimeout, DeadlockError, PeerLostError
+from pyringar.train.trace import Trace
 
 __all__ = ["Cluster"]
 
@@ -74,13 +75,21 @@ class Cluster:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def run(self, program: Callable[[], Any]) -> list[Any]:
+    def run(self, program: Callable[[], Any], trace: Any = None) -> list[Any]:
         """Run a program on every rank; return the results by rank.
+
+        Args:
+            program: What to run.
+            trace: A file for what ranks did; None: nowhere.
 
         Raises:
             BaseException: What went wrong first: what a rank raised, or what ended its waits.
         """
         outside = internals.process_state()
+        if trace is not None:
+            self.schedule.trace = Trace()
+            how = "at once" if self._is_parallel else f"in turn, seed {self._seed}"
+            self.schedule.trace.title = f"{len(self.ranks)} ranks {how}"
         try:
             with internals.entered(self._make_group, self._store, is_parallel=self._is_parallel):
                 self._start(program)
@@ -89,6 +98,8 @@ class Cluster:
             outside.restore()
             for engine in self._engines.values():
                 engine.close()
+            if trace is not None:
+                self.schedule.trace.save(trace)
         if self._failure is not None and any(
             rank.error is not None or not rank.has_ended for rank in self.ranks
         ):
@@ -282,6 +293,8 @@ class Cluster:
 
     def _take_error(self, rank: Rank, error: BaseException) -> None:
         """Note what a rank's program raised; if it is the first, the others are told."""
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return
         rank.error = error
         with self.schedule.lock:
             if self._told is None:

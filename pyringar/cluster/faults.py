@@ -42,7 +42,7 @@ class Fault:
                 raise ArgumentError(
                     f"{name} is {getattr(self, name)!r}, expected an int from {least} on"
                 )
-        if not isinstance(self.late_s, (int, float)) or not self.late_s > 0:
+        if not (isinstance(self.late_s, (int, float)) and self.late_s > 0):
             raise ArgumentError(f"late_s is {self.late_s!r}, expected a positive number of seconds")
 
 

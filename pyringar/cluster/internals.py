@@ -146,6 +146,8 @@ def in_thread_of(rank: Rank) -> Iterator[None]:
             yield
         finally:
             c10d_cpp._unregister_all_process_groups()
+            # A thread's own, whose end would let Python objects go without the GIL.
+            torch._C._clear_DTensor_sharding_propagator_cache()
             belong_to(None)
 
 
@@ -171,6 +173,9 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
     importlib.import_module("torch.distributed.nn.functional")
     if is_parallel:
         importlib.import_module("torch._dynamo")
+    # FakeTensorMode, which DTensor uses, has it done by the first thread, in torch 2.11 and 2.12
+    # for as long as that lives.
+    torch._C._ensureCUDADeviceGuardSet()
     with contextlib.ExitStack() as undo:
         world: Any = distributed_c10d._world
         undo.callback(setattr, world, "__class__", type(world))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ def launch(
     seed: int = 0,
     timeout: float = 30.0,
     faults: Sequence[Fault] = (),
+    trace: str | os.PathLike[str] | None = None,
 ) -> list[Result]:
     """Call ``fn`` once per rank: ranks are threads, and torch.distributed is the real one.
 
@@ -63,6 +65,8 @@ def launch(
         seed: Decides which rank goes next where several can. The same seed gives the same run.
         timeout: Seconds that a rank may run without a call while others wait for it.
         faults: What goes wrong, to test the program's own handling.
+        trace: A file for what ranks did when, also if they fail: `pyringar trace` draws it, and
+            https://ui.perfetto.dev shows it.
 
     Returns:
         What ``fn`` returned, by rank; None of a rank that a fault has ended.
@@ -92,28 +96,44 @@ def launch(
     chosen = check_devices(["cpu"] * ranks if devices is None else devices)
     if len(chosen) != ranks:
         raise ArgumentError(f"devices has {len(chosen)} entries, expected {ranks}, one per rank")
+    program = partial(fn, *_checked_args(args), **_checked_kwargs(kwargs))
+    if not isinstance(parallel, bool):
+        raise ArgumentError(f"parallel is {parallel!r}, expected True or False")
     if not is_count(seed):
         raise ArgumentError(f"seed is {seed!r}, expected an int, 0 or more")
+    timeout_s = check_timeout(timeout)
     _check_faults(faults, ranks)
+    if not (trace is None or isinstance(trace, (str, os.PathLike))):
+        raise ArgumentError(f"trace is {kind_of(trace)}, expected a file name or None")
     internals.check_torch()
     if current() is not None or not _lock.acquire(blocking=False):
         raise RingarError("launch: another one has not ended, and a process can have one at a time")
     try:
-        cluster = Cluster(
-            *(chosen,),
-            parallel=parallel,
-            seed=seed,
-            timeout_s=check_timeout(timeout),
-            faults=faults,
-        )
-        return cluster.run(partial(fn, *args, **(kwargs or {})))
+        cluster = Cluster(chosen, parallel=parallel, seed=seed, timeout_s=timeout_s, faults=faults)
+        return cluster.run(program, trace)
     finally:
         _lock.release()
 
 
+def _checked_args(args: Any) -> Sequence[Any]:
+    if not is_list(args):
+        raise ArgumentError(f"args is {kind_of(args)}, expected a list or tuple")
+    return list(args)
+
+
+def _checked_kwargs(kwargs: Any) -> Mapping[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ArgumentError(f"kwargs is {kind_of(kwargs)}, expected a dict by names")
+    return kwargs
+
+
 def _check_faults(faults: Any, ranks: int) -> None:
-    if not is_list(faults) or not all(isinstance(fault, Fault) for fault in faults):
-        raise ArgumentError(f"faults is {faults!r}, expected a list of Fault")
-    for fault in faults:
+    if not is_list(faults):
+        raise ArgumentError(f"faults is {kind_of(faults)}, expected a list of Fault")
+    for i, fault in enumerate(faults):
+        if not isinstance(fault, Fault):
+            raise ArgumentError(f"faults[{i}] is {kind_of(fault)}, expected a Fault")
         if fault.rank >= ranks:
-            raise ArgumentError(f"faults: {fault} is for one of {ranks} ranks, from 0 on")
+            raise ArgumentError(f"faults[{i}].rank is {fault.rank}, expected 0 to {ranks - 1}")

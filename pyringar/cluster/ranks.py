@@ -65,6 +65,10 @@ class Rank:
         """It was chosen again while it handed on."""
         self.waits_for: Wait | None = None
         """None while it runs, before it has begun and when it has ended."""
+        self.since_ns = 0
+        """When it began to do what it does."""
+        self.waits_on = ""
+        """The same as ``waits_for`` in words, and which ranks it waited for when it began to."""
         self.has_ended = False
         self.result: Any = None
         self.error: BaseException | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from pyringar.cluster.calls import Call, Limited, is_inside, names_of, some
 from pyringar.cluster.ranks import Rank
 
-__all__ = ["report"]
+__all__ = ["of_program", "report"]
 
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
@@ -28,6 +29,13 @@ def report(ranks: Sequence[Rank], calls: Mapping[int, Call], note: str) -> str:
     kept = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows[1:])]
     table = "\n".join("  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in rows)
     return f"\n\n{table}\n\n{_stacks(ranks)}{note}"
+
+
+def of_program(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from where the program begins; None: nothing of it is the program's."""
+    while trace is not None and is_inside(trace.tb_frame.f_globals.get("__name__", "")):
+        trace = trace.tb_next
+    return trace
 
 
 def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:

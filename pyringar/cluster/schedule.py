@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pyringar.cluster.calls import Wait
 from pyringar.cluster.ranks import Rank, current
@@ -49,6 +50,8 @@ class Schedule:
         """Told when a rank has ended, and when a wait may be over."""
         self.last_turn_s = time.monotonic()
         """When a rank was let run last."""
+        self.trace: Any = None
+        """Records what ranks do, if that is asked for: a `pyringar.train.trace.Trace`."""
 
     def start(self) -> None:
         """Let the first rank, or all, go."""
@@ -64,6 +67,7 @@ class Schedule:
     def end(self, rank: Rank) -> None:
         """Note that this thread's rank has ended, and hand on."""
         with self.lock:
+            self._note(rank, None)
             rank.has_ended = True
             rank.is_running = False
             self._give_turns()
@@ -76,6 +80,7 @@ class Schedule:
             self._wait_beside(what)
             return
         with self.lock:
+            self._note(rank, what)
             rank.waits_for = what
             rank.is_running = False
             self._give_turns(handing_on=rank)
@@ -112,6 +117,7 @@ class Schedule:
             if not able:
                 break
             chosen = able[0] if len(able) == 1 else self._random.choice(able)
+            self._note(chosen, None)
             chosen.waits_for = None
             chosen.is_running = True
             self.last_turn_s = time.monotonic()
@@ -121,6 +127,20 @@ class Schedule:
             if handing_on is not None and not handing_on.keeps_turn and self._snapshot is not None:
                 handing_on.state = self._snapshot()
             chosen.go.release()
+
+    def _note(self, rank: Rank, what: Wait | None) -> None:
+        """Keep what a rank has done, or waited for, until now, if that is asked for."""
+        if self.trace is None:
+            return
+        now_ns = time.perf_counter_ns()
+        if rank.is_running:
+            self.trace.add("run", "run", rank.index, rank.since_ns, now_ns)
+        elif rank.waits_for is not None:
+            self.trace.add(rank.waits_on[:63], "wait", rank.index, rank.since_ns, now_ns)
+        rank.since_ns = now_ns
+        if what is not None:
+            missing = ", ".join(map(str, what.missing()))
+            rank.waits_on = f"{what} for {missing}" if missing else f"{what}"
 
     def _able(self) -> list[Rank]:
         """Return the ranks that can go on; where all wait in vain, end waits first."""

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["CATEGORIES", "BucketTimes", "Span", "StepTimes", "by_bucket", "by_step", "covered_s"]
 
-CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
+CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer", "run")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Span:
 
     Attributes:
         name: For people: "backward", "bucket 2".
-        category: One of ``forward``, ``backward``, ``bucket``, ``wait``, ``optimizer``.
+        category: One of ``forward``, ``backward``, ``bucket``, ``wait``, ``optimizer``; ``run``
+            where nobody knows what a rank's program did, as in `pyringar.launch`.
         rank: Whose row it is in.
         step: Number of the training step.
         begin_s: Seconds since the trace began.
@@ -48,8 +49,9 @@ class StepTimes:
         forward_ms: How long some rank was in this phase; what ranks did at once counts once.
         backward_ms: Likewise.
         bucket_ms: How long some bucket was on its way.
-        wait_ms: How long ranks waited for buckets.
+        wait_ms: How long ranks waited for buckets, or for calls of other ranks.
         optimizer_ms: How long some rank updated parameters.
+        run_ms: How long some rank ran, doing nobody knows what.
         hidden: Share of ``bucket_ms`` in which nobody waited, 0 to 1; None without buckets.
     """
 
@@ -59,6 +61,7 @@ class StepTimes:
     bucket_ms: float
     wait_ms: float
     optimizer_ms: float
+    run_ms: float
     hidden: float | None
 
 

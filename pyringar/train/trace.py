@@ -31,6 +31,7 @@ _COLORS = {
     "bucket": "#d98c3f",
     "wait": "#b3423a",
     "optimizer": "#6a9f58",
+    "run": "#3b6ea5",
 }
 _MOST_FILE_BYTES = 256 * 2**20  # 100 steps of 1,000 ranks are a third of it
 _MOST_ROWS = 32  # of a picture
@@ -216,13 +217,14 @@ class Trace:
         """
         steps = by_step(self.spans)
         lines = [self.title] if self.title else []
-        names = "".join(f"  {name:>9}" for name in CATEGORIES)
+        kinds = _kinds_of(self.spans)
+        names = "".join(f"  {name:>9}" for name in kinds)
         lines += [f"{'step':>5}  {'ms':>8}{names}  {'hidden':>6}"]
-        lines += [_step_line(str(step), times) for step, times in steps.items()]
+        lines += [_step_line(str(step), times, kinds) for step, times in steps.items()]
         found = list(steps.values())
         if found:
-            lines += [_step_line("mean", summed(found, 1 / len(found)))]
-            lines += [_step_line("total", summed(found))]
+            lines += [_step_line("mean", summed(found, 1 / len(found)), kinds)]
+            lines += [_step_line("total", summed(found), kinds)]
         buckets = by_bucket(self.spans)
         if buckets:
             lines += ["", f"{'':<12}  {'bytes':>12}  {'begins, ms':>10}  {'ms':>9}  {'hidden':>6}"]
@@ -274,10 +276,12 @@ def _draw(title: str, spans: Sequence[Span], path: str | Path) -> None:
     ranks = sorted({span.rank for span in spans})
     rows = {rank: row for row, rank in enumerate(ranks[:_MOST_ROWS])}
     start_s = min(span.begin_s for span in spans)
-    figure = Figure(figsize=(11, 1.9 + 0.42 * (len(rows) + 1)), layout="constrained")
+    has_buckets = "bucket" in _kinds_of(spans)
+    figure = Figure(figsize=(11, 1.9 + 0.42 * (len(rows) + has_buckets)), layout="constrained")
     axes = figure.add_subplot()
     named: set[str] = set()
-    for kind, color in _COLORS.items():
+    for kind in _kinds_of(spans):
+        color = _COLORS[kind]
         if kind == "bucket":  # a call for all ranks: drawn once
             _draw_buckets(axes, [s for s in spans if s.rank == ranks[0]], start_s, len(rows))
             continue
@@ -291,8 +295,8 @@ def _draw(title: str, spans: Sequence[Span], path: str | Path) -> None:
                 label=kind if drawn and kind not in named else None,
             )
             named |= {span.category for span in drawn}
-    labels = [f"rank {rank}" for rank in rows]
-    axes.set_yticks(range(len(rows) + 1), [*labels, "buckets,\nall ranks"], fontsize=8)
+    labels = [*(f"rank {rank}" for rank in rows), *["buckets,\nall ranks"] * has_buckets]
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     more = f", the first {len(rows)} of {len(ranks)} ranks" if len(ranks) > len(rows) else ""
@@ -300,7 +304,7 @@ def _draw(title: str, spans: Sequence[Span], path: str | Path) -> None:
     lines = [title, f"step {spans[0].step}: {total_ms:.1f} ms{more}"]
     text = "\n".join(line for line in lines if line).replace("$", r"\$")  # $ begins a formula
     axes.set_title(text, fontsize=9, loc="left")
-    figure.legend(loc="outside lower center", ncols=len(_COLORS), frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(CATEGORIES), frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
 
@@ -335,8 +339,14 @@ def _draw_buckets(axes: Any, spans: Sequence[Span], start_s: float, row: int) ->
             )
 
 
-def _step_line(name: str, times: StepTimes) -> str:
-    cells = "".join(f"  {getattr(times, f'{kind}_ms'):9.2f}" for kind in CATEGORIES)
+def _kinds_of(spans: Sequence[Span]) -> Sequence[str]:
+    """Return the kinds of a training step; where programs just ran, those that there are."""
+    there = {span.category for span in spans}
+    return [kind for kind in CATEGORIES if (kind in there if "run" in there else kind != "run")]
+
+
+def _step_line(name: str, times: StepTimes, kinds: Sequence[str]) -> str:
+    cells = "".join(f"  {getattr(times, f'{kind}_ms'):9.2f}" for kind in kinds)
     return f"{name:>5}  {times.total_ms:8.2f}{cells}  {_percent(times.hidden):>6}"
 
 

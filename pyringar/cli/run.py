@@ -1,0 +1,109 @@
+"""``pyringar run``: a program for torchrun, with its ranks as threads of one process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from typing import Any
+
+from pyringar.cli.paths import check_output_path
+from pyringar.errors import RingarError
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Run a program that torchrun would run, as it is, with all ranks as threads of
+this process: no second process, no ports, one rank at a time. A deadlock, calls
+that differ and lost ranks are told at once, with a table of who called what."""
+_EPILOG = """\
+Exit status: 0 all ranks ended well; what sys.exit() was given on a rank; 1 a
+rank raised, or ranks waited in vain; 2 wrong arguments; 130 interrupted.
+
+examples:
+  pyringar run --ranks 4 train.py --epochs 2
+  pyringar run --ranks 2 --seed 7 -m my.package.train
+  pyringar run --ranks 4 --trace run.json train.py; pyringar trace run.json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``run`` to the command line."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a torchrun program with ranks as threads of one process",
+        usage="pyringar run [OPTION ...] SCRIPT.py|-m MODULE [ARGUMENT ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--ranks", metavar="K", type=int, default=4, help="how many (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--devices", metavar="D,D,...", help="one per rank, such as cuda:0,cuda:0 (default: cpu)"
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="decides which rank goes next; the same seed, the same run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--parallel", action="store_true", help="let ranks compute at once, as far as Python does"
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="that a rank may run while others wait for it (default: %(default)g)",
+    )
+    parser.add_argument("--trace", metavar="FILE.json", help="write what ranks did when")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    parser.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the program on all ranks; print what a rank raised as Python would."""
+    from pyringar.cluster.launch import launch
+    from pyringar.cluster.script import as_program
+
+    if args.trace is not None:
+        args.trace = check_output_path("--trace", args.trace, ".json")
+    devices = args.devices.split(",") if args.devices is not None else None
+    try:
+        with as_program(args.script, args.arguments, is_module=args.is_module) as program:
+            launch(
+                *(program, args.ranks),
+                devices=devices,
+                parallel=args.parallel,
+                seed=args.seed,
+                timeout=args.timeout,
+                trace=args.trace,
+            )
+    except Exception as error:
+        if not isinstance(error, RingarError) or _is_of_ranks(error):
+            _print(error)
+            return 1
+        raise
+    return 0
+
+
+def _is_of_ranks(error: BaseException) -> bool:
+    """Return whether an error is about what ranks did, and not about an option."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == "pyringar.cluster.cluster" for frame in frames)
+
+
+def _print(error: BaseException) -> None:
+    """Print an error as Python would, with the program's part of its traceback."""
+    from pyringar.cluster.report import of_program
+
+    own = of_program(error.__traceback__)
+    traceback.print_exception(type(error), error, own, file=sys.stderr)

@@ -1,0 +1,75 @@
+"""Programs that torchrun starts, as they are: a script or a module, run as ``__main__``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, ModuleType
+
+from pyringar.errors import ArgumentError
+
+__all__ = ["as_program"]
+
+
+@contextlib.contextmanager
+def as_program(
+    target: str, argv: Sequence[str], *, is_module: bool
+) -> Iterator[Callable[[], None]]:
+    """Give a function that runs a script as ``__main__`` of the rank that calls it.
+
+    Inside, ``sys.argv`` and ``sys.path`` are as the script expects them.
+
+    Args:
+        target: A file, or the name of a module.
+        argv: Its arguments.
+        is_module: Whether it is a module.
+
+    Raises:
+        ArgumentError: There is no such file or module.
+        SyntaxError: It is no Python.
+    """
+    path, code = _module(target) if is_module else (target, _code_of(target))
+    folder = os.getcwd() if is_module else os.path.dirname(os.path.abspath(path))
+
+    def program() -> None:
+        main = ModuleType("__main__")
+        main.__file__ = path
+        vars(main)["__builtins__"] = __builtins__
+        sys.modules["__main__"] = main  # the rank's, as long as ranks run in turn
+        exec(code, vars(main))
+
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    sys.argv = [path, *argv]
+    sys.path.insert(0, folder)
+    try:
+        yield program
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = before
+
+
+def _code_of(path: str) -> CodeType:
+    try:
+        with open(path, "rb") as file:
+            return compile(file.read(), path, "exec")
+    except OSError as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ArgumentError(f"script is '{path}', expected a Python file: {why}") from error
+
+
+def _module(name: str) -> tuple[str, CodeType]:
+    """Return the file and the code that ``python -m`` would run."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        del sys.path[0]
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ArgumentError(f"script is '{name}', expected a module that can be run")
+    return spec.origin, _code_of(spec.origin)

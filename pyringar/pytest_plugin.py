@@ -1,0 +1,91 @@
+"""A pytest plugin: tests of distributed code on ranks that are threads, without processes.
+
+    @pytest.mark.ranks(4)
+    def test_sum():
+        mine = torch.ones(3)
+        dist.all_reduce(mine)            # the default group is there
+        assert mine.tolist() == [4.0] * 3
+
+The body runs on every rank, see `pyringar.launch`. ``pytest --ranks-seeds 20`` runs such tests in
+twenty orders of their ranks. Installing pyringar is enough: pytest finds the plugin.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+__all__ = ["launch_ranks"]
+
+_MARK = (
+    "ranks(k, **options): run the test on k ranks of torch.distributed, which are threads of this "
+    "process; options are those of pyringar.launch"
+)
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Add the options that tell in which orders ranks run."""
+    group = parser.getgroup("pyringar", "ranks as threads (pyringar)")
+    group.addoption(
+        "--ranks-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the order in which ranks run, where several can (default: 0)",
+    )
+    group.addoption(
+        "--ranks-seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each test that is marked in so many orders, from --ranks-seed on (default: 1)",
+    )
+
+
+def pytest_configure(config: Any) -> None:
+    """Tell pytest of the mark."""
+    config.addinivalue_line("markers", _MARK)
+
+
+@pytest.fixture
+def launch_ranks(request: Any) -> Callable[..., list[Any]]:
+    """Return `pyringar.launch`, with the seed of ``--ranks-seed``."""
+    from pyringar.cluster.launch import launch
+
+    return functools.partial(launch, seed=request.config.getoption("ranks_seed"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    """Run a test with the mark on all ranks."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    from pyringar.cluster.launch import launch
+    from pyringar.cluster.report import of_program
+
+    names = inspect.signature(pyfuncitem.obj).parameters
+    given = {name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs}
+    first, number = (pyfuncitem.config.getoption(name) for name in ("ranks_seed", "ranks_seeds"))
+    seeds = [mark.kwargs["seed"]] if "seed" in mark.kwargs else range(first, first + number)
+    for seed in seeds:
+        options = {**mark.kwargs, "seed": seed, "args": (pyfuncitem.obj, given)}
+        try:
+            launch(_run_test, *mark.args, **options)
+        except BaseException as error:
+            own = of_program(error.__traceback__)
+            if own is None:
+                pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+            raise error.with_traceback(own) from error.__cause__
+    return True
+
+
+def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group()
+    test(**given)

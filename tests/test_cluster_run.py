@@ -1,0 +1,231 @@
+"""Do torchrun's programs run as they are (`pyringar run`), and marked tests on ranks (pytest)?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pyringar as pr
+from pyringar.cli import main
+from pyringar.train.trace import Trace
+
+PROGRAM = '''
+import argparse, os, pickle, sys
+import torch
+import torch.distributed as dist
+from beside import number
+
+class Thing:
+    """Pickled by name, as a part of __main__."""
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fail", default="")
+    fail = parser.parse_args().fail
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    things = [None] * dist.get_world_size()
+    dist.all_gather_object(things, Thing())
+    assert all(type(thing) is Thing for thing in things)
+    if fail == "raise" and rank == 1:
+        raise ValueError("bad weights")
+    if fail == "exit" and rank == 1:
+        sys.exit(3)
+    if fail == "mismatch" and rank == 1:
+        dist.barrier()
+    dist.all_reduce(torch.ones(1))
+    print(rank, os.environ["LOCAL_RANK"], number, __name__, os.path.basename(sys.argv[0]))
+    dist.destroy_process_group()
+    sys.exit(0)
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "beside.py").write_text("number = 7\n")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text("print('a package', __name__)\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "train.py"
+    sys.modules.pop("beside", None)
+
+
+def test_a_program_for_torchrun_runs_as_it_is(program, capsys):
+    before = list(sys.argv), list(sys.path), sys.modules["__main__"]
+    assert main(["run", "--ranks", "3", str(program)]) == 0
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == [f"{rank} {rank} 7 __main__ train.py" for rank in range(3)]
+    assert (list(sys.argv), list(sys.path), sys.modules["__main__"]) == before
+
+
+def test_a_module_runs_as_with_dash_m(program, capsys):
+    assert main(["run", "--ranks", "2", "-m", "train"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["run", "--ranks", "2", "-m", "package"]) == 0
+    assert capsys.readouterr().out == "a package __main__\n" * 2
+
+
+def test_what_a_rank_raises_is_told_as_python_does(program, capsys):
+    assert main(["run", "--ranks", "3", str(program), "--fail", "raise"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback (most recent call last):\n  File ")
+    assert "pyringar/" not in error.replace(str(program.parent), "")
+    assert 'raise ValueError("bad weights")' in error
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--ranks", "3", str(program), "--fail", "exit"])
+    assert caught.value.code == 3
+
+
+def test_a_mismatch_is_no_mistake_of_an_option(program, capsys):
+    assert main(["run", "--ranks", "3", "--seed", "5", str(program), "--fail", "mismatch"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pyringar.errors.ArgumentError: ranks call different things")
+    assert "rank 1: barrier" in error
+    assert "seed=5 repeats this run" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing.py"], "script is 'nothing.py', expected a Python file: no such file"),
+        (["-m", "no.such.module"], "script is 'no.such.module', expected a module"),
+        (["--ranks", "0", "train.py"], "--ranks is 0, expected a positive int"),
+        (["--ranks", "2", "--devices", "cpu", "train.py"], "--devices has 1 entries, expected 2"),
+        (["--seed", "-1", "train.py"], "--seed is -1"),
+        (["--timeout", "0", "train.py"], "--timeout is 0"),
+        (["--trace", "missing/t.json", "train.py"], "--trace"),
+    ],
+)
+def test_wrong_options(program, capsys, arguments, text):
+    assert main(["run", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+# -- who computed, who waited ----------------------------------------------------------------------
+
+
+def late_rank() -> None:
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        torch.ones(300, 300) @ torch.ones(300, 300)
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+
+def test_a_trace_says_who_waited_for_whom(tmp_path, capsys):
+    file = tmp_path / "run.json"
+    pr.launch(late_rank, 2, trace=file)
+    trace = Trace.load(file)
+    assert trace.title == "2 ranks in turn, seed 0"
+    for rank in (0, 1):
+        own = sorted((s for s in trace.spans if s.rank == rank), key=lambda span: span.begin_s)
+        assert own[0].category == own[-1].category == "run"
+        assert all(a.end_s == pytest.approx(b.begin_s) for a, b in itertools.pairwise(own))
+    runs = sorted((s for s in trace.spans if s.category == "run"), key=lambda span: span.begin_s)
+    assert all(a.end_s <= b.begin_s + 1e-9 for a, b in itertools.pairwise(runs))
+    waits = {span.name for span in trace.spans if span.category == "wait"}
+    assert waits & {"all_reduce (op sum) for 0", "all_reduce (op sum) for 1"}
+    assert main(["trace", str(file), "--timeline", str(tmp_path / "run.png")]) == 0
+    out = capsys.readouterr().out
+    assert "run" in out
+    assert "forward" not in out
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_a_trace_of_ranks_that_fail_is_written(tmp_path):
+    def program() -> None:
+        dist.init_process_group()
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+    with pytest.raises(pr.DeadlockError):
+        pr.launch(program, 2, trace=tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert {"recv (from 1) for 1", "recv (from 0) for 0"} <= {event["name"] for event in events}
+
+
+# -- pytest ----------------------------------------------------------------------------------------
+
+TESTS = """
+import pytest, torch, torch.distributed as dist
+
+@pytest.fixture(params=[2, 3])
+def numel(request):
+    return request.param
+
+@pytest.mark.ranks(4)
+def test_sum(numel):
+    mine = torch.ones(numel)
+    dist.all_reduce(mine)
+    assert mine.tolist() == [4.0] * numel
+
+@pytest.mark.ranks(3)
+def test_fails_on_one_rank():
+    assert dist.get_rank() != 1, "rank one"
+
+@pytest.mark.ranks(2, seed=4)
+def test_deadlock():
+    dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+@pytest.mark.ranks(2)
+def test_skipped():
+    pytest.skip("not here")
+
+orders = []
+
+@pytest.mark.ranks(2)
+def test_orders():
+    dist.barrier()
+    orders.append(dist.get_rank())
+
+class TestMethod:
+    @pytest.mark.ranks(2)
+    def test_size(self):
+        assert dist.get_world_size() == 2
+
+def test_fixture(launch_ranks):
+    assert launch_ranks(lambda: 3, 2) == [3, 3]
+
+def test_seeds_were_tried():
+    pairs = {tuple(orders[i : i + 2]) for i in range(0, len(orders), 2)}
+    assert len(orders) == 20 and pairs == {(0, 1), (1, 0)}
+"""
+
+
+def test_marked_tests_run_on_ranks(tmp_path):
+    root = Path(__file__).resolve().parents[1]
+    told = (root / "pyproject.toml").read_text()
+    assert '[project.entry-points.pytest11]\npyringar = "pyringar.pytest_plugin"\n' in told
+    (tmp_path / "test_theirs.py").write_text(TESTS)
+    # By name, also where it is not installed but in PYTHONPATH.
+    words = ["-m", "pytest", "-p", "no:pyringar", "-p", "pyringar.pytest_plugin"]
+    words += ["-p", "no:cacheprovider", "--strict-markers", "--ranks-seeds", "10"]
+    done = subprocess.run(
+        [sys.executable, *words, "-n", "0", "-rs", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert "2 failed, 6 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "AssertionError: rank one" in done.stdout
+    assert "raised by rank 1 of 3" in done.stdout or sys.version_info < (3, 11)
+    assert "DeadlockError: all ranks wait for each other" in done.stdout
+    assert "seed=4 repeats this run" in done.stdout
+    assert "not here" in done.stdout
+    assert "pytest_plugin.py" not in done.stdout, "failures are shown without our own lines"
