@@ -36,7 +36,8 @@ MENU = {
     "Start": ("README.md", "docs/tasks.md", "docs/wheels.md"),
     "How to": (
         *("docs/replace-dataparallel.md", "docs/add-to-ddp.md", "docs/hand-written-loop.md"),
-        *("docs/torchrun.md", "docs/grading.md", "docs/audit.md", "examples/README.md"),
+        *("docs/torchrun.md", "docs/cluster.md", "docs/grading.md", "docs/audit.md"),
+        "examples/README.md",
     ),
     "Learn": ("docs/chapter.ipynb", "docs/algorithms.md", "docs/predict.md", "docs/report.md"),
     "Change": (

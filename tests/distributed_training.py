@@ -195,15 +195,17 @@ def zero_redundancy(rank: int, size: int) -> None:
 
 
 def uneven_batches(rank: int, size: int) -> None:
-    from torch.distributed.algorithms.join import Join
-
-    ddp = DistributedDataParallel(nn.Linear(4, 4))
-    with Join([ddp]):
-        for _ in range(2 + rank):
-            ddp(torch.randn(3, 4)).sum().backward()
-    total = torch.tensor(1.0)
-    dist.all_reduce(total)
-    assert total.item() == size
+    for by_all in (True, False):
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        with ddp.join(divide_by_initial_world_size=by_all):
+            for step in range(2 + rank):
+                ddp.zero_grad()
+                ddp(torch.ones(3, 4)).sum().backward()
+                left = size - max(0, step - 1)  # ranks that have not joined
+                assert (ddp.module.weight.grad == 3 * left / (size if by_all else left)).all()
+        total = torch.tensor(1.0)
+        dist.all_reduce(total)
+        assert total.item() == size
 
 
 def checkpoint(rank: int, size: int, folder: str) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import os
 import random
+import sys
 import threading
+import warnings
+import weakref
 from typing import Any
 
 import distributed_cases
@@ -14,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import run_programs
+from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
 from pyringar.cluster import internals
@@ -65,8 +72,10 @@ def draw(pause: bool) -> tuple[Any, ...]:
             random.seed(dist.get_rank())
             torch.set_default_dtype([torch.float64, torch.float32][dist.get_rank() % 2])
             torch.set_grad_enabled(dist.get_rank() == 0)
-        if pause:
-            dist.barrier()
+        for _ in range(3):  # of two normal numbers NumPy keeps one
+            if pause:
+                dist.barrier()
+            found.append(np.random.randn())
     return (*found, torch.ones(1).dtype, torch.is_grad_enabled())
 
 
@@ -270,3 +279,96 @@ def test_wrong_arguments(arguments, text):
     with pytest.raises(pr.ArgumentError) as caught:
         pr.launch(arguments.pop("fn"), **arguments)
     assert text in str(caught.value)
+
+
+# -- what contexts set -----------------------------------------------------------------------------
+
+
+def test_what_a_context_sets_belongs_to_the_rank():
+    """Ranks leave such contexts in another order than they entered them."""
+
+    def program() -> tuple[Any, ...]:
+        dist.init_process_group()
+        rank, text, calls = dist.get_rank(), io.StringIO(), []
+        net = torch.nn.Linear(2, 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with contextlib.redirect_stdout(text):
+                hook = torch.nn.modules.module.register_module_forward_hook(
+                    lambda *_: calls.append(rank)
+                )
+                for turn in range(3):
+                    dist.barrier()
+                    print(rank, turn)
+                    warnings.warn(f"{rank} {turn}", stacklevel=1)
+                    net(torch.ones(1, 2))
+                hook.remove()
+            if rank:
+                dist.barrier(group=dist.group.WORLD)
+        if not rank:
+            dist.barrier()
+        return text.getvalue().split(), [str(w.message) for w in caught], calls
+
+    before = warnings.filters[:], warnings.showwarning, sys.stdout
+    for seed in range(5):
+        for rank, (printed, warned, calls) in enumerate(pr.launch(program, 3, seed=seed)):
+            lines = [f"{rank} {turn}" for turn in range(3)]
+            assert printed == " ".join(lines).split()
+            assert warned == lines
+            assert calls == [rank] * 3
+        assert (warnings.filters[:], warnings.showwarning, sys.stdout) == before
+
+
+def test_a_store_may_be_polled():
+    def program() -> bytes:
+        dist.init_process_group()
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 2:
+            store.set("ready", "yes")
+            store.add("count", 3)
+        while not store.check(["ready"]):
+            pass
+        while store.add("count", 0) < 3:
+            pass
+        return store.get("ready")
+
+    for seed in range(5):
+        assert pr.launch(program, 3, seed=seed) == [b"yes"] * 3
+
+
+def test_stores_that_a_program_makes_are_the_clusters():
+    def program() -> bytes:
+        rank = int(os.environ["RANK"])
+        store = dist.TCPStore("localhost", 1, 3, rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        store.set(f"rank{rank}", "there")
+        named = dist.TCPStore(host_name="localhost", port=1, world_size=3, is_master=rank == 0)
+        return b"".join(named.get(f"rank{r}") for r in range(3))
+
+    assert pr.launch(program, 3) == [b"there" * 3] * 3
+    assert dist.TCPStore is torch._C._distributed_c10d.TCPStore
+
+
+def test_a_result_that_needs_its_ranks_says_that_they_are_gone():
+    def program() -> Any:
+        dist.init_process_group()
+        return dist.group.WORLD
+
+    groups = pr.launch(program, 2)
+    with pytest.raises(pr.RingarError, match="launch has returned"):
+        groups[0].allreduce([torch.ones(1)])
+
+
+def test_nothing_of_a_run_is_kept():
+    made = []
+
+    def program() -> None:
+        dist.init_process_group()
+        net = DistributedDataParallel(torch.nn.Linear(2, 2))
+        net(torch.ones(1, 2)).sum().backward()
+        made.append(weakref.ref(net))
+        made.append(weakref.ref(dist.group.WORLD))
+
+    pr.launch(program, 3)
+    gc.collect()
+    assert [ref() for ref in made] == [None] * 6

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pyringar.cluster.streams import devices_of, follow, mark
 from pyringar.errors import CollectiveTimeout, RingarError
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class Wait:
 
     def give_up(self) -> None:
         """End it: the program did not want to wait longer."""
-        self.finish(CollectiveTimeout(f"{self.what} is not done after {self.limit_s:g} s"))
+        missing = self.missing()
+        what = f": it waits for {names_of(missing)}" if missing else ""
+        self.finish(CollectiveTimeout(f"{self.what} is not done after {self.limit_s:g} s{what}"))
 
     def raise_error(self) -> None:
         """Raise what it ended with: each time, and in each rank, an exception of its own."""
@@ -79,7 +82,7 @@ class Call(Wait):
         meeting: Of the group in which it is made.
         rank: Who calls.
         operation: torch's name for it.
-        tensors: What tables show.
+        tensors: What tables show, and what is read or written on GPUs.
         details: What must be the same on all ranks, by name.
         act: Does what was asked for, given one call of each rank; None: nothing.
         args: This rank's, for ``act``.
@@ -108,6 +111,8 @@ class Call(Wait):
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         self.line = _line_of_program()
+        self.begun = mark(devices_of(tensors))  # on GPUs: after what the rank had enqueued
+        self.ended: Sequence[Any] = ()  # on GPUs: after what was done
         self._was_awaited = False
 
     def wait(self, timeout: float | None = None) -> object:
@@ -120,6 +125,7 @@ class Call(Wait):
             self._was_awaited = True
             self.meeting.cluster.wait(self if timeout is None else Limited(self, timeout))
         self.raise_error()
+        follow(self.ended)
         return True
 
     def is_completed(self) -> bool:
@@ -209,4 +215,8 @@ def _line_of_program() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None and is_inside(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+    if frame is None:
+        return ""
+    folder, name = os.path.split(frame.f_code.co_filename)
+    is_cell = "ipykernel_" in folder or name.startswith("<ipython-")
+    return f"{'cell' if is_cell else name}:{frame.f_lineno}"

@@ -23,7 +23,13 @@ from pyringar.cluster.state import environment_of
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.threads import starting_thread
-from pyringar.errors import ArgumentError, CollectiveTimeout, DeadlockError, PeerLostError
+from pyringar.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    DeadlockError,
+    PeerLostError,
+    RingarError,
+)
 from pyringar.train.trace import Trace
 
 __all__ = ["Cluster"]
@@ -64,14 +70,14 @@ class Cluster:
         self._seed = seed
         self._timeout_s = timeout_s
         self._faults = {(fault.rank, fault.call): fault for fault in faults}
-        self._store = ThreadStore(self.wait, self.schedule.look)
+        self._store = ThreadStore(self.wait, self.pause, self.schedule.look)
         self._meetings: dict[Any, Meeting] = {}
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
         self._failure: BaseException | None = None
         """What went wrong first."""
         self._told: BaseException | None = None
         """What ranks get in their calls since then."""
-        self._must_end_s = float("inf")
+        self._ends_s = float("inf")
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -96,15 +102,26 @@ class Cluster:
                 self._wait_for_end()
         finally:
             outside.restore()
-            for engine in self._engines.values():
-                engine.close()
             if trace is not None:
                 self.schedule.trace.save(trace)
-        if self._failure is not None and any(
-            rank.error is not None or not rank.has_ended for rank in self.ranks
-        ):
-            raise self._failure
-        return [rank.result for rank in self.ranks]
+            failure, results = self._failure, [rank.result for rank in self.ranks]
+            is_fine = all(rank.error is None and rank.has_ended for rank in self.ranks)
+            self._let_go()
+        if failure is not None and not is_fine:
+            raise failure
+        return results
+
+    def _let_go(self) -> None:
+        """Let go of what ranks had: torch's caches may keep a group of theirs."""
+        self._told = RingarError("launch has returned, and the ranks of this group are gone")
+        for meeting in self._meetings.values():
+            meeting.fail(self._told)
+        for engine in self._engines.values():
+            engine.close()
+        for rank in self.ranks:
+            rank.let_go()
+        self._meetings, self._engines, self._failure = {}, {}, None
+        self._store.let_go()
 
     def _start(self, program: Callable[[], Any]) -> None:
         for rank in self.ranks:
@@ -132,35 +149,40 @@ class Cluster:
     def _wait_for_end(self) -> None:
         """Wait until all ranks have ended, or do not end although they were interrupted."""
         try:
-            with self.schedule.lock:
-                while not self._is_over():
-                    self._look_at_time()
-                    self.schedule.changed.wait(0.1)
+            self._wait_while(self._look_at_time)
         except KeyboardInterrupt as error:
             with self.schedule.lock:
                 self._end_all(error, error)
                 self._interrupt()
-                while not self._is_over():
-                    self.schedule.changed.wait(0.1)
+            self._wait_while(lambda: None)
             raise
         finally:
-            for rank in self.ranks:
-                if rank.thread is not None and rank.has_ended:
-                    rank.thread.join()
-                else:
-                    logger.warning(
-                        "%s does not end: its thread goes on until what it does returns%s",
-                        *(rank, report(self.ranks, {}, "")),
-                    )
+            left = [rank for rank in self.ranks if not self._has_ended(rank)]
+            if left:
+                logger.warning(
+                    "%s and goes on in the background until what it does returns%s",
+                    " and ".join(f"{rank} does not end" for rank in left),
+                    report(self.ranks, {}, ""),
+                )
 
-    def _is_over(self) -> bool:
-        return all(r.has_ended for r in self.ranks) or time.monotonic() > self._must_end_s
+    def _wait_while(self, look: Callable[[], None]) -> None:
+        with self.schedule.lock:
+            while not all(map(self._has_ended, self.ranks)) and time.monotonic() < self._ends_s:
+                look()
+                self.schedule.ended.wait(0.1)
+        for rank in self.ranks:
+            if rank.thread is not None and rank.has_ended:
+                rank.thread.join()
+
+    def _has_ended(self, rank: Rank) -> bool:
+        """Return whether it has; also one that an interrupt hit in its very last lines."""
+        return rank.has_ended or rank.thread is None or not rank.thread.is_alive()
 
     def _look_at_time(self) -> None:
         """Fail if others wait for ranks that run without end; interrupt these."""
         running = [rank for rank in self.ranks if rank.is_running]
         late_s = time.monotonic() - self.schedule.last_turn_s
-        if not running or late_s < self._timeout_s or self._must_end_s < float("inf"):
+        if not running or late_s < self._timeout_s or self._ends_s < float("inf"):
             return
         if self._failure is None and all(r.is_running or r.has_ended for r in self.ranks):
             return  # nobody waits
@@ -173,7 +195,7 @@ class Cluster:
 
     def _interrupt(self) -> None:
         """Raise KeyboardInterrupt in the ranks that run."""
-        self._must_end_s = time.monotonic() + _GRACE_S
+        self._ends_s = time.monotonic() + _GRACE_S
         for rank in self.ranks:
             if rank.is_running:
                 internals.interrupt(rank)

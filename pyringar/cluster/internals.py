@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import importlib
 import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,20 +118,106 @@ def is_future_for_reducer(method: str) -> bool:
 
 def process_state() -> ProcessState:
     """Return what the process has only once, as it is now."""
-    return ProcessState(_extras())
+    return ProcessState(_PARTS)
 
 
 def fresh_state(number: int) -> ProcessState:
     """Return what a process that has just begun has."""
-    return ProcessState.fresh(number, _extras())
+    return ProcessState.fresh(number, _PARTS)
 
 
-def _extras() -> list[Any]:
-    """Return how to read and set what DTensor draws random numbers with."""
-    module: Any = sys.modules.get("torch.distributed.tensor._random")
-    if module is None:
-        return []
-    return [(lambda: module._rng_tracker, lambda value: setattr(module, "_rng_tracker", value))]
+# Hooks of all modules and optimizers, which contexts such as CommDebugMode set while they last.
+_HOOKS: list[dict[Any, Any]] = [
+    value
+    for module in (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
+    for name, value in vars(module).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
+# What warnings.catch_warnings sets, and puts back.
+_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
+
+
+def _read_hooks() -> list[dict[Any, Any]]:
+    return [dict(hooks) for hooks in _HOOKS]
+
+
+def _write_hooks(saved: list[dict[Any, Any]]) -> None:
+    for hooks, own in zip(_HOOKS, saved, strict=True):
+        _refill(hooks, own)
+
+
+def _read_dtensor() -> Any:
+    """Return what a program sets of DTensor: random numbers, and how it treats operators."""
+    if "torch.distributed.tensor._api" not in sys.modules:
+        return None
+    numbers, dispatcher = _dtensor()
+    handlers = dispatcher._custom_op_handlers
+    return (
+        *(numbers._rng_tracker, dispatcher._allow_implicit_replication),
+        *(handlers, dict(handlers)),
+    )
+
+
+def _write_dtensor(saved: Any) -> None:
+    if "torch.distributed.tensor._api" not in sys.modules:
+        return
+    numbers, dispatcher = _dtensor()
+    if saved is None:  # another rank has imported it meanwhile
+        numbers._rng_tracker, dispatcher._allow_implicit_replication = None, False
+        return
+    numbers._rng_tracker, dispatcher._allow_implicit_replication, handlers, content = saved
+    dispatcher._custom_op_handlers = handlers
+    _refill(handlers, content)
+
+
+def _dtensor() -> tuple[Any, Any]:
+    modules: Any = sys.modules
+    dispatcher = modules["torch.distributed.tensor._api"].DTensor._op_dispatcher
+    return modules["torch.distributed.tensor._random"], dispatcher
+
+
+def _read_profiler() -> Any:
+    """Return what FSDP is timing: it refuses to time anything twice at once."""
+    profiler = _profiler()
+    return None if profiler is None else (set(profiler.profiling), copy.copy(profiler.results))
+
+
+def _write_profiler(saved: Any) -> None:
+    profiler = _profiler()
+    if profiler is not None:
+        new: Any = (set(), type(profiler.results)(float))
+        profiler.profiling, profiler.results = new if saved is None else saved
+
+
+def _profiler() -> Any:
+    module: Any = sys.modules.get("torch.distributed.fsdp._debug_utils")
+    return getattr(module, "SimpleProfiler", None)
+
+
+def _refill(own: dict[Any, Any], new: dict[Any, Any]) -> None:
+    if own != new:
+        own.clear()
+        own.update(new)
+
+
+def _write_streams(saved: tuple[Any, Any]) -> None:
+    sys.stdout, sys.stderr = saved
+
+
+def _write_warnings(saved: list[Any]) -> None:
+    for name, value in zip(_WARNINGS, saved, strict=True):
+        setattr(warnings, name, value)
+
+
+# More that a process has only once: how to read it, and how to set it.
+_PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (_read_hooks, _write_hooks),
+    (_read_dtensor, _write_dtensor),
+    (_read_profiler, _write_profiler),
+    (lambda: (sys.stdout, sys.stderr), _write_streams),
+    (lambda: [getattr(warnings, name) for name in _WARNINGS], _write_warnings),
+    (_distributed_c10d.get_debug_level, _distributed_c10d.set_debug_level),
+)
 
 
 @contextlib.contextmanager
@@ -195,6 +283,8 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         _take_backend(undo, make_group)
         for scheme in _RENDEZVOUS:
             _take_rendezvous(undo, scheme, store)
+        _forget_numbers(undo)
+        _take_stores(undo, store)
         _take_meshes(undo)
         _take_environment(undo)
         _take_threads(undo)
@@ -212,7 +302,7 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's maker of groups with our backend, whatever a rank names."""
 
     def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        if current() is not None:
+        if current() is not None and str(backend).lower() != "fake":
             _say_once(backend)
             backend = "ringar"
             kwargs |= {"device_id": None, "backend_options": None}
@@ -255,6 +345,34 @@ def _take_rendezvous(undo: contextlib.ExitStack, scheme: str, store: Any) -> Non
 
     undo.callback(handlers.__setitem__, scheme, own)
     handlers[scheme] = meet
+
+
+def _forget_numbers(undo: contextlib.ExitStack) -> None:
+    """Let ranks begin without DTensor's random numbers, as new processes do."""
+    undo.callback(_write_dtensor, _read_dtensor())
+    if "torch.distributed.tensor._api" in sys.modules:
+        _dtensor()[0]._rng_tracker = None
+
+
+def _take_stores(undo: contextlib.ExitStack, store: Any) -> None:
+    """Let ranks that make a TCPStore or FileStore have a part of the cluster's store."""
+    for name in ("TCPStore", "FileStore"):
+        own: Any = getattr(distributed_c10d, name, getattr(dist, name))
+        made = type(name, (own,), {"__new__": _store_of_rank(own, store)})
+        for module in (dist, distributed_c10d, _rendezvous):
+            if hasattr(module, name):
+                _replace(undo, module, name, made)
+
+
+def _store_of_rank(own: Any, store: Any) -> Callable[..., Any]:
+    def make(_: Any, *where: Any, **options: Any) -> Any:
+        if current() is None:
+            return own(*where, **options)
+        named = options.get("host_name", options.get("file_name"))
+        place = [named, options.get("port")] if named is not None else where[:2]
+        return c10d_cpp.PrefixStore("/".join(map(str, place)), store)
+
+    return make
 
 
 def _take_meshes(undo: contextlib.ExitStack) -> None:

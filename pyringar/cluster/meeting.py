@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pyringar.cluster.calls import Call, copy_of, names_of
 from pyringar.cluster.internals import plain_torch
+from pyringar.cluster.streams import follow, mark
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -75,10 +76,9 @@ class Meeting:
     def fail(self, error: BaseException) -> None:
         """End all calls that have not met, and refuse others."""
         self._error = error
-        for call in [
-            *self._messages,
-            *(c for calls in self._open.values() for c in calls.values()),
-        ]:
+        calls = [*self._messages, *(c for there in self._open.values() for c in there.values())]
+        self._messages, self._open = [], {}
+        for call in calls:
             call.finish(error)
 
     def _check(self) -> None:
@@ -108,10 +108,14 @@ class Meeting:
         try:
             if act is not None:
                 with plain_torch():
+                    for call in calls:
+                        follow(call.begun)
                     act(calls)
         except Exception as caught:
             error = self._failed(type(caught), f"{calls[0]}: {caught}", calls)
+        ended = mark({event.device for call in calls for event in call.begun})
         for call in calls:
+            call.ended = ended
             call.finish(error)
         self.cluster.schedule.look()
 

@@ -91,5 +91,10 @@ class Rank:
         pending, self.futures = self.futures, []
         self.futures = [future for future in pending if not future.complete()] + self.futures
 
+    def let_go(self) -> None:
+        """Forget its program's objects, when it has ended."""
+        self.result = self.error = self.state = self.waits_for = self.held_back = None
+        self.world, self.environment, self.futures, self.num_groups = {}, {}, [], {}
+
     def __str__(self) -> str:
         return f"rank {self.index}"

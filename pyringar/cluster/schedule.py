@@ -46,8 +46,9 @@ class Schedule:
         self._snapshot = snapshot
         self._stuck = stuck
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        """Told when a rank has ended, and when a wait may be over."""
+        self.ended = threading.Condition(self.lock)
+        """Told when a rank has ended."""
+        self._beside = threading.Condition(self.lock)  # told when a wait may be over
         self.last_turn_s = time.monotonic()
         """When a rank was let run last."""
         self.trace: Any = None
@@ -71,7 +72,7 @@ class Schedule:
             rank.has_ended = True
             rank.is_running = False
             self._give_turns()
-            self.changed.notify_all()
+            self.ended.notify_all()
 
     def wait(self, what: Wait) -> None:
         """Return when ``what`` is done; let other ranks run until then."""
@@ -97,7 +98,7 @@ class Schedule:
             is_waiting = False
             while not what.is_done:
                 if is_waiting:
-                    self.changed.wait()
+                    self._beside.wait()
                 else:
                     is_waiting = True
                     self._num_turns += 1
@@ -107,7 +108,7 @@ class Schedule:
     def look(self) -> None:
         """Let those go on whose waits are over."""
         with self.lock:
-            self.changed.notify_all()
+            self._beside.notify_all()
             self._give_turns()
 
     def _give_turns(self, handing_on: Rank | None = None) -> None:

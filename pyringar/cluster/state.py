@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import sys
@@ -41,16 +42,15 @@ class ProcessState:
 
         Args:
             number: Python's and NumPy's random numbers, which differ in each process, depend on it.
-            extras: See `ProcessState`; of these the state is None.
+            extras: See `ProcessState`; these are as the process has them.
         """
-        self = cls(())
+        self = cls(extras)
         self._torch = torch.Generator().get_state()
         self._cuda = [torch.Generator(f"cuda:{i}").get_state() for i, _ in enumerate(self._cuda)]
         self._python = random.Random(number).getstate()
         if self._numpy is not None:
             self._numpy = _NumpyState(numpy_random().MT19937(number))
         self._dtype = torch.float32
-        self._extras = [(put, None) for _, put in extras]
         return self
 
     def restore(self) -> None:
@@ -84,9 +84,12 @@ class _NumpyState:
         normal: The number that they keep, if they do.
     """
 
+    _restored: _NumpyState | None = None  # what was restored last
+
     def __init__(self, generator: Any, normal: dict[str, Any] | None = None) -> None:
         self._generator = generator
         self._normal = normal or {}
+        self._position: Any = None
 
     @classmethod
     def now(cls) -> _NumpyState | None:
@@ -94,9 +97,14 @@ class _NumpyState:
         numpy = numpy_random()
         if numpy is None:
             return None
+        generator, last = numpy.get_bit_generator(), cls._restored
+        if last is not None and generator is last._generator and not last._normal:
+            position = _position(generator)
+            if position is not None and position == last._position:
+                return last  # no number was drawn since
         state = numpy.get_state(legacy=False)
         kept = {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else None
-        return cls(numpy.get_bit_generator(), kept)
+        return cls(generator, kept)
 
     def restore(self) -> None:
         """Give it to the process."""
@@ -104,6 +112,16 @@ class _NumpyState:
         numpy.set_bit_generator(self._generator)
         if self._normal:
             numpy.set_state(numpy.get_state(legacy=False) | self._normal)
+        self._position = _position(self._generator)
+        _NumpyState._restored = self
+
+
+def _position(generator: Any) -> tuple[int, int] | None:
+    """Return what every number drawn changes: the place in MT19937's 624 words, and the first."""
+    if type(generator).__name__ != "MT19937":
+        return None
+    words = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
+    return words[624], words[0]
 
 
 def numpy_random() -> Any:

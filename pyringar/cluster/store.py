@@ -9,7 +9,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 from pyringar.cluster.calls import Wait, seconds_of
-from pyringar.cluster.ranks import this_rank
+from pyringar.cluster.ranks import Rank, this_rank
 
 __all__ = ["ThreadStore"]
 
@@ -29,7 +29,7 @@ class _Keys(Wait):
     @property
     def is_done(self) -> bool:
         """Whether all are there, or the wait was ended."""
-        return self._is_over or self._store.check(self._keys)
+        return self._is_over or self._store.has(self._keys)
 
     @is_done.setter
     def is_done(self, value: bool) -> None:
@@ -41,13 +41,20 @@ class ThreadStore(_Store):  # type: ignore[misc]
 
     Args:
         wait: Returns when a wait is done, and raises what it ended with.
+        pause: Lets others run: who does not find a thing may ask for it in a loop.
         changed: Called when there are new keys.
     """
 
-    def __init__(self, wait: Callable[[Wait], None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        wait: Callable[[Wait], None],
+        pause: Callable[[Rank], None],
+        changed: Callable[[], None],
+    ) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
         self._wait = wait
+        self._pause = pause
         self._changed = changed
         self._timeout = timedelta(seconds=300)
 
@@ -63,6 +70,8 @@ class ThreadStore(_Store):  # type: ignore[misc]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
+        if amount == 0:
+            self._pause(this_rank())
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
@@ -78,15 +87,22 @@ class ThreadStore(_Store):  # type: ignore[misc]
         if found == bytes(expected) or (found is None and not expected):
             self.set(key, desired)
             return bytes(desired)
+        self._pause(this_rank())
         return bytes(expected) if found is None else found
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys are there; if not, let others run first."""
+        if not self.has(keys):
+            self._pause(this_rank())
+        return self.has(keys)
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are there now."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there."""
-        if not self.check(keys):
+        if not self.has(keys):
             self._wait(_Keys(self, keys, seconds_of(timeout)))
 
     def delete_key(self, key: str) -> bool:
@@ -105,5 +121,9 @@ class ThreadStore(_Store):  # type: ignore[misc]
     def timeout(self) -> timedelta:
         """Return how long a wait for keys may last."""
         return self._timeout
+
+    def let_go(self) -> None:
+        """Forget all keys."""
+        self._values = {}
 
     deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set  # noqa: N815

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
 from pyringar.cluster.calls import Call, seconds_of
+from pyringar.cluster.streams import devices_of
 from pyringar.distributed.work import PendingWork
 
 __all__ = ["ThreadWork"]
@@ -28,7 +31,7 @@ class ThreadFuture(_Future):  # type: ignore[misc]
     """
 
     def __init__(self, work: ThreadWork) -> None:
-        super().__init__()
+        super().__init__(devices=work._devices)
         self._work = work
 
     def complete(self) -> bool:
@@ -83,6 +86,7 @@ class ThreadWork(PendingWork):
 
     def __init__(self, calls: Sequence[Call], results: Any) -> None:
         super().__init__(None, calls, results)  # type: ignore[arg-type]  # nothing is left to others
+        self._devices = devices_of(t for t in tree_leaves(results) if isinstance(t, Tensor))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until it is done. See `PendingWork.wait`."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
+from torch.distributed.algorithms.join import Join
 
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.process_communicator import ProcessCommunicator
@@ -295,8 +296,26 @@ def keep_dynamo_out(*classes: type) -> None:
                 eval_frame.set_code_exec_strategy(method.__code__, strategy)
 
 
+def _keep_works_of_join() -> None:
+    """Let a DistributedDataParallel hold the work that it hands to C++ where ranks may join.
+
+    C++ keeps what of a work is C++ alone, and would wait for ever when the rest is gone.
+    """
+    own: Any = Join.notify_join_context
+    if getattr(own, "keeps_work", False):
+        return
+
+    def notify(joinable: Any) -> Any:
+        joinable._work_of_join = work = own(joinable)
+        return work
+
+    notify.keeps_work = True  # type: ignore[attr-defined]
+    Join.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]
+
+
 def register() -> None:
     """Make ``init_process_group("ringar")`` work; importing ``pyringar.distributed`` does it."""
     keep_dynamo_out(RingarBackend, RingarProcessGroup, PendingWork, DoneWork)
+    _keep_works_of_join()
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.futures import Future
 
@@ -119,6 +120,8 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         results: A list of the tensors that hold the result in the end, or a function that makes it.
     """
 
+    _devices: Sequence[torch.device] = ()  # GPUs on which there are results
+
     def __init__(self, completer: Completer, parts: Sequence[Part], results: Any) -> None:
         super().__init__()
         self._completer = completer
@@ -169,7 +172,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors; it fails with what the collective failed with."""
         if self._future is None:
-            base: Future[None] = Future()
+            base: Future[None] = Future(devices=list(self._devices))
             future = base.then(self._outcome)
             if self.is_completed():
                 base.set_result(None)
