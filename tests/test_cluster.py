@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import mostly_slow
 from programs import run_programs
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
 from pyringar.cluster import internals
 
-SIZES = [1, 2, 4]
 NEED_TWO = ("broadcast", "objects", "delegated", "groups", "messages")
 
 
@@ -35,7 +35,7 @@ def run_case(case: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["in turn", "at once"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", mostly_slow([1, 2, 3, 4], 2, 4))
 @pytest.mark.parametrize("name", distributed_cases.CASES)
 def test_collectives_have_the_backends_bits(name, size, parallel):
     if size == 1 and name in NEED_TWO:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,3 +230,24 @@ def test_marked_tests_run_on_ranks(tmp_path):
     assert "seed=4 repeats this run" in done.stdout
     assert "not here" in done.stdout
     assert "pytest_plugin.py" not in done.stdout, "failures are shown without our own lines"
+
+
+# -- torch's own tests -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(
+    torch.__version__.split(".")[:2] < ["2", "14"],
+    reason="torch's tests profile on every rank, which older ones can do once in a process",
+)
+def test_torchs_own_tests_pass_but_for_what_is_accepted():
+    pytest.importorskip("expecttest", reason="torch's tests need expecttest")
+    script = Path(__file__).with_name("torch_suite_threads.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=380, check=False
+    )
+    found = re.search(r"torch_suite_wheel.py: (\d+) passed, (\d+) failed", done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert found is not None
+    assert int(found[1]) >= 80

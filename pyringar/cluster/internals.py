@@ -288,6 +288,7 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         _take_meshes(undo)
         _take_environment(undo)
         _take_threads(undo)
+        _take_collecting(undo)
         threads = torch.get_num_threads()
         undo.callback(torch.set_num_threads, threads)
         yield
@@ -413,6 +414,19 @@ def _take_threads(undo: contextlib.ExitStack) -> None:
         own(self)
 
     _replace(undo, threading.Thread, "start", start)
+
+
+def _take_collecting(undo: contextlib.ExitStack) -> None:
+    """Wait for several futures before torch does, in C++, where no other rank would be let run."""
+    own: Any = torch._C._collect_all
+
+    def collect(futures: Any) -> Any:
+        for future in futures if current() is not None else ():
+            if hasattr(future, "settle"):
+                future.settle()
+        return own(futures)
+
+    _replace(undo, torch._C, "_collect_all", collect)
 
 
 def _in_helper_of(rank: Rank, run: Callable[[], None]) -> Callable[[], None]:

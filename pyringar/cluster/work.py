@@ -56,9 +56,13 @@ class ThreadFuture(_Future):  # type: ignore[misc]
 
     def wait(self) -> Any:
         """Let others run until it is complete; return its value, or raise its error."""
+        self.settle()
+        return super().wait()
+
+    def settle(self) -> None:
+        """Let others run until it is complete."""
         self._work._settle()
         self._work.run_callbacks()
-        return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Return a future of what ``callback`` returns, which is called with this one."""
