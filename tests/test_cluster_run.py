@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from doc_pages import blocks_of
 
 import pyringar as pr
 from pyringar.cli import main
@@ -251,3 +252,30 @@ def test_torchs_own_tests_pass_but_for_what_is_accepted():
     assert done.returncode == 0, done.stdout + done.stderr
     assert found is not None
     assert int(found[1]) >= 80
+
+
+@pytest.mark.slow
+def test_the_pages_program_has_torchruns_bits(tmp_path, capsys):
+    """Unchanged, though it asks for gloo; torchrun's with backend ringar."""
+    page = Path(__file__).resolve().parents[1] / "docs/add-to-ddp.md"
+    (code,) = (block.code for block in blocks_of(page) if block.file_name == "train.py")
+    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "ringar.py").write_text(
+        code.replace('"gloo"', '"ringar"').replace("from torch import nn\n", RINGAR)
+    )
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [sys.executable, *words, str(tmp_path / "ringar.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(page.parents[1]), "OMP_NUM_THREADS": "1"},
+    )
+    for seed in range(3):
+        words = ["run", "--ranks", "4", "--seed", str(seed), str(tmp_path / "train.py")]
+        assert main(words) == 0
+        assert sorted(capsys.readouterr().out.split()) == sorted(done.stdout.split())
+
+
+RINGAR = "import pyringar.distributed\nfrom torch import nn\n"  # torch before 2.14 needs it

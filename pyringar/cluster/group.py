@@ -102,7 +102,22 @@ class ThreadGroup(PythonGroup):
         op = reduction_name(opts.reduceOp, "reduce_scatter")
         for row in inputs:
             self._check_row(row, "reduce_scatter")
-        return self._scatter_sums("reduce_scatter", outputs, inputs, op, opts)
+
+        def act(calls: Sequence[Call]) -> None:
+            for i in range(len(outputs)):
+                rows = zip(*(call.args[1][i] for call in calls), strict=True)
+                sums = [moves.reduced(self._engine, list(row), op) for row in rows]
+                for call, total in zip(calls, sums, strict=True):
+                    moves.copy(call.args[0][i], total)
+
+        return self._meet(
+            "reduce_scatter",
+            *(outputs, opts, act),
+            op=op,
+            args=(_data(outputs), [_data(row) for row in inputs]),
+            alike=[t for row in inputs for t in row],
+            written=outputs,
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce each input over all ranks and leave this rank's part in the output beside it."""
@@ -115,8 +130,21 @@ class ThreadGroup(PythonGroup):
                     f"output {output.numel()} of {output.dtype}; expected one dtype and "
                     f"{self._size} times as many"
                 )
-        parts = [list(t.data.reshape(self._size, -1)) for t in inputs]
-        return self._scatter_sums("reduce_scatter_tensor", outputs, parts, op, opts)
+
+        def act(calls: Sequence[Call]) -> None:
+            for i in range(len(outputs)):
+                total = moves.reduced(self._engine, [call.args[1][i] for call in calls], op)
+                for call, part in zip(calls, moves.parts(total, len(calls)), strict=True):
+                    moves.copy(call.args[0][i], part)
+
+        return self._meet(
+            "reduce_scatter_tensor",
+            *(outputs, opts, act),
+            op=op,
+            args=(_data(outputs), _data(inputs)),
+            alike=inputs,
+            written=outputs,
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -125,25 +153,6 @@ class ThreadGroup(PythonGroup):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
-
-    def _scatter_sums(self, name: str, outputs: Any, parts: Any, op: str, opts: Any) -> Any:
-        def act(calls: Sequence[Call]) -> None:
-            for i in range(len(outputs)):
-                sums = [
-                    moves.reduced(self._engine, [c.args[1][i][r] for c in calls], op)
-                    for r in range(self._size)
-                ]
-                for call, total in zip(calls, sums, strict=True):
-                    moves.copy(call.args[0][i], total)
-
-        return self._meet(
-            name,
-            *(outputs, opts, act),
-            op=op,
-            args=(_data(outputs), [_data(row) for row in parts]),
-            alike=[t for row in parts for t in row],
-            written=outputs,
-        )
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -185,9 +194,20 @@ class ThreadGroup(PythonGroup):
                     f"input {input.numel()} of {input.dtype}; expected one dtype and {self._size} "
                     "times as many"
                 )
-        rows = [list(t.data.view(self._size, -1)) for t in outputs]
-        return self._gather_all(
-            "all_gather_into_tensor", rows, inputs, opts, outputs, alike=inputs, written=outputs
+
+        def act(calls: Sequence[Call]) -> None:
+            for i in range(len(inputs)):
+                whole = torch.cat([call.args[1][i].reshape(-1) for call in calls])
+                for call in calls:
+                    moves.copy(call.args[0][i], whole)
+
+        return self._meet(
+            "all_gather_into_tensor",
+            *(inputs, opts, act),
+            args=(_data(outputs), _data(inputs)),
+            alike=inputs,
+            written=outputs,
+            results=outputs,
         )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -198,16 +218,7 @@ class ThreadGroup(PythonGroup):
 
     _allgather_base = all_gather_single
 
-    def _gather_all(
-        self,
-        name: str,
-        rows: Any,
-        inputs: Any,
-        opts: Any,
-        results: Any,
-        alike: Sequence[Tensor] | None = None,
-        written: Sequence[Tensor] | None = None,
-    ) -> Any:
+    def _gather_all(self, name: str, rows: Any, inputs: Any, opts: Any, results: Any) -> Any:
         def act(calls: Sequence[Call]) -> None:
             for into in calls:
                 for i in range(len(inputs)):
@@ -218,8 +229,7 @@ class ThreadGroup(PythonGroup):
             name,
             *(inputs, opts, act),
             args=([_data(row) for row in rows], _data(inputs)),
-            alike=alike,
-            written=[t for row in rows for t in row] if written is None else written,
+            written=[t for row in rows for t in row],
             results=results,
         )
 

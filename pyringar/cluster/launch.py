@@ -49,8 +49,8 @@ def launch(
     checkpoints. Sums have the bits of backend ``ringar`` under torchrun: rank order, rounded once.
 
     One rank runs at a time and hands on where it waits. Each has torch's, Python's and NumPy's
-    random numbers for itself, as a new process would (Python's and NumPy's depend on the rank
-    alone), and its default dtype, gradient mode and autocast.
+    random numbers for itself, which differ between ranks as between processes, and are the same in
+    each run; and its default dtype, gradient mode and autocast.
 
     Args:
         fn: The program. Its modules are imported once: what they keep in global variables, ranks

@@ -13,7 +13,7 @@ from pyringar.comm.arguments import OPS
 from pyringar.distributed.convert import for_reduction
 from pyringar.errors import ArgumentError
 
-__all__ = ["all_reduce", "check_reducible", "copy", "reduced"]
+__all__ = ["all_reduce", "check_reducible", "copy", "parts", "reduced"]
 
 _BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
@@ -37,6 +37,11 @@ def copy(target: Tensor, source: Tensor) -> None:
         )
     if target.data_ptr() != source.data_ptr() or target.device != source.device:
         target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
+
+
+def parts(tensor: Tensor, number: int) -> Sequence[Tensor]:
+    """Return so many equal parts of a tensor, flat, by the index of their elements."""
+    return torch.split(tensor.reshape(-1), [tensor.numel() // number] * number)
 
 
 def all_reduce(engine: Any, tensors: Sequence[Tensor], op: str) -> None:

@@ -38,15 +38,18 @@ class ProcessState:
 
     @classmethod
     def fresh(cls, number: int, extras: Extras = ()) -> ProcessState:
-        """Return the state of a process that has just begun.
+        """Return the state of a process that has just begun, but for what is random there.
 
         Args:
-            number: Python's and NumPy's random numbers, which differ in each process, depend on it.
+            number: What random numbers begin with: other ones in each process.
             extras: See `ProcessState`; these are as the process has them.
         """
         self = cls(extras)
-        self._torch = torch.Generator().get_state()
-        self._cuda = [torch.Generator(f"cuda:{i}").get_state() for i, _ in enumerate(self._cuda)]
+        self._torch = torch.Generator().manual_seed(number).get_state()
+        self._cuda = [
+            torch.Generator(f"cuda:{i}").manual_seed(number).get_state()
+            for i, _ in enumerate(self._cuda)
+        ]
         self._python = random.Random(number).getstate()
         if self._numpy is not None:
             self._numpy = _NumpyState(numpy_random().MT19937(number))
