@@ -1,0 +1,117 @@
+"""On a GPU: are ranks that are threads ranks of torch.distributed there, whatever their streams?"""
+
+from __future__ import annotations
+
+import gpu
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import DTYPES, assert_bits, expected, random
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import pyringar as pr
+
+pytestmark = gpu.needed
+K = 4
+
+
+def on_ranks(device, program, **options):
+    devices = [device] * K
+    return pr.launch(program, K, devices=devices, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_collectives(device, dtype):
+    parts = [random(1027, dtype, rank) for rank in range(K)]
+    wanted = expected(parts, "sum", "fused")
+
+    def program():
+        dist.init_process_group("nccl")
+        rank = dist.get_rank()
+        mine = parts[rank].to(device, copy=True)
+        dist.all_reduce(mine)
+        assert_bits(mine.cpu(), wanted, dtype)
+        every = torch.empty(K * 1027, dtype=dtype, device=device)
+        dist.all_gather_into_tensor(every, parts[rank].to(device))
+        assert_bits(every.cpu(), torch.cat(parts), dtype)
+        part = torch.empty(1027, dtype=dtype, device=device)
+        dist.reduce_scatter_tensor(part, torch.cat([parts[rank]] * K).to(device))
+        assert_bits(part.cpu(), wanted, dtype)
+        dist.broadcast(mine, 2)
+        dist.barrier()
+
+    on_ranks(device, program)
+
+
+def train(device, wrap):
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).to(device)
+    net = wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(16, 64, device=device)).square().mean().backward()
+        optimizer.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    return torch.cat([p.detach().flatten().cpu() for p in whole])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_data_parallel(device, seed):
+    found = on_ranks(device, lambda: train(device, DistributedDataParallel), seed=seed)
+    assert all(torch.equal(params, found[0]) for params in found)
+    assert torch.isfinite(found[0]).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fully_sharded(device, seed):
+    """FSDP2 gathers and scatters on streams of its own."""
+    kind = torch.device(device).type
+
+    def wrap(net):
+        fully_shard(net, mesh=init_device_mesh(kind, (K,)))
+        return net
+
+    found = on_ranks(device, lambda: train(device, wrap), seed=seed)
+    assert all(torch.equal(params, found[0]) for params in found)
+    data_parallel = on_ranks(device, lambda: train(device, DistributedDataParallel))
+    torch.testing.assert_close(found[0], data_parallel[0])
+
+
+@gpu.only
+def test_calls_follow_what_their_streams_hold(device):
+    def program():
+        dist.init_process_group()
+        side = torch.cuda.Stream()
+        mine = torch.zeros(1 << 20, device=device)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(gpu.SLEEP_CYCLES)
+            mine.fill_(dist.get_rank() + 1)
+            work = dist.all_reduce(mine, async_op=True)
+        work.wait()  # the current stream goes on after it
+        assert (mine == 10).all()
+
+    for seed in range(3):
+        on_ranks(device, program, seed=seed)
+
+
+@gpu.only
+def test_random_numbers_of_a_gpu_belong_to_the_rank(device):
+    def program(pause):
+        dist.init_process_group()
+        torch.cuda.manual_seed(dist.get_rank())
+        found = []
+        for _ in range(3):
+            found.append(torch.rand(2, device=device).tolist())
+            if pause:
+                dist.barrier()
+        return found
+
+    alone = on_ranks(device, program, args=(False,))
+    assert on_ranks(device, program, args=(True,), seed=5) == alone
+    assert alone[0] != alone[1]
