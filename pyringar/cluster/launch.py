@@ -63,7 +63,7 @@ def launch(
         parallel: Let ranks compute at once, as far as Python does. Random states and the default
             dtype are the process's then, and ``seed`` decides nothing.
         seed: Decides which rank goes next where several can. The same seed gives the same run.
-        timeout: Seconds that a rank may run without a call while others wait for it.
+        timeout: Seconds that a rank may run without a call while others wait for it, or for a turn.
         faults: What goes wrong, to test the program's own handling.
         trace: A file for what ranks did when, also if they fail: `pyringar trace` draws it, and
             https://ui.perfetto.dev shows it.

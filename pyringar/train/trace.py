@@ -301,7 +301,8 @@ def _draw(title: str, spans: Sequence[Span], path: str | Path) -> None:
     axes.set_xlabel("milliseconds")
     more = f", the first {len(rows)} of {len(ranks)} ranks" if len(ranks) > len(rows) else ""
     total_ms = (max(span.end_s for span in spans) - start_s) * 1e3
-    lines = [title, f"step {spans[0].step}: {total_ms:.1f} ms{more}"]
+    step = f"step {spans[0].step}: " if has_buckets else ""  # a program that just ran has none
+    lines = [title, f"{step}{total_ms:.1f} ms{more}"]
     text = "\n".join(line for line in lines if line).replace("$", r"\$")  # $ begins a formula
     axes.set_title(text, fontsize=9, loc="left")
     figure.legend(loc="outside lower center", ncols=len(CATEGORIES), frameon=False, fontsize=8)
