@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyringar as pr
 from benchmarks.busy import Watch, others_now, refusal
 from benchmarks.machine import describe_host, machine_in_words
+from benchmarks.script import exit_with
 
 RANKS, TESTS, STEPS, WARM_UP = 4, 100, 20, 5
 PARTS = ("start", "tests", "training")
@@ -240,4 +241,4 @@ def in_ms(samples: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -17,21 +17,19 @@ if TYPE_CHECKING:
     from pyringar.cluster.meeting import Meeting
     from pyringar.cluster.ranks import Rank
 
-__all__ = ["Call", "Limited", "Wait", "is_inside", "seconds_of"]
+__all__ = [
+    *["Call", "Limited", "Pause", "Wait", "copy_of", "is_inside", "names_of", "seconds_of", "some"],
+    "text_of",
+]
 
-_INSIDE = ("torch.", "pyringar.", "importlib.")
+_INSIDE = ("torch.", "pyringar.", "importlib.", "concurrent.")
 _INSIDE_TOO = frozenset(
     {
-        "torch",
-        "contextlib",
-        "functools",
-        "frozen_importlib",
-        "frozen_importlib_external",
-        "importlib",
-        "threading",
-        "runpy",
+        *("torch", "contextlib", "functools", "importlib", "threading", "runpy"),
+        *("frozen_importlib", "frozen_importlib_external", "typing_extensions", "warnings"),
     }
 )
+_MOST_TEXT = 2000
 
 
 class Wait:
@@ -48,6 +46,8 @@ class Wait:
         self.what = what
         self.limit_s = limit_s
         self.is_done = False
+        self.is_pause = False
+        """Whether it only lets others run, in a loop that asks for something again and again."""
         self.error: BaseException | None = None
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Call(Wait):
     def is_completed(self) -> bool:
         """Return whether it is done; let others run first if not: a program may ask in a loop."""
         if not self.is_done:
-            self.meeting.cluster.pause(self.rank)
+            self.meeting.cluster.pause(Pause(self.rank, str(self), self))
         return self.is_done
 
     def missing(self) -> list[int]:
@@ -167,6 +167,25 @@ def names_of(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
+class Pause(Wait):
+    """A turn for others; a program may ask for a thing in a loop.
+
+    Args:
+        rank: Who pauses.
+        what: What it asks for, in words.
+        call: The call that it asks for.
+    """
+
+    def __init__(self, rank: Rank, what: str, call: Call | None = None) -> None:
+        super().__init__(rank, what)
+        self.call = call
+        self.is_done = self.is_pause = True
+
+    def missing(self) -> list[int]:
+        """Return what the call waits for."""
+        return [] if self.call is None else self.call.missing()
+
+
 class Limited(Wait):
     """A wait for a call that lasts so many seconds at most."""
 
@@ -200,9 +219,19 @@ def copy_of(error: BaseException) -> BaseException:
     try:
         copy = type(error)(*error.args)
     except Exception:
-        copy = RingarError(f"{type(error).__name__}: {error}")
+        copy = RingarError(text_of(error))
     copy.__cause__ = error.__cause__
     return copy
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's class and text, which may be endless, or fail."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its text fails with {type(failure).__name__})"
+    more = "..." if len(text) > _MOST_TEXT else ""
+    return f"{type(error).__name__}: {text[:_MOST_TEXT]}{more}"
 
 
 def is_inside(module: str) -> bool:

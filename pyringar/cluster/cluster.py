@@ -7,12 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, Wait, copy_of, names_of
+from pyringar.cluster.calls import Call, Pause, Wait, copy_of, names_of, text_of
 from pyringar.cluster.faults import Fault, RankDied
 from pyringar.cluster.group import ThreadGroup
 from pyringar.cluster.meeting import Meeting
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # How long ranks that were interrupted may take to end.
 _GRACE_S = 5.0
+# How many times the timeout a rank may run while others wait for nothing but their turn.
+_PATIENCE = 10
 
 
 class Cluster:
@@ -70,7 +72,7 @@ class Cluster:
         self._seed = seed
         self._timeout_s = timeout_s
         self._faults = {(fault.rank, fault.call): fault for fault in faults}
-        self._store = ThreadStore(self.wait, self.pause, self.schedule.look)
+        self._store = ThreadStore(self.wait, self._ask, self.schedule.look)
         self._meetings: dict[Any, Meeting] = {}
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
         self._failure: BaseException | None = None
@@ -98,17 +100,17 @@ class Cluster:
             self.schedule.trace.title = f"{len(self.ranks)} ranks {how}"
         try:
             with internals.entered(self._make_group, self._store, is_parallel=self._is_parallel):
-                self._start(program)
-                self._wait_for_end()
+                self._wait_for_end(program)
         finally:
             outside.restore()
+            failure, results = self._failure, [rank.result for rank in self.ranks]
+            errors = [rank.error for rank in self.ranks if rank.error is not None]
+            is_fine = not errors and all(rank.has_ended for rank in self.ranks)
+            self._let_go()
             if trace is not None:
                 self.schedule.trace.save(trace)
-            failure, results = self._failure, [rank.result for rank in self.ranks]
-            is_fine = all(rank.error is None and rank.has_ended for rank in self.ranks)
-            self._let_go()
-        if failure is not None and not is_fine:
-            raise failure
+        if not is_fine:
+            raise failure or errors[0]
         return results
 
     def _let_go(self) -> None:
@@ -116,6 +118,7 @@ class Cluster:
         self._told = RingarError("launch has returned, and the ranks of this group are gone")
         for meeting in self._meetings.values():
             meeting.fail(self._told)
+        self._end_waits(self._told)
         for engine in self._engines.values():
             engine.close()
         for rank in self.ranks:
@@ -135,40 +138,46 @@ class Cluster:
         self.schedule.start()
 
     def _run_rank(self, rank: Rank, program: Callable[[], Any]) -> None:
-        self.schedule.begin(rank)
         try:
+            self.schedule.begin(rank)
+            if self._told is not None:
+                raise copy_of(self._told)
             with internals.in_thread_of(rank):
                 rank.result = program()
-        except RankDied:
-            self._lose(rank)
+                rank.complete_futures()
         except BaseException as error:
-            self._take_error(rank, error)
+            if not rank.is_dead:
+                self._take_error(rank, error)
         finally:
             self.schedule.end(rank)
 
-    def _wait_for_end(self) -> None:
-        """Wait until all ranks have ended, or do not end although they were interrupted."""
+    def _wait_for_end(self, program: Callable[[], Any]) -> None:
+        """Start all ranks; wait until they have ended, or do not end although interrupted."""
         try:
-            self._wait_while(self._look_at_time)
+            self._start(program)
+            self._wait_while()
         except KeyboardInterrupt as error:
             with self.schedule.lock:
                 self._end_all(error, error)
-                self._interrupt()
-            self._wait_while(lambda: None)
+                self._ends_s = time.monotonic() + _GRACE_S
+            self._wait_while()
             raise
         finally:
-            left = [rank for rank in self.ranks if not self._has_ended(rank)]
+            left = [rank.index for rank in self.ranks if not self._has_ended(rank)]
             if left:
                 logger.warning(
-                    "%s and goes on in the background until what it does returns%s",
-                    " and ".join(f"{rank} does not end" for rank in left),
+                    "%s %s not end, and goes on in the background until what it does returns%s",
+                    *(names_of(left), "does" if len(left) == 1 else "do"),
                     report(self.ranks, {}, ""),
                 )
 
-    def _wait_while(self, look: Callable[[], None]) -> None:
+    def _wait_while(self) -> None:
         with self.schedule.lock:
             while not all(map(self._has_ended, self.ranks)) and time.monotonic() < self._ends_s:
-                look()
+                if self._ends_s < float("inf"):
+                    self._interrupt()
+                else:
+                    self._look_at_time()
                 self.schedule.ended.wait(0.1)
         for rank in self.ranks:
             if rank.thread is not None and rank.has_ended:
@@ -179,25 +188,28 @@ class Cluster:
         return rank.has_ended or rank.thread is None or not rank.thread.is_alive()
 
     def _look_at_time(self) -> None:
-        """Fail if others wait for ranks that run without end; interrupt these."""
+        """Fail if others wait for ranks that run, or ask, without end; interrupt these."""
+        self.schedule.look_at_pollers(self._timeout_s)
         running = [rank for rank in self.ranks if rank.is_running]
         late_s = time.monotonic() - self.schedule.last_turn_s
-        if not running or late_s < self._timeout_s or self._ends_s < float("inf"):
+        others = [rank for rank in self.ranks if not (rank.is_running or rank.has_ended)]
+        # Those that wait for their turn alone have more patience: nobody has called anything yet.
+        wait = any(rank.waits_for is not None and not rank.waits_for.is_done for rank in others)
+        limit_s = self._timeout_s * (1 if wait or self._told is not None else _PATIENCE)
+        if not running or late_s < limit_s or not (others or self._told is not None):
             return
-        if self._failure is None and all(r.is_running or r.has_ended for r in self.ranks):
-            return  # nobody waits
         what = (
-            f"{' and '.join(map(str, running))} ran for {self._timeout_s:g} s without a call in "
+            f"{names_of([rank.index for rank in running])} ran for {limit_s:g} s without a call in "
             "which others go on, and these waited"
         )
         self.fail(lambda text: CollectiveTimeout(what + text))
-        self._interrupt()
+        self._ends_s = time.monotonic() + _GRACE_S
 
     def _interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the ranks that run."""
-        self._ends_s = time.monotonic() + _GRACE_S
+        """Raise KeyboardInterrupt in all ranks, wherever they are; called again and again."""
+        self.schedule.stop_taking_turns()
         for rank in self.ranks:
-            if rank.is_running:
+            if not rank.has_ended:
                 internals.interrupt(rank)
 
     # -- groups ------------------------------------------------------------------------------------
@@ -244,14 +256,18 @@ class Cluster:
             RingarError: The cluster has failed, or calls differ.
         """
         rank = call.rank
+        if rank.is_dead:
+            raise RankDied
         rank.num_calls += 1
+        rank.asks_for = None
+        self.schedule.last_event_s = time.monotonic()
         fault = self._faults.get((rank.index, rank.num_calls))
         if fault is not None and fault.kind == "dies":
+            self._lose(rank)
             raise RankDied
         if fault is not None and fault.kind == "late":
             self.wait(_Late(self, rank, fault.late_s))
-        if self._told is not None:
-            raise copy_of(self._told)
+        self._check_told()
         if fault is not None and fault.kind == "swaps":
             call.finish()  # or the rank would wait for it
             rank.held_back = post
@@ -263,18 +279,34 @@ class Cluster:
 
     def wait(self, what: Wait) -> None:
         """Let other ranks run until a wait is over; raise what it ended with."""
-        if self._told is not None and not what.is_done:
-            raise copy_of(self._told)
+        if not what.is_done:
+            self._check_told()
         self.schedule.wait(what)
-        what.rank.complete_futures()
+        self._go_on(what.rank)
         what.raise_error()
 
-    def pause(self, rank: Rank) -> None:
+    def pause(self, what: Pause) -> None:
         """Let other ranks run."""
-        pause = Wait(rank, "its turn")
-        pause.finish()
-        self.schedule.wait(pause)
-        rank.complete_futures()
+        self.schedule.wait(what)
+        self._go_on(what.rank)
+
+    def _ask(self, what: str) -> None:
+        """Let other ranks run; fail where there is no hope."""
+        self._check_told()
+        self.pause(Pause(this_rank(), what))
+        self._check_told()
+
+    def _go_on(self, rank: Rank) -> None:
+        """Do what is due when a rank goes on after a wait."""
+        if isinstance(self._told, KeyboardInterrupt):
+            raise copy_of(self._told)
+        if rank.thread is threading.current_thread():
+            rank.complete_futures()
+
+    def _check_told(self) -> None:
+        """Raise what ranks are told since something went wrong."""
+        if self._told is not None:
+            raise copy_of(self._told)
 
     # -- failures ----------------------------------------------------------------------------------
 
@@ -303,15 +335,18 @@ class Cluster:
         with contextlib.suppress(ArgumentError):
             for meeting in self._meetings.values():
                 meeting.compare()
-        waits = [rank.waits_for for rank in self.ranks if rank.waits_for is not None]
+        waits = [w for rank in self.ranks for w in (rank.waits_for, rank.asks_for) if w is not None]
+        waits += self.schedule.beside
         missing = sorted({index for wait in waits for index in wait.missing()})
         gone = [index for index in missing if self.ranks[index].has_ended]
         if gone:
             have = "has" if len(gone) == 1 else "have"
             what = f"ranks wait for {names_of(gone)}, which {have} ended"
             self.fail(lambda text: PeerLostError(what + text))
-        else:
+        elif missing:
             self.fail(lambda text: DeadlockError(f"all ranks wait for each other{text}"))
+        else:
+            self.fail(lambda text: DeadlockError(f"ranks wait for what nobody will do{text}"))
 
     def _take_error(self, rank: Rank, error: BaseException) -> None:
         """Note what a rank's program raised; if it is the first, the others are told."""
@@ -320,10 +355,10 @@ class Cluster:
         rank.error = error
         with self.schedule.lock:
             if self._told is None:
-                told = PeerLostError(f"{rank} raised {type(error).__name__}: {error}")
-                self._end_all(error, told)
-                if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(f"raised by {rank} of {len(self.ranks)}{self._repeat(', ')}")
+                self._end_all(error, PeerLostError(f"{rank} raised {text_of(error)}"))
+                with contextlib.suppress(Exception):  # Python 3.10 has none; others refuse
+                    note = f"raised by {rank} of {len(self.ranks)}{self._repeat(', ')}"
+                    cast("Any", error).add_note(note)
 
     def pass_time(self, rank: Rank, late_s: float) -> None:
         """Fail if that is longer than others would wait for a rank."""
@@ -333,6 +368,7 @@ class Cluster:
 
     def _lose(self, rank: Rank) -> None:
         """Let the groups of a rank that died fail, as if its process were gone."""
+        rank.is_dead = True
         error = PeerLostError(
             f"{rank} died, in its call {rank.num_calls}: a fault that was ordered"
         )
@@ -346,9 +382,13 @@ class Cluster:
         self._failure, self._told = failure, told
         for meeting in self._meetings.values():
             meeting.fail(told)
-        for rank in self.ranks:
-            if rank.waits_for is not None:
-                rank.waits_for.finish(told)
+        self._end_waits(told)
+
+    def _end_waits(self, error: BaseException) -> None:
+        with self.schedule.lock:
+            for wait in [*self.schedule.beside, *(rank.waits_for for rank in self.ranks)]:
+                if wait is not None:
+                    wait.finish(error)
         self.schedule.look()
 
 

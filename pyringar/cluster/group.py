@@ -20,7 +20,7 @@ from pyringar.distributed.convert import count_changes, reduction_name
 from pyringar.distributed.delegated import given_or_default
 from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import one_or_all
-from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 __all__ = ["ThreadGroup"]
 
@@ -57,6 +57,7 @@ class ThreadGroup(PythonGroup):
         self._meeting = meeting
         self._of = rank
         self._batch: list[Any] | None = None
+        self._is_destroyed = False
 
     # -- reductions --------------------------------------------------------------------------------
 
@@ -220,10 +221,11 @@ class ThreadGroup(PythonGroup):
 
     def _gather_all(self, name: str, rows: Any, inputs: Any, opts: Any, results: Any) -> Any:
         def act(calls: Sequence[Call]) -> None:
+            sent = [[tensor.clone() for tensor in call.args[1]] for call in calls]
             for into in calls:
                 for i in range(len(inputs)):
-                    for r, out in enumerate(calls):
-                        moves.copy(into.args[0][i][r], out.args[1][i])
+                    for r, mine in enumerate(sent):
+                        moves.copy(into.args[0][i][r], mine[i])
 
         return self._meet(
             name,
@@ -236,11 +238,14 @@ class ThreadGroup(PythonGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
         """Put rank ``r``'s input into the root's ``outputs[i][r]``."""
         opts, root = _with_root(opts, "GatherOptions")
+        for row in outputs:
+            self._check_row(row, "gather")
 
         def act(calls: Sequence[Call]) -> None:
             for i, row in enumerate(calls[root].args[0]):
-                for into, call in zip(row, calls, strict=True):
-                    moves.copy(into, call.args[1][i])
+                sent = [call.args[1][i].clone() for call in calls]
+                for into, mine in zip(row, sent, strict=True):
+                    moves.copy(into, mine)
 
         return self._meet(
             "gather",
@@ -254,10 +259,12 @@ class ThreadGroup(PythonGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
         """Put the root's ``inputs[i][r]`` into rank ``r``'s output."""
         opts, root = _with_root(opts, "ScatterOptions")
+        for row in inputs:
+            self._check_row(row, "scatter")
 
         def act(calls: Sequence[Call]) -> None:
             for i, row in enumerate(calls[root].args[1]):
-                for call, part in zip(calls, row, strict=True):
+                for call, part in zip(calls, [part.clone() for part in row], strict=True):
                     moves.copy(call.args[0][i], part)
 
         return self._meet(
@@ -324,11 +331,13 @@ class ThreadGroup(PythonGroup):
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         """Receive from a rank."""
+        _check_written(tensors)
         count_changes(tensors)
         return self._message("recv", tensors, _Message(self._rank, tag, sender=rank), [rank])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from whichever rank sends."""
+        _check_written(tensors)
         count_changes(tensors)
         others = [rank for rank in range(self._size) if rank != self._rank]
         return self._message("recv", tensors, _Message(self._rank, tag), others)
@@ -336,6 +345,8 @@ class ThreadGroup(PythonGroup):
     recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
 
     def _message(self, name: str, tensors: Any, message: _Message, peers: list[int]) -> Any:
+        self._check_open(name)
+        self._check_devices(name, tensors)
         message.data = _data(tensors)
         details = {"to": message.to, "from": message.sender, "tag": message.tag or None}
         details = {key: value for key, value in details.items() if value is not None}
@@ -370,7 +381,8 @@ class ThreadGroup(PythonGroup):
     # -- the group itself --------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leave it."""
+        """Leave it: its calls are refused from then on."""
+        self._is_destroyed = True
 
     abort = shutdown
 
@@ -384,6 +396,10 @@ class ThreadGroup(PythonGroup):
 
     def _engine(self, tensors: Sequence[Tensor]) -> Any:
         return self._meeting.cluster.engine([t.device for t in tensors])
+
+    def _check_open(self, name: str) -> None:
+        if self._is_destroyed:
+            raise RingarError(f"{name}: this process group was destroyed")
 
     def _check_devices(self, name: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -425,9 +441,7 @@ class ThreadGroup(PythonGroup):
             results: The work's, if not ``written``.
             **details: Must agree with other ranks', too.
         """
-        for tensor in written:
-            if tensor.layout is torch.strided:
-                check_no_overlap("tensor", tensor)
+        _check_written(written)
         self._check_devices(name, [*written, *shown])
         if "op" in details:
             moves.check_reducible([*shown, *(alike or [])], details["op"])
@@ -445,6 +459,7 @@ class ThreadGroup(PythonGroup):
     def _post(
         self, name: str, shown: Sequence[Tensor], details: dict[str, Any], act: Any, args: Any
     ) -> Call:
+        self._check_open(name)
         call = Call(self._meeting, self._of, name, shown, details, act, args)
         self._meeting.cluster.begin(call, lambda: self._meeting.post(self._rank, call))
         return call
@@ -456,6 +471,12 @@ class ThreadGroup(PythonGroup):
 
 
 keep_dynamo_out(ThreadGroup, ThreadWork)
+
+
+def _check_written(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            check_no_overlap("tensor", tensor)
 
 
 def _data(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from pyringar.cluster.state import ProcessState
 if TYPE_CHECKING:
     from pyringar.cluster.calls import Wait
 
-__all__ = ["Rank", "belong_to", "current", "this_rank"]
+__all__ = ["Rank", "belong_to", "current", "is_blocked", "this_rank"]
 
 _here = threading.local()
 _identities = itertools.count(1)
+# Modules in whose functions threads wait for each other.
+_WAITING = ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread")
 
 
 def current() -> Rank | None:
@@ -34,6 +37,12 @@ def this_rank() -> Rank:
 def belong_to(rank: Rank | None) -> None:
     """Make this thread a rank's, or nobody's."""
     _here.rank = rank
+
+
+def is_blocked(thread: threading.Thread | None) -> bool:
+    """Return whether a thread waits for another by Python's own means, as a join or a future."""
+    frame: Any = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+    return frame is not None and frame.f_globals.get("__name__", "") in _WAITING
 
 
 class Rank:
@@ -69,6 +78,10 @@ class Rank:
         """When it began to do what it does."""
         self.waits_on = ""
         """The same as ``waits_for`` in words, and which ranks it waited for when it began to."""
+        self.asks_for: Wait | None = None
+        """What it asks for again and again without waiting; None: it does not."""
+        self.is_dead = False
+        """A fault has ended it: what it still calls is not called."""
         self.has_ended = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -79,6 +92,8 @@ class Rank:
         """Begins a call that a fault has it make after the next one."""
         self.futures: list[Any] = []
         """Of its works, not complete."""
+        self.pending_error: BaseException | None = None
+        """What a callback raised and torch would not let through."""
         self.world: dict[str, Any] = {}
         """Its groups, as torch.distributed keeps them."""
         self.num_groups: dict[Any, int] = {}
@@ -87,13 +102,22 @@ class Rank:
         """The process's, as this rank left it."""
 
     def complete_futures(self) -> None:
-        """Complete those whose works are done; their callbacks may make others."""
-        pending, self.futures = self.futures, []
-        self.futures = [future for future in pending if not future.complete()] + self.futures
+        """Complete those whose works are done, one by one: callbacks may wait for others.
+
+        Raises what a callback raised that no future can hold, such as KeyboardInterrupt.
+        """
+        for future in list(self.futures):
+            if future in self.futures and future.is_over():
+                self.futures.remove(future)
+                future.complete()
+        if self.pending_error is not None:
+            error, self.pending_error = self.pending_error, None
+            raise error
 
     def let_go(self) -> None:
         """Forget its program's objects, when it has ended."""
         self.result = self.error = self.state = self.waits_for = self.held_back = None
+        self.asks_for = self.pending_error = None
         self.world, self.environment, self.futures, self.num_groups = {}, {}, [], {}
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from pyringar.cluster.calls import Call, Limited, is_inside, names_of, some
+from pyringar.cluster.calls import Call, Limited, Pause, is_inside, names_of, some
 from pyringar.cluster.ranks import Rank
 
 __all__ = ["of_program", "report"]
@@ -42,11 +42,13 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
     wait = rank.waits_for
     if rank.has_ended:
         state = f"failed: {type(rank.error).__name__}" if rank.error else "returned"
+    elif rank.asks_for is not None:
+        state, wait = "asks", rank.asks_for
     elif wait is None:
         state = "runs" if rank.is_running else "has not begun"
     else:
         state = "ready" if wait.is_done else "waits"
-    call = shown or (wait.call if isinstance(wait, Limited) else wait)
+    call = shown or (wait.call or wait if isinstance(wait, (Limited, Pause)) else wait)
     if not isinstance(call, Call):
         calls = f"after {rank.num_calls} call{'s' * (rank.num_calls != 1)}"
         return (str(rank.index), state, call.what if call else calls, *[""] * 6)

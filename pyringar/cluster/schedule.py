@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyringar.cluster.calls import Wait
-from pyringar.cluster.ranks import Rank, current
+from pyringar.cluster.ranks import Rank, current, is_blocked
 from pyringar.cluster.state import ProcessState
 
 __all__ = ["Schedule"]
+
+# How often a thread beside a rank's looks whether the rank waits for it.
+_LOOK_S = 0.002
 
 
 class Schedule:
@@ -49,6 +52,10 @@ class Schedule:
         self.ended = threading.Condition(self.lock)
         """Told when a rank has ended."""
         self._beside = threading.Condition(self.lock)  # told when a wait may be over
+        self.beside: set[Wait] = set()
+        """Waits of threads that ranks' programs have started."""
+        self.last_event_s = time.monotonic()
+        """When something was done for which a rank may wait."""
         self.last_turn_s = time.monotonic()
         """When a rank was let run last."""
         self.trace: Any = None
@@ -79,9 +86,13 @@ class Schedule:
         rank = current()
         if rank is None or rank.thread is not threading.current_thread():
             self._wait_beside(what)
-            return
+        else:
+            self._hand_on(rank, what)
+
+    def _hand_on(self, rank: Rank, what: Wait) -> None:
         with self.lock:
             self._note(rank, what)
+            rank.asks_for = what if what.is_pause else None
             rank.waits_for = what
             rank.is_running = False
             self._give_turns(handing_on=rank)
@@ -93,21 +104,36 @@ class Schedule:
             rank.state.restore()
 
     def _wait_beside(self, what: Wait) -> None:
-        """Wait in a thread that a rank's program has started, and for which it may wait itself."""
+        """Wait in a thread that a rank's program has started.
+
+        Where the rank's own thread waits for this one, this one waits for the rank. Else others run
+        when the rank hands on.
+        """
+        rank = what.rank
         with self.lock:
-            is_waiting = False
+            self.beside.add(what)
+        try:
             while not what.is_done:
-                if is_waiting:
-                    self._beside.wait()
-                else:
-                    is_waiting = True
-                    self._num_turns += 1
-                    self._give_turns()
-            self._num_turns -= is_waiting
+                with self.lock:
+                    can_wait = rank.is_running and is_blocked(rank.thread)
+                    if not can_wait:
+                        self._beside.wait(_LOOK_S)
+                if can_wait:
+                    self._hand_on(rank, what)
+        finally:
+            with self.lock:
+                self.beside.discard(what)
+
+    def stop_taking_turns(self) -> None:
+        """Let all ranks run that can: they are to end."""
+        with self.lock:
+            self._num_turns = len(self._ranks)
+            self._give_turns()
 
     def look(self) -> None:
         """Let those go on whose waits are over."""
         with self.lock:
+            self.last_event_s = time.monotonic()
             self._beside.notify_all()
             self._give_turns()
 
@@ -128,6 +154,24 @@ class Schedule:
             if handing_on is not None and not handing_on.keeps_turn and self._snapshot is not None:
                 handing_on.state = self._snapshot()
             chosen.go.release()
+
+    def look_at_pollers(self, limit_s: float) -> None:
+        """End waits in vain where ranks ask again and again for what will not come: in real time.
+
+        Args:
+            limit_s: How long they may ask.
+        """
+        live = [rank for rank in self._ranks if not rank.has_ended]
+        if not live or not all(_asks(rank) or _waits(rank) for rank in live):
+            return
+        idle_s = time.monotonic() - self.last_event_s
+        waits = [*self.beside, *(r.waits_for for r in live if r.waits_for is not None)]
+        limited = [w for w in waits if w.limit_s is not None and not w.is_done]
+        if limited and (first := min(limited, key=_limit)) and idle_s > _limit(first):
+            first.give_up()
+            self.look()
+        elif any(map(_asks, live)) and idle_s > limit_s:
+            self._stuck()
 
     def _note(self, rank: Rank, what: Wait | None) -> None:
         """Keep what a rank has done, or waited for, until now, if that is asked for."""
@@ -151,8 +195,22 @@ class Schedule:
             able = [r for r in idle if r.waits_for is None or r.waits_for.is_done]
             if able or not waits or any(rank.is_running for rank in self._ranks):
                 return able
-            limited = [wait for wait in waits if wait.limit_s is not None]
+            limited = [w for w in [*waits, *self.beside] if w.limit_s is not None and not w.is_done]
             if limited:  # nothing else will happen before that time has passed
-                min(limited, key=lambda wait: wait.limit_s or 0.0).give_up()
+                min(limited, key=_limit).give_up()
             else:
                 self._stuck()
+
+
+def _limit(wait: Wait) -> float:
+    return wait.limit_s or 0.0
+
+
+def _asks(rank: Rank) -> bool:
+    """Return whether a rank does nothing but ask again and again."""
+    return rank.asks_for is not None
+
+
+def _waits(rank: Rank) -> bool:
+    """Return whether a rank waits for something that is not done."""
+    return rank.waits_for is not None and not rank.waits_for.is_done

@@ -9,7 +9,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 from pyringar.cluster.calls import Wait, seconds_of
-from pyringar.cluster.ranks import Rank, this_rank
+from pyringar.cluster.ranks import this_rank
 
 __all__ = ["ThreadStore"]
 
@@ -20,9 +20,7 @@ class _Keys(Wait):
     """A wait for keys of the store."""
 
     def __init__(self, store: ThreadStore, keys: Sequence[str], limit_s: float | None) -> None:
-        super().__init__(
-            this_rank(), f"the store's {', '.join(k.rpartition('/')[2] for k in keys)}", limit_s
-        )
+        super().__init__(this_rank(), f"the store's {', '.join(map(_short, keys))}", limit_s)
         self._store = store
         self._keys = keys
 
@@ -41,20 +39,20 @@ class ThreadStore(_Store):  # type: ignore[misc]
 
     Args:
         wait: Returns when a wait is done, and raises what it ended with.
-        pause: Lets others run: who does not find a thing may ask for it in a loop.
+        ask: Lets others run: who does not find a thing may ask for it in a loop. Told for what.
         changed: Called when there are new keys.
     """
 
     def __init__(
         self,
         wait: Callable[[Wait], None],
-        pause: Callable[[Rank], None],
+        ask: Callable[[str], None],
         changed: Callable[[], None],
     ) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
         self._wait = wait
-        self._pause = pause
+        self._ask = ask
         self._changed = changed
         self._timeout = timedelta(seconds=300)
 
@@ -71,7 +69,7 @@ class ThreadStore(_Store):  # type: ignore[misc]
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
         if amount == 0:
-            self._pause(this_rank())
+            self._ask(f"the store's {_short(key)}")
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
@@ -87,13 +85,13 @@ class ThreadStore(_Store):  # type: ignore[misc]
         if found == bytes(expected) or (found is None and not expected):
             self.set(key, desired)
             return bytes(desired)
-        self._pause(this_rank())
+        self._ask(f"the store's {_short(key)}")
         return bytes(expected) if found is None else found
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there; if not, let others run first."""
         if not self.has(keys):
-            self._pause(this_rank())
+            self._ask(f"the store's {', '.join(map(_short, keys))}")
         return self.has(keys)
 
     def has(self, keys: Sequence[str]) -> bool:
@@ -127,3 +125,8 @@ class ThreadStore(_Store):  # type: ignore[misc]
         self._values = {}
 
     deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set  # noqa: N815
+
+
+def _short(key: str) -> str:
+    """Return a key as the program knows it, without what torch puts before it."""
+    return key.rpartition("/")[2]

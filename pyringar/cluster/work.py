@@ -12,9 +12,10 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, seconds_of
+from pyringar.cluster.calls import Call, seconds_of, text_of
 from pyringar.cluster.streams import devices_of
 from pyringar.distributed.work import PendingWork
+from pyringar.errors import RingarError
 
 __all__ = ["ThreadWork"]
 
@@ -34,24 +35,34 @@ class ThreadFuture(_Future):  # type: ignore[misc]
         super().__init__(devices=work._devices)
         self._work = work
 
-    def complete(self) -> bool:
-        """Complete it if the work is done; return whether it is complete now."""
-        if not super().done():
-            if not self._work._is_over():
-                return False
-            try:
-                value = self._work._outcome(self)
-            except Exception as error:
-                self.set_exception(error)
-            else:
-                self.set_result(value)
-        return True
+    def is_over(self) -> bool:
+        """Return whether the work is done."""
+        return self._work._is_over()
+
+    def complete(self) -> None:
+        """Complete it: the work is done."""
+        self._follow(lambda: self._work._outcome(self))
+
+    def _follow(self, make_value: Callable[[], Any]) -> None:
+        """Complete it with a value, or with what making it raises; all that is no Exception, too.
+
+        Torch lets nothing through that a callback raises: the rank raises that in its next wait.
+        """
+        try:
+            value = make_value()
+        except Exception as error:
+            self.set_exception(error)
+        except BaseException as error:
+            self._work._calls()[0].rank.pending_error = error
+            self.set_exception(RingarError(text_of(error)))
+        else:
+            self.set_result(value)
 
     def done(self) -> bool:
         """Return whether it is complete; let others run first if not."""
         if not super().done():
             self._work.is_completed()
-            self._work.run_callbacks()
+            self._complete_root()
         return bool(super().done())
 
     def wait(self) -> Any:
@@ -62,21 +73,16 @@ class ThreadFuture(_Future):  # type: ignore[misc]
     def settle(self) -> None:
         """Let others run until it is complete."""
         self._work._settle()
-        self._work.run_callbacks()
+        self._complete_root()
+
+    def _complete_root(self) -> None:
+        """Complete the work's own future, also inside a callback of another."""
+        self._work._calls()[0].rank.complete_futures()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Return a future of what ``callback`` returns, which is called with this one."""
         child = ThreadFuture(self._work)
-
-        def run(done: Any) -> None:
-            try:
-                value = callback(done)
-            except Exception as error:
-                child.set_exception(error)
-            else:
-                child.set_result(value)
-
-        self.add_done_callback(run)
+        self.add_done_callback(lambda done: child._follow(lambda: callback(done)))
         return child
 
 
@@ -113,10 +119,6 @@ class ThreadWork(PendingWork):
 
     def _is_over(self) -> bool:
         return all(call.is_done for call in self._calls())
-
-    def run_callbacks(self) -> None:
-        """Complete the rank's futures whose works are done."""
-        self._calls()[0].rank.complete_futures()
 
     def _calls(self) -> list[Call]:
         calls: Any = self._parts
