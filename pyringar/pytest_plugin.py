@@ -12,8 +12,10 @@ twenty orders of their ranks. Installing pyringar is enough: pytest finds the pl
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
+import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,12 @@ _MARK = (
     "ranks(k, **options): run the test on k ranks of torch.distributed, which are threads of this "
     "process; options are those of pyringar.launch"
 )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected a positive number")
+    return int(text)
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -39,7 +47,7 @@ def pytest_addoption(parser: Any) -> None:
     )
     group.addoption(
         "--ranks-seeds",
-        type=int,
+        type=_positive,
         default=1,
         metavar="N",
         help="run each test that is marked in so many orders, from --ranks-seed on (default: 1)",
@@ -57,6 +65,22 @@ def launch_ranks(request: Any) -> Callable[..., list[Any]]:
     from pyringar.cluster.launch import launch
 
     return functools.partial(launch, seed=request.config.getoption("ranks_seed"))
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Refuse the mark where it would mean nothing.
+
+    Raises:
+        UsageError: Names the test.
+    """
+    for item in items:
+        if item.get_closest_marker("ranks") is None:
+            continue
+        test = getattr(item, "obj", None)
+        if inspect.iscoroutinefunction(test) or inspect.isasyncgenfunction(test):
+            raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' needs a function, not async def")
+        if getattr(item, "cls", None) is not None and issubclass(item.cls, unittest.TestCase):
+            raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' knows no unittest.TestCase")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,4 +112,7 @@ def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     dist.init_process_group()
-    test(**given)
+    try:
+        test(**given)
+    except SystemExit as error:  # which a program may end with, and a test may not
+        raise AssertionError(f"the test ended with SystemExit({error.code!r})") from error

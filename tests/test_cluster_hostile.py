@@ -1,13 +1,16 @@
-"""Do ranks that are threads end, and tell why, whatever a program does: asks, helpers, callbacks?"""
+"""Do ranks that are threads end, and say why, if programs poll, start threads, or break things?"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -360,3 +363,73 @@ def test_an_expanded_tensor_to_receive_into_is_the_receivers_mistake():
         pr.launch(program, 2)
     if sys.version_info >= (3, 11):
         assert "raised by rank 1 of 2" in caught.value.__notes__[0]
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+def test_filters_of_warnings_are_the_ranks():
+    def program() -> str:
+        if begin() == 0:
+            warnings.simplefilter("error", UserWarning)
+        dist.barrier()
+        try:
+            warnings.warn("look", UserWarning, stacklevel=1)
+        except UserWarning:
+            return "raised"
+        return "shown"
+
+    before = list(warnings.filters)
+    for seed in range(3):
+        with pytest.warns(UserWarning, match="look"):
+            assert pr.launch(program, 2, seed=seed) == ["raised", "shown"]
+    assert list(warnings.filters) == before
+
+
+def test_processes_that_a_rank_starts_have_its_environment():
+    def program() -> str:
+        rank = begin()
+        os.environ["PYRINGAR_NEW"] = f"of {rank}"
+        dist.barrier()
+        code = "import os; print(os.environ['RANK'], os.environ['PYRINGAR_NEW'])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert pr.launch(program, 2) == ["0 of 0", "1 of 1"]
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"PYRINGAR_NEW") is None, "also where C looks"
+
+
+def test_an_operator_that_two_ranks_define_is_refused():
+    """Torch would crash."""
+
+    def program() -> None:
+        begin()
+
+        @torch.library.custom_op("pyringar_test::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        dist.barrier()
+
+    with pytest.raises(pr.UnsupportedError, match="pyringar_test::twice is defined by rank"):
+        pr.launch(program, 2)
+
+
+def test_anomaly_mode_is_the_ranks():
+    def program() -> bool:
+        begin()
+        with torch.autograd.set_detect_anomaly(True):
+            dist.barrier()
+        dist.barrier()
+        return torch.is_anomaly_enabled()
+
+    for seed in range(3):
+        assert pr.launch(program, 3, seed=seed) == [False] * 3
+    assert not torch.is_anomaly_enabled()
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path):
+    with pytest.raises(pr.ArgumentError, match="expected a file in a folder that exists"):
+        pr.launch(lambda: pytest.fail("it ran"), 2, trace=tmp_path / "missing" / "t.json")

@@ -63,7 +63,8 @@ def program(tmp_path, monkeypatch):
     (package / "__main__.py").write_text("print('a package', __name__)\n")
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "train.py"
-    sys.modules.pop("beside", None)
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("beside", "package")]:
+        del sys.modules[name]
 
 
 def test_a_program_for_torchrun_runs_as_it_is(program, capsys):
@@ -79,6 +80,33 @@ def test_a_module_runs_as_with_dash_m(program, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["run", "--ranks", "2", "-m", "package"]) == 0
     assert capsys.readouterr().out == "a package __main__\n" * 2
+
+
+ODD = """
+import logging, sys
+import torch.distributed as dist
+from .beside import number
+
+logging.basicConfig(level=logging.INFO, format="MINE %(message)s", stream=sys.stdout, force=True)
+dist.init_process_group("ringar")
+
+def add(x: int) -> int: ...
+
+first = sys.argv.pop(1)
+dist.barrier()
+print(first, number, add.__annotations__["x"], __package__)
+if dist.get_rank() == 0:
+    logging.info("logged")
+"""
+
+
+def test_a_module_finds_its_package_and_python_as_they_are(program, capsys):
+    package = program.parent / "package"
+    (package / "odd.py").write_text(ODD)
+    (package / "beside.py").write_text("number = 7\n")
+    assert main(["run", "--ranks", "2", "-m", "package.odd", "first"]) == 0
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == ["MINE logged", *["first 7 <class 'int'> package"] * 2]
 
 
 def test_what_a_rank_raises_is_told_as_python_does(program, capsys):
@@ -231,6 +259,43 @@ def test_marked_tests_run_on_ranks(tmp_path):
     assert "seed=4 repeats this run" in done.stdout
     assert "not here" in done.stdout
     assert "pytest_plugin.py" not in done.stdout, "failures are shown without our own lines"
+
+
+REFUSED = {
+    "async": (
+        "@pytest.mark.ranks(2)\nasync def test_it(): assert False\n",
+        "needs a function, not async def",
+    ),
+    "unittest": (
+        "import unittest\nclass TestIt(unittest.TestCase):\n    @pytest.mark.ranks(2)\n"
+        "    def test_it(self): pass\n",
+        "knows no unittest.TestCase",
+    ),
+    "exit": (
+        "import sys\n@pytest.mark.ranks(2)\ndef test_it(): sys.exit(0)\n",
+        "the test ended with SystemExit(0)",
+    ),
+    "seeds": ("def test_it(): pass\n", "--ranks-seeds: is '0', expected a positive number"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_pass_without_testing_is_refused(tmp_path, what):
+    code, text = REFUSED[what]
+    (tmp_path / "test_theirs.py").write_text(f"import pytest\n{code}")
+    words = ["-m", "pytest", "-p", "no:pyringar", "-p", "pyringar.pytest_plugin", "-n", "0"]
+    words += ["-p", "no:cacheprovider", *(["--ranks-seeds", "0"] if what == "seeds" else [])]
+    done = subprocess.run(
+        [sys.executable, *words, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+    )
+    assert done.returncode != 0
+    assert text in done.stdout + done.stderr
 
 
 # -- torch's own tests -----------------------------------------------------------------------------

@@ -89,13 +89,23 @@ def _run(argv: Sequence[str], names: Sequence[str]) -> int:
     # Paths and variables may hold bytes that are no text: shown all the same.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    logging.basicConfig(format="pyringar: %(message)s", stream=sys.stderr)
-    logging.getLogger("pyringar").setLevel(logging.INFO)  # not the root's: torch has its own news
+    _show_log()
     try:
         status: int = args.run(args)
     except ArgumentError as error:
         return _fail(command.prog, command.with_flag(str(error)), 2)
     return status
+
+
+def _show_log() -> None:
+    """Show what the library logs, and leave the root's loggers to the programs that it runs."""
+    logger = logging.getLogger("pyringar")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers and not logging.root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("pyringar: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
 
 
 def _fail(prog: str, message: str, status: int) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import importlib
+import inspect
 import logging
 import os
+import subprocess
 import sys
 import threading
 import warnings
@@ -133,8 +136,8 @@ _HOOKS: list[dict[Any, Any]] = [
     for name, value in vars(module).items()
     if name.startswith("_global_") and isinstance(value, dict)
 ]
-# What warnings.catch_warnings sets, and puts back.
-_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
+# What warnings.catch_warnings sets, and puts back, besides the filters.
+_WARNINGS = ("showwarning", "_showwarnmsg_impl")
 
 
 def _read_hooks() -> list[dict[Any, Any]]:
@@ -204,9 +207,25 @@ def _write_streams(saved: tuple[Any, Any]) -> None:
     sys.stdout, sys.stderr = saved
 
 
+def _read_warnings() -> list[Any]:
+    filters: Any = warnings.filters
+    return [filters, list(filters), *(getattr(warnings, name) for name in _WARNINGS)]
+
+
 def _write_warnings(saved: list[Any]) -> None:
-    for name, value in zip(_WARNINGS, saved, strict=True):
-        setattr(warnings, name, value)
+    module: Any = warnings
+    filters, content, *others = saved
+    module.filters = filters
+    if filters != content:  # simplefilter() changes the list that is there
+        filters[:] = content
+    for name, value in zip(_WARNINGS, others, strict=True):
+        setattr(module, name, value)
+    # Or Python would go on as it last decided for a line.
+    for name in ("_filters_mutated", "_filters_mutated_lock_held"):  # until, and from, Python 3.14
+        if hasattr(module, name):
+            with getattr(module, "_lock", contextlib.nullcontext()):
+                getattr(module, name)()
+            break
 
 
 # More that a process has only once: how to read it, and how to set it.
@@ -215,7 +234,12 @@ _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_read_dtensor, _write_dtensor),
     (_read_profiler, _write_profiler),
     (lambda: (sys.stdout, sys.stderr), _write_streams),
-    (lambda: [getattr(warnings, name) for name in _WARNINGS], _write_warnings),
+    (_read_warnings, _write_warnings),
+    (lambda: list(sys.argv), lambda argv: sys.argv.__setitem__(slice(None), argv)),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda mode: torch.set_anomaly_enabled(*mode),
+    ),
     (_distributed_c10d.get_debug_level, _distributed_c10d.set_debug_level),
 )
 
@@ -287,6 +311,7 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         _take_stores(undo, store)
         _take_meshes(undo)
         _take_environment(undo)
+        _take_operators(undo)
         _take_threads(undo)
         _take_collecting(undo)
         threads = torch.get_num_threads()
@@ -390,17 +415,46 @@ def _take_meshes(undo: contextlib.ExitStack) -> None:
 
 
 def _take_environment(undo: contextlib.ExitStack) -> None:
+    """Let ``os.environ`` be a rank's own, also of processes that a rank starts."""
     environ: Any = os.environ
     outside: dict[Any, Any] = environ._data
-    before = dict(outside)
+    mine = Environment(outside, lambda: getattr(current(), "environment", None))
 
     def put_back() -> None:
         environ._data = outside
-        for key in {*before, *outside}:  # ranks have set the process's, too
+        for key in mine.changed:  # Python has set the process's, too
             os.putenv(key, outside[key]) if key in outside else os.unsetenv(key)
 
     undo.callback(put_back)
-    environ._data = Environment(outside, lambda: getattr(current(), "environment", None))
+    environ._data = mine
+    own = subprocess.Popen.__init__
+    names = list(inspect.signature(own).parameters)[1:]
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if current() is not None and dict(zip(names, args, strict=False)).get("env") is None:
+            kwargs["env"] = kwargs.get("env") or dict(os.environ)
+        own(self, *args, **kwargs)
+
+    _replace(undo, subprocess.Popen, "__init__", init)
+
+
+def _take_operators(undo: contextlib.ExitStack) -> None:
+    """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
+    module: Any = importlib.import_module("torch._library.custom_ops")
+    own, defined = module.CustomOpDef.__init__, dict[Any, Any]()
+
+    def init(self: Any, namespace: str, name: str, *args: Any, **kwargs: Any) -> None:
+        rank = current()
+        before = defined.setdefault((namespace, name), rank)
+        if rank is not None and before is not rank:
+            raise UnsupportedError(
+                f"the operator {namespace}::{name} is defined by {before} and {rank}, which are "
+                "threads of one process; define it in a module, which is imported once"
+            )
+        own(self, namespace, name, *args, **kwargs)
+
+    _replace(undo, module.CustomOpDef, "__init__", init)
 
 
 def _take_threads(undo: contextlib.ExitStack) -> None:

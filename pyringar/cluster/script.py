@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 from pyringar.errors import ArgumentError
@@ -31,12 +32,16 @@ def as_program(
         ArgumentError: There is no such file or module.
         SyntaxError: It is no Python.
     """
-    path, code = _module(target) if is_module else (target, _code_of(target))
+    spec = _spec_of(target) if is_module else None
+    path = target if spec is None else str(spec.origin)
+    code = _code_of(path)
     folder = os.getcwd() if is_module else os.path.dirname(os.path.abspath(path))
 
     def program() -> None:
         main = ModuleType("__main__")
         main.__file__ = path
+        main.__spec__ = spec
+        main.__package__ = None if spec is None else spec.parent
         vars(main)["__builtins__"] = __builtins__
         sys.modules["__main__"] = main  # the rank's, as long as ranks run in turn
         exec(code, vars(main))
@@ -53,14 +58,14 @@ def as_program(
 def _code_of(path: str) -> CodeType:
     try:
         with open(path, "rb") as file:
-            return compile(file.read(), path, "exec")
+            return compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ArgumentError(f"script is '{path}', expected a Python file: {why}") from error
 
 
-def _module(name: str) -> tuple[str, CodeType]:
-    """Return the file and the code that ``python -m`` would run."""
+def _spec_of(name: str) -> ModuleSpec:
+    """Return where the module is that ``python -m`` would run."""
     sys.path.insert(0, os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -72,4 +77,4 @@ def _module(name: str) -> tuple[str, CodeType]:
         del sys.path[0]
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise ArgumentError(f"script is '{name}', expected a module that can be run")
-    return spec.origin, _code_of(spec.origin)
+    return spec

@@ -145,6 +145,8 @@ class Environment(MutableMapping[Any, Any]):
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside = outside
         self._mine = mine
+        self.changed: set[Any] = set()
+        """Variables that a rank has set or removed."""
 
     def _here(self) -> MutableMapping[Any, Any]:
         own: MutableMapping[Any, Any] | None = self._mine()
@@ -154,9 +156,11 @@ class Environment(MutableMapping[Any, Any]):
         return self._here()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self.changed.add(key)
         self._here()[key] = value
 
     def __delitem__(self, key: Any) -> None:
+        self.changed.add(key)
         del self._here()[key]
 
     def __iter__(self) -> Iterator[Any]:
