@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from programs import programs, run_programs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
 
@@ -78,6 +81,22 @@ def test_a_wait_with_a_limit_ends_beside_one_that_asks():
     assert pr.launch(program, 2) == ["done"] * 2
 
 
+def test_limits_that_are_tried_again_add_up():
+    def program() -> int:
+        begin()
+        work, tries = dist.barrier(async_op=True), 0
+        while True:
+            try:
+                work.wait(timedelta(seconds=0.1))
+            except pr.CollectiveTimeout:
+                tries += 1
+            else:
+                return tries
+
+    fault = pr.Fault("late", rank=1, call=1, late_s=0.55)
+    assert pr.launch(program, 2, faults=[fault]) == [5, 0]
+
+
 def test_ranks_that_all_ask_get_what_a_late_one_brings():
     def program() -> bool:
         begin()
@@ -116,9 +135,46 @@ def test_a_thread_that_a_rank_waits_for_leaves_the_ranks_state_alone():
         assert pr.launch(program, 3, args=(True,), seed=seed) == alone
 
 
-def missing_in_a_thread() -> None:
-    if begin() == 0:
-        in_thread(dist.barrier)
+def test_a_thread_that_calls_beside_its_rank_changes_no_random_number():
+    def program() -> tuple[float, ...]:
+        rank = begin()
+        torch.manual_seed(rank)
+        thread = threading.Thread(target=dist.barrier)
+        thread.start()
+        found = [torch.rand(1).item() for _ in range(200)]
+        thread.join()
+        found += [torch.rand(1).item() for _ in range(3)]
+        dist.barrier()
+        return tuple(found)
+
+    assert len({tuple(pr.launch(program, 3)) for _ in range(10)}) == 1
+
+
+def test_a_checkpoint_in_the_background_leaves_training_alone(tmp_path):
+    def program(saves: bool) -> bytes:
+        rank = begin()
+        group = dist.new_group([0, 1, 2])
+        torch.manual_seed(0)
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)))
+        torch.manual_seed(rank + 1)
+        optimizer, saved = torch.optim.SGD(net.parameters(), 0.1), None
+        for step in range(12):
+            if saves and step == 3:
+                state = {"whole": torch.ones(3), f"of {rank}": torch.ones(3) * rank}
+                saved = dcp.async_save(state, process_group=group, checkpoint_id=tmp_path)
+            optimizer.zero_grad()
+            net(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+        if saved is not None:
+            saved.result()
+        return b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+
+    alone = pr.launch(program, 3, args=(False,))
+    for seed in range(3):
+        assert pr.launch(program, 3, args=(True,), seed=seed) == alone
+    loaded = {"whole": torch.zeros(3), **{f"of {rank}": torch.zeros(3) for rank in range(3)}}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert [loaded[f"of {rank}"][0].item() for rank in range(3)] == [0.0, 1.0, 2.0]
 
 
 def test_a_thread_that_waits_in_vain_is_told():

@@ -45,6 +45,8 @@ class Wait:
         self.rank = rank
         self.what = what
         self.limit_s = limit_s
+        self.ends_s = 0.0
+        """When the limit is reached, by the schedule's clock."""
         self.is_done = False
         self.is_pause = False
         """Whether it only lets others run, in a loop that asks for something again and again."""

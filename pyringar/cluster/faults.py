@@ -21,7 +21,8 @@ class Fault:
         kind: ``"dies"``: the rank ends where it would begin the call; others that need it get a
             `PeerLostError`. ``"late"``: it begins the call when all others can do nothing but wait,
             and if ``late_s`` is more than the cluster's timeout, they get a `CollectiveTimeout`; no
-            real time passes. ``"swaps"``: it makes the call after the one that follows.
+            real time passes. ``"swaps"``: it makes the call after the one that follows, and goes on
+            until then with what is in its tensors.
         rank: Which.
         call: The number of its collective or message, from 1 on, in all groups together.
         late_s: How late, in seconds.

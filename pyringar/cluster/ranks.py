@@ -15,12 +15,13 @@ from pyringar.cluster.state import ProcessState
 if TYPE_CHECKING:
     from pyringar.cluster.calls import Wait
 
-__all__ = ["Rank", "belong_to", "current", "is_blocked", "this_rank"]
+__all__ = ["Rank", "belong_to", "current", "place_of_wait", "this_rank"]
 
 _here = threading.local()
 _identities = itertools.count(1)
-# Modules in whose functions threads wait for each other.
+# Where threads wait for each other: modules, and their functions.
 _WAITING = ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread")
+_WAITS = ("wait", "wait_for", "join", "_wait_for_tstate_lock", "acquire", "get", "result")
 
 
 def current() -> Rank | None:
@@ -39,10 +40,20 @@ def belong_to(rank: Rank | None) -> None:
     _here.rank = rank
 
 
-def is_blocked(thread: threading.Thread | None) -> bool:
-    """Return whether a thread waits for another by Python's own means, as a join or a future."""
+def place_of_wait(thread: threading.Thread | None) -> tuple[int, int] | None:
+    """Return where a thread waits for another by Python's own means, as a join; None: it does not.
+
+    Who looks again and finds the same place knows that it has not gone on meanwhile.
+    """
     frame: Any = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-    return frame is not None and frame.f_globals.get("__name__", "") in _WAITING
+    if frame is None or frame.f_globals.get("__name__", "") not in _WAITING:
+        return None
+    if frame.f_code.co_name not in _WAITS:
+        return None
+    caller: Any = frame.f_back
+    if caller is not None and caller.f_code is threading.Thread.start.__code__:
+        return None  # until the other has begun
+    return id(frame), frame.f_lasti
 
 
 class Rank:
@@ -72,6 +83,8 @@ class Rank:
         self.is_running = False
         self.keeps_turn = False
         """It was chosen again while it handed on."""
+        self.has_deputy = False
+        """A thread that it has started, and for which it waits, waits for it."""
         self.waits_for: Wait | None = None
         """None while it runs, before it has begun and when it has ended."""
         self.since_ns = 0

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyringar.cluster.calls import Wait
-from pyringar.cluster.ranks import Rank, current, is_blocked
+from pyringar.cluster.ranks import Rank, current, place_of_wait
 from pyringar.cluster.state import ProcessState
 
 __all__ = ["Schedule"]
 
-# How often a thread beside a rank's looks whether the rank waits for it.
-_LOOK_S = 0.002
+# How often a thread beside a rank's looks whether the rank waits for it, and how many times.
+_LOOK_S, _LOOKS = 0.001, 3
 
 
 class Schedule:
@@ -45,6 +45,7 @@ class Schedule:
     ) -> None:
         self._ranks = ranks
         self._random = random.Random(seed)
+        self._clock_s = 0.0  # which goes on where nothing else can happen
         self._num_turns = len(ranks) if is_parallel else 1
         self._snapshot = snapshot
         self._stuck = stuck
@@ -84,7 +85,8 @@ class Schedule:
     def wait(self, what: Wait) -> None:
         """Return when ``what`` is done; let other ranks run until then."""
         rank = current()
-        if rank is None or rank.thread is not threading.current_thread():
+        what.ends_s = self._clock_s + (what.limit_s or 0.0)
+        if rank is None or rank.has_deputy or rank.thread is not threading.current_thread():
             self._wait_beside(what)
         else:
             self._hand_on(rank, what)
@@ -112,14 +114,21 @@ class Schedule:
         rank = what.rank
         with self.lock:
             self.beside.add(what)
+        place, num_looks = None, 0
         try:
             while not what.is_done:
                 with self.lock:
-                    can_wait = rank.is_running and is_blocked(rank.thread)
-                    if not can_wait:
+                    before, place = place, place_of_wait(rank.thread) if rank.is_running else None
+                    num_looks = num_looks + 1 if place is not None and place == before else 0
+                    is_deputy = num_looks >= _LOOKS and not rank.has_deputy
+                    rank.has_deputy |= is_deputy
+                    if not is_deputy:
                         self._beside.wait(_LOOK_S)
-                if can_wait:
-                    self._hand_on(rank, what)
+                if is_deputy:
+                    try:
+                        self._hand_on(rank, what)
+                    finally:
+                        rank.has_deputy = False
         finally:
             with self.lock:
                 self.beside.discard(what)
@@ -197,7 +206,9 @@ class Schedule:
                 return able
             limited = [w for w in [*waits, *self.beside] if w.limit_s is not None and not w.is_done]
             if limited:  # nothing else will happen before that time has passed
-                min(limited, key=_limit).give_up()
+                first = min(limited, key=lambda wait: wait.ends_s)
+                self._clock_s = max(self._clock_s, first.ends_s)
+                first.give_up()
             else:
                 self._stuck()
 
