@@ -50,9 +50,11 @@ def place_of_wait(thread: threading.Thread | None) -> tuple[int, int] | None:
         return None
     if frame.f_code.co_name not in _WAITS:
         return None
-    caller: Any = frame.f_back
-    if caller is not None and caller.f_code is threading.Thread.start.__code__:
-        return None  # until the other has begun
+    caller: Any = frame
+    while caller is not None and caller.f_globals.get("__name__", "") in _WAITING:
+        if caller.f_code.co_name == "start":
+            return None  # until the other has begun
+        caller = caller.f_back
     return id(frame), frame.f_lasti
 
 
