@@ -389,8 +389,10 @@ class ThreadGroup(PythonGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Do nothing: the cluster's own counts."""
 
-    def _backend_types(self) -> list[str]:
-        return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    @property
+    def _device_types(self) -> list[torch.device]:
+        names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(name) for name in names]
 
     # -- helpers -----------------------------------------------------------------------------------
 
