@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -81,6 +82,16 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' needs a function, not async def")
         if getattr(item, "cls", None) is not None and issubclass(item.cls, unittest.TestCase):
             raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' knows no unittest.TestCase")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: Any) -> Iterator[None]:
+    """Put the environment back: `monkeypatch` would leave what a rank had in it."""
+    before = dict(os.environ)
+    yield
+    if item.get_closest_marker("ranks") is not None and dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.hookimpl(tryfirst=True)

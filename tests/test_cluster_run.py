@@ -190,7 +190,7 @@ def test_a_trace_of_ranks_that_fail_is_written(tmp_path):
 # -- pytest ----------------------------------------------------------------------------------------
 
 TESTS = """
-import pytest, torch, torch.distributed as dist
+import os, pytest, torch, torch.distributed as dist
 
 @pytest.fixture(params=[2, 3])
 def numel(request):
@@ -229,6 +229,13 @@ class TestMethod:
 def test_fixture(launch_ranks):
     assert launch_ranks(lambda: 3, 2) == [3, 3]
 
+@pytest.mark.ranks(2)
+def test_patches(monkeypatch):
+    monkeypatch.setenv("RANK", "77")
+
+def test_nothing_is_left_of_patches():
+    assert "RANK" not in os.environ
+
 def test_seeds_were_tried():
     pairs = {tuple(orders[i : i + 2]) for i in range(0, len(orders), 2)}
     assert len(orders) == 20 and pairs == {(0, 1), (1, 0)}
@@ -252,7 +259,7 @@ def test_marked_tests_run_on_ranks(tmp_path):
         check=False,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
-    assert "2 failed, 6 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 8 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "AssertionError: rank one" in done.stdout
     assert "raised by rank 1 of 3" in done.stdout or sys.version_info < (3, 11)
     assert "DeadlockError: all ranks wait for each other" in done.stdout
