@@ -93,7 +93,7 @@ def _property_of(name: str) -> Any:
 
 
 class _PerRank(_World):  # type: ignore[misc]
-    """What torch.distributed keeps of its groups: of each rank its own."""
+    """Keep what torch.distributed knows of its groups: of each rank its own."""
 
 
 for _name in _WORLD:

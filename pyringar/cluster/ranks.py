@@ -59,7 +59,7 @@ def place_of_wait(thread: threading.Thread | None) -> tuple[int, int] | None:
 
 
 class Rank:
-    """What belongs to one rank while its cluster runs.
+    """Hold what belongs to one rank while its cluster runs.
 
     Args:
         index: Its number.

@@ -135,7 +135,7 @@ def numpy_random() -> Any:
 
 
 class Environment(MutableMapping[Any, Any]):
-    """What ``os.environ`` keeps its variables in: a rank's own for its threads.
+    """Keep the variables of ``os.environ``: a rank's own for its threads.
 
     Args:
         outside: Those of all other threads.

@@ -123,7 +123,7 @@ class _Group(Collectives):
 
 
 class _Named:
-    """What torch asks of everything that is called ``ringar``."""
+    """Answer what torch asks of everything that is called ``ringar``."""
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return ``ringar``."""
