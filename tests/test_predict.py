@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -492,6 +494,17 @@ def test_the_table_of_this_machine():
     text = render_cpu(rows)
     assert "predicted" in text
     assert "measured" in text
+
+
+def test_a_machine_that_is_busy_when_a_measurement_begins(monkeypatch):
+    """No time is left when it has read the clock: it counts one call, and divides by no zero."""
+    clock_s = itertools.count()
+    clock = SimpleNamespace(
+        perf_counter=lambda: float(next(clock_s)), process_time=time.process_time, sleep=time.sleep
+    )
+    monkeypatch.setattr("pyringar.predict.cpu.time", clock)
+    rows = compare_cpu([2], [2**10], rounds=1)
+    assert [row.measured_s for row in rows] == [1.0] * 3
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -157,12 +157,13 @@ def _quartiles(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 
 
 def _time_s(call: Callable[[], object]) -> float:
+    took_s, count = 0.0, 0
     begin_s = time.perf_counter()
-    count = 0
-    while time.perf_counter() - begin_s < _ROUND_S:
+    while not count or took_s < _ROUND_S:  # once at least: a busy machine may have taken the time
         call()
         count += 1
-    return (time.perf_counter() - begin_s) / count
+        took_s = time.perf_counter() - begin_s
+    return took_s / count
 
 
 def render_cpu(rows: Sequence[CpuRow]) -> str:
