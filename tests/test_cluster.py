@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import mostly_slow
-from programs import run_programs
+from programs import run_fresh, run_programs
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
@@ -234,6 +234,33 @@ dist.destroy_process_group()
 def test_a_group_of_the_process_stays_its_own():
     (done,) = run_programs(OUTSIDE, [])
     assert done.stdout == "[1.0, 1.0]\n", done.stderr
+
+
+COMPILES = """
+import threading
+import torch
+import torch.distributed as dist
+import pyringar as pr
+from pyringar.engine import build
+
+def ensure(recipe, own=build.ensure_engine):
+    print(threading.current_thread().name)
+    return own(recipe)
+
+def program():
+    dist.init_process_group()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+build.ensure_engine = ensure
+print(pr.launch(program, 2))
+"""
+
+
+def test_no_rank_compiles_while_others_wait_for_it():
+    done = run_fresh(COMPILES)
+    assert done.stdout == "MainThread\n[2.0, 2.0]\n", done.stderr
 
 
 def test_one_cluster_at_a_time():

@@ -93,6 +93,9 @@ class Cluster:
         Raises:
             BaseException: What went wrong first: what a rank raised, or what ended its waits.
         """
+        # Not by the first rank that adds: it may take minutes to compile, while others wait.
+        for devices in ([torch.device("cpu")] * len(self.ranks), [r.device for r in self.ranks]):
+            self.engine(devices)
         outside = internals.process_state()
         if trace is not None:
             self.schedule.trace = Trace()

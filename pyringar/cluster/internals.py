@@ -43,6 +43,7 @@ _WORLD: dict[str, Callable[[], Any]] = {
     "tags_to_pg": dict,
     "pg_to_tag": dict,
     "pg_coalesce_state": dict,
+    "pg_flight_recorder_hooks": dict,
     "comms": list,
 }
 _OLDEST, _NEWEST = (2, 11), (2, 15)
@@ -305,6 +306,7 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
             _with_our_backend(distributed_c10d._new_process_group_helper),
         )
         _take_backend(undo, make_group)
+        _take_recorder(undo)
         for scheme in _RENDEZVOUS:
             _take_rendezvous(undo, scheme, store)
         _forget_numbers(undo)
@@ -356,6 +358,17 @@ def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) 
 
     undo.callback(plugins.__setitem__, "RINGAR", own)
     plugins["RINGAR"] = type(own)(create, True)
+
+
+def _take_recorder(undo: contextlib.ExitStack) -> None:
+    """Record no calls of ranks: torch 2.15 keeps those of a process, which is of one rank to it."""
+    name = "_maybe_attach_flight_recorder"
+    own = getattr(distributed_c10d, name, None)
+    if own is not None:
+        _replace(
+            *(undo, distributed_c10d, name),
+            lambda *args: own(*args) if current() is None else None,
+        )
 
 
 def _take_rendezvous(undo: contextlib.ExitStack, scheme: str, store: Any) -> None:
