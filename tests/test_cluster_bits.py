@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -88,9 +89,13 @@ def in_thread(size: int, name: str, wrapper: str, seed: int) -> bytes:
     return train(dist.get_rank(), size, name, wrapper, seed)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", mostly_slow([1, 2, 4], 2))
+@pytest.mark.parametrize(
+    ("size", "name", "wrapper"),
+    mostly_slow(
+        itertools.product([1, 2, 4], MODELS, ["ddp", "fsdp2"]),
+        *((2, "lenet", "fsdp2"), (2, "transformer", "ddp")),
+    ),
+)
 def test_threads_have_the_bits_of_processes(size, name, wrapper):
     wanted = of_processes(size, name, wrapper)
     for seed in SEEDS:
