@@ -1,19 +1,15 @@
-"""Everything private of torch's, and of Python's, that a cluster touches, and puts back."""
+"""Everything private of torch's that a cluster touches, and puts back."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import ctypes
-import functools
 import importlib
-import inspect
 import logging
 import os
-import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +19,10 @@ from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pyringar.cluster import interpreter
+from pyringar.cluster.interpreter import refill, replace, take_environment
 from pyringar.cluster.ranks import Rank, belong_to, current
-from pyringar.cluster.state import Environment, ProcessState
+from pyringar.cluster.state import ProcessState
 from pyringar.errors import UnsupportedError
 
 __all__ = ["entered", "fresh_state", "in_thread_of", "interrupt", "plain_torch", "process_state"]
@@ -137,8 +135,6 @@ _HOOKS: list[dict[Any, Any]] = [
     for name, value in vars(module).items()
     if name.startswith("_global_") and isinstance(value, dict)
 ]
-# What warnings.catch_warnings sets, and puts back, besides the filters.
-_WARNINGS = ("showwarning", "_showwarnmsg_impl")
 
 
 def _read_hooks() -> list[dict[Any, Any]]:
@@ -147,7 +143,7 @@ def _read_hooks() -> list[dict[Any, Any]]:
 
 def _write_hooks(saved: list[dict[Any, Any]]) -> None:
     for hooks, own in zip(_HOOKS, saved, strict=True):
-        _refill(hooks, own)
+        refill(hooks, own)
 
 
 def _read_dtensor() -> Any:
@@ -171,7 +167,7 @@ def _write_dtensor(saved: Any) -> None:
         return
     numbers._rng_tracker, dispatcher._allow_implicit_replication, handlers, content = saved
     dispatcher._custom_op_handlers = handlers
-    _refill(handlers, content)
+    refill(handlers, content)
 
 
 def _dtensor() -> tuple[Any, Any]:
@@ -198,45 +194,12 @@ def _profiler() -> Any:
     return getattr(module, "SimpleProfiler", None)
 
 
-def _refill(own: dict[Any, Any], new: dict[Any, Any]) -> None:
-    if own != new:
-        own.clear()
-        own.update(new)
-
-
-def _write_streams(saved: tuple[Any, Any]) -> None:
-    sys.stdout, sys.stderr = saved
-
-
-def _read_warnings() -> list[Any]:
-    filters: Any = warnings.filters
-    return [filters, list(filters), *(getattr(warnings, name) for name in _WARNINGS)]
-
-
-def _write_warnings(saved: list[Any]) -> None:
-    module: Any = warnings
-    filters, content, *others = saved
-    module.filters = filters
-    if filters != content:  # simplefilter() changes the list that is there
-        filters[:] = content
-    for name, value in zip(_WARNINGS, others, strict=True):
-        setattr(module, name, value)
-    # Or Python would go on as it last decided for a line.
-    for name in ("_filters_mutated", "_filters_mutated_lock_held"):  # until, and from, Python 3.14
-        if hasattr(module, name):
-            with getattr(module, "_lock", contextlib.nullcontext()):
-                getattr(module, name)()
-            break
-
-
 # More that a process has only once: how to read it, and how to set it.
 _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_read_hooks, _write_hooks),
     (_read_dtensor, _write_dtensor),
     (_read_profiler, _write_profiler),
-    (lambda: (sys.stdout, sys.stderr), _write_streams),
-    (_read_warnings, _write_warnings),
-    (lambda: list(sys.argv), lambda argv: sys.argv.__setitem__(slice(None), argv)),
+    *interpreter.PARTS,
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda mode: torch.set_anomaly_enabled(*mode),
@@ -295,13 +258,13 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         world.__class__ = _PerRank
         c10d_cpp._set_thread_isolation_mode(True)
         undo.callback(c10d_cpp._set_thread_isolation_mode, False)
-        _replace(undo, sys, "excepthook", sys.excepthook)
-        _replace(undo, distributed_c10d, "_backend", distributed_c10d._backend)
-        _replace(
+        replace(undo, sys, "excepthook", sys.excepthook)
+        replace(undo, distributed_c10d, "_backend", distributed_c10d._backend)
+        replace(
             *(undo, distributed_c10d, "_default_pg_init_method"),
             distributed_c10d._default_pg_init_method,
         )
-        _replace(
+        replace(
             *(undo, distributed_c10d, "_new_process_group_helper"),
             _with_our_backend(distributed_c10d._new_process_group_helper),
         )
@@ -312,18 +275,13 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         _forget_numbers(undo)
         _take_stores(undo, store)
         _take_meshes(undo)
-        _take_environment(undo)
+        take_environment(undo)
         _take_operators(undo)
         _take_threads(undo)
         _take_collecting(undo)
         threads = torch.get_num_threads()
         undo.callback(torch.set_num_threads, threads)
         yield
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
 
 
 def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,7 +323,7 @@ def _take_recorder(undo: contextlib.ExitStack) -> None:
     name = "_maybe_attach_flight_recorder"
     own = getattr(distributed_c10d, name, None)
     if own is not None:
-        _replace(
+        replace(
             *(undo, distributed_c10d, name),
             lambda *args: own(*args) if current() is None else None,
         )
@@ -400,7 +358,7 @@ def _take_stores(undo: contextlib.ExitStack, store: Any) -> None:
         made = type(name, (own,), {"__new__": _store_of_rank(own, store)})
         for module in (dist, distributed_c10d, _rendezvous):
             if hasattr(module, name):
-                _replace(undo, module, name, made)
+                replace(undo, module, name, made)
 
 
 def _store_of_rank(own: Any, store: Any) -> Callable[..., Any]:
@@ -424,32 +382,7 @@ def _take_meshes(undo: contextlib.ExitStack) -> None:
         if rank is not None:
             self._thread_id, self._hash = rank.identity, None
 
-    _replace(undo, device_mesh.DeviceMesh, "__init__", init)
-
-
-def _take_environment(undo: contextlib.ExitStack) -> None:
-    """Let ``os.environ`` be a rank's own, also of processes that a rank starts."""
-    environ: Any = os.environ
-    outside: dict[Any, Any] = environ._data
-    mine = Environment(outside, lambda: getattr(current(), "environment", None))
-
-    def put_back() -> None:
-        environ._data = outside
-        for key in mine.changed:  # Python has set the process's, too
-            os.putenv(key, outside[key]) if key in outside else os.unsetenv(key)
-
-    undo.callback(put_back)
-    environ._data = mine
-    own = subprocess.Popen.__init__
-    names = list(inspect.signature(own).parameters)[1:]
-
-    @functools.wraps(own)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if current() is not None and dict(zip(names, args, strict=False)).get("env") is None:
-            kwargs["env"] = kwargs.get("env") or dict(os.environ)
-        own(self, *args, **kwargs)
-
-    _replace(undo, subprocess.Popen, "__init__", init)
+    replace(undo, device_mesh.DeviceMesh, "__init__", init)
 
 
 def _take_operators(undo: contextlib.ExitStack) -> None:
@@ -467,7 +400,7 @@ def _take_operators(undo: contextlib.ExitStack) -> None:
             )
         own(self, namespace, name, *args, **kwargs)
 
-    _replace(undo, module.CustomOpDef, "__init__", init)
+    replace(undo, module.CustomOpDef, "__init__", init)
 
 
 def _take_threads(undo: contextlib.ExitStack) -> None:
@@ -480,7 +413,7 @@ def _take_threads(undo: contextlib.ExitStack) -> None:
             self.run = _in_helper_of(rank, self.run)
         own(self)
 
-    _replace(undo, threading.Thread, "start", start)
+    replace(undo, threading.Thread, "start", start)
 
 
 def _take_collecting(undo: contextlib.ExitStack) -> None:
@@ -493,7 +426,7 @@ def _take_collecting(undo: contextlib.ExitStack) -> None:
                 future.settle()
         return own(futures)
 
-    _replace(undo, torch._C, "_collect_all", collect)
+    replace(undo, torch._C, "_collect_all", collect)
 
 
 def _in_helper_of(rank: Rank, run: Callable[[], None]) -> Callable[[], None]:
