@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -36,6 +37,7 @@ __all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
+_homes = itertools.count(1)
 # How long ranks that were interrupted may take to end.
 _GRACE_S = 5.0
 # How many times the timeout a rank may run while others wait for nothing but their turn.
@@ -141,18 +143,18 @@ class Cluster:
         self.schedule.start()
 
     def _run_rank(self, rank: Rank, program: Callable[[], Any]) -> None:
-        try:
-            self.schedule.begin(rank)
-            if self._told is not None:
-                raise copy_of(self._told)
-            with internals.in_thread_of(rank):
-                rank.result = program()
-                rank.complete_futures()
-        except BaseException as error:
-            if not rank.is_dead:
-                self._take_error(rank, error)
-        finally:
-            self.schedule.end(rank)
+        with contextlib.suppress(KeyboardInterrupt):  # another one, in these lines
+            try:
+                self.schedule.begin(rank)
+                if self._told is not None:
+                    raise copy_of(self._told)
+                rank.restore_state()
+                internals.run_in_thread_of(rank, program)
+            except BaseException as error:
+                if not rank.is_dead:
+                    self._take_error(rank, error)
+            finally:
+                self.schedule.end(rank)
 
     def _wait_for_end(self, program: Callable[[], Any]) -> None:
         """Start all ranks; wait until they have ended, or do not end although interrupted."""
@@ -163,6 +165,7 @@ class Cluster:
             with self.schedule.lock:
                 self._end_all(error, error)
                 self._ends_s = time.monotonic() + _GRACE_S
+            self.schedule.stop_taking_turns()  # also for a thread that has not begun yet
             self._wait_while()
             raise
         finally:
@@ -220,14 +223,18 @@ class Cluster:
     def _make_group(self, options: Any) -> ThreadGroup:
         """Return this thread's rank's side of a group."""
         rank = this_rank()
-        members = tuple(options.global_ranks_in_group) or tuple(range(len(self.ranks)))
-        name = (options.group_id, members)
+        numbers = tuple(options.global_ranks_in_group)
+        if not numbers:
+            rank.home = _home_of(rank, options.store)
+            numbers = tuple(range(options.group_size))
+        name = (rank.home, options.group_id, numbers)
         rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
         with self.schedule.lock:
             meeting = self._meetings.get((name, number))
             if meeting is None:
-                meeting = Meeting(self, self._name_of(members), members)
+                meeting = Meeting(self, self._name_of(numbers), numbers)
                 self._meetings[name, number] = meeting
+            meeting.ranks[options.group_rank] = rank.index
         return ThreadGroup(meeting, rank, options)
 
     def _name_of(self, members: Sequence[int]) -> str:
@@ -235,7 +242,7 @@ class Cluster:
         name = "the world"
         if len(members) < len(self.ranks):
             name = f"group {', '.join(map(str, members))}"
-        same = sum(meeting.ranks == tuple(members) for meeting in self._meetings.values())
+        same = sum(meeting.ranks == list(members) for meeting in self._meetings.values())
         return f"{name} #{same + 1}" if same else name
 
     def engine(self, devices: Sequence[torch.device]) -> Communicator:
@@ -262,7 +269,7 @@ class Cluster:
         if rank.is_dead:
             raise RankDied
         rank.num_calls += 1
-        rank.asks_for = None
+        rank.asks_for, rank.has_asked = None, False
         self.schedule.last_event_s = time.monotonic()
         fault = self._faults.get((rank.index, rank.num_calls))
         if fault is not None and fault.kind == "dies":
@@ -393,6 +400,14 @@ class Cluster:
                 if wait is not None:
                     wait.finish(error)
         self.schedule.look()
+
+
+def _home_of(rank: Rank, store: Any) -> Any:
+    """Return what the ranks of a new world have in common, and no others: they share its store."""
+    number = store.add(f"worlds of {rank}", 1)
+    if store.add(f"members of world {number}", 1) == 1:
+        store.set(f"world {number}", str(next(_homes)))
+    return store.get(f"world {number}")
 
 
 class _Late(Wait):

@@ -9,7 +9,6 @@ import importlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,15 +16,23 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pyringar.cluster import interpreter
 from pyringar.cluster.interpreter import refill, replace, take_environment
 from pyringar.cluster.ranks import Rank, belong_to, current
 from pyringar.cluster.state import ProcessState
-from pyringar.errors import UnsupportedError
+from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["entered", "fresh_state", "in_thread_of", "interrupt", "plain_torch", "process_state"]
+__all__ = [
+    "entered",
+    "fresh_state",
+    "interrupt",
+    "plain_torch",
+    "process_state",
+    "run_in_thread_of",
+]
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -46,7 +53,6 @@ _WORLD: dict[str, Callable[[], Any]] = {
 }
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 """The versions of torch with which this was tried."""
-_RENDEZVOUS = ("env", "tcp", "file")
 _World: Any = distributed_c10d._World
 c10d_cpp: Any = _distributed_c10d
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -194,11 +200,33 @@ def _profiler() -> Any:
     return getattr(module, "SimpleProfiler", None)
 
 
+def _read_plans() -> dict[str, Any]:
+    """Return the plans that planners of checkpoints keep, if they are told to."""
+    planner = _planner()
+    return {n: dict(v) for n, v in vars(planner).items() if _is_kept(n, v)} if planner else {}
+
+
+def _write_plans(saved: dict[str, Any]) -> None:
+    planner = _planner()
+    for name in [n for n, v in vars(planner).items() if _is_kept(n, v)] if planner else ():
+        setattr(planner, name, saved.get(name, {}))
+
+
+def _planner() -> Any:
+    module: Any = sys.modules.get("torch.distributed.checkpoint.planner")
+    return getattr(module, "SavePlanner", None)
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    return name.startswith("_cached_") and isinstance(value, dict)
+
+
 # More that a process has only once: how to read it, and how to set it.
 _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_read_hooks, _write_hooks),
     (_read_dtensor, _write_dtensor),
     (_read_profiler, _write_profiler),
+    (_read_plans, _write_plans),
     *interpreter.PARTS,
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -208,23 +236,30 @@ _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 )
 
 
-@contextlib.contextmanager
-def in_thread_of(rank: Rank) -> Iterator[None]:
-    """Make this thread a rank's: torch.distributed knows its groups, and no others."""
+def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
+    """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
     rank.world = {name: make() for name, make in _WORLD.items()}
     belong_to(rank)
+    interpreter.start_waited_for_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
-    # Backward then runs in this thread on GPUs, too.
-    with torch.autograd.set_multithreading_enabled(False):
-        try:
-            yield
-        finally:
-            c10d_cpp._unregister_all_process_groups()
-            # A thread's own, whose end would let Python objects go without the GIL.
-            torch._C._clear_DTensor_sharding_propagator_cache()
-            belong_to(None)
+    try:
+        # Backward then runs in this thread on GPUs, too.
+        with torch.autograd.set_multithreading_enabled(False):
+            rank.result = program()
+            rank.complete_futures()
+            rank.join_helpers()
+    finally:
+        _forget_groups(rank)
+        # A thread's own, whose end would let Python objects go without the GIL.
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        belong_to(None)
+
+
+def _forget_groups(rank: Rank) -> None:
+    if not rank.is_gone:  # or they would be the process's
+        c10d_cpp._unregister_all_process_groups()
 
 
 def interrupt(rank: Rank) -> None:
@@ -270,14 +305,14 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         )
         _take_backend(undo, make_group)
         _take_recorder(undo)
-        for scheme in _RENDEZVOUS:
-            _take_rendezvous(undo, scheme, store)
         _forget_numbers(undo)
         _take_stores(undo, store)
         _take_meshes(undo)
         take_environment(undo)
         _take_operators(undo)
-        _take_threads(undo)
+        _take_replicas(undo)
+        interpreter.take_threads(undo, _in_helper_of)
+        interpreter.take_loggers(undo)
         _take_collecting(undo)
         threads = torch.get_num_threads()
         undo.callback(torch.set_num_threads, threads)
@@ -329,21 +364,6 @@ def _take_recorder(undo: contextlib.ExitStack) -> None:
         )
 
 
-def _take_rendezvous(undo: contextlib.ExitStack, scheme: str, store: Any) -> None:
-    handlers: Any = _rendezvous._rendezvous_handlers
-    own = handlers[scheme]
-
-    def meet(url: str, **kwargs: Any) -> Iterator[Any]:
-        rank = current()
-        if rank is None:
-            yield from own(url, **kwargs)
-        else:
-            yield store, rank.index, rank.world_size
-
-    undo.callback(handlers.__setitem__, scheme, own)
-    handlers[scheme] = meet
-
-
 def _forget_numbers(undo: contextlib.ExitStack) -> None:
     """Let ranks begin without DTensor's random numbers, as new processes do."""
     undo.callback(_write_dtensor, _read_dtensor())
@@ -385,6 +405,24 @@ def _take_meshes(undo: contextlib.ExitStack) -> None:
     replace(undo, device_mesh.DeviceMesh, "__init__", init)
 
 
+def _take_replicas(undo: contextlib.ExitStack) -> None:
+    """Refuse a module that two ranks replicate: each would add to the other's gradients."""
+    own, owners = DistributedDataParallel.__init__, dict[int, Any]()
+
+    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        rank = current()
+        for name, parameter in module.named_parameters():
+            _, owner = owners.setdefault(id(parameter), (parameter, rank))
+            if owner is not rank:
+                raise ArgumentError(
+                    f"module has {name!r}, which {owner} replicates, too: ranks that are threads "
+                    f"share what is made outside the program; make the module in it, on each rank"
+                )
+        own(self, module, *args, **kwargs)
+
+    replace(undo, DistributedDataParallel, "__init__", init)
+
+
 def _take_operators(undo: contextlib.ExitStack) -> None:
     """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
     module: Any = importlib.import_module("torch._library.custom_ops")
@@ -403,19 +441,6 @@ def _take_operators(undo: contextlib.ExitStack) -> None:
     replace(undo, module.CustomOpDef, "__init__", init)
 
 
-def _take_threads(undo: contextlib.ExitStack) -> None:
-    """Let threads that a rank's program starts be the rank's, too."""
-    own = threading.Thread.start
-
-    def start(self: Any) -> None:
-        rank = current()
-        if rank is not None:
-            self.run = _in_helper_of(rank, self.run)
-        own(self)
-
-    replace(undo, threading.Thread, "start", start)
-
-
 def _take_collecting(undo: contextlib.ExitStack) -> None:
     """Wait for several futures before torch does, in C++, where no other rank would be let run."""
     own: Any = torch._C._collect_all
@@ -429,14 +454,19 @@ def _take_collecting(undo: contextlib.ExitStack) -> None:
     replace(undo, torch._C, "_collect_all", collect)
 
 
-def _in_helper_of(rank: Rank, run: Callable[[], None]) -> Callable[[], None]:
-    def run_as_rank() -> None:
+def _in_helper_of(rank: Rank, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs in any thread as what a rank's program does beside it."""
+
+    def run_as_rank(*args: Any, **kwargs: Any) -> Any:
+        if rank.is_gone:
+            return run(*args, **kwargs)
         belong_to(rank)
-        for group, name in rank.world["pg_names"].items():
-            c10d_cpp._register_process_group(name, group)
         try:
-            run()
+            for group, name in list(rank.world["pg_names"].items()):
+                c10d_cpp._register_process_group(name, group)
+            return run(*args, **kwargs)
         finally:
+            _forget_groups(rank)
             belong_to(None)
 
     return run_as_rank

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import builtins
+import concurrent.futures.thread as thread_pools
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pyringar.cluster.ranks import current
+from pyringar.cluster.ranks import Rank, current
 from pyringar.cluster.state import Environment
 
-__all__ = ["PARTS", "refill", "replace", "take_environment"]
+__all__ = [
+    "PARTS",
+    "refill",
+    "replace",
+    "start_waited_for_threads",
+    "take_environment",
+    "take_loggers",
+    "take_threads",
+]
 
 # What warnings.catch_warnings sets, and puts back, besides the filters.
 _WARNINGS = ("showwarning", "_showwarnmsg_impl")
@@ -46,10 +59,34 @@ def _write_warnings(saved: list[Any]) -> None:
             break
 
 
+# Loggers that a rank has set up in this run, or in the last one, as they were before.
+_loggers: dict[logging.Logger, Any] = {}
+
+
+def _state_of(logger: logging.Logger) -> Any:
+    return logger.level, logger.propagate, logger.disabled, list(logger.handlers)
+
+
+def _read_loggers() -> dict[logging.Logger, Any]:
+    return {logger: _state_of(logger) for logger in list(_loggers)}
+
+
+def _write_loggers(saved: dict[logging.Logger, Any]) -> None:
+    for logger, before in list(_loggers.items()):
+        level, logger.propagate, logger.disabled, logger.handlers[:] = saved.get(logger, before)
+        if level != logger.level:
+            _set_level(logger, level)
+
+
+_set_level = logging.Logger.setLevel
+
+
 # What a process has only once: how to read it, and how to set it.
 PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: (sys.stdout, sys.stderr), _write_streams),
     (_read_warnings, _write_warnings),
+    (_read_loggers, _write_loggers),
+    (lambda: builtins.print, lambda function: setattr(builtins, "print", function)),
     (lambda: list(sys.argv), lambda argv: sys.argv.__setitem__(slice(None), argv)),
 )
 
@@ -65,6 +102,64 @@ def refill(own: dict[Any, Any], new: dict[Any, Any]) -> None:
     if own != new:
         own.clear()
         own.update(new)
+
+
+def take_loggers(undo: contextlib.ExitStack) -> None:
+    """Let levels and handlers of loggers be a rank's own."""
+    _loggers.clear()
+    for name in ("setLevel", "addHandler", "removeHandler"):
+        own = getattr(logging.Logger, name)
+
+        @functools.wraps(own)
+        def change(self: Any, value: Any, own: Callable[..., Any] = own) -> None:
+            if current() is not None:
+                _loggers.setdefault(self, _state_of(self))
+            own(self, value)
+
+        replace(undo, logging.Logger, name, change)
+
+
+def start_waited_for_threads() -> None:
+    """Have threads that this one starts be no daemons, unless the program says so."""
+    thread: Any = threading.current_thread()
+    thread._daemonic = False
+
+
+def take_threads(
+    undo: contextlib.ExitStack, as_rank: Callable[[Rank, Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Let threads that a rank's program starts be the rank's, and what it gives to pools.
+
+    Args:
+        undo: Puts back.
+        as_rank: Returns a function that runs as a rank's, whatever thread calls it.
+    """
+    own, own_submit = threading.Thread.start, ThreadPoolExecutor.submit
+
+    def start(self: Any) -> None:
+        rank = current()
+        if rank is None or getattr(self, "_target", None) is thread_pools._worker:
+            own(self)  # pools may outlive the rank, and are used by others
+            return
+        self.run = as_rank(rank, self.run)
+        is_waited_for = not self.daemon
+        self._daemonic = True  # the rank waits for it, and not the process, which could not end it
+        own(self)
+        self._daemonic = not is_waited_for
+        if is_waited_for:
+            rank.helpers.append(self)
+
+    def submit(self: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        rank = current()
+        if rank is None:
+            return own_submit(self, fn, *args, **kwargs)
+        future = own_submit(self, as_rank(rank, fn), *args, **kwargs)
+        rank.tasks.add(future)
+        future.add_done_callback(rank.tasks.discard)
+        return future
+
+    replace(undo, threading.Thread, "start", start)
+    replace(undo, ThreadPoolExecutor, "submit", submit)
 
 
 def take_environment(undo: contextlib.ExitStack) -> None:
@@ -85,8 +180,9 @@ def take_environment(undo: contextlib.ExitStack) -> None:
 
     @functools.wraps(own)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if current() is not None and dict(zip(names, args, strict=False)).get("env") is None:
-            kwargs["env"] = kwargs.get("env") or dict(os.environ)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if current() is not None and given.get("env") is None and "env" not in names[: len(args)]:
+            kwargs["env"] = dict(os.environ)
         own(self, *args, **kwargs)
 
     replace(undo, subprocess.Popen, "__init__", init)

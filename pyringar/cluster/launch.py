@@ -105,7 +105,9 @@ def launch(
     _check_faults(faults, ranks)
     if not (trace is None or isinstance(trace, (str, os.PathLike))):
         raise ArgumentError(f"trace is {kind_of(trace)}, expected a file name or None")
-    if trace is not None and not os.path.isdir(os.path.dirname(os.path.abspath(trace))):
+    if trace is not None and (
+        os.path.isdir(trace) or not os.path.isdir(os.path.dirname(os.path.abspath(trace)))
+    ):
         raise ArgumentError(
             f"trace is {os.fspath(trace)!r}, expected a file in a folder that exists"
         )

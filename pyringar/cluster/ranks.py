@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +21,17 @@ __all__ = ["Rank", "belong_to", "current", "place_of_wait", "this_rank"]
 _here = threading.local()
 _identities = itertools.count(1)
 # Where threads wait for each other: modules, and their functions.
-_WAITING = ("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread")
-_WAITS = ("wait", "wait_for", "join", "_wait_for_tstate_lock", "acquire", "get", "result")
+_WAITING = (
+    *("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread"),
+    "selectors",  # asyncio's loops
+)
+_WAITS = ("wait", "wait_for", "join", "_wait_for_tstate_lock", "acquire", "get", "result", "select")
 
 
 def current() -> Rank | None:
-    """Return the rank whose thread this is; None: no rank's."""
-    return getattr(_here, "rank", None)
+    """Return the rank whose thread this is; None: no rank's, or of one whose cluster is gone."""
+    rank: Rank | None = getattr(_here, "rank", None)
+    return None if rank is None or rank.is_gone else rank
 
 
 def this_rank() -> Rank:
@@ -93,11 +98,19 @@ class Rank:
         """When it began to do what it does."""
         self.waits_on = ""
         """The same as ``waits_for`` in words, and which ranks it waited for when it began to."""
+        self.has_asked = False
+        """What it did last was to ask for something that was not there."""
         self.asks_for: Wait | None = None
         """What it asks for again and again without waiting; None: it does not."""
         self.is_dead = False
         """A fault has ended it: what it still calls is not called."""
         self.has_ended = False
+        self.is_gone = False
+        """Its cluster is over; threads that it has left behind are nobody's."""
+        self.helpers: list[threading.Thread] = []
+        """Threads that its program has started, and which a process would wait for at its end."""
+        self.tasks: set[Future[Any]] = set()
+        """What its program has given to pools of threads, and is not done."""
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -111,10 +124,17 @@ class Rank:
         """What a callback raised and torch would not let through."""
         self.world: dict[str, Any] = {}
         """Its groups, as torch.distributed keeps them."""
+        self.home: Any = None
+        """Tells its world from others, which other ranks may have made at another address."""
         self.num_groups: dict[Any, int] = {}
         """How many groups of a name it has made."""
         self.state: ProcessState | None = None
         """The process's, as this rank left it."""
+
+    def restore_state(self) -> None:
+        """Give the process what this rank left; nothing where ranks run at once."""
+        if self.state is not None:
+            self.state.restore()
 
     def complete_futures(self) -> None:
         """Complete those whose works are done, one by one: callbacks may wait for others.
@@ -129,11 +149,20 @@ class Rank:
             error, self.pending_error = self.pending_error, None
             raise error
 
+    def join_helpers(self) -> None:
+        """Wait for what its program has left to other threads, as a process does at its end."""
+        while self.helpers or self.tasks:
+            wait(list(self.tasks))
+            while self.helpers:
+                self.helpers.pop().join()
+
     def let_go(self) -> None:
         """Forget its program's objects, when it has ended."""
+        self.is_gone = True
         self.result = self.error = self.state = self.waits_for = self.held_back = None
         self.asks_for = self.pending_error = None
         self.world, self.environment, self.futures, self.num_groups = {}, {}, [], {}
+        self.helpers, self.tasks = [], set()
 
     def __str__(self) -> str:
         return f"rank {self.index}"

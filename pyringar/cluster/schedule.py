@@ -70,8 +70,6 @@ class Schedule:
     def begin(self, rank: Rank) -> None:
         """Wait for the first turn of this thread's rank."""
         rank.go.acquire()
-        if rank.state is not None:
-            rank.state.restore()
 
     def end(self, rank: Rank) -> None:
         """Note that this thread's rank has ended, and hand on."""
@@ -94,7 +92,8 @@ class Schedule:
     def _hand_on(self, rank: Rank, what: Wait) -> None:
         with self.lock:
             self._note(rank, what)
-            rank.asks_for = what if what.is_pause else None
+            rank.asks_for = what if what.is_pause and rank.has_asked else None
+            rank.has_asked = what.is_pause
             rank.waits_for = what
             rank.is_running = False
             self._give_turns(handing_on=rank)
@@ -102,8 +101,7 @@ class Schedule:
                 rank.keeps_turn = False
                 return
         rank.go.acquire()
-        if rank.state is not None:
-            rank.state.restore()
+        rank.restore_state()
 
     def _wait_beside(self, what: Wait) -> None:
         """Wait in a thread that a rank's program has started.

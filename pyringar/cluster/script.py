@@ -33,9 +33,9 @@ def as_program(
         SyntaxError: It is no Python.
     """
     spec = _spec_of(target) if is_module else None
-    path = target if spec is None else str(spec.origin)
-    code = _code_of(path)
-    folder = os.getcwd() if is_module else os.path.dirname(os.path.abspath(path))
+    path = os.path.abspath(target) if spec is None else str(spec.origin)
+    code = _code_of(path, target)
+    folder = os.getcwd() if is_module else os.path.dirname(path)
 
     def program() -> None:
         main = ModuleType("__main__")
@@ -47,7 +47,7 @@ def as_program(
         exec(code, vars(main))
 
     before = sys.argv, sys.path[:], sys.modules["__main__"]
-    sys.argv = [path, *argv]
+    sys.argv = [target if spec is None else path, *argv]
     sys.path.insert(0, folder)
     try:
         yield program
@@ -55,13 +55,13 @@ def as_program(
         sys.argv, sys.path[:], sys.modules["__main__"] = before
 
 
-def _code_of(path: str) -> CodeType:
+def _code_of(path: str, name: str) -> CodeType:
     try:
         with open(path, "rb") as file:
             return compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ArgumentError(f"script is '{path}', expected a Python file: {why}") from error
+        raise ArgumentError(f"script is '{name}', expected a Python file: {why}") from error
 
 
 def _spec_of(name: str) -> ModuleSpec:

@@ -1,0 +1,311 @@
+"""Do programs that are written for processes do on threads what they do there?"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.nn.parallel import DistributedDataParallel
+
+import pyringar as pr
+
+
+def total(number: float) -> float:
+    tensor = torch.full((1,), float(number))
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+# -- worlds ----------------------------------------------------------------------------------------
+
+
+def by_address(rank: int) -> None:
+    port = 29800 + rank // 2
+    dist.init_process_group(
+        init_method=f"tcp://127.0.0.1:{port}", rank=rank % 2, world_size=2, backend="gloo"
+    )
+
+
+def by_environment(rank: int) -> None:
+    os.environ |= {"RANK": f"{rank % 2}", "WORLD_SIZE": "2", "MASTER_PORT": f"{29800 + rank // 2}"}
+    dist.init_process_group()
+
+
+def by_store(rank: int) -> None:
+    store = dist.TCPStore("localhost", 29800 + rank // 2, 2, is_master=rank % 2 == 0)
+    dist.init_process_group("gloo", store=store, rank=rank % 2, world_size=2)
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["in turn", "at once"])
+@pytest.mark.parametrize("begin", [by_address, by_environment, by_store])
+def test_two_worlds_of_two(begin, parallel):
+    def program() -> Any:
+        rank = int(os.environ["RANK"])
+        found = []
+        for _ in range(2):
+            begin(rank)
+            own = dist.new_group([1])
+            alone = dist.get_rank() == 1 and dist.get_world_size(own) == 1
+            found += [dist.get_rank(), dist.get_world_size(), total(rank), alone]
+            dist.destroy_process_group()
+        return found
+
+    for seed in range(5):
+        assert pr.launch(program, 4, seed=seed, parallel=parallel) == [
+            [rank % 2, 2, 1.0 if rank < 2 else 5.0, rank % 2 == 1] * 2 for rank in range(4)
+        ]
+
+
+def test_ranks_may_be_numbered_otherwise():
+    def program() -> Any:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(init_method="tcp://localhost:29777", rank=2 - rank, world_size=3)
+        numbers: list[Any] = [None] * 3
+        dist.all_gather_object(numbers, rank)
+        last = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            dist.broadcast(at := torch.full((1,), float(rank)), 0, group=last)
+            numbers.append(at.item())
+        return numbers
+
+    for seed in range(5):
+        assert pr.launch(program, 3, seed=seed) == [[2, 1, 0], [2, 1, 0, 2.0], [2, 1, 0, 2.0]]
+
+
+def test_some_ranks_alone_and_each_for_itself():
+    def some() -> Any:
+        rank = int(os.environ["RANK"])
+        if rank < 2:
+            dist.init_process_group(init_method="tcp://localhost:1", rank=rank, world_size=2)
+            return total(1)
+
+    def each() -> Any:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        return total(int(os.environ["RANK"]))
+
+    assert pr.launch(some, 3) == [2.0, 2.0, None]
+    assert pr.launch(each, 3) == [0.0, 1.0, 2.0]
+
+
+def test_a_rank_that_misses_in_a_world_is_named():
+    def program() -> None:
+        rank = int(os.environ["RANK"])
+        if rank:
+            dist.init_process_group(init_method="tcp://localhost:1", rank=rank, world_size=3)
+            total(1)
+
+    with pytest.raises(pr.PeerLostError, match="wait for rank 0, which has ended"):
+        pr.launch(program, 3)
+
+
+# -- what is left to other threads -----------------------------------------------------------------
+
+
+def save_in_thread(path: Path) -> None:
+    def save() -> None:
+        threading.Event().wait(0.05)
+        number = total(1)
+        (path / f"{dist.get_rank()}").write_text(f"{number}")
+
+    thread = threading.Thread(target=save)
+    assert not thread.daemon
+    thread.start()
+    assert not thread.daemon
+
+
+def save_in_pool(path: Path) -> None:
+    pool = ThreadPoolExecutor(1)
+    for _ in range(2):
+        pool.submit(lambda name: (path / name).write_text(f"{total(1)}"), f"{dist.get_rank()}")
+
+
+@pytest.mark.parametrize("save", [save_in_thread, save_in_pool])
+@pytest.mark.parametrize("parallel", [False, True], ids=["in turn", "at once"])
+def test_a_rank_ends_with_its_threads(save, parallel, tmp_path):
+    def program() -> None:
+        dist.init_process_group()
+        save(tmp_path)
+
+    pr.launch(program, 2, parallel=parallel, timeout=5)
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
+def test_the_last_checkpoint_is_written(tmp_path):
+    def program() -> None:
+        dist.init_process_group()
+        dcp.async_save({"weight": torch.ones(3)}, checkpoint_id=tmp_path)
+
+    pr.launch(program, 2)
+    assert ".metadata" in os.listdir(tmp_path)
+
+
+def test_a_thread_that_is_a_daemon_is_not_waited_for():
+    event = threading.Event()
+
+    def program() -> None:
+        threading.Thread(target=event.wait, daemon=True).start()
+
+    pr.launch(program, 2, timeout=2)
+    event.set()
+
+
+def test_a_pool_of_a_module_serves_all_ranks_and_runs():
+    pool = ThreadPoolExecutor(2)
+
+    def program() -> Any:
+        dist.init_process_group()
+        path, rank = pool.submit(lambda: ("PATH" in os.environ, dist.get_rank())).result()
+        return path, rank
+
+    for seed in range(3):
+        assert pr.launch(program, 3, seed=seed) == [(True, 0), (True, 1), (True, 2)]
+    assert pool.submit(lambda: (os.environ.get("RANK"), dist.is_initialized())).result() == (
+        None,
+        False,
+    )
+    pool.shutdown()
+
+
+def test_asyncio():
+    async def later(tensor: torch.Tensor) -> None:
+        await asyncio.to_thread(dist.all_reduce, tensor)
+
+    def program() -> float:
+        dist.init_process_group()
+        tensor = torch.ones(1)
+        asyncio.run(later(tensor))
+        return tensor.item()
+
+    assert pr.launch(program, 2, timeout=5) == [2.0, 2.0]
+
+
+def test_an_endless_loop_after_a_question_to_the_store_is_told_as_such():
+    def program() -> None:
+        dist.init_process_group()
+        if dist.get_rank() == 1:
+            dist.distributed_c10d._get_default_store().check(["never"])
+            while True:
+                pass
+        dist.barrier()
+
+    with pytest.raises(pr.CollectiveTimeout, match=r"rank 1 ran for [\d.]+ s without a call"):
+        pr.launch(program, 2, timeout=0.2)
+
+
+# -- what a process has once -----------------------------------------------------------------------
+
+
+def test_a_rank_may_silence_print(capsys):
+    """As programs do that let rank 0 alone print."""
+    own = builtins.print
+
+    def program() -> None:
+        dist.init_process_group()
+        if dist.get_rank():
+            builtins.print = lambda *_: None
+        dist.barrier()
+        print(f"rank {dist.get_rank()}")
+
+    for seed in range(5):
+        pr.launch(program, 3, seed=seed)
+        assert capsys.readouterr().out == "rank 0\n"
+        assert builtins.print is own
+
+
+def test_loggers_are_set_up_by_rank(tmp_path):
+    logger = logging.getLogger("test_cluster_programs")
+    before = logger.level, list(logger.handlers)
+
+    def program() -> None:
+        dist.init_process_group()
+        logger.setLevel(logging.INFO if dist.get_rank() == 0 else logging.ERROR)
+        if dist.get_rank() < 2:
+            logger.addHandler(logging.FileHandler(tmp_path / f"{dist.get_rank()}"))
+        dist.barrier()
+        logger.info("information")
+        logger.error("error %d", dist.get_rank())
+
+    for seed in range(3):
+        pr.launch(program, 3, seed=seed)
+    assert (tmp_path / "0").read_text() == "information\nerror 0\n" * 3
+    assert (tmp_path / "1").read_text() == "error 1\n" * 3
+    assert (logger.level, logger.handlers) == before
+
+
+def test_plans_of_checkpoints_are_kept_by_rank(tmp_path):
+    def state(rank: int, step: int) -> dict[str, torch.Tensor]:
+        names = [*(f"all {i}" for i in range(6)), f"own {rank}"]
+        return {name: torch.full((4 + i,), float(step)) for i, name in enumerate(names)}
+
+    def program() -> list[bool]:
+        dist.init_process_group()
+        planner, right = DefaultSavePlanner(enable_plan_caching=True), []
+        for step in range(3):
+            dcp.save(
+                state(dist.get_rank(), step), checkpoint_id=tmp_path / f"{step}", planner=planner
+            )
+        for step in range(3):
+            read = state(dist.get_rank(), -1)
+            dcp.load(read, checkpoint_id=tmp_path / f"{step}")
+            right.append(all((tensor == step).all().item() for tensor in read.values()))
+        return right
+
+    assert pr.launch(program, 3) == [[True] * 3] * 3
+
+
+def test_an_environment_that_is_given_is_the_childs():
+    def program() -> str:
+        code = "import os; print('RANK' in os.environ, 'A' in os.environ)"
+        found = [
+            subprocess.run([sys.executable, "-Sc", code], env=env, capture_output=True, text=True)
+            for env in ({}, {"A": "b"}, None)
+        ]
+        return "".join(done.stdout for done in found)
+
+    assert pr.launch(program, 1) == ["False False\nFalse True\nTrue False\n"]
+
+
+def test_a_module_that_ranks_share_is_refused():
+    """What a cell of a notebook above the program made."""
+    net = nn.Linear(2, 2)
+
+    def program() -> None:
+        dist.init_process_group()
+        DistributedDataParallel(net)
+
+    with pytest.raises(pr.ArgumentError, match=r"module has 'weight', which rank \d"):
+        pr.launch(program, 2)
+
+
+def test_a_module_may_be_wrapped_again():
+    net = nn.Linear(2, 2)
+
+    def program() -> None:
+        dist.init_process_group()
+        for _ in range(2):
+            DistributedDataParallel(net)
+
+    for _ in range(2):
+        pr.launch(program, 1)
+
+
+def test_a_script_finds_its_own_folder(tmp_path):
+    script = "import os\nos.chdir('/')\nprint(open(__file__).read()[:9])\n"
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "pyringar", "run", "--ranks", "2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "import os\n" * 2, done.stderr
