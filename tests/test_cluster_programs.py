@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import pyringar as pr
 
@@ -279,6 +281,25 @@ def test_an_environment_that_is_given_is_the_childs():
     assert pr.launch(program, 1) == ["False False\nFalse True\nTrue False\n"]
 
 
+def rank_of_environment(_: Any) -> tuple[str | None, str | None]:
+    return os.environ.get("RANK"), os.environ.get("PYRINGAR_TEST_OWN")
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_workers_of_multiprocessing_have_the_ranks_environment(method):
+    def program() -> Any:
+        os.environ["PYRINGAR_TEST_OWN"] = own = f"own {os.environ['RANK']}"
+        assert os.environb[b"PYRINGAR_TEST_OWN"] == own.encode()
+        loader = DataLoader(
+            [0], num_workers=1, multiprocessing_context=method, collate_fn=rank_of_environment
+        )
+        return list(loader)
+
+    found = pr.launch(program, 2, timeout=60)
+    assert found == [[("0", "own 0")], [("1", "own 1")]]
+    assert rank_of_environment(0) == (None, None)
+
+
 def test_a_module_that_ranks_share_is_refused():
     """What a cell of a notebook above the program made."""
     net = nn.Linear(2, 2)
@@ -309,3 +330,58 @@ def test_a_script_finds_its_own_folder(tmp_path):
     command = [sys.executable, "-m", "pyringar", "run", "--ranks", "2", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "import os\n" * 2, done.stderr
+
+
+# -- compiled code ---------------------------------------------------------------------------------
+
+graphs: list[Any] = []
+
+
+def counted(graph: Any, _: Any) -> Any:
+    graphs.append(graph)
+    return graph.forward
+
+
+@torch.compile(backend=counted)
+def branch_by_rank(x: torch.Tensor) -> torch.Tensor:
+    y = x + 100 if dist.get_rank() == 0 else x * dist.get_rank()
+    dist.all_reduce(y)
+    return y * dist.get_world_size() - dist.get_rank()
+
+
+@torch.compile(backend=counted, fullgraph=True)
+def sum_of(x: torch.Tensor, group: Any) -> torch.Tensor:
+    return funcol.all_reduce(x, "sum", group) + 1
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["in turn", "at once"])
+def test_each_rank_compiles_for_itself(parallel):
+    """Dynamo takes a rank's number for a constant, and keeps eight versions of a function."""
+
+    def program() -> Any:
+        dist.init_process_group()
+        found = []
+        for _ in range(2):
+            found += [branch_by_rank(torch.ones(1)).item(), sum_of(torch.ones(1), dist.group.WORLD)]
+        return [float(number) for number in found]
+
+    is_compiled = torch.__version__.split(".")[:2] >= ["2", "15" if parallel else "13"]
+    for ranks in (4, 2, 10, 4):
+        graphs.clear()
+        total = 101 + sum(range(1, ranks))
+        found = pr.launch(program, ranks, parallel=parallel)
+        assert found == [[total * ranks - rank, ranks + 1] * 2 for rank in range(ranks)]
+        assert len(graphs) == (2 * ranks if is_compiled else 0)
+
+
+def test_functions_of_a_script_are_compiled_by_rank(tmp_path):
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group()
+triple = torch.compile(lambda x: 3 * x + dist.get_rank(), backend="eager")
+print(triple(torch.ones(1)).item())
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "pyringar", "run", "--ranks", "2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == ["3.0", "4.0"], done.stderr

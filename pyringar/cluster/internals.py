@@ -64,13 +64,16 @@ def check_torch() -> None:
     Raises:
         UnsupportedError: Names its version, and those that were tried.
     """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not _OLDEST <= version <= _NEWEST:
+    if not _OLDEST <= _version() <= _NEWEST:
         tried = " to ".join(f"{major}.{minor}" for major, minor in (_OLDEST, _NEWEST))
         raise UnsupportedError(
             f"launch: torch is {torch.__version__}, expected {tried}: ranks that are threads need "
             "names of torch's that are private and may have changed"
         )
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @contextlib.contextmanager
@@ -200,6 +203,12 @@ def _profiler() -> Any:
     return getattr(module, "SimpleProfiler", None)
 
 
+# Which cache torch.compile looks into, see `_separate_compiled`.
+_frames: Any = torch._C._dynamo.eval_frame
+_get_region = getattr(_frames, "get_eval_frame_isolate_recompiles_id", lambda: -1)
+_set_region = getattr(_frames, "set_eval_frame_isolate_recompiles_id", lambda region: None)
+
+
 def _read_plans() -> dict[str, Any]:
     """Return the plans that planners of checkpoints keep, if they are told to."""
     planner = _planner()
@@ -227,6 +236,7 @@ _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_read_dtensor, _write_dtensor),
     (_read_profiler, _write_profiler),
     (_read_plans, _write_plans),
+    (_get_region, _set_region),
     *interpreter.PARTS,
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -311,6 +321,7 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         take_environment(undo)
         _take_operators(undo)
         _take_replicas(undo)
+        _take_compiler(undo, is_parallel=is_parallel)
         interpreter.take_threads(undo, _in_helper_of)
         interpreter.take_loggers(undo)
         _take_collecting(undo)
@@ -403,6 +414,61 @@ def _take_meshes(undo: contextlib.ExitStack) -> None:
             self._thread_id, self._hash = rank.identity, None
 
     replace(undo, device_mesh.DeviceMesh, "__init__", init)
+
+
+def _take_compiler(undo: contextlib.ExitStack, *, is_parallel: bool) -> None:
+    """Let each rank compile for itself: torch keeps with a code what it takes for constant."""
+    own: Any = torch.compile
+
+    def compile_first(*args: Any, **kwargs: Any) -> Any:
+        torch.compile = own
+        _separate_compiled(undo, is_parallel)
+        return own(*args, **kwargs)
+
+    if "torch._dynamo.eval_frame" in sys.modules:
+        _separate_compiled(undo, is_parallel)
+    else:
+        replace(undo, torch, "compile", compile_first)
+
+
+def _separate_compiled(undo: contextlib.ExitStack, is_parallel: bool) -> None:
+    frames: Any = importlib.import_module("torch._dynamo.eval_frame")
+    # torch has regions with caches of their own from 2.13 on, and one of each thread from 2.15 on.
+    if _version() < ((2, 15) if is_parallel else (2, 13)):
+        own = frames._callback_from_stance
+
+        def say(callback: Any) -> Any:
+            if current() is not None:
+                _say_uncompiled()
+            return own(callback)
+
+        replace(undo, frames, "_callback_from_stance", say)
+        replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))
+        return
+    regions: dict[Any, int] = {}
+
+    def enter(region: int) -> Any:
+        rank = current()
+        if rank is not None and region not in regions.values():
+            place = rank.identity, region
+            if place not in regions:
+                regions[place] = next(frames._next_isolate_recompiles_id)
+            region = regions[place]
+        return _set_region(region)
+
+    replace(undo, frames, "set_eval_frame_isolate_recompiles_id", enter)
+    # Of all ranks of all runs together.
+    config: Any = importlib.import_module("torch._dynamo.config")
+    replace(undo, config, "accumulated_recompile_limit", sys.maxsize)
+
+
+def _say_uncompiled() -> None:
+    if "compile" not in _said:
+        _said.add("compile")
+        logger.warning(
+            "torch.compile: ranks that are threads run uncompiled before torch 2.13, and at once "
+            "before 2.15: all would have one cache"
+        )
 
 
 def _take_replicas(undo: contextlib.ExitStack) -> None:

@@ -6,6 +6,7 @@ import builtins
 import concurrent.futures.thread as thread_pools
 import contextlib
 import functools
+import importlib
 import inspect
 import logging
 import os
@@ -30,6 +31,8 @@ __all__ = [
     "take_threads",
 ]
 
+_posixsubprocess: Any = importlib.import_module("_posixsubprocess")
+_ENV = 5  # the place of the environment among fork_exec's arguments
 # What warnings.catch_warnings sets, and puts back, besides the filters.
 _WARNINGS = ("showwarning", "_showwarnmsg_impl")
 
@@ -169,12 +172,12 @@ def take_environment(undo: contextlib.ExitStack) -> None:
     mine = Environment(outside, lambda: getattr(current(), "environment", None))
 
     def put_back() -> None:
-        environ._data = outside
+        environ._data = os.environb._data = outside  # type: ignore[attr-defined]
         for key in mine.changed:  # Python has set the process's, too
             os.putenv(key, outside[key]) if key in outside else os.unsetenv(key)
 
     undo.callback(put_back)
-    environ._data = mine
+    environ._data = os.environb._data = mine  # type: ignore[attr-defined]
     own = subprocess.Popen.__init__
     names = list(inspect.signature(own).parameters)[1:]
 
@@ -186,3 +189,12 @@ def take_environment(undo: contextlib.ExitStack) -> None:
         own(self, *args, **kwargs)
 
     replace(undo, subprocess.Popen, "__init__", init)
+    fork_exec = _posixsubprocess.fork_exec
+
+    def start(*args: Any) -> int:
+        if current() is not None and args[_ENV] is None:
+            variables = [os.fsencode(f"{key}={value}") for key, value in os.environ.items()]
+            args = (*args[:_ENV], variables, *args[_ENV + 1 :])
+        return int(fork_exec(*args))
+
+    replace(undo, _posixsubprocess, "fork_exec", start)  # of multiprocessing

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import ModuleType
 
 from pyringar.errors import ArgumentError
 
@@ -34,7 +34,8 @@ def as_program(
     """
     spec = _spec_of(target) if is_module else None
     path = os.path.abspath(target) if spec is None else str(spec.origin)
-    code = _code_of(path, target)
+    source = _source_of(path, target)
+    compile(source, path, "exec", dont_inherit=True)  # or all ranks would say that it is no Python
     folder = os.getcwd() if is_module else os.path.dirname(path)
 
     def program() -> None:
@@ -44,7 +45,8 @@ def as_program(
         main.__package__ = None if spec is None else spec.parent
         vars(main)["__builtins__"] = __builtins__
         sys.modules["__main__"] = main  # the rank's, as long as ranks run in turn
-        exec(code, vars(main))
+        # Each rank has its own: torch.compile keeps what it has compiled with the code.
+        exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 
     before = sys.argv, sys.path[:], sys.modules["__main__"]
     sys.argv = [target if spec is None else path, *argv]
@@ -55,10 +57,10 @@ def as_program(
         sys.argv, sys.path[:], sys.modules["__main__"] = before
 
 
-def _code_of(path: str, name: str) -> CodeType:
+def _source_of(path: str, name: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return compile(file.read(), path, "exec", dont_inherit=True)
+            return file.read()
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ArgumentError(f"script is '{name}', expected a Python file: {why}") from error
