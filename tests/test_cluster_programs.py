@@ -114,6 +114,17 @@ def test_a_rank_that_misses_in_a_world_is_named():
         pr.launch(program, 3)
 
 
+def test_a_world_is_told_of_by_ranks_of_the_cluster():
+    def program() -> None:
+        rank = int(os.environ["RANK"])
+        by_address(rank)
+        dist.barrier()
+        dist.all_reduce(torch.ones(rank))
+
+    with pytest.raises(pr.ArgumentError, match="number 2 of group 2, 3: rank 2: all_reduce"):
+        pr.launch(program, 4)
+
+
 # -- what is left to other threads -----------------------------------------------------------------
 
 

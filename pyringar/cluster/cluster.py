@@ -232,18 +232,17 @@ class Cluster:
         with self.schedule.lock:
             meeting = self._meetings.get((name, number))
             if meeting is None:
-                meeting = Meeting(self, self._name_of(numbers), numbers)
-                self._meetings[name, number] = meeting
+                self._meetings[name, number] = meeting = Meeting(self, numbers)
             meeting.ranks[options.group_rank] = rank.index
         return ThreadGroup(meeting, rank, options)
 
-    def _name_of(self, members: Sequence[int]) -> str:
+    def name_of(self, meeting: Meeting) -> str:
         """Return how people are told of a group: torch's own names are numbers and hashes."""
-        name = "the world"
-        if len(members) < len(self.ranks):
-            name = f"group {', '.join(map(str, members))}"
-        same = sum(meeting.ranks == list(members) for meeting in self._meetings.values())
-        return f"{name} #{same + 1}" if same else name
+        is_world = len(meeting.ranks) == len(self.ranks)
+        name = "the world" if is_world else f"group {', '.join(map(str, meeting.ranks))}"
+        alike = [each for each in list(self._meetings.values()) if each.ranks == meeting.ranks]
+        number = alike.index(meeting) + 1 if meeting in alike else 1
+        return f"{name} #{number}" if number > 1 else name
 
     def engine(self, devices: Sequence[torch.device]) -> Communicator:
         """Return the communicator of tensors on these devices, one for each rank."""

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyringar.cluster import interpreter
 from pyringar.cluster.interpreter import refill, replace, take_environment
@@ -473,12 +474,12 @@ def _say_uncompiled() -> None:
 
 def _take_replicas(undo: contextlib.ExitStack) -> None:
     """Refuse a module that two ranks replicate: each would add to the other's gradients."""
-    own, owners = DistributedDataParallel.__init__, dict[int, Any]()
+    own, owners = DistributedDataParallel.__init__, cast("Any", WeakIdKeyDictionary())
 
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         rank = current()
-        for name, parameter in module.named_parameters():
-            _, owner = owners.setdefault(id(parameter), (parameter, rank))
+        for name, parameter in module.named_parameters() if rank is not None else ():
+            owner = owners.setdefault(parameter, rank)
             if owner is not rank:
                 raise ArgumentError(
                     f"module has {name!r}, which {owner} replicates, too: ranks that are threads "

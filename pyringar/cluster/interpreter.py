@@ -150,7 +150,7 @@ def take_threads(
         own(self)
         self._daemonic = not is_waited_for
         if is_waited_for:
-            rank.helpers.append(self)
+            rank.helpers = [*filter(threading.Thread.is_alive, rank.helpers), self]
 
     def submit(self: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         rank = current()

@@ -21,19 +21,22 @@ class Meeting:
 
     Args:
         cluster: Whose ranks they are.
-        name: How people are told of the group.
         ranks: Their numbers in the cluster, in the order of their numbers in the group; as far as
             is known: those that were numbered otherwise say so when they come.
     """
 
-    def __init__(self, cluster: Cluster, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, cluster: Cluster, ranks: Sequence[int]) -> None:
         self.cluster = cluster
-        self.name = name
         self.ranks = list(ranks)
         self._numbers = [0] * len(ranks)
         self._open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
         self._messages: list[Call] = []  # of which the other side is missing
         self._error: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        """How people are told of the group."""
+        return self.cluster.name_of(self)
 
     def post(self, index: int, call: Call) -> None:
         """Take part in a collective as the group's rank ``index``; wait for nobody.
