@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
+from cases import mostly_slow
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.nn.parallel import DistributedDataParallel
@@ -114,6 +115,46 @@ def test_a_rank_that_misses_in_a_world_is_named():
         pr.launch(program, 3)
 
 
+def test_a_world_that_grows_and_one_that_lost_a_rank():
+    def grow() -> list[float]:
+        rank, sums = int(os.environ["RANK"]), []
+        for size in (2, 4):
+            if rank < size:
+                dist.init_process_group(init_method="tcp://localhost:5", rank=rank, world_size=size)
+                sums.append(total(1))
+                dist.destroy_process_group()
+        return sums
+
+    def lose() -> Any:
+        by_address(int(os.environ["RANK"]))
+        try:
+            return total(1)
+        except pr.PeerLostError:
+            return "lost"
+
+    for seed in range(10):
+        assert pr.launch(grow, 4, seed=seed) == [[2.0, 4.0]] * 2 + [[4.0]] * 2
+        fault = pr.Fault("dies", rank=1, call=1)
+        assert pr.launch(lose, 4, seed=seed, faults=[fault]) == ["lost", None, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "text"),
+    [
+        (lambda rank: 0, 2, "rank is 0, which is rank [01] of the cluster in this world already"),
+        (lambda rank: rank, 8, "rank is [01] and world_size 8, expected a world of 2 ranks"),
+        (lambda rank: rank + 4, 2, "rank is [45] and world_size 2, expected a world of 2 ranks"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(number, size, text):
+    def program() -> None:
+        rank = number(int(os.environ["RANK"]))
+        dist.init_process_group(init_method="tcp://localhost:5", rank=rank, world_size=size)
+
+    with pytest.raises(pr.ArgumentError, match=f"init_process_group: {text}"):
+        pr.launch(program, 2)
+
+
 def test_a_world_is_told_of_by_ranks_of_the_cluster():
     def program() -> None:
         rank = int(os.environ["RANK"])
@@ -164,6 +205,22 @@ def test_the_last_checkpoint_is_written(tmp_path):
 
     pr.launch(program, 2)
     assert ".metadata" in os.listdir(tmp_path)
+
+
+def test_threads_that_threads_start_are_waited_for(tmp_path):
+    def write(name: str) -> None:
+        threading.Event().wait(0.1)
+        (tmp_path / name).write_text("")
+
+    def begin(name: str) -> None:
+        threading.Thread(target=write, args=(name,)).start()
+
+    def program() -> None:
+        for number in range(10):
+            threading.Thread(target=begin, args=(f"{os.environ['RANK']} {number}",)).start()
+
+    pr.launch(program, 2)
+    assert len(os.listdir(tmp_path)) == 20
 
 
 def test_a_thread_that_is_a_daemon_is_not_waited_for():
@@ -259,6 +316,50 @@ def test_loggers_are_set_up_by_rank(tmp_path):
     assert (logger.level, logger.handlers) == before
 
 
+def disable(logger: logging.Logger) -> None:
+    logging.disable(logging.CRITICAL)
+
+
+def add_filter(logger: logging.Logger) -> None:
+    logger.addFilter(lambda _: False)
+
+
+def forbid(logger: logging.Logger) -> None:
+    logger.propagate = False
+
+
+def clear(logger: logging.Logger) -> None:
+    logger.handlers.clear()
+    logger.propagate = False
+
+
+def make_other_records(logger: logging.Logger) -> None:
+    own = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(lambda *args: own(*args[:4], "silent", (), None))
+
+
+@pytest.mark.parametrize("silence", [disable, add_filter, forbid, clear, make_other_records])
+def test_a_rank_may_silence_a_logger(silence, caplog):
+    logger = logging.getLogger("test_cluster_programs.silenced")
+    logger.addHandler(own := logging.NullHandler())
+
+    def program() -> None:
+        dist.init_process_group()
+        if dist.get_rank():
+            silence(logger)
+        dist.barrier()
+        logger.error("rank %d", dist.get_rank())
+
+    for seed in range(3):
+        caplog.clear()
+        pr.launch(program, 3, seed=seed)
+        logger.error("after it")
+        told = [text for text in caplog.messages if text != "silent"]
+        assert told == ["rank 0", "after it"]
+    assert logger.handlers == [own]
+    logger.removeHandler(own)
+
+
 def test_plans_of_checkpoints_are_kept_by_rank(tmp_path):
     def state(rank: int, step: int) -> dict[str, torch.Tensor]:
         names = [*(f"all {i}" for i in range(6)), f"own {rank}"]
@@ -296,7 +397,7 @@ def rank_of_environment(_: Any) -> tuple[str | None, str | None]:
     return os.environ.get("RANK"), os.environ.get("PYRINGAR_TEST_OWN")
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", mostly_slow(["spawn", "fork"], "fork"))
 def test_workers_of_multiprocessing_have_the_ranks_environment(method):
     def program() -> Any:
         os.environ["PYRINGAR_TEST_OWN"] = own = f"own {os.environ['RANK']}"
@@ -385,14 +486,63 @@ def test_each_rank_compiles_for_itself(parallel):
         assert len(graphs) == (2 * ranks if is_compiled else 0)
 
 
-def test_functions_of_a_script_are_compiled_by_rank(tmp_path):
-    script = """
-import torch, torch.distributed as dist
+def test_what_is_set_of_the_compiler_holds_in_ranks_and_no_longer():
+    config = torch._dynamo.config
+
+    def program() -> Any:
+        torch.compiler.set_stance("force_eager")
+        return config.capture_scalar_outputs
+
+    with config.patch(capture_scalar_outputs=True):
+        assert pr.launch(program, 2) == [True, True]
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_no_run_takes_versions_from_the_next_one():
+    """Of which torch keeps so many, of all ranks and of what is outside."""
+
+    def program() -> float:
+        return triple(torch.ones(1)).item()
+
+    triple = torch.compile(lambda x: 3 * x, backend=counted, fullgraph=True)
+    with torch._dynamo.config.patch(accumulated_recompile_limit=8):
+        for _ in range(3):
+            graphs.clear()
+            assert pr.launch(program, 10) == [3.0] * 10
+            assert len(graphs) in (0, 10)  # uncompiled before torch 2.13
+        graphs.clear()
+        triple(torch.ones(1))
+        assert len(graphs) == 1
+
+
+SCRIPT = """
+import concurrent.futures
+import io
+import torch
+import torch.distributed as dist
+
+class Config:
+    pass
+
+pool = concurrent.futures.ProcessPoolExecutor(1)  # is never shut down
 dist.init_process_group()
 triple = torch.compile(lambda x: 3 * x + dist.get_rank(), backend="eager")
-print(triple(torch.ones(1)).item())
+with concurrent.futures.ThreadPoolExecutor(1) as threads:
+    future = threads.submit(torch.save, Config(), io.BytesIO())
+    for _ in range(10):
+        dist.barrier()
+    future.result()
+objects = [None] * 2
+dist.all_gather_object(objects, Config())
+assert all(type(each) is Config for each in objects)
+print(triple(torch.ones(1)).item() + pool.submit(abs, -1).result())
 """
-    (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "pyringar", "run", "--ranks", "2", "script.py"]
+
+
+@pytest.mark.parametrize("options", [[], ["--parallel"]])
+def test_what_belongs_to_a_script_is_the_ranks(options, tmp_path):
+    """Functions that are compiled, classes that are pickled, pools that are left."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "pyringar", "run", "--ranks", "2", *options, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert sorted(done.stdout.split()) == ["3.0", "4.0"], done.stderr
+    assert sorted(done.stdout.split()) == ["4.0", "5.0"], done.stderr

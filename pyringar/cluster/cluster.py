@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import itertools
 import logging
 import threading
@@ -16,7 +18,7 @@ from pyringar.cluster import internals
 from pyringar.cluster.calls import Call, Pause, Wait, copy_of, names_of, text_of
 from pyringar.cluster.faults import Fault, RankDied
 from pyringar.cluster.group import ThreadGroup
-from pyringar.cluster.meeting import Meeting
+from pyringar.cluster.meeting import Meeting, World
 from pyringar.cluster.ranks import Rank, this_rank
 from pyringar.cluster.report import report
 from pyringar.cluster.schedule import Schedule
@@ -37,7 +39,7 @@ __all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
-_homes = itertools.count(1)
+_places = itertools.count(1)
 # How long ranks that were interrupted may take to end.
 _GRACE_S = 5.0
 # How many times the timeout a rank may run while others wait for nothing but their turn.
@@ -76,6 +78,7 @@ class Cluster:
         self._faults = {(fault.rank, fault.call): fault for fault in faults}
         self._store = ThreadStore(self.wait, self._ask, self.schedule.look)
         self._meetings: dict[Any, Meeting] = {}
+        self._worlds: dict[Any, World] = {}  # the last one of a size at each address
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
         self._failure: BaseException | None = None
         """What went wrong first."""
@@ -128,16 +131,16 @@ class Cluster:
             engine.close()
         for rank in self.ranks:
             rank.let_go()
-        self._meetings, self._engines, self._failure = {}, {}, None
+        self._meetings, self._worlds, self._engines, self._failure = {}, {}, {}, None
         self._store.let_go()
 
     def _start(self, program: Callable[[], Any]) -> None:
         for rank in self.ranks:
             if not self._is_parallel:
                 rank.state = internals.fresh_state(rank.index)
-            rank.thread = threading.Thread(
-                target=self._run_rank, args=(rank, program), name=f"{rank}", daemon=True
-            )
+            # With the caller's context variables, as a process that it forked: torch's settings.
+            run = functools.partial(contextvars.copy_context().run, self._run_rank, rank, program)
+            rank.thread = threading.Thread(target=run, name=f"{rank}", daemon=True)
             with starting_thread(rank.thread.name):
                 rank.thread.start()
         self.schedule.start()
@@ -224,22 +227,50 @@ class Cluster:
         """Return this thread's rank's side of a group."""
         rank = this_rank()
         numbers = tuple(options.global_ranks_in_group)
-        if not numbers:
-            rank.home = _home_of(rank, options.store)
-            numbers = tuple(range(options.group_size))
-        name = (rank.home, options.group_id, numbers)
-        rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
         with self.schedule.lock:
+            if not numbers:
+                numbers = tuple(range(options.group_size))
+                rank.home = self._world_of(rank, options)
+            name = (rank.home, options.group_id, numbers)
+            rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
             meeting = self._meetings.get((name, number))
             if meeting is None:
-                self._meetings[name, number] = meeting = Meeting(self, numbers)
-            meeting.ranks[options.group_rank] = rank.index
+                self._meetings[name, number] = meeting = Meeting(self, rank.home, numbers)
         return ThreadGroup(meeting, rank, options)
+
+    def _world_of(self, rank: Rank, options: Any) -> World:
+        """Return the world that a rank enters: with those that were given the same store.
+
+        Raises:
+            ArgumentError: There are not so many ranks, or another one has this number.
+        """
+        number, size, store = options.group_rank, options.group_size, options.store
+        if not 0 <= number < size <= len(self.ranks):
+            raise ArgumentError(
+                f"init_process_group: rank is {number} and world_size {size}, expected a world of "
+                f"{len(self.ranks)} ranks or fewer, and one of their numbers"
+            )
+        if store.add("worlds", 1) == 1:
+            store.set("place", str(next(_places)))
+        place = store.get("place"), size
+        world = self._worlds.get(place)
+        if world is not None and number in world.there and len(world.there) < size:
+            other = world.ranks[number]
+            if other != rank.index:
+                raise ArgumentError(
+                    f"init_process_group: rank is {number}, which is rank {other} of the cluster "
+                    "in this world already, expected another number"
+                )
+        if world is None or number in world.there:
+            self._worlds[place] = world = World(size, len(self.ranks))
+        world.take(number, rank.index)
+        return world
 
     def name_of(self, meeting: Meeting) -> str:
         """Return how people are told of a group: torch's own names are numbers and hashes."""
         is_world = len(meeting.ranks) == len(self.ranks)
-        name = "the world" if is_world else f"group {', '.join(map(str, meeting.ranks))}"
+        ranks = ["?" if rank is None else str(rank) for rank in meeting.ranks]
+        name = "the world" if is_world else f"group {', '.join(ranks)}"
         alike = [each for each in list(self._meetings.values()) if each.ranks == meeting.ranks]
         number = alike.index(meeting) + 1 if meeting in alike else 1
         return f"{name} #{number}" if number > 1 else name
@@ -399,14 +430,6 @@ class Cluster:
                 if wait is not None:
                     wait.finish(error)
         self.schedule.look()
-
-
-def _home_of(rank: Rank, store: Any) -> Any:
-    """Return what the ranks of a new world have in common, and no others: they share its store."""
-    number = store.add(f"worlds of {rank}", 1)
-    if store.add(f"members of world {number}", 1) == 1:
-        store.set(f"world {number}", str(next(_homes)))
-    return store.get(f"world {number}")
 
 
 class _Late(Wait):

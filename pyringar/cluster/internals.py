@@ -210,6 +210,17 @@ _get_region = getattr(_frames, "get_eval_frame_isolate_recompiles_id", lambda: -
 _set_region = getattr(_frames, "set_eval_frame_isolate_recompiles_id", lambda region: None)
 
 
+def _read_stance() -> Any:
+    """Return what torch.compiler.set_stance has set."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+
+
+def _write_stance(saved: Any) -> None:
+    if saved is not None:
+        frames: Any = sys.modules["torch._dynamo.eval_frame"]
+        frames._stance = saved
+
+
 def _read_plans() -> dict[str, Any]:
     """Return the plans that planners of checkpoints keep, if they are told to."""
     planner = _planner()
@@ -238,6 +249,7 @@ _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_read_profiler, _write_profiler),
     (_read_plans, _write_plans),
     (_get_region, _set_region),
+    (_read_stance, _write_stance),
     *interpreter.PARTS,
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -446,6 +458,7 @@ def _separate_compiled(undo: contextlib.ExitStack, is_parallel: bool) -> None:
         replace(undo, frames, "_callback_from_stance", say)
         replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))
         return
+    config: Any = importlib.import_module("torch._dynamo.config")
     regions: dict[Any, int] = {}
 
     def enter(region: int) -> Any:
@@ -455,12 +468,22 @@ def _separate_compiled(undo: contextlib.ExitStack, is_parallel: bool) -> None:
             if place not in regions:
                 regions[place] = next(frames._next_isolate_recompiles_id)
             region = regions[place]
+            config.accumulated_recompile_limit = sys.maxsize  # of all ranks; a thread's own setting
         return _set_region(region)
 
     replace(undo, frames, "set_eval_frame_isolate_recompiles_id", enter)
-    # Of all ranks of all runs together.
-    config: Any = importlib.import_module("torch._dynamo.config")
-    replace(undo, config, "accumulated_recompile_limit", sys.maxsize)
+    undo.callback(_forget_compiled, frames, regions)
+
+
+def _forget_compiled(frames: Any, regions: dict[Any, int]) -> None:
+    """Let go of what ranks have compiled: a function may have only so many versions."""
+    convert: Any = importlib.import_module("torch._dynamo.convert_frame")
+    for kept in (*convert.input_codes.seen, *convert.output_codes.seen):
+        code = kept()
+        if code is not None and any(
+            _frames._get_cache_entries_for_region(code, region) for region in regions.values()
+        ):
+            frames.reset_code(code)
 
 
 def _say_uncompiled() -> None:
@@ -479,6 +502,8 @@ def _take_replicas(undo: contextlib.ExitStack) -> None:
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         rank = current()
         for name, parameter in module.named_parameters() if rank is not None else ():
+            if not parameter.requires_grad:
+                continue
             owner = owners.setdefault(parameter, rank)
             if owner is not rank:
                 raise ArgumentError(
@@ -525,7 +550,7 @@ def _in_helper_of(rank: Rank, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs in any thread as what a rank's program does beside it."""
 
     def run_as_rank(*args: Any, **kwargs: Any) -> Any:
-        if rank.is_gone:
+        if rank.is_gone or current() is rank:
             return run(*args, **kwargs)
         belong_to(rank)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import concurrent.futures.thread as thread_pools
 import contextlib
 import functools
 import importlib
@@ -16,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from pyringar.cluster.ranks import Rank, current
 from pyringar.cluster.state import Environment
@@ -62,33 +61,43 @@ def _write_warnings(saved: list[Any]) -> None:
             break
 
 
-# Loggers that a rank has set up in this run, or in the last one, as they were before.
+# Loggers that have handlers or filters, or that a rank has set up, as they were before the run.
 _loggers: dict[logging.Logger, Any] = {}
 
 
 def _state_of(logger: logging.Logger) -> Any:
-    return logger.level, logger.propagate, logger.disabled, list(logger.handlers)
+    settings = logger.level, logger.propagate, logger.disabled
+    return settings, list(logger.handlers), list(logger.filters)
 
 
-def _read_loggers() -> dict[logging.Logger, Any]:
-    return {logger: _state_of(logger) for logger in list(_loggers)}
+def _read_logging() -> Any:
+    module: Any = logging
+    return (
+        *(module.root.manager.disable, module.getLogRecordFactory()),
+        *(list(module._handlerList), dict(module._handlers)),
+        {logger: _state_of(logger) for logger in list(_loggers)},
+    )
 
 
-def _write_loggers(saved: dict[logging.Logger, Any]) -> None:
+def _write_logging(saved: Any) -> None:
+    module: Any = logging
+    disabled, factory, module._handlerList[:], handlers, loggers = saved
+    if disabled != module.root.manager.disable:
+        module.disable(disabled)
+    module.setLogRecordFactory(factory)
+    refill(module._handlers, handlers)
     for logger, before in list(_loggers.items()):
-        level, logger.propagate, logger.disabled, logger.handlers[:] = saved.get(logger, before)
+        settings, logger.handlers[:], logger.filters[:] = loggers.get(logger, before)
+        level, logger.propagate, logger.disabled = settings
         if level != logger.level:
-            _set_level(logger, level)
-
-
-_set_level = logging.Logger.setLevel
+            logger.setLevel(level)
 
 
 # What a process has only once: how to read it, and how to set it.
 PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: (sys.stdout, sys.stderr), _write_streams),
     (_read_warnings, _write_warnings),
-    (_read_loggers, _write_loggers),
+    (_read_logging, _write_logging),
     (lambda: builtins.print, lambda function: setattr(builtins, "print", function)),
     (lambda: list(sys.argv), lambda argv: sys.argv.__setitem__(slice(None), argv)),
 )
@@ -108,24 +117,47 @@ def refill(own: dict[Any, Any], new: dict[Any, Any]) -> None:
 
 
 def take_loggers(undo: contextlib.ExitStack) -> None:
-    """Let levels and handlers of loggers be a rank's own."""
+    """Let what is set up of loggers be a rank's own."""
     _loggers.clear()
-    for name in ("setLevel", "addHandler", "removeHandler"):
-        own = getattr(logging.Logger, name)
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and (logger.handlers or logger.filters):
+            _loggers[logger] = _state_of(logger)
+
+    def note(logger: Any) -> None:
+        if current() is not None and logger not in _loggers and isinstance(logger, logging.Logger):
+            _loggers[logger] = _state_of(logger)
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if name in vars(self):  # or it is being made
+            note(self)
+        object.__setattr__(self, name, value)
+
+    undo.callback(delattr, logging.Logger, "__setattr__")
+    cast("Any", logging.Logger).__setattr__ = set_attribute
+    for owner, name in (
+        *((logging.Logger, "addHandler"), (logging.Logger, "removeHandler")),
+        *((logging.Filterer, "addFilter"), (logging.Filterer, "removeFilter")),
+    ):
+        own = getattr(owner, name)
 
         @functools.wraps(own)
         def change(self: Any, value: Any, own: Callable[..., Any] = own) -> None:
-            if current() is not None:
-                _loggers.setdefault(self, _state_of(self))
+            note(self)
             own(self, value)
 
-        replace(undo, logging.Logger, name, change)
+        replace(undo, owner, name, change)
 
 
 def start_waited_for_threads() -> None:
     """Have threads that this one starts be no daemons, unless the program says so."""
     thread: Any = threading.current_thread()
     thread._daemonic = False
+
+
+def _is_of_pool(thread: Any) -> bool:
+    """Return whether a thread is one of concurrent.futures': Python ends them by other means."""
+    modules = type(thread).__module__, getattr(getattr(thread, "_target", None), "__module__", None)
+    return any(str(module).startswith("concurrent.futures.") for module in modules)
 
 
 def take_threads(
@@ -141,14 +173,19 @@ def take_threads(
 
     def start(self: Any) -> None:
         rank = current()
-        if rank is None or getattr(self, "_target", None) is thread_pools._worker:
+        if rank is None or _is_of_pool(self):
             own(self)  # pools may outlive the rank, and are used by others
             return
-        self.run = as_rank(rank, self.run)
-        is_waited_for = not self.daemon
+        is_waited_for, run = not self.daemon, self.run
+
+        def run_once() -> None:
+            vars(self).pop("run")  # who calls it again means the thread's own
+            self._daemonic = not is_waited_for
+            as_rank(rank, run)()
+
+        self.run = run_once
         self._daemonic = True  # the rank waits for it, and not the process, which could not end it
         own(self)
-        self._daemonic = not is_waited_for
         if is_waited_for:
             rank.helpers = [*filter(threading.Thread.is_alive, rank.helpers), self]
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +125,10 @@ class Rank:
         """What a callback raised and torch would not let through."""
         self.world: dict[str, Any] = {}
         """Its groups, as torch.distributed keeps them."""
+        self.main: ModuleType | None = None
+        """Its ``__main__``, where it runs a script."""
         self.home: Any = None
-        """Tells its world from others, which other ranks may have made at another address."""
+        """The world that it has entered: others may have made another one, at another address."""
         self.num_groups: dict[Any, int] = {}
         """How many groups of a name it has made."""
         self.state: ProcessState | None = None
@@ -158,7 +161,7 @@ class Rank:
 
     def let_go(self) -> None:
         """Forget its program's objects, when it has ended."""
-        self.is_gone = True
+        self.is_gone, self.main, self.home = True, None, None
         self.result = self.error = self.state = self.waits_for = self.held_back = None
         self.asks_for = self.pending_error = None
         self.world, self.environment, self.futures, self.num_groups = {}, {}, [], {}

@@ -9,10 +9,32 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
+from pyringar.cluster.ranks import current, this_rank
 from pyringar.errors import ArgumentError
 
 __all__ = ["as_program"]
+
+
+class _MainOfRank(ModuleType):
+    """Be each rank's ``__main__`` to its threads, and the process's to others.
+
+    Args:
+        outside: The process's.
+    """
+
+    def __init__(self, outside: ModuleType) -> None:
+        object.__setattr__(self, "_of_rank", lambda: getattr(current(), "main", None) or outside)
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_of_rank")(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_of_rank")(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(object.__getattribute__(self, "_of_rank")(), name)
 
 
 @contextlib.contextmanager
@@ -44,13 +66,14 @@ def as_program(
         main.__spec__ = spec
         main.__package__ = None if spec is None else spec.parent
         vars(main)["__builtins__"] = __builtins__
-        sys.modules["__main__"] = main  # the rank's, as long as ranks run in turn
+        this_rank().main = main
         # Each rank has its own: torch.compile keeps what it has compiled with the code.
         exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 
     before = sys.argv, sys.path[:], sys.modules["__main__"]
     sys.argv = [target if spec is None else path, *argv]
     sys.path.insert(0, folder)
+    sys.modules["__main__"] = _MainOfRank(before[2])
     try:
         yield program
     finally:

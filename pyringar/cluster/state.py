@@ -7,7 +7,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ Extras = Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]
 
 
 class ProcessState:
-    """Random states of torch, Python and NumPy, the default dtype, and ``__main__``.
+    """Random states of torch, Python and NumPy, and the default dtype.
 
     Args:
         extras: More of the kind.
@@ -33,7 +32,6 @@ class ProcessState:
         self._python = random.getstate()
         self._numpy = _NumpyState.now()
         self._dtype = torch.get_default_dtype()
-        self._main = sys.modules.get("__main__")
         self._extras = [(put, get()) for get, put in extras]
 
     @classmethod
@@ -66,8 +64,6 @@ class ProcessState:
             self._numpy.restore()
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-        if isinstance(self._main, ModuleType):
-            sys.modules["__main__"] = self._main
         for put, value in self._extras:
             put(value)
 
