@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import importlib
 import logging
 import os
@@ -224,12 +225,12 @@ def _write_stance(saved: Any) -> None:
 def _read_plans() -> dict[str, Any]:
     """Return the plans that planners of checkpoints keep, if they are told to."""
     planner = _planner()
-    return {n: dict(v) for n, v in vars(planner).items() if _is_kept(n, v)} if planner else {}
+    return {name: dict(getattr(planner, name)) for name in _kept_plans(planner)}
 
 
 def _write_plans(saved: dict[str, Any]) -> None:
     planner = _planner()
-    for name in [n for n, v in vars(planner).items() if _is_kept(n, v)] if planner else ():
+    for name in _kept_plans(planner):
         setattr(planner, name, saved.get(name, {}))
 
 
@@ -238,8 +239,10 @@ def _planner() -> Any:
     return getattr(module, "SavePlanner", None)
 
 
-def _is_kept(name: str, value: Any) -> bool:
-    return name.startswith("_cached_") and isinstance(value, dict)
+@functools.cache
+def _kept_plans(planner: Any) -> tuple[str, ...]:
+    found = () if planner is None else vars(planner).items()
+    return tuple(n for n, v in found if n.startswith("_cached_") and isinstance(v, dict))
 
 
 # More that a process has only once: how to read it, and how to set it.
@@ -451,7 +454,7 @@ def _separate_compiled(undo: contextlib.ExitStack, is_parallel: bool) -> None:
         own = frames._callback_from_stance
 
         def say(callback: Any) -> Any:
-            if current() is not None:
+            if callback not in (None, False) and current() is not None:
                 _say_uncompiled()
             return own(callback)
 

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import logging
+import operator
 import os
 import subprocess
 import sys
@@ -65,31 +66,37 @@ def _write_warnings(saved: list[Any]) -> None:
 _loggers: dict[logging.Logger, Any] = {}
 
 
-def _state_of(logger: logging.Logger) -> Any:
-    settings = logger.level, logger.propagate, logger.disabled
-    return settings, list(logger.handlers), list(logger.filters)
+_settings_of = operator.itemgetter("level", "propagate", "disabled", "handlers", "filters")
+
+
+def _copied(settings: Any) -> Any:
+    *flags, handlers, filters = settings
+    return (*flags, list(handlers), list(filters))
 
 
 def _read_logging() -> Any:
     module: Any = logging
-    return (
-        *(module.root.manager.disable, module.getLogRecordFactory()),
-        *(list(module._handlerList), dict(module._handlers)),
-        {logger: _state_of(logger) for logger in list(_loggers)},
-    )
+    changed = {
+        logger: _copied(settings)
+        for logger, before in list(_loggers.items())
+        if (settings := _settings_of(vars(logger))) != before
+    }
+    disabled = module.root.manager.disable
+    return disabled, module.getLogRecordFactory(), module._handlerList[:], changed
 
 
 def _write_logging(saved: Any) -> None:
     module: Any = logging
-    disabled, factory, module._handlerList[:], handlers, loggers = saved
+    disabled, factory, module._handlerList[:], changed = saved
     if disabled != module.root.manager.disable:
         module.disable(disabled)
     module.setLogRecordFactory(factory)
-    refill(module._handlers, handlers)
     for logger, before in list(_loggers.items()):
-        settings, logger.handlers[:], logger.filters[:] = loggers.get(logger, before)
-        level, logger.propagate, logger.disabled = settings
-        if level != logger.level:
+        settings = changed.get(logger, before)
+        if settings != _settings_of(vars(logger)):
+            level, logger.propagate, logger.disabled, logger.handlers[:], logger.filters[:] = (
+                settings
+            )
             logger.setLevel(level)
 
 
@@ -119,13 +126,16 @@ def refill(own: dict[Any, Any], new: dict[Any, Any]) -> None:
 def take_loggers(undo: contextlib.ExitStack) -> None:
     """Let what is set up of loggers be a rank's own."""
     _loggers.clear()
-    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        if isinstance(logger, logging.Logger) and (logger.handlers or logger.filters):
-            _loggers[logger] = _state_of(logger)
+    # Their lists may be cleared in place, which nothing notes; but for torch's, some forty: to look
+    # at these in every turn takes as long as all the rest.
+    for name, logger in {"": logging.root, **logging.root.manager.loggerDict}.items():
+        if isinstance(logger, logging.Logger) and not name.startswith(("torch", "c10d")):
+            if logger.handlers or logger.filters:
+                _loggers[logger] = _copied(_settings_of(vars(logger)))
 
     def note(logger: Any) -> None:
         if current() is not None and logger not in _loggers and isinstance(logger, logging.Logger):
-            _loggers[logger] = _state_of(logger)
+            _loggers[logger] = _copied(_settings_of(vars(logger)))
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
         if name in vars(self):  # or it is being made
