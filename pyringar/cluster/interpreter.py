@@ -129,9 +129,10 @@ def take_loggers(undo: contextlib.ExitStack) -> None:
     # Their lists may be cleared in place, which nothing notes; but for torch's, some forty: to look
     # at these in every turn takes as long as all the rest.
     for name, logger in {"": logging.root, **logging.root.manager.loggerDict}.items():
-        if isinstance(logger, logging.Logger) and not name.startswith(("torch", "c10d")):
-            if logger.handlers or logger.filters:
-                _loggers[logger] = _copied(_settings_of(vars(logger)))
+        if isinstance(logger, logging.PlaceHolder) or name.startswith(("torch", "c10d")):
+            continue
+        if logger.handlers or logger.filters:
+            _loggers[logger] = _copied(_settings_of(vars(logger)))
 
     def note(logger: Any) -> None:
         if current() is not None and logger not in _loggers and isinstance(logger, logging.Logger):

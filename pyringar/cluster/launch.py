@@ -86,7 +86,7 @@ def launch(
     ranks. A program that swallows KeyboardInterrupt, or waits outside Python, is left behind in
     its thread, with a warning.
 
-    Cost: 5 ms for four ranks. A collective of small tensors takes some 0.1 ms per rank, a tenth
+    Cost: 7 ms for four ranks. A collective of small tensors takes some 0.1 ms per rank, a tenth
     of it the engine's: threads wake each other.
     """
     if not callable(fn):
