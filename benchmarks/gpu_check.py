@@ -333,7 +333,7 @@ def slug(name: str) -> str:
 
 @contextlib.contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """When asked to end, end what was started, too: it is in groups of its own."""
+    """End what was started, too, when asked to end: it is in groups of its own."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
     try:

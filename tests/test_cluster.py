@@ -362,6 +362,24 @@ def test_a_store_may_be_polled():
         assert pr.launch(program, 3, seed=seed) == [b"yes"] * 3
 
 
+def test_ranks_that_run_at_once_lose_nothing_that_they_tell_the_store():
+    def program() -> int:
+        dist.init_process_group()
+        store = dist.distributed_c10d._get_default_store()
+        for _ in range(300):
+            store.add("number", 1)
+            store.append("text", "x")
+        dist.barrier()
+        return len(store.get("text")) if store.get("number") == b"1200" else -1
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert pr.launch(program, 4, parallel=True) == [1200] * 4
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
 def test_stores_that_a_program_makes_are_the_clusters():
     def program() -> bytes:
         rank = int(os.environ["RANK"])
@@ -394,6 +412,7 @@ def test_nothing_of_a_run_is_kept():
         net(torch.ones(1, 2)).sum().backward()
         made.append(weakref.ref(net))
         made.append(weakref.ref(dist.group.WORLD))
+        assert not getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})
 
     pr.launch(program, 3)
     gc.collect()

@@ -486,6 +486,7 @@ def test_anomaly_mode_is_the_ranks():
     assert not torch.is_anomaly_enabled()
 
 
-def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path):
+@pytest.mark.parametrize("name", ["missing/t.json", ""], ids=["no folder", "a folder"])
+def test_a_trace_that_cannot_be_written_is_refused_at_once(name, tmp_path):
     with pytest.raises(pr.ArgumentError, match="expected a file in a folder that exists"):
-        pr.launch(lambda: pytest.fail("it ran"), 2, trace=tmp_path / "missing" / "t.json")
+        pr.launch(lambda: pytest.fail("it ran"), 2, trace=tmp_path / name)

@@ -424,6 +424,17 @@ def test_a_module_that_ranks_share_is_refused():
         pr.launch(program, 2)
 
 
+def test_a_frozen_module_may_be_shared():
+    backbone = nn.Linear(2, 2).requires_grad_(False)
+
+    def program() -> None:
+        dist.init_process_group()
+        net = DistributedDataParallel(nn.Sequential(backbone, nn.Linear(2, 1)))
+        net(torch.ones(1, 2)).sum().backward()
+
+    pr.launch(program, 2)
+
+
 def test_a_module_may_be_wrapped_again():
     net = nn.Linear(2, 2)
 

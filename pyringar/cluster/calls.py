@@ -1,4 +1,4 @@
-"""What ranks wait for: their calls, above all."""
+"""Describe what ranks wait for: their calls, above all."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def copy_of(error: BaseException) -> BaseException:
     """Return an exception like this one, to be raised in another thread."""
     try:
         copy = type(error)(*error.args)
-    except Exception:
+    except Exception:  # a program's class may want other arguments, and raise what it likes
         copy = RingarError(text_of(error))
     copy.__cause__ = error.__cause__
     return copy

@@ -62,7 +62,7 @@ class Cluster:
         faults: Sequence[Fault] = (),
     ) -> None:
         self.ranks = [
-            Rank(index, len(devices), device, environment_of(index, len(devices), device))
+            Rank(index, device, environment_of(index, len(devices), device))
             for index, device in enumerate(devices)
         ]
         self.schedule = Schedule(

@@ -1,4 +1,4 @@
-"""Where the calls of one group meet: the last rank to call does what all asked for."""
+"""Bring the calls of one group together: the last rank to call does what all asked for."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Meeting:
 
     @property
     def name(self) -> str:
-        """How people are told of the group."""
+        """Name the group for people."""
         return self.cluster.name_of(self)
 
     def post(self, index: int, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""What collectives do with the tensors of all ranks, which lie in one memory."""
+"""Copy and reduce the tensors of all ranks, which lie in one memory, for collectives."""
 
 from __future__ import annotations
 

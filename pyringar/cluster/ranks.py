@@ -69,16 +69,12 @@ class Rank:
 
     Args:
         index: Its number.
-        world_size: Of the cluster.
         device: Where its tensors are, if its program asks.
         environment: What it finds in ``os.environ``.
     """
 
-    def __init__(
-        self, index: int, world_size: int, device: torch.device, environment: Mapping[Any, Any]
-    ) -> None:
+    def __init__(self, index: int, device: torch.device, environment: Mapping[Any, Any]) -> None:
         self.index = index
-        self.world_size = world_size
         self.device = device
         self.environment = dict(environment)
         self.identity = next(_identities)

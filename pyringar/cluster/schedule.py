@@ -1,4 +1,4 @@
-"""Who runs: one rank at a time, which hands on where it waits, or all at once."""
+"""Decide who runs: one rank at a time, which hands on where it waits, or all at once."""
 
 from __future__ import annotations
 

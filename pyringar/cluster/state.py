@@ -1,4 +1,4 @@
-"""What a process has only once, and a cluster's ranks each for themselves."""
+"""Keep for each rank of a cluster what a process has only once."""
 
 from __future__ import annotations
 

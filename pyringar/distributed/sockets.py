@@ -303,7 +303,7 @@ def _wait_for(connection: socket.socket, seconds: float) -> None:
 
 
 class _Guest:
-    """Who has connected, until it is known whether it is a rank that is waited for."""
+    """Hold a connection until it is known whether a rank that is waited for has made it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -211,7 +211,7 @@ class _Graphs:
 
 
 class _Ended:
-    """What a `_PassEnd` becomes: nothing is left to run when torch drops it.
+    """Stand for a `_PassEnd` that was run: nothing is left to run when torch drops it.
 
     An interrupt that comes while a finalizer runs is lost.
     """

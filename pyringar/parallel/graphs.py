@@ -1,4 +1,4 @@
-"""What the graph of a rank's call leads to, and what modules keep of it."""
+"""Find what the graph of a rank's call leads to, and what modules keep of it."""
 
 from __future__ import annotations
 

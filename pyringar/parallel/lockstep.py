@@ -213,7 +213,7 @@ class _Call:
 
 
 class Running:
-    """What ranks' threads do for the thread that has made this; see `RankThreads.begin`.
+    """Hold what ranks' threads do for the thread that has made this; see `RankThreads.begin`.
 
     Attributes:
         is_set: Its only item is true once a rank's thread has set its number of torch threads,

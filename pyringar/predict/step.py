@@ -19,7 +19,7 @@ __all__ = ["Backward", "BucketForecast", "StepForecast", "plan_buckets", "predic
 
 @dataclass(frozen=True)
 class Backward:
-    """When the gradients of one rank are ready.
+    """Say when the gradients of one rank are ready.
 
     Attributes:
         compute_s: Forward and backward, without any communication.
