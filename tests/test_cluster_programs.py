@@ -546,7 +546,8 @@ with concurrent.futures.ThreadPoolExecutor(1) as threads:
 objects = [None] * 2
 dist.all_gather_object(objects, Config())
 assert all(type(each) is Config for each in objects)
-print(triple(torch.ones(1)).item() + pool.submit(abs, -1).result())
+number = triple(torch.ones(1)).item() + pool.submit(abs, -1).result()
+print(f"{number}\\n", end="")  # in one piece: ranks may print at once
 """
 
 
