@@ -166,6 +166,17 @@ def test_a_world_is_told_of_by_ranks_of_the_cluster():
         pr.launch(program, 4)
 
 
+def test_nobody_is_blamed_for_a_rank_that_is_not_known():
+    def program() -> None:
+        rank = int(os.environ["RANK"])
+        if rank == 2:
+            dist.init_process_group(init_method="tcp://localhost:1", rank=0, world_size=2)
+            total(1)
+
+    with pytest.raises(pr.DeadlockError, match=r"for what nobody will do[^$]*group 2, \?"):
+        pr.launch(program, 4)
+
+
 # -- what is left to other threads -----------------------------------------------------------------
 
 
@@ -272,8 +283,9 @@ def test_an_endless_loop_after_a_question_to_the_store_is_told_as_such():
                 pass
         dist.barrier()
 
-    with pytest.raises(pr.CollectiveTimeout, match=r"rank 1 ran for [\d.]+ s without a call"):
-        pr.launch(program, 2, timeout=0.2)
+    for seed in range(4):  # rank 0 waits in its call, or for a turn
+        with pytest.raises(pr.CollectiveTimeout, match=r"rank 1 ran for [\d.]+ s without a call"):
+            pr.launch(program, 2, timeout=0.1, seed=seed)
 
 
 # -- what a process has once -----------------------------------------------------------------------
@@ -495,6 +507,25 @@ def test_each_rank_compiles_for_itself(parallel):
         found = pr.launch(program, ranks, parallel=parallel)
         assert found == [[total * ranks - rank, ranks + 1] * 2 for rank in range(ranks)]
         assert len(graphs) == (2 * ranks if is_compiled else 0)
+
+
+@torch.compile(backend=counted)
+def times_rank_after_a_wait(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    dist.barrier()
+    torch._dynamo.graph_break()
+    return y * dist.get_rank()
+
+
+def test_a_rank_that_waits_in_a_compiled_function_goes_on_in_its_own():
+    def program() -> list[float]:
+        dist.init_process_group()
+        return [times_rank_after_a_wait(torch.ones(1)).item() for _ in range(3)]
+
+    for seed in range(5):
+        found = pr.launch(program, 4, seed=seed)
+        assert found == [[2.0 * rank] * 3 for rank in range(4)]
 
 
 def test_what_is_set_of_the_compiler_holds_in_ranks_and_no_longer():
