@@ -39,6 +39,15 @@ struct Reduction {
   Order order = Order::kRank;
 };
 
+// What a kernel divides by, without a division. The reciprocal is rounded; that of a power of two
+// is exact.
+struct Divisor {
+  std::int32_t value = 1;
+  double reciprocal = 1;
+
+  static Divisor of(int value) { return {value, 1.0 / value}; }
+};
+
 // A mean is a sum, divided once.
 struct Fold {
   ReduceOp op = ReduceOp::kSum;

@@ -45,47 +45,42 @@ PYRINGAR_HD_INLINE constexpr auto tree_of(int lo, const Leaf& leaf, const Add& a
 
 inline constexpr int kTreeGroup = 8;  // leaves that are added without a loop
 
-// The same for up to kTreeGroup leaves, at least one.
+// Calls visit<num>(), num from 1 to kMost.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <int kMost, typename Visit>
+PYRINGAR_HD_INLINE constexpr auto with_count(int num, const Visit& visit) {
+  if constexpr (kMost > 1) {
+    if (num < kMost) return with_count<kMost - 1>(num, visit);
+  }
+  return visit.template operator()<kMost>();
+}
+
+// T(lo, lo + num) for up to kTreeGroup leaves, at least one.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable
 #endif
 template <typename Leaf, typename Add>
 PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf, const Add& add) {
-  switch (num) {
-    case 1:
-      return tree_of<1>(lo, leaf, add);
-    case 2:
-      return tree_of<2>(lo, leaf, add);
-    case 3:
-      return tree_of<3>(lo, leaf, add);
-    case 4:
-      return tree_of<4>(lo, leaf, add);
-    case 5:
-      return tree_of<5>(lo, leaf, add);
-    case 6:
-      return tree_of<6>(lo, leaf, add);
-    case 7:
-      return tree_of<7>(lo, leaf, add);
-    default:
-      return tree_of<kTreeGroup>(lo, leaf, add);
-  }
+  return with_count<kTreeGroup>(num, [&]<int kNum>() { return tree_of<kNum>(lo, leaf, add); });
 }
 
 // T(0, num), for any num, by calls of put(lo, n, to, end) that make slot s[to] of
-// s[to] + (... + (s[end - 1] + T(lo, lo + n))), n at most kTreeGroup; the last call makes s[0].
-// Sums of whole groups wait in slots, the larger ones first, until one of their size stands beside
-// them: a binary counter. m slots are enough for kTreeGroup << m leaves.
+// s[to] + (... + (s[end - 1] + T(lo, lo + n))), n at most kGroup, a power of two; the last call
+// makes s[0]. Sums of whole groups wait in slots, the larger ones first, until one of their size
+// stands beside them: a binary counter. m slots are enough for kGroup << m leaves.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable
 #endif
-template <typename Put>
+template <int kGroup, typename Put>
 PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
   int lo = 0;
   int end = 0;
-  for (; num - lo > kTreeGroup; lo += kTreeGroup) {
+  for (; num - lo > kGroup; lo += kGroup) {
     int to = end;
-    for (int group = lo / kTreeGroup; group % 2 == 1; group /= 2) --to;
-    put(lo, kTreeGroup, to, end);
+    for (int group = lo / kGroup; group % 2 == 1; group /= 2) --to;
+    put(lo, kGroup, to, end);
     end = to + 1;
   }
   put(lo, num - lo, 0, end);
@@ -103,9 +98,10 @@ constexpr std::uint64_t equation(int lo, int hi) {
   const int mid = tree_split(lo, hi);
   return sum_of(equation(lo, mid), equation(mid, hi));
 }
+template <int kGroup>
 constexpr bool holds_for(int num) {
-  std::uint64_t slots[4] = {};
-  tree_of_any(num, [&](int lo, int n, int to, int end) {
+  std::uint64_t slots[5] = {};
+  tree_of_any<kGroup>(num, [&](int lo, int n, int to, int end) {
     std::uint64_t sum = tree_of_few(lo, n, x, sum_of);
     while (end > to) sum = sum_of(slots[--end], sum);
     slots[to] = sum;
@@ -114,7 +110,7 @@ constexpr bool holds_for(int num) {
 }
 constexpr bool holds_up_to(int most) {
   for (int num = 1; num <= most; ++num) {
-    if (!holds_for(num)) return false;
+    if (!holds_for<kTreeGroup>(num) || !holds_for<kTreeGroup / 2>(num)) return false;
   }
   return true;
 }

@@ -62,11 +62,12 @@ struct InTree {
       total = tree_of<kNum>(0, leaf, add);
     } else {
       Leaf waiting[kSlots];
-      tree_of_any(num_sources, [&](int lo, int num, int to, int end) PYRINGAR_INLINE_LAMBDA {
-        total = tree_of_few(lo, num, leaf, add);
-        for (int i = end; i > to; --i) total = add(waiting[i - 1], total);
-        waiting[to] = total;
-      });
+      tree_of_any<kTreeGroup>(num_sources,
+                              [&](int lo, int num, int to, int end) PYRINGAR_INLINE_LAMBDA {
+                                total = tree_of_few(lo, num, leaf, add);
+                                for (int i = end; i > to; --i) total = add(waiting[i - 1], total);
+                                waiting[to] = total;
+                              });
     }
     for (int u = 0; u < kCount; ++u) sum[u] = total.v[u];
   }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/fold.h"
 #include "core/ring_program.h"
 
 namespace pyringar::cuda {
@@ -71,7 +72,7 @@ struct RingArgs {
   std::uint32_t slot_bytes;
   std::int32_t world_size;
   std::int32_t num_channels;
-  std::int32_t divisor;
+  Divisor divisor;
   RingPhases phases;
   Patience patience;
   std::int32_t rank[kMaxLocalRanks];

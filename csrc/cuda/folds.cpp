@@ -22,7 +22,7 @@ DType copied_as(std::size_t item) {
 
 void launch_fused(const TensorList& list, std::span<const int> devices,
                   std::span<const cudaStream_t> streams, int max_blocks) {
-  const auto most = static_cast<std::uint32_t>(std::min(kFused.max_blocks, max_blocks));
+  const auto most = static_cast<std::uint32_t>(max_blocks);
   launch_tables(list, devices.size(), [&]<typename T>(DType dtype, T* tables) {
     for (std::size_t d = 0; d < devices.size(); ++d) {
       if (!has_elements(tables[d])) continue;

@@ -2,11 +2,13 @@
 //
 // Floor     cuda: device code.
 // Contract  fused_kernel adds in rank order, tree_kernel as core/tree.h says, whatever the grid:
-//           every element is folded by one thread. Traffic is the minimum, (sources + destinations)
-//           * n. A destination may be one of the sources: each element is read before it is
-//           written, by the same thread.
+//           one thread folds each element. Traffic is the minimum, (sources + destinations) * n.
+//           A destination may be one of the sources: the thread reads an element before it writes
+//           it. A thread holds 16 bytes of every source and loads all of them before the first
+//           addition. Beyond 8 sources it goes on in groups of 4 (of 8-byte elements, 2). Tensors
+//           that are not aligned alike are loaded in single elements, in the same groups.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/ptx, tests/cuda
+// Tests     tests/cpp/cuda/fused_test.cpp, tests/ptx, tests/cuda; tests/build/test_cuda_kernels.py
 #pragma once
 
 #include "core/fold.h"
@@ -16,169 +18,233 @@
 
 namespace pyringar::cuda {
 
-template <typename E, typename Op, Order order>
-class Folder {
+// The end of a fold. Sum multiplies by the reciprocal of a power of two: the bits of a division.
+template <typename Op, typename T>
+PYRINGAR_DEVICE T finished(T sum, const Divisor& divisor) {
+  if constexpr (std::is_same_v<Op, Mean>) return divided(sum, divisor);
+  if constexpr (std::is_same_v<Op, Sum> && std::is_floating_point_v<T>) {
+    return sum * static_cast<T>(divisor.reciprocal);
+  }
+  return sum;
+}
+
+// Sixteen bytes of a source, folded a pack at a time.
+template <typename E>
+struct WideUnit {
+  using Element = typename E::Element;
+  using Raw = Bytes16;
+  using Value = Pack<E>;
+  static constexpr int kMost = kTreeGroup;  // sources that are loaded at once
+  static constexpr int kValues = kPackBytes / Value::kBytes;
+
+  PYRINGAR_DEVICE Raw load(const Element* from) const { return load16(from); }
+  PYRINGAR_DEVICE void store(const Raw& result, Element* to) const { store16(result, to); }
+  static PYRINGAR_DEVICE Value widened(const Raw& raw, int i) {
+    return Value::from_elements(raw, i);
+  }
+  template <typename Op>
+  static PYRINGAR_DEVICE Value combined(Value a, const Value& b) {
+    a.template combine<Op>(b);
+    return a;
+  }
+  template <typename Op>
+  static PYRINGAR_DEVICE void finish(Value sum, const Divisor& divisor, Raw& result, int i) {
+#pragma unroll
+    for (auto& lane : sum.lane) lane = finished<Op>(lane, divisor);
+    sum.to_elements(result, i);
+  }
+};
+
+// Elements of a source, kThreads apart, for tensors that are not aligned alike.
+template <typename E>
+struct ElementsUnit {
+  using Element = typename E::Element;
+  using Value = typename E::Partial;
+  static constexpr int kMost = 1;
+  static constexpr int kValues = sizeof(Element) == 8 ? 2 : 4;
+  struct Raw {
+    Element element[kValues];
+  };
+
+  std::size_t left;  // elements from the thread's first to the end
+
+  PYRINGAR_DEVICE bool has(int i) const { return static_cast<std::size_t>(i) * kThreads < left; }
+  PYRINGAR_DEVICE Raw load(const Element* from) const {
+    Raw raw{};
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (has(i)) raw.element[i] = load_element(from + i * kThreads);
+    }
+    return raw;
+  }
+  PYRINGAR_DEVICE void store(const Raw& result, Element* to) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (has(i)) to[i * kThreads] = result.element[i];
+    }
+  }
+  static PYRINGAR_DEVICE Value widened(const Raw& raw, int i) { return E::widened(raw.element[i]); }
+  template <typename Op>
+  static PYRINGAR_DEVICE Value combined(Value a, Value b) {
+    return Op::template apply<Value>(a, b);
+  }
+  template <typename Op>
+  static PYRINGAR_DEVICE void finish(Value sum, const Divisor& divisor, Raw& result, int i) {
+    result.element[i] = E::narrowed(finished<Op>(sum, divisor));
+  }
+};
+
+// Folds one unit of every source of a segment.
+template <typename E, typename Op, Order order, typename Unit>
+class UnitFold {
  public:
   using Element = typename E::Element;
-  static constexpr std::size_t kItem = sizeof(Element);
-  static constexpr int kUnroll = packs_per_thread(kItem);
-  static constexpr std::size_t kPackElems = 16 / kItem;
-  static constexpr int kSlots = 9;
-  static_assert(LargeTable::kMaxPointers <= kTreeGroup << kSlots);
+  using Value = typename Unit::Value;
 
-  PYRINGAR_DEVICE Folder(const TableView& table, const Segment& segment)
-      : table_(table),
-        segment_(segment),
-        sources_(table.pointers + segment.sources),
-        destinations_(table.pointers + segment.destinations) {}
+  PYRINGAR_DEVICE UnitFold(const TableView& table, const Segment& segment, std::size_t at,
+                           Unit unit)
+      : table_(table), segment_(segment), at_(at), unit_(unit) {}
 
-  PYRINGAR_DEVICE void run_tile(std::uint32_t tile) const {
-    const Range vectors = vector_range(segment_, kItem);
-    const std::size_t begin = segment_.head + tile * tile_elems(kItem);
-    if (segment_.vector == 0) {
-      const std::size_t end = begin + tile_elems(kItem);
-      fold_elements(begin, end < segment_.numel ? end : segment_.numel);
-      return;
+  PYRINGAR_DEVICE void run() const {
+    Value sums[kValues];
+    const int num = table_.num_sources;
+    if (num <= Unit::kMost) {
+      with_count<Unit::kMost>(num, [&]<int kNum>() {
+        add_group<kNum>(0, [&](int i, const Value& sum) { sums[i] = sum; });
+      });
+    } else {
+      add_many(num, sums);
     }
-    if (begin + tile_elems(kItem) <= vectors.end) {
-      fold_packs<true>(begin, vectors.end);
-    } else if (begin < vectors.end) {
-      fold_packs<false>(begin, vectors.end);
+    typename Unit::Raw result;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      Unit::template finish<Op>(sums[i], table_.divisor, result, i);
     }
-    if (tile == 0) {
-      fold_elements(0, vectors.begin);
-      fold_elements(vectors.end, segment_.numel);
+    void* const* destinations = table_.pointers + segment_.destinations;
+    for (int r = 0; r < table_.num_destinations; ++r) {
+      unit_.store(result, static_cast<Element*>(destinations[r]) + at_);
     }
   }
 
  private:
-  PYRINGAR_DEVICE const Element* source(int r) const {
-    return static_cast<const Element*>(sources_[r]);
-  }
-  PYRINGAR_DEVICE Element* destination(int r) const {
-    return static_cast<Element*>(destinations_[r]);
+  static constexpr int kValues = Unit::kValues;
+  // Sources that are loaded at once beside the sums so far.
+  static constexpr int kGroup = sizeof(Element) == 8 ? 2 : 4;
+  static constexpr int kSlots = 11;
+  static_assert(LargeTable::kMaxPointers <= kGroup << kSlots);
+
+  static PYRINGAR_DEVICE Value add(const Value& a, const Value& b) {
+    return Unit::template combined<Op>(a, b);
   }
 
-  // kFull: every thread has all its packs, and loads need no condition.
-  template <bool kFull>
-  PYRINGAR_DEVICE void fold_packs(std::size_t begin, std::size_t end) const {
-    const auto at = [&](int u) {
-      return begin + (static_cast<std::size_t>(u) * kThreads + thread_index()) * kPackElems;
-    };
-    const auto is_mine = [&](int u) { return kFull || at(u) < end; };
-    if constexpr (order == Order::kTree) {
-      for (int u = 0; u < kUnroll; ++u) {
-        if (!is_mine(u)) continue;
-        const Bytes16 result = finished(tree<Pack<E>>([&](int r) { return load(r, at(u)); }));
-        for (int r = 0; r < table_.num_destinations; ++r) store16(result, destination(r) + at(u));
-      }
-    } else {
-      add_packs(at, is_mine);
-    }
-  }
-
-  PYRINGAR_DEVICE Pack<E> load(int r, std::size_t at) const {
-    return Pack<E>::from_elements(load16<kFused.evicts_first>(source(r) + at));
-  }
-
-  PYRINGAR_DEVICE Bytes16 finished(Pack<E> sum) const {
-    sum.template divide<Op>(table_.divisor);
-    return sum.to_elements();
-  }
-
-  template <typename At, typename IsMine>
-  PYRINGAR_DEVICE void add_packs(const At& at, const IsMine& is_mine) const {
-    Pack<E> sum[kUnroll];
+  // Calls take(i, sum) for each value of sources [lo, lo + kNum), in the kernel's order.
+  template <int kNum, typename Take>
+  PYRINGAR_DEVICE void add_group(int lo, const Take& take) const {
+    typename Unit::Raw raw[kNum];
+    load(raw, lo);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (is_mine(u)) sum[u] = load(0, at(u));
-    }
-#pragma unroll 2
-    for (int r = 1; r < table_.num_sources; ++r) {
-      Bytes16 bytes[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) bytes[u] = load16<kFused.evicts_first>(source(r) + at(u));
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) sum[u].template combine<Op>(Pack<E>::from_elements(bytes[u]));
-      }
-    }
-    Bytes16 result[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (is_mine(u)) result[u] = finished(sum[u]);
-    }
-    for (int r = 0; r < table_.num_destinations; ++r) {
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (is_mine(u)) store16(result[u], destination(r) + at(u));
-      }
-    }
-  }
-
-  // leaf(r): the pack, or the partial, of source r.
-  template <typename Value, typename Leaf>
-  PYRINGAR_DEVICE Value tree(const Leaf& leaf) const {
-    const auto add = [](Value a, const Value& b) {
-      if constexpr (std::is_same_v<Value, Pack<E>>) {
-        a.template combine<Op>(b);
-        return a;
-      } else {
-        return Op::template apply<Value>(a, b);
-      }
-    };
-    if (table_.num_sources <= kTreeGroup) return tree_of_few(0, table_.num_sources, leaf, add);
-    Value slots[kSlots];
-    tree_of_any(table_.num_sources, [&](int lo, int num, int to, int end) {
-      Value sum = tree_of_few(lo, num, leaf, add);
-      while (end > to) sum = add(slots[--end], sum);
-      slots[to] = sum;
-    });
-    return slots[0];
-  }
-
-  PYRINGAR_DEVICE void fold_elements(std::size_t begin, std::size_t end) const {
-    for (std::size_t i = begin + thread_index(); i < end; i += kThreads) {
-      const auto partial = [&](int r) { return E::widened(load_element(source(r) + i)); };
-      typename E::Partial sum;
+    for (int i = 0; i < kValues; ++i) {
+      const auto leaf = [&](int r) { return Unit::widened(raw[r], i); };
       if constexpr (order == Order::kTree) {
-        sum = tree<typename E::Partial>(partial);
+        take(i, tree_of<kNum>(0, leaf, add));
       } else {
-        sum = partial(0);
-        for (int r = 1; r < table_.num_sources; ++r) {
-          sum = Op::template apply<typename E::Partial>(sum, partial(r));
+        Value sum = leaf(0);
+#pragma unroll
+        for (int r = 1; r < kNum; ++r) sum = add(sum, leaf(r));
+        take(i, sum);
+      }
+    }
+  }
+
+  PYRINGAR_DEVICE void add_many(int num, Value (&sums)[kValues]) const {
+    if constexpr (order == Order::kTree) {
+      Value slots[kSlots][kValues];
+      tree_of_any<kGroup>(num, [&](int lo, int group, int to, int end) {
+        with_count<kGroup>(group, [&]<int kNum>() {
+          add_group<kNum>(lo, [&](int i, Value sum) {
+            for (int slot = end; slot > to; --slot) sum = add(slots[slot - 1][i], sum);
+            slots[to][i] = sum;
+          });
+        });
+      });
+      for (int i = 0; i < kValues; ++i) sums[i] = slots[0][i];
+    } else {
+      // The first group takes the remainder, so that every other one is full.
+      int next = (num - 1) % kGroup + 1;
+      with_count<kGroup>(next, [&]<int kNum>() {
+        add_group<kNum>(0, [&](int i, const Value& sum) { sums[i] = sum; });
+      });
+      for (; next < num; next += kGroup) {
+        typename Unit::Raw raw[kGroup];
+        load(raw, next);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+#pragma unroll
+          for (int r = 0; r < kGroup; ++r) sums[i] = add(sums[i], Unit::widened(raw[r], i));
         }
       }
-      const Element result = E::narrowed(divided<Op>(sum, table_.divisor));
-      for (int r = 0; r < table_.num_destinations; ++r) destination(r)[i] = result;
     }
+  }
+
+  template <int kNum>
+  PYRINGAR_DEVICE void load(typename Unit::Raw (&raw)[kNum], int lo) const {
+#pragma unroll
+    for (int r = 0; r < kNum; ++r) raw[r] = unit_.load(source(lo + r));
+  }
+
+  PYRINGAR_DEVICE const Element* source(int r) const {
+    return static_cast<const Element*>(table_.pointers[segment_.sources + r]) + at_;
   }
 
   const TableView& table_;
   const Segment& segment_;
-  void* const* const sources_;
-  void* const* const destinations_;
+  const std::size_t at_;
+  const Unit unit_;
 };
+
+template <typename E, typename Op, Order order>
+PYRINGAR_DEVICE void fold_elements(const TableView& table, const Segment& segment,
+                                   std::size_t begin, std::size_t end) {
+  using Unit = ElementsUnit<E>;
+  for (std::size_t i = begin + thread_index(); i < end; i += Unit::kValues * kThreads) {
+    UnitFold<E, Op, order, Unit>(table, segment, i, {end - i}).run();
+  }
+}
+
+template <typename E, typename Op, Order order>
+PYRINGAR_DEVICE void fold_tile(const TableView& table, const Segment& segment, std::uint32_t tile) {
+  constexpr std::size_t kItem = sizeof(typename E::Element);
+  const std::size_t begin = segment.head + tile * tile_elems(kItem);
+  if (segment.vector == 0) {
+    const std::size_t end = begin + tile_elems(kItem);
+    fold_elements<E, Op, order>(table, segment, begin, end < segment.numel ? end : segment.numel);
+    return;
+  }
+  const Range vectors = vector_range(segment, kItem);
+  const std::size_t at = begin + thread_index() * (kPackBytes / kItem);
+  if (at < vectors.end) UnitFold<E, Op, order, WideUnit<E>>(table, segment, at, {}).run();
+  if (tile == 0) {
+    fold_elements<E, Op, order>(table, segment, 0, vectors.begin);
+    fold_elements<E, Op, order>(table, segment, vectors.end, segment.numel);
+  }
+}
 
 template <typename E, typename Op, Order order>
 PYRINGAR_DEVICE void fold_tiles(const TableView& table) {
   for (std::uint32_t tile = block_index(); tile < table.num_tiles; tile += num_blocks()) {
     const Segment& segment = table.segments[find_segment(table, tile)];
-    Folder<E, Op, order>(table, segment).run_tile(tile - segment.first_tile);
+    fold_tile<E, Op, order>(table, segment, tile - segment.first_tile);
   }
 }
 
 template <typename E, typename Op, typename T>
-PYRINGAR_KERNEL(kThreads, blocks_each(sizeof(typename E::Element)))
+PYRINGAR_KERNEL(kThreads, fused_blocks(sizeof(typename E::Element)))
 fused_kernel(PYRINGAR_KERNEL_ARG T arguments) {
   fold_tiles<E, Op, Order::kRank>(arguments.view());
 }
 
-// A thread has eight packs at once, of which more blocks would spill some.
 template <typename E, typename Op, typename T>
-PYRINGAR_KERNEL(kThreads, 2)
+PYRINGAR_KERNEL(kThreads, fused_blocks(sizeof(typename E::Element)))
 tree_kernel(PYRINGAR_KERNEL_ARG T arguments) {
   fold_tiles<E, Op, Order::kTree>(arguments.view());
 }

@@ -10,16 +10,14 @@
 
 namespace pyringar::cuda {
 
-enum class KernelKind { kFusedSmall, kFusedMiddle, kFusedLarge, kRing };
-inline constexpr int kNumKernelKinds = 4;
+enum class KernelKind { kFusedSmall, kFusedLarge, kRing };
+inline constexpr int kNumKernelKinds = 3;
 
 // The kind that takes a table of this type.
 template <typename T>
 inline constexpr KernelKind kFusedWith = KernelKind::kFusedLarge;
 template <>
 inline constexpr KernelKind kFusedWith<SmallTable> = KernelKind::kFusedSmall;
-template <>
-inline constexpr KernelKind kFusedWith<MiddleTable> = KernelKind::kFusedMiddle;
 
 // What cudaLaunchKernel and cudaLaunchCooperativeKernel take. A ring has an order of its own; exact
 // sums are refused before.

@@ -12,9 +12,9 @@ namespace pyringar::cuda {
 
 template <typename E, typename Op, typename T>
 const void* fused_for(Order order) {
-  // What is the same in every order goes in that of ranks.
+  // Other reductions give the same bits in every order: rank order serves both.
   constexpr bool kHasTrees = std::is_floating_point_v<typename E::Partial> &&
-                             (std::is_same_v<Op, Sum> || std::is_same_v<Op, Prod>);
+                             (std::is_base_of_v<Sum, Op> || std::is_same_v<Op, Prod>);
   if constexpr (kHasTrees) {
     if (order == Order::kTree) return reinterpret_cast<const void*>(&tree_kernel<E, Op, T>);
   }
@@ -26,14 +26,21 @@ const void* kernel_for(Order order, KernelKind kind) {
   switch (kind) {
     case KernelKind::kFusedSmall:
       return fused_for<E, Op, SmallTable>(order);
-    case KernelKind::kFusedMiddle:
-      return fused_for<E, Op, MiddleTable>(order);
     case KernelKind::kFusedLarge:
       return fused_for<E, Op, LargeTable>(order);
     case KernelKind::kRing:
-      return reinterpret_cast<const void*>(&ring_kernel<E, Op>);
+      if constexpr (!std::is_same_v<Op, Mean>) {
+        return reinterpret_cast<const void*>(&ring_kernel<E, Op>);
+      }
   }
   return nullptr;
+}
+
+// Whether a sum needs a division at its end that a multiplication cannot replace.
+template <typename E>
+bool divides(const Fold& fold) {
+  const bool is_power_of_two = (fold.divisor & (fold.divisor - 1)) == 0;
+  return fold.divisor != 1 && !(std::is_floating_point_v<typename E::Partial> && is_power_of_two);
 }
 
 template <DType dtype>
@@ -43,6 +50,7 @@ const void* kernel_of(const Fold& fold, KernelKind kind) {
   switch (fold.op) {
     case ReduceOp::kSum:
     case ReduceOp::kMean:
+      if (kind != KernelKind::kRing && divides<E>(fold)) return kernel_for<E, Mean>(order, kind);
       return kernel_for<E, Sum>(order, kind);
     case ReduceOp::kMax:
       return kernel_for<E, Max>(order, kind);

@@ -8,9 +8,11 @@
 // Tests     tests/cpp/cuda/, tests/ptx, tests/cuda compares CPU bits with GPU bits
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
+#include "core/fold.h"
 #include "core/half.h"
 #include "cuda/flag.cuh"
 
@@ -171,60 +173,53 @@ struct Min {
   }
 };
 
-// Only the mean divides, and the mean is Sum's. Integers divide towards zero.
-template <typename Op, typename T>
-PYRINGAR_DEVICE T divided(T x, int divisor) {
-  if constexpr (std::is_same_v<Op, Sum>) {
-    if constexpr (std::is_integral_v<T>) {
-      if (divisor != 1) return static_cast<T>(x / divisor);
-    } else {
-      if (divisor != 1) return x / static_cast<T>(divisor);
-    }
+// A sum that is divided at the end. fused alone has kernels for it; ring's Sum divides, too.
+struct Mean : Sum {};
+
+// x / divisor, rounded once. Integers divide towards zero. Of fp32 it is fp64 arithmetic without a
+// branch: the fp64 quotient is correctly rounded, and rounding it again gives the fp32 quotient,
+// because x / divisor is either a tie or further from one than an fp64 rounding error. The division
+// of nvcc calls a function, which takes registers that loads in flight need.
+template <typename T>
+PYRINGAR_DEVICE T divided(T x, const Divisor& divisor) {
+  if constexpr (std::is_same_v<T, float>) {
+    const double guess = x * divisor.reciprocal;
+    const double rest = fma(-guess, static_cast<double>(divisor.value), static_cast<double>(x));
+    const auto quotient = static_cast<float>(fma(rest, divisor.reciprocal, guess));
+    return x - x == 0 ? quotient : x;  // inf and NaN stay
+  } else {
+    return static_cast<T>(x / static_cast<T>(divisor.value));
   }
-  return x;
 }
 
-// The elements of sixteen bytes, widened.
+// The elements of four bytes, or one longer element, widened.
 template <typename E>
 struct Pack {
-  static constexpr int kSize = kPackBytes / static_cast<int>(sizeof(typename E::Element));
-  typename E::Partial lane[kSize];
+  using Partial = typename E::Partial;
+  static constexpr int kItem = static_cast<int>(sizeof(typename E::Element));
+  static constexpr int kBytes = kItem > 4 ? kItem : 4;
+  static constexpr int kSize = kBytes / kItem;
+  Partial lane[kSize];
 
-  static PYRINGAR_DEVICE Pack from_elements(Bytes16 bytes) {
+  // i: which of the packs in sixteen bytes.
+  static PYRINGAR_DEVICE Pack from_elements(const Bytes16& bytes, int i) {
     typename E::Element elements[kSize];
-    __builtin_memcpy(elements, &bytes, sizeof bytes);
+    __builtin_memcpy(elements, bytes.word + i * kBytes / 4, kBytes);
     Pack pack;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) pack.lane[i] = E::widened(elements[i]);
+    for (int lane = 0; lane < kSize; ++lane) pack.lane[lane] = E::widened(elements[lane]);
     return pack;
   }
-  PYRINGAR_DEVICE Bytes16 to_elements() const {
+  PYRINGAR_DEVICE void to_elements(Bytes16& bytes, int i) const {
     typename E::Element elements[kSize];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) elements[i] = E::narrowed(lane[i]);
-    Bytes16 bytes;
-    __builtin_memcpy(&bytes, elements, sizeof bytes);
-    return bytes;
+    for (int lane = 0; lane < kSize; ++lane) elements[lane] = E::narrowed(this->lane[lane]);
+    __builtin_memcpy(bytes.word + i * kBytes / 4, elements, kBytes);
   }
   template <typename Op>
   PYRINGAR_DEVICE void combine(const Pack& other) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      lane[i] = Op::template apply<typename E::Partial>(lane[i], other.lane[i]);
-  }
-  template <typename Op>
-  PYRINGAR_DEVICE void divide(int divisor) {
-    using Partial = typename E::Partial;
-    if constexpr (std::is_same_v<Op, Sum> && std::is_floating_point_v<Partial>) {
-      if ((divisor & (divisor - 1)) == 0) {  // a power of two: the same bits, and cheaper
-        const Partial factor = 1 / static_cast<Partial>(divisor);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) lane[i] *= factor;
-        return;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) lane[i] = divided<Op>(lane[i], divisor);
+    for (int i = 0; i < kSize; ++i) lane[i] = Op::template apply<Partial>(lane[i], other.lane[i]);
   }
 };
 

@@ -249,7 +249,7 @@ class BlockRing {
   PYRINGAR_DEVICE void reduce(const RingMove<E>& move, int n, int shift) const {
     if (move.kind == Kind::kAdd) {
       reduce_to<Theirs, Outcome::kPartial>(move, n, shift);
-    } else if (std::is_same_v<Op, Sum> && args_.divisor != 1) {
+    } else if (std::is_same_v<Op, Sum> && args_.divisor.value != 1) {
       reduce_to<Theirs, Outcome::kMean>(move, n, shift);
     } else {
       reduce_to<Theirs, Outcome::kResult>(move, n, shift);

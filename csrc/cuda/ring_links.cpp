@@ -19,7 +19,7 @@ namespace {
 // Slots of all links together. What a link reads next has just been written and is still in L2,
 // also where all slots are not; a message costs the same time to announce however small it is, so
 // that more in each is worth more than all in L2 (docs/cuda-kernels.md).
-constexpr std::size_t kSlotsBytes = std::size_t{64} << 20;
+constexpr std::size_t kSlotsBytes = std::size_t{128} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
 constexpr int kMaxChannels = 256;
@@ -189,7 +189,7 @@ RingArgs RingLinks::arguments(std::size_t d, const Buffers& tensor, Fold fold,
   args.slot_bytes = slot_bytes_;
   args.world_size = devices_.world_size();
   args.num_channels = cut.num_channels;
-  args.divisor = fold.divisor;
+  args.divisor = Divisor::of(fold.divisor);
   args.phases = tensor.phases;
   const std::vector<int>& ranks = devices_[d].ranks;
   for (std::size_t i = 0; i < ranks.size(); ++i) {

@@ -47,7 +47,7 @@ struct Reduction {
   const Element* own;
   Element* kept;
   Sent* sent;
-  int divisor;
+  Divisor divisor;
 
   PYRINGAR_DEVICE bool is_aligned(int i) const {
     return is_vector(own + i) && is_vector(theirs + i) && (!kFinishes || is_vector(kept + i));
@@ -68,7 +68,7 @@ struct Reduction {
       const Partial sum =
           Op::template apply<Partial>(as_partial(left[lane]), E::widened(right[lane]));
       if constexpr (kFinishes) {
-        result[lane] = E::narrowed(kOutcome == Outcome::kMean ? divided<Op>(sum, divisor) : sum);
+        result[lane] = E::narrowed(kOutcome == Outcome::kMean ? divided(sum, divisor) : sum);
       } else {
         result[lane] = sum;
       }

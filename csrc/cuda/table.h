@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <span>
 
-#include "core/dtype.h"
+#include "core/fold.h"
 
 namespace pyringar::cuda {
 
@@ -24,35 +24,13 @@ inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // of the CPU's, in 
 inline constexpr int kThreads = 256;
 #endif
 
-// How the fused kernels use a device. Which shape is the fastest no GPU has told yet:
-// docs/cuda-kernels.md says what speaks for each, and how to choose.
-struct FusedShape {
-  int packs;          // 16-byte loads in flight per thread and source
-  int blocks_each;    // of a multiprocessor: registers are kept to what so many have
-  bool evicts_first;  // what is loaded leaves the L2 cache first
-  int max_blocks;     // of a launch; its tiles are dealt to them in turn
-};
-inline constexpr FusedShape kFusedShapes[] = {
-    {4, 1, false, 4096},     // each multiprocessor is dealt blocks several times
-    {2, 4, false, 4096},     // a thread has half the loads, a multiprocessor twice the threads
-    {4, 1, true, 4096},      // what is read is not read again
-    {4, 1, false, 1 << 30},  // a block per tile: no tail of blocks with one tile more
-    {4, 1, false, 264},      // two blocks on each multiprocessor of an H100, which stay
-};
-#if !defined(PYRINGAR_FUSED_SHAPE)
-#define PYRINGAR_FUSED_SHAPE 0
-#endif
-inline constexpr FusedShape kFused = kFusedShapes[PYRINGAR_FUSED_SHAPE];
+// Blocks of a fused kernel that the registers of a multiprocessor hold at once: 48 registers a
+// thread, of which 32 hold 16 bytes of each of 8 sources. 6 blocks spill and are not faster.
+PYRINGAR_HD constexpr int fused_blocks(std::size_t item) { return item == 8 ? 4 : 5; }
 
-// 8-bit elements take four times the registers.
-PYRINGAR_HD constexpr int packs_per_thread(std::size_t item) {
-  return item == 1 ? kFused.packs / 2 : kFused.packs;
-}
-constexpr int blocks_each(std::size_t item) {
-  return item == 1 && kFused.blocks_each > 1 ? kFused.blocks_each - 1 : kFused.blocks_each;
-}
+// A tile is 4 KiB of every source: each thread of a block takes 16 bytes.
 PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {
-  return static_cast<std::size_t>(kThreads * packs_per_thread(item)) * (16 / item);
+  return static_cast<std::size_t>(kThreads) * (16 / item);
 }
 
 struct Segment {
@@ -87,7 +65,7 @@ struct TableView {
   std::uint32_t num_tiles;
   int num_sources;       // of every segment
   int num_destinations;  // of every segment
-  int divisor;
+  Divisor divisor;
 };
 
 // The segment of a tile: the last one whose first tile is not behind it.
@@ -114,7 +92,8 @@ struct Table {
   std::uint32_t num_pointers = 0;
   std::int32_t num_sources = 0;
   std::int32_t num_destinations = 0;
-  std::int32_t divisor = 1;
+  std::uint32_t unused = 0;
+  Divisor divisor;
   void* pointers[kPointers];
   Segment segments[kSegments];
 
@@ -123,14 +102,11 @@ struct Table {
   }
 };
 
-// Kernel parameters are copied at every launch: most launches need few. The middle table holds
-// all of ResNet-18 for 8 ranks, in place. The large one is the most that CUDA 12.1 and newer pass
-// (32,764 bytes) beside a kernel's other arguments: ResNet-18 for 37.
+// Kernel parameters are copied at every launch: most launches need few. The large table holds all
+// of ResNet-18 for 8 ranks, in place; longer lists take several launches.
 using SmallTable = Table<96, 24>;
-using MiddleTable = Table<640, 120>;
-using LargeTable = Table<2860, 390>;
-static_assert(sizeof(SmallTable) < 1400 && sizeof(MiddleTable) < 8192 &&
-              sizeof(LargeTable) + 400 <= 32764);
+using LargeTable = Table<640, 120>;
+static_assert(sizeof(SmallTable) < 1400 && sizeof(LargeTable) < 8192);
 
 // Of one tensor: sources and destinations that are the same list (in place) are stored once.
 inline std::uint32_t pointers_wanted(const void* const* sources, void* const* destinations,
@@ -147,7 +123,7 @@ class TableBuilder {
       : table_(table), item_(item) {
     table_.num_sources = num_sources;
     table_.num_destinations = num_destinations;
-    table_.divisor = divisor;
+    table_.divisor = Divisor::of(divisor);
   }
 
   // Of every tensor, numel elements from offset_bytes on.

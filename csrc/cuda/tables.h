@@ -108,8 +108,6 @@ void launch_tables(const TensorList& list, std::size_t num_devices, Launch&& lau
     if (room.segments == 0) continue;
     if (room.fits<SmallTable>()) {
       launch_dtype<SmallTable>(list, dtype, num_devices, launch);
-    } else if (room.fits<MiddleTable>()) {
-      launch_dtype<MiddleTable>(list, dtype, num_devices, launch);
     } else {
       launch_dtype<LargeTable>(list, dtype, num_devices, launch);
     }

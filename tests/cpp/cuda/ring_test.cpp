@@ -238,7 +238,7 @@ RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withhel
   args.slot_bytes = slot_bytes_;
   args.world_size = world_size_;
   args.num_channels = call.num_channels;
-  args.divisor = call.divisor;
+  args.divisor = Divisor::of(call.divisor);
   args.phases = call.phases;
   args.patience = {timeout_ns_, &gave_up_[device], &failures_[device], withheld};
   for (std::size_t i = 0; i < ranks_[device].size(); ++i) {
