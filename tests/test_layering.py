@@ -104,8 +104,11 @@ MEMORY_ORDER_FILE = "cuda/flag.cuh"
 # Standard headers with which the ground could start or stop a thread.
 THREADS = {"thread", "mutex", "condition_variable", "future", "semaphore", "barrier", "latch"}
 THREADS |= {"shared_mutex", "stop_token"}
+# Streams and locales break where a static libstdc++ mixes with torch's shared one.
+LOCALES = {"iostream", "istream", "ostream", "sstream", "fstream", "syncstream", "streambuf"}
+LOCALES |= {"filesystem", "format", "iomanip", "ios", "locale", "print", "regex"}
 POSIX = {"pthread.h", "sched.h", "time.h", "unistd.h", "errno.h", "fcntl.h", "signal.h"}
-POSIX |= {"dlfcn.h", "sys/mman.h", "sys/stat.h", "sys/types.h", "sys/wait.h"}
+POSIX |= {"dirent.h", "dlfcn.h", "sys/mman.h", "sys/stat.h", "sys/types.h", "sys/wait.h"}
 INTRINSICS = {"immintrin.h", "arm_neon.h"}
 # Only Linux has these, so only one file may: the rest builds elsewhere.
 LINUX_ONLY = {"linux/futex.h", "sys/syscall.h"}
@@ -276,11 +279,12 @@ def is_allowed(floor: str, file: str, *, quoted: bool, name: str) -> bool:
         extra = CUDA_FLOORS if file.startswith(CUDA_BINDINGS) else set()
         is_emulator = (file, name) == (EMULATED_FILE, EMULATOR)
         return is_emulator or name.split("/")[0] in INCLUDES[floor] | extra
-    is_std = re.fullmatch(r"[a-z_]+", name) is not None
+    is_std = re.fullmatch(r"[a-z_]+", name) is not None and name not in LOCALES
     if floor == "core":
         return is_std and name not in THREADS
     if floor == "bindings":
-        return is_std or name.startswith("pybind11/") or name == "Python.h"
+        is_pybind11 = name.startswith("pybind11/") and name != "pybind11/iostream.h"
+        return is_std or is_pybind11 or name == "Python.h"
     if floor in CUDA_FLOORS:
         return is_std or name in CUDA_HEADERS
     return is_std or name in POSIX | INTRINSICS or (name in LINUX_ONLY and file == LINUX_FILE)
@@ -300,6 +304,9 @@ def test_cpp_includes_point_down():
     [
         ("core", '#include "cpu/ring.h"'),
         ("core", "#include <thread>"),
+        ("core", "#include <sstream>"),
+        ("os", "#include <fstream>"),
+        ("cuda", "#include <regex>"),
         ("core", "#include <pthread.h>"),
         ("core", "#include <cuda_runtime.h>"),
         ("os", '#include "cpu/ring.h"'),
@@ -315,6 +322,8 @@ def test_cpp_includes_point_down():
         ("cuda", "#include <c10/cuda/CUDAStream.h>"),
         ("cuda", "#include <cooperative_groups.h>"),
         ("bindings", '#include "cuda/group.h"'),
+        ("bindings", "#include <iostream>"),
+        ("bindings", "#include <pybind11/iostream.h>"),
         ("bindings", "#include <torch/extension.h>"),
         ("bindings", "#include <ATen/ATen.h>"),
         ("bindings", "#include <c10/util/Half.h>"),

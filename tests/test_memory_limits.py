@@ -49,7 +49,8 @@ def machine(tmp_path):
             (path / names[1]).write_text(f"{used * MIB}\n")
             files = f"{names[2]}inactive_file {cache * MIB // 2}\n"
             files += f"{names[2]}active_file {cache * MIB // 2}\n"
-            (path / "memory.stat").write_text(f"anon 12345\ninactive_file 0\n{files}shmem 77\n")
+            of_v1 = "" if is_v2 else "inactive_file 0\n"
+            (path / "memory.stat").write_text(f"anon 12345\n{of_v1}{files}shmem 77\n")
         return load.engine().memory_left_bytes(str(tmp_path))
 
     return left

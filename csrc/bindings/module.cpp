@@ -148,7 +148,7 @@ void bind_group(py::module_& m) {
 
 PYBIND11_MODULE(_engine, m) {
   m.doc() = "The CPU engine of pyringar; use pyringar.Communicator.";
-  py::register_exception_translator(&translate);
+  py::register_local_exception_translator(&translate);
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("is_completed", &Work::is_completed)
       .def("exception", [](Work& work) { return as_exception(work.exception()); })

@@ -6,10 +6,12 @@
 // Tests     tests/test_arguments.py
 #pragma once
 
-#include <sstream>
+#include <charconv>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <string_view>
+#include <type_traits>
 
 namespace pyringar {
 
@@ -24,16 +26,43 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-template <typename... Parts>
-std::string join(Parts&&... parts) {
-  std::ostringstream text;
-  (text << ... << std::forward<Parts>(parts));
-  return text.str();
+struct Hex {
+  std::uint64_t value;
+};
+
+// Appends text, a character or a number; a fraction in six significant digits, as "%g". Without
+// streams, whose locales break where two copies of libstdc++ mix (static here, shared in torch).
+template <typename Part>
+void append(std::string& text, const Part& part) {
+  if constexpr (std::is_convertible_v<const Part&, std::string_view>) {
+    text += std::string_view(part);
+  } else if constexpr (std::is_same_v<Part, char>) {
+    text += part;
+  } else if constexpr (std::is_same_v<Part, Hex>) {
+    char digits[16];
+    text.append(digits, std::to_chars(digits, digits + sizeof digits, part.value, 16).ptr);
+  } else {
+    char digits[32];
+    std::to_chars_result end;
+    if constexpr (std::is_floating_point_v<Part>) {
+      end = std::to_chars(digits, digits + sizeof digits, part, std::chars_format::general, 6);
+    } else {
+      end = std::to_chars(digits, digits + sizeof digits, +part);
+    }
+    text.append(digits, end.ptr);
+  }
 }
 
 template <typename... Parts>
-[[noreturn]] void fail(ErrorKind kind, Parts&&... parts) {
-  throw Error(kind, join(std::forward<Parts>(parts)...));
+std::string join(const Parts&... parts) {
+  std::string text;
+  (append(text, parts), ...);
+  return text;
+}
+
+template <typename... Parts>
+[[noreturn]] void fail(ErrorKind kind, const Parts&... parts) {
+  throw Error(kind, join(parts...));
 }
 
 // Why a communicator refuses calls, in the same words whatever its engine.

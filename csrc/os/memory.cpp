@@ -7,45 +7,35 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <fstream>
 #include <limits>
-#include <map>
 #include <optional>
-#include <sstream>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "core/error.h"
+#include "os/text.h"
 
 namespace pyringar {
 
 namespace {
 
 // "max" is no number, and no limit.
-std::optional<std::size_t> number_in(const std::string& path) {
-  std::size_t number = 0;
-  if (std::ifstream(path) >> number) return number;
+std::optional<std::size_t> number_in(const std::string& path) { return to_number(read_file(path)); }
+
+// From lines "name value", as in /proc/meminfo ("name:") and memory.stat.
+std::optional<std::size_t> number_of(std::string_view name, std::string_view lines) {
+  while (!lines.empty()) {
+    std::string_view line = take_line(lines);
+    if (take_word(line) == name) return to_number(take_word(line));
+  }
   return std::nullopt;
 }
 
-// Files of lines "name value", as /proc/meminfo ("name:") and memory.stat.
-std::map<std::string, std::size_t> numbers_in(const std::string& path) {
-  std::map<std::string, std::size_t> numbers;
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
-    std::string name;
-    std::size_t value = 0;
-    if (words >> name >> value) numbers[name] = value;
-  }
-  return numbers;
-}
-
 std::size_t machine_left(const std::string& root) {
-  auto meminfo = numbers_in(root + "/proc/meminfo");
-  if (meminfo.count("MemAvailable:") != 0) {
-    return (meminfo["MemAvailable:"] + meminfo["SwapFree:"]) * 1024;
+  const std::string meminfo = read_file(root + "/proc/meminfo");
+  if (const auto available = number_of("MemAvailable:", meminfo)) {
+    return (*available + number_of("SwapFree:", meminfo).value_or(0)) * 1024;
   }
   return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
          static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -60,15 +50,13 @@ struct Hierarchy {
 
 // The path of this process's cgroup, as the hierarchy has it: "/a/b".
 std::optional<std::string> own_cgroup(const std::string& root, bool is_v2) {
-  std::ifstream file(root + "/proc/self/cgroup");
-  for (std::string line;
-       std::getline(file, line);) {  // number:controllers:path, which may hold ':'
-    const std::size_t first = line.find(':');
-    const std::size_t second = line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = join(",", line.substr(first + 1, second - first - 1), ",");
+  const std::string text = read_file(root + "/proc/self/cgroup");
+  for (std::string_view lines = text; !lines.empty();) {
+    std::string_view line = take_line(lines);  // number:controllers:path, which may hold ':'
+    take_until(line, ':');
+    const std::string controllers = join(",", take_until(line, ':'), ",");
     if (controllers == ",," ? is_v2 : !is_v2 && controllers.find(",memory,") != std::string::npos) {
-      return line.substr(second + 1);
+      return std::string(line);
     }
   }
   return std::nullopt;
@@ -86,15 +74,16 @@ std::string place_below(const std::string& mount_root, const std::string& cgroup
 
 std::vector<Hierarchy> hierarchies(const std::string& root) {
   std::vector<Hierarchy> found;
-  std::ifstream file(root + "/proc/self/mountinfo");
-  for (std::string line; std::getline(file, line);) {
+  const std::string text = read_file(root + "/proc/self/mountinfo");
+  for (std::string_view lines = text; !lines.empty();) {
     // id, parent, device, root, mount point, options, optional fields, "-", type, source, options
-    std::istringstream words(line);
-    std::string word, mount_root, mount, type, options;
-    words >> word >> word >> word >> mount_root >> mount >> word;
-    while (words >> word && word != "-") {
+    std::string_view line = take_line(lines);
+    const std::string mount_root(take_word(line, 3));
+    const std::string mount(take_word(line));
+    while (!line.empty() && take_word(line) != "-") {
     }
-    words >> type >> word >> options;
+    const std::string_view type = take_word(line);
+    const std::string_view options = take_word(line, 1);
     const bool is_v2 = type == "cgroup2";
     if (!is_v2 &&
         (type != "cgroup" || join(",", options, ",").find(",memory,") == std::string::npos)) {
@@ -112,10 +101,11 @@ std::size_t left_in(const std::string& folder, bool is_v2) {
   const auto limit = number_in(folder + (is_v2 ? "/memory.max" : "/memory.limit_in_bytes"));
   if (!limit) return kNoLimit;
   const auto used = number_in(folder + (is_v2 ? "/memory.current" : "/memory.usage_in_bytes"));
-  auto stat = numbers_in(folder + "/memory.stat");
+  const std::string stat = read_file(folder + "/memory.stat");
   // v1 counts the cgroups below under names of their own.
   const std::string total = is_v2 ? "" : "total_";
-  const std::size_t cache = stat[total + "inactive_file"] + stat[total + "active_file"];
+  const std::size_t cache = number_of(total + "inactive_file", stat).value_or(0) +
+                            number_of(total + "active_file", stat).value_or(0);
   const std::size_t held = used.value_or(0) - std::min(used.value_or(0), cache);
   return *limit - std::min(*limit, held);
 }

@@ -10,11 +10,10 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <fstream>
-#include <sstream>
 #include <string>
 
 #include "core/error.h"
+#include "os/text.h"
 
 #if defined(__linux__)
 #include <sched.h>
@@ -35,23 +34,17 @@ struct Stat {
 // "PID (name) S ..." with flags, threads, start time and stack as fields 9, 20, 22 and 28; the name
 // may hold anything, ')' included.
 Stat read_stat(std::int32_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  // Not through iterators, which throw if the process goes between opening and reading.
-  std::string text;
-  std::getline(file, text, '\0');
+  const std::string text = read_file(join("/proc/", pid, "/stat"));
   const std::size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return {};
-  std::istringstream fields(text.substr(name_end + 1));
-  Stat stat;
-  fields >> stat.state;
-  std::string skipped;
-  for (int field = 4; field < 9; ++field) fields >> skipped;
-  fields >> stat.flags;
-  for (int field = 10; field < 20; ++field) fields >> skipped;
-  fields >> stat.num_threads >> skipped >> stat.start_ticks;
-  for (int field = 23; field < 28; ++field) fields >> skipped;
-  fields >> stat.stack_start;
-  return fields ? stat : Stat{};
+  std::string_view fields = std::string_view(text).substr(name_end + 1);
+  const std::string_view state = take_word(fields);
+  const auto flags = to_number(take_word(fields, 5));
+  const auto num_threads = to_number(take_word(fields, 10));
+  const auto start_ticks = to_number(take_word(fields, 1));
+  const auto stack_start = to_number(take_word(fields, 5));
+  if (!flags || !num_threads || !start_ticks || !stack_start) return {};
+  return {state[0], *flags, *num_threads, *start_ticks, *stack_start};
 }
 
 ProcessId read_own() {

@@ -11,11 +11,9 @@
 #include <string_view>
 
 #if defined(__linux__)
+#include <dirent.h>
 #include <pthread.h>
 #include <sched.h>
-
-#include <filesystem>
-#include <system_error>
 #endif
 
 namespace pyringar {
@@ -62,10 +60,12 @@ bool is_bound_by_openmp() {
 
 CoreSet cores_of_process() {
   CoreSet cores;
-  std::error_code none;  // no /proc: no cores
-  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", none)) {
-    cores.add(cores_of_thread(std::atoi(task.path().filename().c_str())));
+  DIR* tasks = opendir("/proc/self/task");
+  if (tasks == nullptr) return cores;
+  while (const dirent* task = readdir(tasks)) {  // of "." and "..", 0: the caller's cores
+    cores.add(cores_of_thread(std::atoi(task->d_name)));
   }
+  closedir(tasks);
   return cores;
 }
 

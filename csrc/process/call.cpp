@@ -283,8 +283,8 @@ class DigestEngine : public StagedEngine {
       const CallRecord& record = line(self_.rank).calls[self_.sequence % 2];
       self_.watch.report(ErrorKind::kState,
                          join("results differ: after ", record.text(), ", ",
-                              self_.watch.name_of(self_.rank), " has digest ", std::hex, digest_,
-                              " and ", self_.watch.name_of(rank), " has digest ", other,
+                              self_.watch.name_of(self_.rank), " has digest ", Hex{digest_},
+                              " and ", self_.watch.name_of(rank), " has digest ", Hex{other},
                               "; memory or a processor is at fault, or the tensors were "
                               "written while they were reduced"));
       return false;

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pyringar.cli.parser import add_json_option
-from pyringar.cli.text import paragraph
+from pyringar.cli.text import paragraph, why_no_gpu
 from pyringar.engine import build, load
 from pyringar.errors import CompilerNotFoundError
 
@@ -29,15 +29,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "build",
         help="compile the engines now rather than at the first call",
-        description="Compile the engine for this CPU, and the CUDA engine where torch is a CUDA "
-        "build and nvcc is there, and keep them in the cache. The first call of a collective does "
+        description="Compile the engine for this CPU, and the CUDA engine where torch finds a GPU "
+        "and nvcc is there, and keep them in the cache. The first call of a collective does "
         "the same; do it here for images, job scripts and slow machines.",
     )
     parser.add_argument("--force", action="store_true", help="compile even what is there")
     parser.add_argument(
         "--cuda",
         action=argparse.BooleanOptionalAction,
-        help="the CUDA engine: whatever torch is, and an error if it cannot be; or not at all",
+        help="compile the CUDA engine without a GPU too (for PYRINGAR_CUDA_ARCHS, else for every "
+        "GPU that nvcc knows), and fail if it cannot be compiled; --no-cuda: never",
     )
     parser.add_argument(
         "--verbose",
@@ -50,8 +51,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build and load the engines, and print what is known of each."""
-    import torch
-
     facts: dict[str, Any] = {}
 
     def tell(name: str, found: dict[str, Any] | str) -> None:
@@ -60,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_render(name, found, verbose=args.verbose)), flush=True)
 
     tell("engine", _build(build.CPU, args))
-    if args.cuda is None and torch.version.cuda is None:
-        tell("cuda", "not built: torch is a CPU build (--cuda builds it all the same)")
+    if args.cuda is None and (why := why_no_gpu()):
+        tell("cuda", f"not built: {why}; --cuda builds it all the same")
     elif args.cuda is not False:
         try:
             tell("cuda", _build(build.CUDA, args))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyringar
 from pyringar.cli.parser import add_json_option
+from pyringar.cli.text import why_no_gpu
 from pyringar.engine import build, load, toolchain
 from pyringar.errors import CompilerNotFoundError, RingarError
 
@@ -132,12 +133,10 @@ def _cache() -> str:
 
 def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
     """Return what is built for this machine, and what the engine says of itself."""
-    import torch
-
     engine = build.find_engine(build.Recipe(kind=kind))
     if engine is None:
-        if kind.cuda and torch.version.cuda is None:
-            return "not built: torch is a CPU build; `pyringar build --cuda` builds it all the same"
+        if kind.cuda and (why := why_no_gpu()):
+            return f"not built: {why}; `pyringar build --cuda` builds it all the same"
         return "not built yet: the first call compiles it, `pyringar build` does it now"
     module, record = load.load(engine), engine.record
     cpu = record["content"].get("cpu", {})
@@ -165,8 +164,7 @@ def _devices() -> dict[str, Any]:
         "cores": f"{toolchain.cores_allowed()} of {os.cpu_count()} may be used",
         "memory": f"{memory_gib:.1f} GiB",
     }
-    if not torch.cuda.is_available():
-        why = "no GPU or no driver" if torch.version.cuda else "this torch is built without CUDA"
+    if why := why_no_gpu():
         return devices | {"cuda": f"none ({why})"}
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)

@@ -1,10 +1,10 @@
-"""Lay out text for a terminal."""
+"""Texts for a terminal: their layout, and what several commands say."""
 
 from __future__ import annotations
 
 import textwrap
 
-__all__ = ["COLUMNS", "paragraph"]
+__all__ = ["COLUMNS", "paragraph", "why_no_gpu"]
 
 COLUMNS = 80
 _LABEL = 11  # columns
@@ -25,3 +25,12 @@ def paragraph(text: str, label: str = "") -> str:
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def why_no_gpu() -> str:
+    """Return why torch has no GPU here, "" if it has one."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "torch is a CPU build"
+    return "" if torch.cuda.is_available() else "no GPU or no driver"

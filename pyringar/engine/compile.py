@@ -284,6 +284,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         flags = _accepted_flags(plan, work)
         script = _ninja_script(work, plan, cuda, flags, name)
         (work / "build.ninja").write_text(script, encoding="utf-8")
+        (work / toolchain.EXPORTS_FILE).write_text(toolchain.EXPORTS, encoding="utf-8")
         output = _run_ninja(ninja, work, folder / "build.log", plan, verbose=verbose)
         seconds = time.monotonic() - started
         record = {

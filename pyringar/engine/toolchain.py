@@ -24,6 +24,8 @@ from pyringar.engine.levels import Level
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 __all__ = [
+    "EXPORTS",
+    "EXPORTS_FILE",
     "Compiler",
     "Cpu",
     "CudaToolkit",
@@ -51,6 +53,10 @@ __all__ = [
     "run_tool",
     "tuning_flags",
 ]
+
+_INIT = "PyInit_*"
+EXPORTS_FILE = "exports.map"
+EXPORTS = f"{{ global: {_INIT}; local: *; }};\n"
 
 _COMPILER_NAMES = ("c++", "g++", "clang++")
 _LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
@@ -165,10 +171,15 @@ def tuning_flags() -> tuple[str, ...]:
 
 
 def link_flags() -> tuple[str, ...]:
-    """Return the flags that link objects into an extension module."""
+    """Return the flags that link objects into an extension module.
+
+    The module exports its init function alone. Exported symbols of a static libstdc++ would mix
+    with those of the shared one that torch loads: then streams and locales crash. The version
+    script is `EXPORTS`, in the current folder.
+    """
     if sys.platform == "darwin":
-        return ("-bundle", "-undefined", "dynamic_lookup")
-    return ("-shared",)
+        return ("-bundle", "-undefined", "dynamic_lookup", f"-Wl,-exported_symbol,_{_INIT}")
+    return ("-shared", f"-Wl,--version-script={EXPORTS_FILE}")
 
 
 def find_ninja() -> str:

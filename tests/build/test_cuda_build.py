@@ -394,16 +394,31 @@ def test_build_command_says_why_there_is_no_cuda_engine(
 
     monkeypatch.setattr(torch.version, "cuda", None)
     status, told = build()
-    assert (status, "torch is a CPU build" in told) == (0, True)
+    left_out = "cuda       not built: torch is a CPU build; --cuda builds it all the same\n"
+    assert (status, left_out in told) == (0, True)
     assert "cuda " not in build("--no-cuda")[1]
     status, told = build("--cuda")
     assert (status, "pyringar build: no CUDA compiler" in told) == (1, True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     status, told = build()
     assert (status, "cuda       not built: no CUDA compiler" in told) == (0, True)
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
     status, told = build()
     assert (status, "/no/such/nvcc" in told) == (1, True)
+
+
+@needs_compiler
+@needs_nvcc
+def test_build_command_leaves_cuda_out_without_gpu(cache, one_root, monkeypatch, capsys):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["build"]) == 0
+    told = capsys.readouterr().out
+    assert "cuda       not built: no GPU or no driver; --cuda builds it all the same\n" in told
+    assert not list(cache.glob("*/_cuda_engine*"))
+    assert main(["info"]) == 0
+    assert "`pyringar build --cuda` builds" in " ".join(capsys.readouterr().out.split())
 
 
 # --- nvcc from pip alone ---

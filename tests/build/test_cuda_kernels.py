@@ -51,20 +51,6 @@ def test_builds_for_all_architectures_and_spills_nothing(cache, monkeypatch):
     assert out.strip().isdigit()
 
 
-@needs_compiler
-@needs_nvcc
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_it_links_and_imports(cache, monkeypatch):
-    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
-    build.build_engine(build.Recipe(kind=build.CUDA))
-    code = "from pyringar.engine import load; print(sorted(vars(load.cuda_engine())))"
-    out = run(
-        sys.executable, "-c", code, cwd=REPO, PYRINGAR_CACHE_DIR=cache, PYRINGAR_CUDA_ARCHS="9.0"
-    )
-    assert "'Group', 'ProcessGroup', 'ProcessWork'" in out
-
-
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
     """``read(dtype, *defines)``: the kernels of a dtype, by kind."""

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_engine import COMPILERS, REPO, needs_compiler, run_alone
+from tiny_engine import REPO, needs_compiler
 
 from pyringar.cli import main
 from pyringar.engine import build, load
@@ -131,17 +131,3 @@ def test_build_command(cache, tiny, unloaded, monkeypatch, capsys, caplog):
     assert "it was there" not in told("--force")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert told("--force", status=1).endswith("or name yours in CXX.\n")
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_pyringars_engine_compiles_without_warnings(cache, compiler, monkeypatch):
-    monkeypatch.setenv("CXX", compiler)
-    # In a process of its own: one process loads one engine.
-    code = """
-engine = build.ensure_engine(build.Recipe(extra_flags=("-Werror",)))
-print(load.load(engine).build_info()["compiler"])
-"""
-    assert run_alone(code).startswith(compiler)
