@@ -170,6 +170,30 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
         yield functools.cache(lambda k: made.enter_context(pr.Communicator(["cpu"] * k)))
 
 
+# For tests/cuda. In a conftest.py of that folder, pytest 9.1 does not find them for files that are
+# named on the command line after a file of another folder.
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The device of all ranks."""
+    return "cpu" if os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1" else "cuda:0"
+
+
+@pytest.fixture
+def make_ranks(device: str) -> Iterator[Callable[..., pr.Communicator]]:
+    """``make_ranks(k, **kwargs)``: a communicator of k ranks on the device, closed afterwards."""
+    with contextlib.ExitStack() as made:
+        yield lambda k, **options: made.enter_context(pr.Communicator([device] * k, **options))
+
+
+@pytest.fixture(scope="session")
+def ranks_of(device: str) -> Iterator[Callable[[int], pr.Communicator]]:
+    """``ranks_of(k)``: one communicator of k ranks for all tests that leave it as it was."""
+    with contextlib.ExitStack() as made:
+        yield functools.cache(lambda k: made.enter_context(pr.Communicator([device] * k)))
+
+
 @pytest.fixture(scope="session")
 def store_port() -> int:
     """The port of a store for all groups."""
