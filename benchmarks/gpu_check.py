@@ -133,14 +133,14 @@ def plan(folder: Path, *, is_quick: bool, is_trial: bool) -> list[list[Step]]:
     tests = [sys.executable, "-m", "pytest", *test_files(), "-m", "cuda", "-o", "addopts="]
     tests += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu_test_log", "--test-log", str(log)]
     tests += ["-q", "--tb=short", f"--timeout={TEST_S}", "--timeout-method=thread"]
-    tests += ["-n", str(max(2, num_cores() - 4)), "--dist", "worksteal"]
+    tests += ["-n", str(max(2, num_cores() - 5)), "--dist", "worksteal"]
     sanitizers = map(sanitizer, ("memcheck", "racecheck", "initcheck", "synccheck"))
     return [
         [Step("build", [*runs, "build"], 150.0, judge_build)],
         [Step("tests", tests, 600.0 if is_trial else 110.0, judge_tests, file=log), *sanitizers],
         [benchmark("allreduce_cuda", 70.0)],
-        [benchmark("training_cuda", 100.0)],
-        [benchmark("peers_cuda", 60.0)],
+        [benchmark("training_cuda", 110.0)],
+        [benchmark("peers_cuda", 70.0)],
         [profile("fused")],
         [profile("ring")],
     ]

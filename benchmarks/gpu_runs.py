@@ -33,6 +33,8 @@ def build_engines() -> None:
     else:
         if not torch.cuda.is_available():
             sys.exit(f"no CUDA device here (torch {torch.__version__})")
+        major, minor = torch.cuda.get_device_capability()
+        os.environ["PYRINGAR_CUDA_ARCHS"] = f"{major}.{minor}"  # as the steps after this one
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda load_engine: load_engine(), (load.cuda_engine, load.engine)))
         found["machine"] = describe_machine("cuda")

@@ -280,25 +280,44 @@ def test_outcome_of_benchmark(
     assert len(step.rows) == num_rows
 
 
+def train_lenet(tmp_path: Path) -> Results:
+    path = str(tmp_path / "rows.jsonl")
+    run_benchmark(training_cuda.BENCHMARK, ["--dry-run", "--only", "LeNet", "--json", path])
+    return read(path)
+
+
 def test_training_writes_rows_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cases in turns, ended in the second epoch of the second one."""
+    """Two cases in turns, ended in their second measured epoch."""
     epochs = []
 
     class Trainer(training_cuda.Trainer):
         def run(self) -> Any:
             epochs.append(1)
-            if len(epochs) == 4:
+            if len(epochs) == 5:
                 raise KeyboardInterrupt
             return super().run()
 
     monkeypatch.setattr(training_cuda, "Trainer", Trainer)
-    path = tmp_path / "rows.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        run_benchmark(
-            training_cuda.BENCHMARK, ["--dry-run", "--only", "LeNet", "--json", str(path)]
-        )
-    (row,) = read(path).rows
-    assert (row.case, row.rounds, row.correct) == ("LeNet", 1, True)
+        train_lenet(tmp_path)
+    rows = read(tmp_path / "rows.jsonl").rows
+    assert {(row.world_size, row.candidate, row.correct) for row in rows} == {
+        (1, "ringar", True),
+        (1, "nn.DataParallel", True),
+        (2, "ringar", True),
+    }
+
+
+def test_training_lists_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(loop: training_cuda.TorchLoop) -> None:
+        with training_cuda.time_limit(0.1):
+            time.sleep(100)
+
+    monkeypatch.setattr(training_cuda.TorchLoop, "epoch", fail)
+    results = train_lenet(tmp_path)
+    assert [row.candidate for row in results.rows] == ["ringar", "ringar"]
+    why = "TimeoutError: not ready within 0.1 s"
+    assert results.not_run == [{"what": "nn.DataParallel, LeNet, 1 ranks", "why": why}]
 
 
 # -- sanitizers and profiles -----------------------------------------------------------------------
