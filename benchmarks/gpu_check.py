@@ -139,7 +139,7 @@ def plan(folder: Path, *, is_quick: bool, is_trial: bool) -> list[list[Step]]:
         [Step("build", [*runs, "build"], 150.0, judge_build)],
         [Step("tests", tests, 600.0 if is_trial else 110.0, judge_tests, file=log), *sanitizers],
         [benchmark("allreduce_cuda", 70.0)],
-        [benchmark("training_cuda", 110.0)],
+        [benchmark("training_cuda", 120.0)],
         [benchmark("peers_cuda", 70.0)],
         [profile("fused")],
         [profile("ring")],

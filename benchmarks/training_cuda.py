@@ -11,7 +11,8 @@ written as it ends. Images are on the GPU before an epoch begins.
 
     ringar            the Trainer of `pyringar train`
     nn.DataParallel   the book's loop as printed: nn.DataParallel over one GPU, torch's SGD
-    torch.compile     the same loop without it: channels_last, autocast to bf16, torch.compile
+    torch.compile     the same loop without it: channels_last, autocast to bf16, torch.compile; in a
+                      process of its own, which is ended after a minute
 
 Then a step of ResNet-18 is timed with buckets, with one reduction after backward, and with none.
 The difference of the first and the last is exposed.
@@ -22,10 +23,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import signal
+import multiprocessing
+import queue
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +51,7 @@ NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # drawn once, and repeated: drawing is no
 BATCH_SIZE = 256
 RESNET_IMAGES = 60 * BATCH_SIZE  # a batch of another size would be compiled again
 LR = 0.05
-COMPILE_S = 40.0
+COMPILE_S = 60.0
 STEP = "ResNet-18, one step"
 RINGAR, BOOK, COMPILED = "ringar", "nn.DataParallel", "torch.compile"
 
@@ -73,7 +75,7 @@ class TorchLoop:
         is_amp: Compute in bf16, with images in channels_last.
     """
 
-    def __init__(self, net: nn.Module, data: ImageData, size: int, *, is_amp: bool) -> None:
+    def __init__(self, net: nn.Module, data: ImageData, size: int, *, is_amp: bool = False) -> None:
         self._net, self._data, self._size, self._is_amp = net.train(), data, size, is_amp
         self._device = data.train_images.device.type
         self._optimizer = torch.optim.SGD(net.parameters(), LR)
@@ -128,35 +130,39 @@ def images(count: int) -> ImageData:
 
 def run_epochs(run: Run, cases: Sequence[Case]) -> None:
     """Time epochs of all cases in turns; list a case that fails in its first epoch as not run."""
-    epochs: dict[Key, Callable[[], Epoch]] = {}
+    of_key = {(c.name, c.world_size, name): c for c in cases for name in c.candidates}
     first: dict[Key, Epoch] = {}
+    compiled: dict[Key, list[Epoch]] = {}
+    turns: dict[Key, Callable[[], Epoch]] = {}
+
+    def rows(found: Mapping[Key, Sequence[Epoch]]) -> list[Row]:
+        return rows_of_epochs(run, cases, first, {**compiled, **found})
+
     with contextlib.ExitStack() as stack:
-        by_key = {(c.name, c.world_size, name): c for c in cases for name in c.candidates}
-        for key, case in by_key.items():
-            name = key[2]
+        for key, case in of_key.items():
             try:
-                epoch = epoch_of(run, case, name, stack)
-                with time_limit(COMPILE_S if name == COMPILED else None):
+                if key[2] == COMPILED:
+                    first[key], *compiled[key] = compiled_epochs(run, case)
+                else:
+                    epoch = epoch_of(run, case, key[2], stack)
                     first[key] = epoch()
+                    turns[key] = epoch
             except Exception as error:  # others go on, and the report holds the reason
-                what = f"{name}, {case.name}, {case.world_size} ranks"
+                what = f"{key[2]}, {case.name}, {case.world_size} ranks"
                 run.skip(what, f"{type(error).__name__}: {error}".partition("\n")[0])
-            else:
-                epochs[key] = epoch
         found = in_turns(
-            epochs,
+            turns,
             rounds=run.effort.rounds,
             budget_s=run.effort.budget_s,
             least_rounds=1,
-            look=lambda found: run.write_so_far(rows_of_epochs(run, cases, first, found)),
+            look=lambda found: run.write_so_far(rows(found)),
         )
-    run.add(rows_of_epochs(run, cases, first, found))
+    run.add(rows(found))
 
 
 def epoch_of(run: Run, case: Case, name: str, stack: contextlib.ExitStack) -> Callable[[], Epoch]:
     """Return a function that trains for an epoch."""
-    data = images(300 if run.is_smoke else num_images(case))
-    size = min(BATCH_SIZE, len(data.train_labels) // 3)
+    data, size = data_of(run, case)
     if name == RINGAR:
         config = TrainConfig(
             devices=[run.device] * case.world_size,
@@ -169,39 +175,66 @@ def epoch_of(run: Run, case: Case, name: str, stack: contextlib.ExitStack) -> Ca
         trainer = stack.enter_context(Trainer(config, data))
         return lambda: Epoch(*((e := trainer.run().epochs[0]).seconds, e.loss))
     device = torch.device(run.device)
-    is_resnet = case.settings.get("model") == "resnet18"
-    net = resnet18(width=case.settings.get("width", 64), seed=0) if is_resnet else lenet_module()
-    net = net.to(device)
-    if name == BOOK:
-        net = nn.DataParallel(net, device_ids=[0] if device.type == "cuda" else None)
-    elif device.type == "cuda":  # a trial need not wait for a compiler
-        net = torch.compile(net.to(memory_format=torch.channels_last))
-    data = data.to(device, torch.float32)
-    return TorchLoop(net, data, size, is_amp=name == COMPILED).epoch
+    net = module_of(case).to(device)
+    net = nn.DataParallel(net, device_ids=[0] if device.type == "cuda" else None)
+    return TorchLoop(net, data.to(device, torch.float32), size).epoch
+
+
+def compiled_epochs(run: Run, case: Case) -> list[Epoch]:
+    """Run epochs of the compiled module, alone in a process: a compiler cannot be interrupted.
+
+    Raises:
+        RuntimeError: It failed.
+        TimeoutError: It was not ready in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    data, size = data_of(run, case)
+    arguments = (out, run.device, module_of(case), data, size, 1 + run.effort.rounds)
+    process = context.Process(target=_run_compiled, args=arguments)
+    process.start()
+    try:
+        found = out.get(timeout=COMPILE_S)
+    except queue.Empty:
+        raise TimeoutError(f"not compiled and run within {COMPILE_S:g} s") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return [Epoch(*epoch) for epoch in found]
+
+
+def _run_compiled(
+    out: Any, device: str, net: nn.Module, data: ImageData, size: int, epochs: int
+) -> None:
+    """Put the epochs, or the error."""
+    try:
+        net = net.to(device, memory_format=torch.channels_last)
+        if device != "cpu":  # a trial need not wait for a compiler
+            net = torch.compile(net)
+        loop = TorchLoop(net, data.to(torch.device(device), torch.float32), size, is_amp=True)
+        out.put([tuple(loop.epoch()) for _ in range(epochs)])
+    except Exception as error:
+        out.put(f"{type(error).__name__}: {error}")
+
+
+def module_of(case: Case) -> nn.Module:
+    """Return the case's model as a module."""
+    if case.settings.get("model") != "resnet18":
+        return lenet_module()
+    return resnet18(width=case.settings.get("width", 64), seed=0)
+
+
+def data_of(run: Run, case: Case) -> tuple[ImageData, int]:
+    """Return the images of an epoch, and the size of a batch."""
+    data = images(300 if run.is_smoke else num_images(case))
+    return data, min(BATCH_SIZE, len(data.train_labels) // 3)
 
 
 def num_images(case: Case) -> int:
     """Return how many images are measured."""
     return RESNET_IMAGES if case.settings.get("model") == "resnet18" else NUM_IMAGES
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds."""
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError(f"not ready within {seconds:g} s")
-
-    if seconds is None:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def rows_of_epochs(

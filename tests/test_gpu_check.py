@@ -6,6 +6,7 @@ Nothing here needs a GPU: other programs take the place of its steps' commands.
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import re
 import signal
 import subprocess
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # last: the installed pyringar comes first
 
 from benchmarks import gpu_check, gpu_test_log, training_cuda  # noqa: E402
-from benchmarks.bench import goal  # noqa: E402
+from benchmarks.bench import Run, goal  # noqa: E402
 from benchmarks.bench import main as run_benchmark  # noqa: E402
 from benchmarks.gpu_check import Step  # noqa: E402
 from benchmarks.rows import Results, Row, lines_of, read  # noqa: E402
@@ -310,14 +311,23 @@ def test_training_writes_rows_as_they_come(tmp_path: Path, monkeypatch: pytest.M
 
 def test_training_lists_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(loop: training_cuda.TorchLoop) -> None:
-        with training_cuda.time_limit(0.1):
-            time.sleep(100)
+        raise RuntimeError("planted\nwith details")
 
     monkeypatch.setattr(training_cuda.TorchLoop, "epoch", fail)
     results = train_lenet(tmp_path)
     assert [row.candidate for row in results.rows] == ["ringar", "ringar"]
-    why = "TimeoutError: not ready within 0.1 s"
+    why = "RuntimeError: planted"
     assert results.not_run == [{"what": "nn.DataParallel, LeNet, 1 ranks", "why": why}]
+
+
+@pytest.mark.slow
+def test_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_cuda, "COMPILE_S", 0.5)
+    run = Run(training_cuda.BENCHMARK, "smoke", on_cpu=True)
+    (case,) = (case for case in run.cases if "torch.compile" in case.candidates)
+    with pytest.raises(TimeoutError, match=r"within 0\.5 s"):
+        training_cuda.compiled_epochs(run, case)
+    assert not multiprocessing.active_children()
 
 
 # -- sanitizers and profiles -----------------------------------------------------------------------
