@@ -145,23 +145,15 @@ def rank_auto(worker: Any, tensors: list[Tensor]) -> Call:
 
 
 def torch_collective(worker: Any, numel: int) -> tuple[Tensor, Call]:
-    """Call torch.distributed: NCCL on a GPU, gloo on the CPU."""
+    """Call torch.distributed with NCCL."""
     tensor = torch.zeros(numel, device=worker.device)
     return tensor, lambda: dist.all_reduce(tensor)
 
 
-def cupy_nccl(worker: Any, numel: int) -> tuple[Tensor, Call]:
-    """Call NCCL through CuPy."""
-    from cupy.cuda import nccl
-
-    unique = [nccl.get_unique_id() if worker.rank == 0 else None]
-    dist.broadcast_object_list(unique, device=torch.device("cpu"))
-    comm = nccl.NcclCommunicator(worker.world_size, unique[0], worker.rank)
-    tensor = torch.zeros(numel, device=worker.device)
-    pointer, kind = tensor.data_ptr(), (nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
-    return tensor, lambda: comm.allReduce(
-        *(pointer, pointer, numel, *kind, torch.cuda.current_stream().cuda_stream)
-    )
+def gloo_over_host(worker: Any, numel: int) -> tuple[Tensor, Call]:
+    """Call gloo, which copies tensors of a GPU through the host's memory."""
+    tensor, group = torch.zeros(numel, device=worker.device), dist.new_group(backend="gloo")
+    return tensor, lambda: dist.all_reduce(tensor, group=group)
 
 
 def torch_symmetric_memory(worker: Any, numel: int) -> tuple[Tensor, Call]:
@@ -205,6 +197,7 @@ _ALL = (
             "processes": lambda worker, tensors: each(dist.all_reduce, tensors),
             "ddp": lambda module, ours: with_ddp(module, dist.group.WORLD),
             "machines": lambda worker, tensor: lambda: dist.all_reduce(tensor),
+            "peers_cuda": gloo_over_host,
         },
     ),
     *(
@@ -226,7 +219,6 @@ _ALL = (
     Candidate("open mpi", "Open MPI", _ORANGE, "^"),
     Candidate("open mpi, han", "Open MPI, han", _YELLOW, "v"),
     Candidate("torch nccl", "NCCL, torch", _GREY, "s", calls={"peers_cuda": torch_collective}),
-    Candidate("cupy nccl", "NCCL, CuPy", _PINK, "v", calls={"peers_cuda": cupy_nccl}),
     Candidate(
         *("torch symmetric memory", "torch symmetric memory", _ORANGE, "^"),
         calls={"peers_cuda": torch_symmetric_memory},
@@ -235,6 +227,7 @@ _ALL = (
     Candidate("undivided", "undivided, one replica (limit)", _BLACK),
     Candidate("book", "the book's loop", _GREY),
     Candidate("nn.DataParallel", "nn.DataParallel", _ORANGE),
+    Candidate("torch.compile", "torch.compile", _PINK),
     _ours("fused", "fused", _GREEN, "P", calls={"allreduce": local_call("fused")}),
     _ours(
         *("direct", "direct", _SKY, "D"),

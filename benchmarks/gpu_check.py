@@ -1,237 +1,391 @@
-"""Check a machine with a GPU: build, test, measure, look for memory errors, profile.
+"""Check a machine with a GPU in one command of at most 5 minutes, and write one report.
 
-    python benchmarks/gpu_check.py --only build,machine,tests   --out DIR/gpu.jsonl
-    python benchmarks/gpu_check.py --only training,benchmarks   --out DIR/gpu.jsonl
-    python benchmarks/gpu_check.py --only sanitizers,profile    --out DIR/gpu.jsonl
-    python benchmarks/gpu_check.py                              # all of it, within 24 minutes
+    python benchmarks/gpu_check.py --out DIR/gpu.jsonl
+    python benchmarks/gpu_check.py --only training_cuda,ncu_ring
+    python benchmarks/gpu_check.py --dry-run                               # prints the plan
+    PYRINGAR_TEST_CUDA_ON_CPU=1 python benchmarks/gpu_check.py             # a trial without a GPU
 
-For a GPU that is at hand for minutes at a time: each of the three commands ends within 8 minutes,
-and adds what it finds to the report. The report is a results file: the outcome of every step in its
-first line, then a line for every row that was measured. It is written anew, in whole, whenever
-something is known, so that what ends this command in the middle leaves what was known by then.
-Where only a certain folder outlives the machine, keep the report there, by --out.
+Builds the engines; runs the GPU tests and the sanitizers at the same time; then, alone, each
+benchmark; then profiles two kernels. Each step is a process group with a time limit, so a hang, a
+crash or a lost CUDA context costs one step. The report is a results file: its first line holds the
+outcome of each step, and each further line a benchmark's row. It is rewritten after each step.
 
-Each step is a process with a limit of its own, so that a hang, a crash or an error after which CUDA
-is lost costs one step; each file of tests is a step. Needs no network and no installed pyringar;
-torch, pybind11, ninja, a C++ compiler, nvcc and pytest must be there. docs/gpu.md says how to read
-what comes.
-
-Exit status: 0 all well; 1 something failed; 2 nothing was run; 3 nothing failed, but time was over
-before all was done.
+Needs no network and no installed pyringar, but torch, pybind11, ninja, filelock, a C++ compiler,
+nvcc, pytest, pytest-xdist and pytest-timeout. Exit status: 0, or 1 if a step failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import importlib.util
 import itertools
-import math
+import json
 import os
 import re
+import resource
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
-import textwrap
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_process import Budget
-from benchmarks.gpu_steps import (
-    CUT_OFF,
-    FAILED,
-    IDENTIFY,
-    NOT_REACHED,
-    NOT_RUN,
-    OK,
-    PLANS,
-    ROOT,
-    UNFINISHED,
-    Checker,
-    Plan,
-    Step,
-    json_in,
-)
-from benchmarks.rows import InputError, Results, by_key, read, write
+from benchmarks import gpu_test_log
+from benchmarks.bench import format_goal
+from benchmarks.machine import describe_host, num_cores
+from benchmarks.rows import Results, Row, read, write
 from benchmarks.script import exit_with
 
-COMMAND_S, ALL_S = 480.0, 1440.0
-IDENTIFY_S = 60.0
-PRINTED_CHARS, PRINTED_FAILURES = 5000, 10
-# In these two reports must agree, or they are not one.
-SAME = ("gpu", "gpus", "driver", "cpu", "cores", "python", "torch", "packages", "source")
-
-Identify = Callable[[Checker], dict[str, Any]]
-
-
-class CannotCheckError(Exception):
-    """Nothing can be run; the message says why."""
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_MEMORY = Path("/dev/shm")
+OK, FAILED, CUT_OFF, NOT_RUN, NOT_REACHED = "ok", "FAILED", "cut off", "not run", "not reached"
+ON_CPU = "PYRINGAR_TEST_CUDA_ON_CPU"
+TEST_S = 60  # for one test, where it sets no limit itself
+ABORT_S, KILL_S, POLL_S = 3.0, 10.0, 0.1
+PRINTED_FAILURES, PRINTED_LINES, PRINTED_COLUMNS = 8, 15, 140
+NCU_SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis")
+NCU_METRICS = ("Duration", "DRAM Throughput", "Registers Per Thread", "Achieved Occupancy")
 
 
-# -- report ----------------------------------------------------------------------------------------
+@dataclass
+class Step:
+    """A process to run, and its outcome.
 
-
-class Report:
-    """Keeps what is known in a file that is complete at any time.
-
-    Args:
-        path: The file; what it holds already is kept, and its folder is made.
-        machine: Machine, versions and sources.
-
-    Raises:
-        CannotCheckError: The file is not a report, or of another machine, version or source.
+    Attributes:
+        command: The program and its arguments; none where the program is absent.
+        limit_s: Seconds after which it is ended.
+        judge: Reads what it printed or wrote, and completes the outcome.
+        file: Where the process writes what ``judge`` reads.
+        code: Exit status; None if it was ended here.
+        note: One line.
+        output: What it printed, stdout and stderr together.
+        facts: What it found, as JSON.
     """
 
-    def __init__(self, path: Path, machine: dict[str, Any]) -> None:
-        self.path, self._machine = path, machine
-        self.steps: dict[str, Step] = {}
-        self.num_before = 0
-        if path.exists():
-            self._take_earlier()
-        path.parent.mkdir(parents=True, exist_ok=True)
+    name: str
+    command: list[str]
+    limit_s: float
+    judge: Callable[[Step], None]
+    variables: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
+    state: str = NOT_REACHED
+    seconds: float = 0.0
+    code: int | None = None
+    note: str = ""
+    output: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
 
-    def _take_earlier(self) -> None:
-        try:
-            earlier = read(self.path)
-            steps = [Step(**step) for step in earlier.facts["steps"]]
-        except (InputError, KeyError, TypeError) as error:
-            raise CannotCheckError(
-                f"--out: {self.path} is not a report to add to: {error}"
-            ) from error
-        for key in SAME:
-            if earlier.machine.get(key) != self._machine.get(key):
-                raise CannotCheckError(
-                    f"--out: {self.path} is of another machine or version, name another file: "
-                    f"{key} is {earlier.machine.get(key)!r} there, {self._machine.get(key)!r} here"
-                )
-        for step in steps:
-            step.rows = [row for row in earlier.rows if row.section == step.facts.get("section")]
-        self.steps = {step.name: step for step in steps}
-        self.num_before = len(steps)
+    def add_note(self, *notes: str) -> None:
+        """Append to the note."""
+        self.note = "; ".join(filter(None, (self.note, *notes)))
 
-    def take(self, *steps: Step) -> None:
-        """Take the outcomes of steps, in place of earlier ones, and write all.
-
-        One that is not over, or was cut off, does not take the place of one that came to its end.
-        """
-        for step in steps:
-            earlier = self.steps.get(step.name)
-            if step.state != CUT_OFF or earlier is None or earlier.state not in (OK, FAILED):
-                self.steps[step.name] = step
-        write(self.path, self.results())
-
-    def results(self) -> Results:
-        """Return all as a results file holds it."""
-        steps = list(self.steps.values())
-        described = self.steps.get("machine", Step("machine"))
-        is_quick = any(step.facts.get("effort") == "quick" for step in steps)
-        return Results(
-            section="gpu_check",
-            machine={**described.facts, **self._machine},
-            effort="quick" if is_quick else "full",
-            rows=[row for step in steps for row in step.rows],
-            not_run=[
-                *({"what": s.name, "why": s.note} for s in steps if s.state == NOT_RUN),
-                *(missing for step in steps for missing in step.facts.get("not_run", [])),
-            ],
-            facts={
-                "failed": [step.name for step in steps if step.state == FAILED],
-                "unfinished": [step.name for step in steps if step.state in UNFINISHED],
-                "steps": [
-                    {
-                        key.name: getattr(step, key.name)
-                        for key in fields(Step)
-                        if key.name != "rows"
-                    }
-                    for step in steps
-                ],
-            },
-        )
+    @property
+    def tail(self) -> str:
+        """The end of the output; more of it where the step failed."""
+        return self.output[-2_000:] if self.state == OK else self.output[-20_000:]
 
 
-def summarize(step: Step) -> str:
-    """Return one line of the summary."""
-    return f"{step.name:<18} {step.state:<11} {step.seconds:>6.1f} s  {step.note}".rstrip()
+# -- the plan --------------------------------------------------------------------------------------
 
 
-def explain(step: Step) -> str:
-    """Return what failed: tests with their last lines, else the end of what was printed."""
-    failures = step.facts.get("not_passed", [])
-    if not failures or step.facts["running"]:
-        return step.tail[-PRINTED_CHARS:]
-    lines = [
-        f"    {line}"
-        for failure in failures[:PRINTED_FAILURES]
-        for line in (f"{failure['outcome']}: {failure['test']}", *failure["error"], "")
+def plan(folder: Path, *, is_quick: bool, is_trial: bool) -> list[list[Step]]:
+    """Return the stages, each a list of steps that run at the same time."""
+    runs = [sys.executable, "benchmarks/gpu_runs.py"]
+
+    def benchmark(name: str, limit_s: float) -> Step:
+        file = folder / f"{name}.jsonl"
+        command = [sys.executable, f"benchmarks/{name}.py", "--allow-busy", "--json", str(file)]
+        command += ["--dry-run"] if is_trial else ["--quick"] if is_quick else []
+        return Step(name, command, limit_s if is_quick else 10 * limit_s, judge_rows, file=file)
+
+    def tool(name: str, program: str, options: Sequence[str], *run: str) -> Step:
+        path = None if is_trial else find_tool(program)
+        command = [path, *options, *runs, *run] if path else []
+        judge = judge_profile if program == "ncu" else judge_sanitizer
+        step = Step(name, command, 110.0 if program != "ncu" else 40.0, judge)
+        if not command:
+            step.state, step.note = NOT_RUN, "no GPU" if is_trial else f"no {program}"
+        return step
+
+    def sanitizer(name: str) -> Step:
+        step = tool(name, "compute-sanitizer", ["--tool", name, "--error-exitcode", "9"], "reduce")
+        step.variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        return step
+
+    def profile(algorithm: str) -> Step:
+        options = ["--csv", "--clock-control", "none", "-k", f"regex:{algorithm}"]
+        options += ["--launch-skip", "2", "--launch-count", "1"]
+        options += [word for name in NCU_SECTIONS for word in ("--section", name)]
+        return tool(f"ncu_{algorithm}", "ncu", options, "launch", algorithm)
+
+    log = folder / "tests.jsonl"
+    # addopts is for the whole suite. A hang in CUDA runs no signal handler, but a thread ends it.
+    tests = [sys.executable, "-m", "pytest", *test_files(), "-m", "cuda", "-o", "addopts="]
+    tests += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu_test_log", "--test-log", str(log)]
+    tests += ["-q", "--tb=short", f"--timeout={TEST_S}", "--timeout-method=thread"]
+    tests += ["-n", str(max(2, num_cores() - 5)), "--dist", "worksteal"]
+    sanitizers = map(sanitizer, ("memcheck", "racecheck", "initcheck", "synccheck"))
+    return [
+        [Step("build", [*runs, "build"], 150.0, judge_build)],
+        [Step("tests", tests, 600.0 if is_trial else 110.0, judge_tests, file=log), *sanitizers],
+        [benchmark("allreduce_cuda", 70.0)],
+        [benchmark("training_cuda", 120.0)],
+        [benchmark("peers_cuda", 70.0)],
+        [profile("fused")],
+        [profile("ring")],
     ]
-    return "\n".join(lines)
 
 
-# -- the run ---------------------------------------------------------------------------------------
+def test_files() -> list[str]:
+    """Return the files with tests that carry the marker ``cuda``."""
+    marker = re.compile(r"pytest\.mark\.cuda|gpu\.needed")
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if marker.search(file.read_text())]
 
 
-def run_steps(plans: Sequence[Plan], checker: Checker, report: Report) -> list[Step]:
-    """Run steps while there is time; print and keep the outcome of each."""
-    done: list[Step] = []
-    for plan in plans:
-        why_not = reason_not_to_begin(plan, checker.budget, done)
-        if why_not:
-            step = Step(plan.name, NOT_REACHED, note=why_not)
-            if report.steps[plan.name].state == NOT_REACHED:  # else an earlier outcome stays
-                report.take(step)
-        else:
-            report.take(Step(plan.name, CUT_OFF, note="had begun when this was written"))
-            step = run_step(plan, checker)
-            report.take(step)
-        done.append(step)
-        print(summarize(step), flush=True)
-        if step.state == FAILED:
-            print(explain(step), flush=True)
-    return done
+def find_tool(name: str) -> str | None:
+    """Find a program on PATH, in CUDA_HOME, or where CUDA is usually installed."""
+    homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    places = [str(Path(home, "bin", name)) for home in homes if home]
+    return next(filter(None, map(shutil.which, (name, *places))), None)
 
 
-def reason_not_to_begin(plan: Plan, budget: Budget, done: Sequence[Step]) -> str:
-    """Return why a step is not reached; "" if it is."""
-    if any(step.name == "build" and step.state != OK for step in done):
-        return "there is no build"  # every step would build again, and fail
-    if budget.left_s < plan.least_s:
-        return f"{budget.left_s:.0f} s were left"
+# -- running ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process_of(step: Step, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a step's process in a group of its own; with the block, end the group and judge it."""
+    with tempfile.TemporaryFile() as output:
+        begin = time.monotonic()
+        step.note = "ended from outside"
+        process = subprocess.Popen(
+            step.command,
+            cwd=ROOT,
+            env=environment | step.variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            step.code = process.poll()
+            step.add_note(end(process))
+            step.seconds = round(time.monotonic() - begin, 1)
+            output.seek(0)
+            step.output = output.read().decode(errors="replace")
+            judge(step)
+
+
+def end(process: subprocess.Popen[bytes]) -> str:
+    """End a process group. SIGABRT makes Python print its stacks, also within a CUDA call.
+
+    Returns:
+        A note if the process survived, which it does while it is stuck in the driver.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ABORT_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        return f"process {process.pid} survived SIGKILL for {KILL_S:.0f} s"
     return ""
 
 
-def run_step(plan: Plan, checker: Checker) -> Step:
-    """Run a step; one that cannot read what its process printed has failed, and ends no other."""
+def run_stage(steps: Sequence[Step], environment: dict[str, str], save: Callable[[], None]) -> None:
+    """Run steps at the same time; save the report and print a line when one has ended."""
+    with contextlib.ExitStack() as all_of_them:
+        begin, running = time.monotonic(), []
+        for step in steps:
+            own = all_of_them.enter_context(contextlib.ExitStack())
+            running.append((step, own, own.enter_context(process_of(step, environment))))
+        while running:
+            time.sleep(POLL_S)
+            seconds = time.monotonic() - begin
+            for item in list(running):
+                step, own, process = item
+                if process.poll() is not None or seconds > step.limit_s:
+                    step.note = "" if process.poll() is not None else "ended at its limit"
+                    own.close()
+                    running.remove(item)
+                    save()
+                    print(summarize(step), flush=True)
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+
+def judge(step: Step) -> None:
+    """Set a step's state by the end of its process, then by its output."""
+    step.state = OK if step.code == 0 else CUT_OFF if step.code is None else FAILED
+    if step.code is not None and step.code < 0:
+        step.add_note(f"ended by {signal.Signals(-step.code).name}")
     try:
-        return plan.run(checker, plan)
-    except Exception as error:
-        note = f"{type(error).__name__}: {error}"
-        return Step(plan.name, FAILED, note=note, tail=traceback.format_exc())
+        step.judge(step)
+    except Exception as error:  # output that cannot be read fails this step alone
+        step.state = FAILED
+        step.add_note(f"{type(error).__name__}: {error}")
 
 
-def identify(checker: Checker) -> dict[str, Any]:
-    """Return machine, versions and sources; a process asks, since a sick GPU may not answer.
+def judge_build(step: Step) -> None:
+    """Take the machine's description, and the kernels' registers and spills."""
+    if step.state == OK:
+        found = json.loads(step.output.splitlines()[-1])
+        kernels = found["kernels"]
+        spilling = [kernel["name"] for kernel in kernels if kernel["spill_store_bytes"]]
+        registers = max((kernel["registers"] for kernel in kernels), default=0)
+        step.facts = {"machine": found["machine"], "most_registers": registers}
+        step.facts |= {"kernels": len(kernels), "spilling": spilling}
+        step.add_note(f"{len(kernels)} kernels, at most {registers} registers")
+        step.add_note(f"{len(spilling)} spill" if spilling else "")
 
-    Raises:
-        CannotCheckError: There is no GPU, or it does not answer.
-    """
-    ended = checker.run([sys.executable, "-c", IDENTIFY], IDENTIFY_S)
-    if ended.code != 0:
-        raise CannotCheckError(f"asking for the GPU: {ended.why or 'failed'}\n{ended.output}")
-    try:
-        machine: dict[str, Any] = json_in(ended)
-    except ValueError as error:
-        raise CannotCheckError(f"asking for the GPU: {error}") from error
-    if "gpu" not in machine:
-        raise CannotCheckError(f"no CUDA device here (torch {machine['torch']})")
-    return machine
+
+def judge_tests(step: Step) -> None:
+    """Take the outcomes from the log, which is there however the run ended."""
+    found = gpu_test_log.read(step.file or Path())
+    step.facts = vars(found) | {"counts": dict(found.counts)}
+    step.add_note(found.in_words())
+    if found.not_passed or (step.state == OK and not found.counts["passed"]):
+        step.state = FAILED
+
+
+def judge_leftovers(step: Step, before: set[str]) -> None:
+    """Fail the tests if a shared-memory file of theirs is left."""
+    if step.file and (left := sorted(shared_memory() - before)):
+        step.state, step.facts["left_in_dev_shm"] = FAILED, left
+        step.add_note(f"left in {SHARED_MEMORY}: {', '.join(left)}")
+
+
+def shared_memory() -> set[str]:
+    """Return the names in the folder of shared memory."""
+    with contextlib.suppress(OSError):
+        return set(os.listdir(SHARED_MEMORY))
+    return set()
+
+
+def judge_rows(step: Step) -> None:
+    """Take the rows that a benchmark wrote until its end."""
+    results = read(step.file or Path())
+    goals = results.facts.get("goals", [])
+    reached = sum(goal["is_reached"] is True for goal in goals)
+    step.rows = results.rows
+    step.facts = {"section": results.section, "effort": results.effort, "others": results.others}
+    step.facts |= {"not_run": results.not_run, "facts": results.facts}
+    step.add_note(f"{len(results.rows)} rows", f"{reached} of {len(goals)} goals" if goals else "")
+    if results.wrong:
+        step.state = FAILED
+        step.add_note(f"{len(results.wrong)} WRONG")
+    elif results.not_run and not step.rows and step.code == 1:
+        step.state = NOT_RUN
+
+
+def judge_sanitizer(step: Step) -> None:
+    """Take the summary and the first error."""
+    step.add_note(*re.findall(r"\w+ SUMMARY: .*", step.output)[-1:])
+    found = re.findall(r"^========= ((?!COMPUTE-SANITIZER|.*SUMMARY)\S.*)", step.output, re.M)
+    step.add_note(f"first: {found[0]}" if found else "")
+    if "Device not supported" in step.output:
+        step.state = NOT_RUN
+    elif found:
+        step.state = FAILED
+
+
+def judge_profile(step: Step) -> None:
+    """Take ncu's metrics by name, each with its unit."""
+    lines = [line for line in step.output.splitlines() if line.startswith('"')]
+    metrics = {
+        row["Metric Name"]: f"{row['Metric Value']} {row['Metric Unit']}".strip()
+        for row in csv.DictReader(lines)
+        if row.get("Metric Name")
+    }
+    step.facts = {"metrics": metrics}
+    step.add_note(*(f"{name} {metrics[name]}" for name in NCU_METRICS if name in metrics))
+    refusal = re.search("==ERROR== (?!The application)(.*)", step.output)
+    if refusal:  # counters are for administrators, or absent on this machine
+        step.state = NOT_RUN
+        step.add_note(refusal[1])
+    elif step.state == OK and not metrics:
+        step.state = FAILED
+        step.add_note("ncu saw no launch of the kernel")
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def results_of(machine: dict[str, Any], steps: Sequence[Step], *, is_quick: bool) -> Results:
+    """Return all that is known, as a results file holds it."""
+    not_run = [{"what": step.name, "why": step.note} for step in steps if step.state == NOT_RUN]
+    for step in steps:
+        not_run += step.facts.get("not_run", [])
+    keys = ("name", "state", "seconds", "note", "facts", "tail")
+    return Results(
+        section="gpu_check",
+        machine=machine,
+        effort="quick" if is_quick else "full",
+        rows=[row for step in steps for row in step.rows],
+        not_run=not_run,
+        facts={
+            "failed": [step.name for step in steps if step.state == FAILED],
+            "steps": [{key: getattr(step, key) for key in keys} for step in steps],
+        },
+    )
+
+
+def commit() -> str | None:
+    """Return git's name of the checkout; None in a copy without git."""
+    with contextlib.suppress(OSError):
+        command = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
+
+
+def summarize(step: Step) -> str:
+    """Return one line about a step."""
+    return f"{step.name:<15} {step.state:<11} {step.seconds:>6.1f} s  {step.note}".rstrip()
+
+
+def summary(steps: Sequence[Step]) -> list[str]:
+    """Return the last lines to print: failures first, then goals and steps."""
+    lines: list[str] = []
+    for step in steps:
+        failures = step.facts.get("not_passed", [])
+        for failure in failures[:PRINTED_FAILURES]:
+            lines += [f"{failure['outcome']}: {failure['test']}"]
+            lines += [f"    {line}" for line in failure["error"][-6:]]
+        if len(failures) > PRINTED_FAILURES:
+            lines.append(f"... and {len(failures) - PRINTED_FAILURES} more: see the report")
+        if step.state == FAILED and not failures:
+            lines += [f"-- the end of {step.name}:", *step.output.splitlines()[-PRINTED_LINES:]]
+    goals = [goal for s in steps for goal in s.facts.get("facts", {}).get("goals", [])]
+    lines += [*map(format_goal, goals), *map(summarize, steps)]
+    lines += [
+        f"not run: {m['what']}: {m['why']}" for s in steps for m in s.facts.get("not_run", [])
+    ]
+    return [line[:PRINTED_COLUMNS] for line in lines]
+
+
+# -- the command line ------------------------------------------------------------------------------
 
 
 def variables() -> dict[str, str]:
-    """Return the variables of all steps: this checkout, a folder for engines, words at once."""
+    """Return the environment of all steps."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if "PYRINGAR_CACHE_DIR" not in found and not importlib.util.find_spec("platformdirs"):
@@ -239,101 +393,75 @@ def variables() -> dict[str, str]:
     return found
 
 
-def parse_arguments(argv: Sequence[str] | None, plans: Sequence[Plan]) -> argparse.Namespace:
-    """Read the command line."""
-    parts = {part: [p.name for p in same] for part, same in by_key(plans, lambda p: p.part).items()}
+def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan) -> int:
+    """Run the stages, keep the report, print a summary; return the exit status."""
     about, _, more = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=about,
-        epilog=f"{more}\nParts and their steps; build is always among them:\n{in_lines(parts)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", metavar="NAME,...", help="these parts or steps (default: all)")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="the report; added to, if it is there (default: gpu-NAME.jsonl)",
-    )
-    parser.add_argument("--quick", action="store_true", help="a few rounds of every benchmark")
-    parser.add_argument(
-        "--total-s",
-        type=float,
-        metavar="S",
-        help=f"seconds in all (default: {COMMAND_S:g}; without --only {ALL_S:g})",
-    )
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("gpu.jsonl"))
+    parser.add_argument("--only", metavar="STEP,...", help="these steps, after the build")
+    parser.add_argument("--full", action="store_true", help="all rounds of the benchmarks: an hour")
+    parser.add_argument("--dry-run", action="store_true", help="print the steps, and run nothing")
     args = parser.parse_args(argv)
-    names = args.only.split(",") if args.only is not None else list(parts)
-    known = dict.fromkeys([*parts, *itertools.chain(*parts.values())])
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        parser.error(
-            f"--only: no step {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
-        )
-    args.plans = [p for p in plans if p.name in names or p.part in names or p.name == "build"]
-    if args.total_s is None:
-        args.total_s = ALL_S if args.only is None else COMMAND_S
-    if not 0 < args.total_s < math.inf:
-        parser.error(f"--total-s is {args.total_s:g}, expected a positive number of seconds")
-    if args.out == "":
-        parser.error("--out is '', expected the name of a file")
-    return args
+    is_trial = os.environ.get(ON_CPU) == "1"
+    with tempfile.TemporaryDirectory() as folder, exiting_on_signals():
+        stages = make_plan(Path(folder), is_quick=not args.full, is_trial=is_trial)
+        names = [step.name for step in itertools.chain(*stages)]
+        only = args.only.split(",") if args.only else names
+        if unknown := sorted(set(only) - set(names)):
+            parser.error(f"--only: no step {', '.join(unknown)}; there are {', '.join(names)}")
+        chosen = [[s for s in stage if s.name in (*only, "build")] for stage in stages]
+        if args.dry_run:
+            print_plan(chosen)
+            return 0
+        return run_all(list(filter(None, chosen)), args.out, is_quick=not args.full)
 
 
-def in_lines(parts: Mapping[str, Sequence[str]]) -> str:
-    """Write a part and its steps in a line, or several."""
-    return "\n".join(
-        textwrap.fill(f"  {part:<11} {', '.join(names)}", 88, subsequent_indent=" " * 14)
-        for part, names in parts.items()
-    )
+def run_all(stages: Sequence[Sequence[Step]], out: Path, *, is_quick: bool) -> int:
+    """Run the stages one after the other; without a build, none but the first."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    steps = list(itertools.chain(*stages))
+    environment, machine = variables(), describe_host() | {"commit": commit()}
+    out.parent.mkdir(parents=True, exist_ok=True)
 
+    def save() -> None:
+        write(out, results_of(machine, steps, is_quick=is_quick))
 
-def main(
-    argv: Sequence[str] | None = None,
-    plans: Sequence[Plan] = PLANS,
-    identify: Identify = identify,
-) -> int:
-    """Run the steps, print a line for each, keep the report; return the exit status."""
-    args = parse_arguments(argv, plans)
-    checker = Checker(Budget(args.total_s), variables(), is_quick=args.quick)
+    save()  # a place that cannot be written ends the command before it runs anything
+    begin = time.monotonic()
     try:
-        machine = identify(checker)
-        report = Report(Path(args.out or f"gpu-{slug(machine['gpu'])}.jsonl"), machine)
-        report.take(*(Step(plan.name) for plan in args.plans if plan.name not in report.steps))
-    except (CannotCheckError, OSError) as error:
-        what = f"--out: {error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"nothing was run: {what}")
-        return 2
-    print(f"{machine['gpu']}, torch {machine['torch']}, report: {report.path}", flush=True)
-    if report.num_before:
-        print(f"added to the {report.num_before} steps that are there", flush=True)
-    checker.environment["PYRINGAR_CUDA_ARCHS"] = machine["compute_capability"]
-    checker.save = report.take
-    with exiting_on_signals():
-        return conclude(run_steps(args.plans, checker, report))
+        for stage in stages:
+            before = shared_memory()
+            run_stage([step for step in stage if step.command], environment, save)
+            if stage[0].name == "tests":
+                judge_leftovers(stage[0], before)
+            if stage[0].name == "build":
+                if stage[0].state != OK:
+                    break
+                machine |= stage[0].facts.pop("machine")
+                if arch := machine.get("compute_capability"):
+                    environment["PYRINGAR_CUDA_ARCHS"] = arch
+    finally:
+        save()
+    print(f"\n{time.monotonic() - begin:.0f} s in all; the report is {out}")
+    print("\n".join(summary(steps)))
+    failed = [step.name for step in steps if step.state in (FAILED, CUT_OFF, NOT_REACHED)]
+    print(f"FAILED: {', '.join(failed)}" if failed else "all well")
+    return int(bool(failed))
 
 
-def conclude(steps: Sequence[Step]) -> int:
-    """Print how it went; return the exit status."""
-    failed = [step.name for step in steps if step.state == FAILED]
-    unfinished = [step.name for step in steps if step.state in UNFINISHED]
-    print()
-    if failed:
-        print(f"FAILED: {', '.join(failed)}")
-    if unfinished:
-        print(f"time was over: {', '.join(unfinished)}; run them by --only, with the same --out")
-    if not failed and not unfinished:
-        print("all well")
-    return 1 if failed else 3 if unfinished else 0
-
-
-def slug(name: str) -> str:
-    """Return a name for files: nvidia-h200 for NVIDIA H200."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def print_plan(stages: Sequence[Sequence[Step]]) -> None:
+    """Print each step, its limit and its command."""
+    for number, stage in enumerate(stages, start=1):
+        for step in stage:
+            command = shlex.join(step.command) if step.command else f"not run: {step.note}"
+            print(f"{number}. {step.name:<15} at most {step.limit_s:.0f} s: {command}")
 
 
 @contextlib.contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """End what was started, too, when asked to end: it is in groups of its own."""
+    """Let a signal end the process groups and save the report."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
     try:

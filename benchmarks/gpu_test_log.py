@@ -1,22 +1,23 @@
-"""Write a line for every event of a pytest run as it happens, and read what a run has left.
+"""Write a line of JSON for each event of a pytest run as it happens, and read the lines of a run.
 
-    pytest -p benchmarks.gpu_test_log --test-log LOG FILE
+    pytest -p benchmarks.gpu_test_log --test-log LOG -n 8 tests
 
-pytest's own reports are written at its end, which a run that hangs or crashes never comes to.
+pytest writes its own reports at its end, which a run that is ended at its limit never reaches.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
-OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 ERROR_LINES = 8
 # After one of these every CUDA call of the process fails: cudaErrorIllegalAddress and its like.
 STICKY = re.compile(
@@ -26,7 +27,7 @@ STICKY = re.compile(
 )
 
 
-# -- in pytest's process ---------------------------------------------------------------------------
+# -- in pytest's processes -------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,9 +35,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--test-log")
-    if path:
-        config.pluginmanager.register(_Writer(Path(path)))
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Leaver())
+    elif path := config.getoption("--test-log"):
+        config.pluginmanager.register(_Writer(Path(path)), "gpu_test_log_writer")
+
+
+class _Leaver:
+    """Ends a worker after a sticky CUDA error: xdist starts another for the rest of the tests."""
+
+    _is_lost = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._is_lost |= report.failed and STICKY.search(report.longreprtext) is not None
+
+    def pytest_runtest_logfinish(self) -> None:
+        if self._is_lost:
+            os._exit(1)
 
 
 class _Writer:
@@ -44,7 +59,6 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._write(event="start")
 
     def _write(self, **event: Any) -> None:
         with self._path.open("a", encoding="utf-8") as file:
@@ -53,15 +67,16 @@ class _Writer:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write(event="collected", count=len(session.items))
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._write(event="collected", count=len(ids))
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._write_outcome(report.nodeid, "error", report.longreprtext)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write(event="begin", test=nodeid)
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._write(event="end", test=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome: str = report.outcome
@@ -75,8 +90,7 @@ class _Writer:
 
     def _write_outcome(self, test: str, outcome: str, text: str) -> None:
         error = text.strip().splitlines()[-ERROR_LINES:]
-        is_sticky = STICKY.search(text) is not None
-        self._write(event="outcome", test=test, outcome=outcome, error=error, is_sticky=is_sticky)
+        self._write(event="outcome", test=test, outcome=outcome, error=error)
 
 
 # -- in the process that reads it ------------------------------------------------------------------
@@ -84,65 +98,48 @@ class _Writer:
 
 @dataclass
 class Outcomes:
-    """Counts what a run has come to, however it ended.
+    """The outcomes of a run, however it ended.
 
     Attributes:
         counts: Tests by outcome.
-        not_passed: Test, outcome and last lines of what failed.
-        running: The test that had begun and not ended.
-        num_left: How many had not begun.
-        sticky: The first test that met an error after which CUDA is lost to the process.
-        num_after: How many failed after that one.
+        not_passed: Test, outcome and last lines of each failure.
+        running: The tests that had begun and not ended.
+        num_left: The number of tests that had not begun.
     """
 
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    counts: Counter[str] = field(default_factory=Counter)
     not_passed: list[dict[str, Any]] = field(default_factory=list)
-    running: str | None = None
+    running: list[str] = field(default_factory=list)
     num_left: int = 0
-    sticky: str | None = None
-    num_after: int = 0
 
     def in_words(self) -> str:
-        """Say it in a line."""
-        parts = [f"{number} {outcome}" for outcome, number in self.counts.items() if number]
+        """Return one line."""
+        parts = [f"{number} {outcome}" for outcome, number in self.counts.items()]
         parts = parts or ["no test ended"]
         parts += [f"{self.num_left} not begun"] * bool(self.num_left)
-        text = ", ".join(parts)
-        if self.running:
-            text += f"; in {_name(self.running)}"
-        if self.sticky:
-            text += f"; sticky CUDA error since {_name(self.sticky)}"
-            text += f", {self.num_after} that failed later may be its doing" * bool(self.num_after)
-        return text
+        parts += [f"in {test.partition('::')[2] or test}" for test in self.running]
+        return ", ".join(parts)
 
 
 def read(path: Path) -> Outcomes:
-    """Read a log, whose last line may be half there, or which may not be there."""
+    """Read a log, which may be absent, or end in the middle of a line."""
     found = Outcomes()
-    begun = collected = 0
+    begun: dict[str, None] = {}
+    ended: set[str] = set()
+    collected = 0
     for event in _events(path):
         if event["event"] == "collected":
             collected = event["count"]
         elif event["event"] == "begin":
-            begun += 1
-            found.running = event["test"]
-        elif event["event"] == "end":
-            found.running = None
-        elif event["event"] == "outcome":
-            _take(found, event)
-    found.num_left = max(0, collected - begun)
+            begun[event["test"]] = None
+        else:
+            ended.add(event["test"])
+            found.counts[event["outcome"]] += 1
+            if event["outcome"] in ("failed", "error"):
+                found.not_passed.append({k: event[k] for k in ("test", "outcome", "error")})
+    found.running = [test for test in begun if test not in ended]
+    found.num_left = max(0, collected - len(begun))
     return found
-
-
-def _take(found: Outcomes, event: dict[str, Any]) -> None:
-    found.counts[event["outcome"]] += 1
-    if event["outcome"] not in ("failed", "error"):
-        return
-    found.not_passed.append({key: event[key] for key in ("test", "outcome", "error")})
-    if found.sticky:
-        found.num_after += 1
-    elif event["is_sticky"]:
-        found.sticky = event["test"]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -152,9 +149,5 @@ def _events(path: Path) -> list[dict[str, Any]]:
             try:
                 events.append(json.loads(line))
             except ValueError:
-                break  # it was writing this
+                break  # the process was ended while it wrote this line
     return events
-
-
-def _name(test: str) -> str:
-    return test.partition("::")[2] or test

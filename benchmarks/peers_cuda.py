@@ -1,4 +1,4 @@
-"""Time ranks in processes with tensors on GPUs beside NCCL and torch's symmetric memory.
+"""Time ranks in processes with tensors on GPUs beside gloo, NCCL and torch's symmetric memory.
 
     python benchmarks/peers_cuda.py --json out.jsonl
     python benchmarks/peers_cuda.py --dry-run          # gloo on the CPU, tiny: tries the script
@@ -6,7 +6,7 @@
 Each peer has processes of its own, in which it takes turns with ours and with the limit: one that
 fails or hangs costs no other row, and is listed with its reason. Times are the slowest rank's, by
 CUDA events from a common barrier on. Where there are fewer GPUs than ranks, ranks share them: NCCL
-and symmetric memory are told that they may, or refuse. Not yet run on a GPU.
+and symmetric memory are told that they may; NCCL 2.28 refuses, and is listed as not run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
 from benchmarks.bench import Benchmark, Case, Effort, Run, format_size, in_order, run_as_script
-from benchmarks.candidates import CANDIDATES, names_in, torch_collective
+from benchmarks.candidates import CANDIDATES, names_in
 from benchmarks.ranks import Answer, Worker, run_cases
 from benchmarks.rows import by_key
 from benchmarks.timing import Clock, in_turns
@@ -65,8 +65,7 @@ class PeerWorker(Worker):
     def run_case(self, case: Case, effort: Effort) -> Answer:
         """Check and time the peer, ours and the limit in turns."""
         peer, beside, limit = case.candidates
-        make = CANDIDATES[peer].calls.get("peers_cuda", torch_collective)
-        tensor, call = make(self, case.size_bytes // 4)
+        tensor, call = CANDIDATES[peer].calls["peers_cuda"](self, case.size_bytes // 4)
         own = torch.zeros(case.size_bytes // 4, device=self.device)
         calls: dict[str, Callable[[], object]] = {
             peer: call,
@@ -113,7 +112,11 @@ def environment(settings: dict[str, str]) -> Iterator[None]:
 def measure(run: Run) -> None:
     """Run each peer; one that fails is listed with its reason."""
     groups = by_key(run.cases, lambda case: (case.candidates[0], case.world_size))
+    refused: dict[str, str] = {}
     for (peer, world_size), cases in groups.items():
+        if peer in refused:
+            run.skip(f"{peer}, {world_size} ranks", refused[peer])
+            continue
         is_cuda = run.device != "cpu"
         found = run_cases(PeerWorker, cases, run.effort, is_cuda, deadline_s=DEADLINE_S)
         try:
@@ -123,6 +126,7 @@ def measure(run: Run) -> None:
                     rows = run.rows(case, timings, correct, limit_s=limit_s, baseline_s=peer_s)
                     run.add(rows)
         except RuntimeError as error:
+            refused[peer] = f"as with fewer ranks: {error}"
             run.skip(f"{peer}, {world_size} ranks", str(error))
 
 
@@ -142,7 +146,7 @@ def cases_of(effort: str) -> list[Case]:
 
 BENCHMARK = Benchmark(
     section="peers_cuda",
-    title="NCCL and symmetric memory",
+    title="gloo, NCCL and symmetric memory",
     about="One process per rank, tensors on GPUs, times of the slowest rank. Each peer took turns "
     "with ours in processes of their own. In the limit every rank writes its own tensor in place.",
     efforts={"full": Effort(31, 60.0), "quick": Effort(9, 60.0), "smoke": Effort(5, 60.0)},

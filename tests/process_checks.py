@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import random as python_random
 import re
@@ -56,6 +57,14 @@ def exchange_bytes() -> int:
 @functools.cache
 def slot_bytes() -> int:
     return limit_bytes("process_slot")
+
+
+def least_growth(free: Sequence[int]) -> int:
+    """Return the least growth of used memory between samples of free memory, in bytes.
+
+    A leak grows between any two samples; the memory of other processes also shrinks.
+    """
+    return min(before - after for before, after in itertools.pairwise(free))
 
 
 @functools.cache

@@ -1,0 +1,84 @@
+"""Short programs that gpu_check.py runs, each in a process of its own.
+
+python benchmarks/gpu_runs.py build              # both engines; prints a line of JSON about them
+python benchmarks/gpu_runs.py reduce             # every path of the engines, for a sanitizer
+python benchmarks/gpu_runs.py launch ALGORITHM   # three large calls, for a profiler
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
+
+import pyringar as pr
+from benchmarks.machine import describe_machine
+from pyringar.engine import build, load
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8)
+
+
+def build_engines() -> None:
+    """Compile the engines at the same time; print the machine and the CUDA kernels."""
+    found: dict[str, Any] = {"kernels": []}
+    if os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1":
+        found["machine"] = describe_machine()
+    else:
+        if not torch.cuda.is_available():
+            sys.exit(f"no CUDA device here (torch {torch.__version__})")
+        major, minor = torch.cuda.get_device_capability()
+        os.environ["PYRINGAR_CUDA_ARCHS"] = f"{major}.{minor}"  # as the steps after this one
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda load_engine: load_engine(), (load.cuda_engine, load.engine)))
+        found["machine"] = describe_machine("cuda")
+        engine = build.find_engine(build.Recipe(kind=build.CUDA))
+        found["kernels"] = engine.record.get("kernels", []) if engine else []
+    print(json.dumps(found))
+
+
+def reduce_all() -> None:
+    """Call every engine with vector and element paths, lists and a strided tensor.
+
+    Every tensor is an allocation of its own, so that a sanitizer sees a read past its end.
+    """
+    with pr.Communicator(["cuda:0"] * 3, timeout=100.0) as comm:
+        for algorithm in ("fused", "direct", "ring"):
+            for dtype in DTYPES:
+                for numel in (1, 37, 1031, 20_011):
+                    host = torch.arange(numel) % 5
+                    data = [(host + rank).to(dtype).cuda() for rank in range(3)]
+                    comm.all_reduce(data, algorithm=algorithm)
+                    if not all(torch.equal(t.cpu(), (host * 3 + 3).to(dtype)) for t in data):
+                        sys.exit(f"wrong sum: {algorithm}, {dtype}, {numel} elements")
+            lists = [[torch.ones(n, device="cuda") for n in (3, 999, 70)] for _ in range(3)]
+            comm.all_reduce_coalesced(lists, algorithm=algorithm)
+            views = [torch.ones(999, device="cuda")[1:] for _ in range(3)]
+            comm.all_reduce(views, algorithm=algorithm)
+        inputs = [torch.ones(300, device="cuda") for _ in range(3)]
+        outputs = [torch.zeros(100, device="cuda") for _ in range(3)]
+        comm.reduce_scatter(outputs, inputs)
+        comm.all_gather(inputs, outputs)
+        comm.broadcast(inputs, root=2)
+        torch.cuda.synchronize()
+        comm.all_reduce([tensor[::2] for tensor in inputs])
+        torch.cuda.synchronize()
+
+
+def launch(algorithm: str) -> None:
+    """Launch a kernel three times: at the third, caches and clocks are as in a loop."""
+    with pr.Communicator(["cuda:0"] * 4, timeout=100.0) as comm:
+        tensors = [torch.ones(2**24, device="cuda") for _ in range(4)]
+        for _ in range(3):
+            comm.all_reduce(tensors, algorithm=algorithm)
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    {"build": build_engines, "reduce": reduce_all, "launch": launch}[sys.argv[1]](*sys.argv[2:])
