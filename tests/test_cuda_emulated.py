@@ -52,7 +52,7 @@ VARIANTS = {
     "fast": Variant("g++", FAST_FLAGS, 15),
     "fast-clang": Variant("clang++", ("-O3", MANY_THREADS), 15),
 }
-WITHOUT_THREADS = {"table", "fused-all", "fused"}
+WITHOUT_THREADS = {"table", "fused-all", "fused-mean", "fused"}
 
 
 @dataclass(frozen=True)
@@ -149,19 +149,67 @@ MISTAKES = {
     ),
     "rounded-twice": Mistake(
         "ring_moves.cuh",
-        "divided<Op>(sum, divisor)",
-        "divided<Op>(E::widened(E::narrowed(sum)), divisor)",
+        "divided(sum, divisor)",
+        "divided(E::widened(E::narrowed(sum)), divisor)",
         "ring",
     ),
     "last-source-first": Mistake(
         "fused.cuh",
-        "static_cast<const Element*>(sources_[r])",
-        "static_cast<const Element*>(sources_[table_.num_sources - 1 - r])",
+        "table_.pointers[segment_.sources + r]",
+        "table_.pointers[segment_.sources + table_.num_sources - 1 - r]",
         "fused-all",
     ),
-    "no-tail": Mistake("fused.cuh", "fold_elements(vectors.end, segment_.numel)", "", "fused-all"),
-    "tile-always-full": Mistake(
-        "fused.cuh", "begin + tile_elems(kItem) <= vectors.end", "true", "fused-all"
+    "group-added-backwards": Mistake(
+        "fused.cuh",
+        "Unit::widened(raw[r], i))",
+        "Unit::widened(raw[kGroup - 1 - r], i))",
+        "fused-all",
+    ),
+    "remainder-from-the-next-source": Mistake(
+        "fused.cuh",
+        "with_count<kGroup>(next, [&]<int kNum>() {\n        add_group<kNum>(0,",
+        "with_count<kGroup>(next, [&]<int kNum>() {\n        add_group<kNum>(1,",
+        "fused-all",
+    ),
+    "remainder-too-long": Mistake(
+        "fused.cuh", "(num - 1) % kGroup + 1", "num % kGroup + 1", "fused-all"
+    ),
+    "tree-sum-left-waiting": Mistake("fused.cuh", "slot > to;", "slot > to + 1;", "fused-all"),
+    "tree-slots-too-far": Mistake(
+        "fused.cuh", "slots[slot - 1][i], sum", "slots[to][i], sum", "fused-all"
+    ),
+    "no-tail": Mistake(
+        "fused.cuh",
+        "fold_elements<E, Op, order>(table, segment, vectors.end, segment.numel);",
+        "",
+        "fused-all",
+    ),
+    "tile-always-full": Mistake("fused.cuh", "if (at < vectors.end) ", "", "fused-all"),
+    "last-of-a-batch-not-stored": Mistake(
+        "fused.cuh",
+        "for (int i = 0; i < kValues; ++i) {\n      if (has(i)) to[",
+        "for (int i = 0; i < kValues - 1; ++i) {\n      if (has(i)) to[",
+        "fused-all",
+    ),
+    "batches-overlap": Mistake(
+        "fused.cuh",
+        "i += Unit::kValues * kThreads",
+        "i += 2 * Unit::kValues * kThreads",
+        "fused-all",
+    ),
+    "every-divisor-multiplied": Mistake(
+        "kernels_impl.cuh",
+        "(fold.divisor & (fold.divisor - 1)) == 0",
+        "fold.divisor > 0",
+        "fused-mean",
+    ),
+    "quotient-not-corrected": Mistake(
+        "pack.cuh", "fma(rest, divisor.reciprocal, guess)", "guess", "fused-mean"
+    ),
+    "zero-loses-its-sign": Mistake("pack.cuh", "x + x != x", "x - x == 0", "fused-mean"),
+    "infinity-is-divided": Mistake("pack.cuh", "x + x != x", "x != 0", "fused-mean"),
+    "divisor-as-an-element": Mistake(
+        "pack.cuh", "x / divisor.value", "x / static_cast<T>(divisor.value)", "fused-mean"
     ),
     "head-in-bytes": Mistake(
         "table.h", "(16 - misalignment(0)) % 16 / item_", "(16 - misalignment(0)) % 16", "table"

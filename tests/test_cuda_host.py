@@ -139,7 +139,7 @@ MISTAKES = {
         "group.cpp", "if (!collective.needs_staging) collective", "collective"
     ),
     "blocks-without-a-limit": Mistake(
-        "folds.cpp", "std::min(kFused.max_blocks, max_blocks)", "kFused.max_blocks"
+        "folds.cpp", "std::min(most, tables[d].num_tiles)", "tables[d].num_tiles"
     ),
     "gradients-of-now": Mistake("background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
     "one-stream-of-gradients": Mistake(

@@ -186,9 +186,9 @@ PYRINGAR_DEVICE T divided(T x, const Divisor& divisor) {
     const double guess = x * divisor.reciprocal;
     const double rest = fma(-guess, static_cast<double>(divisor.value), static_cast<double>(x));
     const auto quotient = static_cast<float>(fma(rest, divisor.reciprocal, guess));
-    return x - x == 0 ? quotient : x;  // inf and NaN stay
+    return x + x != x ? quotient : x;  // zeros keep their sign, infinities stay
   } else {
-    return static_cast<T>(x / static_cast<T>(divisor.value));
+    return static_cast<T>(x / divisor.value);
   }
 }
 

@@ -27,7 +27,7 @@ STEMS = (*(f"kernels_{dtype}" for dtype in DTYPES), "peers")
 ARCH = "90"
 
 # Of main.cpp; those that run kernels.
-PARTS = ("fused-all", "fused", "direct-all", "direct", "peers")
+PARTS = ("fused-all", "fused-mean", "fused", "direct-all", "direct", "peers")
 PARTS += ("ring-all", "ring", "ring-orders", "ring-withheld")
 
 CXX_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing")
@@ -122,8 +122,8 @@ class Fault:
 
 PAST_A_TILE = Mistake(
     "fused.cuh",
-    "fold_packs<false>(begin, vectors.end)",
-    "fold_packs<false>(begin, vectors.end + 1)",
+    "if (at < vectors.end) UnitFold",
+    "if (at < vectors.end + 1) UnitFold",
 )
 FAULTS = [
     Fault("release dropped", _sub(r"fence\.acq_rel\.\w+;", ""), "a race on slots"),

@@ -36,6 +36,7 @@ struct Wanted {
   ReduceOp op;
   Order order;
   KernelKind kind;
+  int divisor;
 };
 
 // The files of a folder.
@@ -73,16 +74,15 @@ const Kernel& Kernels::find(const std::string& stem, std::span<const std::string
 // A kernel's name says what it is of.
 std::vector<std::string> words_of(const Wanted& wanted) {
   static constexpr const char* kOps[] = {"3Sum", "3Sum", "3Max", "3Min", "4Prod"};
-  const std::string op = kOps[static_cast<int>(wanted.op)];
+  std::string op = kOps[static_cast<int>(wanted.op)];
   if (wanted.kind == KernelKind::kRing) return {"ring_kernel", op};
-  const bool is_float = wanted.dtype == DType::kFloat64 || wanted.dtype == DType::kFloat32 ||
-                        wanted.dtype == DType::kFloat16 || wanted.dtype == DType::kBFloat16;
-  const bool has_trees = is_float && wanted.op != ReduceOp::kMax && wanted.op != ReduceOp::kMin;
+  const bool multiplies = is_float(wanted.dtype) && (wanted.divisor & (wanted.divisor - 1)) == 0;
+  if (wanted.op == ReduceOp::kMean && wanted.divisor != 1 && !multiplies) op = "4Mean";
+  const bool has_trees =
+      is_float(wanted.dtype) && wanted.op != ReduceOp::kMax && wanted.op != ReduceOp::kMin;
   const bool is_tree = has_trees && wanted.order == Order::kTree;
   const int num_pointers = wanted.kind == KernelKind::kFusedSmall ? cuda::SmallTable::kMaxPointers
-                           : wanted.kind == KernelKind::kFusedMiddle
-                               ? cuda::MiddleTable::kMaxPointers
-                               : cuda::LargeTable::kMaxPointers;
+                                                                  : cuda::LargeTable::kMaxPointers;
   return {is_tree ? "tree_kernel" : "fused_kernel", op, join("", "Li", num_pointers, "E")};
 }
 
@@ -107,8 +107,6 @@ struct ArgumentOf;
 template <>
 struct ArgumentOf<KernelKind::kFusedSmall> : std::type_identity<cuda::SmallTable> {};
 template <>
-struct ArgumentOf<KernelKind::kFusedMiddle> : std::type_identity<cuda::MiddleTable> {};
-template <>
 struct ArgumentOf<KernelKind::kFusedLarge> : std::type_identity<cuda::LargeTable> {};
 template <>
 struct ArgumentOf<KernelKind::kRing> : std::type_identity<cuda::RingArgs> {};
@@ -124,7 +122,8 @@ void stand_in(
   current.called.wanted = {static_cast<DType>(kRest / kNumOrders / kNumReduceOps),
                            static_cast<ReduceOp>(kRest / kNumOrders % kNumReduceOps),
                            static_cast<Order>(kRest % kNumOrders),
-                           static_cast<KernelKind>(kIndex % cuda::kNumKernelKinds)};
+                           static_cast<KernelKind>(kIndex % cuda::kNumKernelKinds),
+                           a.divisor.value};
   const auto* const bytes = reinterpret_cast<const std::byte*>(&a);
   current.called.parameters.assign(bytes, bytes + sizeof a);
 }

@@ -86,6 +86,7 @@ constexpr stress::Part kParts[] = {
     {"litmus", &litmus_round, Often::kOnce},
     {"forms", &forms_round, Often::kOnce},
     {"fused-all", &on_machine<&stress::fused_all_round>, Often::kOnce},
+    {"fused-mean", &on_machine<&stress::fused_mean_round>, Often::kOnce},
     {"fused", &on_machine<&stress::fused_round>, Often::kMany},
     {"peers", &on_machine<&peers_round>, Often::kFew},
     {"direct-all", &on_machine<&direct_all_round>, Often::kOnce},

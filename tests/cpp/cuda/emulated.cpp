@@ -29,6 +29,7 @@ namespace {
 constexpr Part kParts[] = {
     {"table", &table_round, Often::kOnce},
     {"fused-all", &fused_all_round, Often::kOnce},
+    {"fused-mean", &fused_mean_round, Often::kOnce},
     {"fused", &fused_round, Often::kMany},
     {"ring", &ring_round, Often::kMany},
     {"ring-withheld", &ring_withheld_round, Often::kFew},

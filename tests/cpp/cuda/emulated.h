@@ -18,14 +18,16 @@ namespace pyringar::stress {
 void table_round(Random& random);      // cuda/table.h: every alignment and edge, all at once
 void fused_all_round(Random& random);  // cuda/fused.cuh: every dtype, reduction and k
 void fused_round(Random& random);
-void ring_round(Random& random);      // cuda/ring.cuh
-void ring_all_round(Random& random);  // every dtype and reduction, two to four ranks, borders
+void fused_mean_round(Random& random);  // every division, over the values where rounding is hard
+void ring_round(Random& random);        // cuda/ring.cuh
+void ring_all_round(Random& random);    // every dtype and reduction, two to four ranks, borders
 void ring_tiny_round(Random& random, int world_size);  // one call, of a piece or none per chunk
 void ring_picture_round(Random& random);               // one call of four ranks, on one device
 void ring_withheld_round(Random& random);
 
-// Tensors lie at any element's address, as torch's views do.
-enum class Addresses { kAligned, kAlike, kAny };
+// Tensors lie at any element's address, as torch's views do. Apart: the first two tensors disagree
+// modulo 16 bytes.
+enum class Addresses { kAligned, kAlike, kApart };
 Addresses random_addresses(Random& random);
 
 // Tensors of one size with random contents, and what they held before. Canaries before them, and
@@ -40,6 +42,8 @@ class Tensors {
   std::size_t count() const { return pointers_.size(); }
   std::size_t bytes() const { return bytes_; }
   std::vector<const void*> before() const;
+  // Replaces the contents of tensor i, and what it held before.
+  void set(std::size_t i, const void* contents);
 
   void check_canaries() const;
   void check_unchanged() const;

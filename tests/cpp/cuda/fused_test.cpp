@@ -1,8 +1,15 @@
 // fused_test: the fused kernel over many tensors at once, against the oracle, in both orders.
+//
+// Contract  fused-all takes every dtype, reduction and order over numbers of ranks below, at and
+//           above a group of sources, with vectors and with single elements. fused-mean divides by
+//           up to as many ranks as a table addresses, over values that are hard to round.
 
 #include "cuda/fused.cuh"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
 
 #include "emulated.h"
 #include "launched.h"
@@ -12,6 +19,8 @@ namespace pyringar::stress {
 namespace {
 
 using cuda::KernelKind;
+using cuda::LargeTable;
+using cuda::SmallTable;
 using cuda::TableBuilder;
 
 enum class Outputs { kFresh, kInputs, kSomeInputs };
@@ -22,6 +31,7 @@ struct FusedCall {
   int num_sources;
   int num_destinations;
   Outputs outputs;
+  std::optional<Addresses> addresses = {};  // of all tensors; else at random
 };
 
 // One tensor over all ranks: sources, destinations, and what those must hold.
@@ -30,12 +40,12 @@ class FusedPart {
   FusedPart(Random& random, const FusedCall& call, std::size_t numel)
       : call_(call),
         numel_(numel),
-        inputs_(random, call.dtype, static_cast<std::size_t>(call.num_sources), numel, any(random),
-                "the input"),
+        inputs_(random, call.dtype, static_cast<std::size_t>(call.num_sources), numel,
+                addresses(random), "the input"),
         fresh_(
             random, call.dtype,
             call.outputs == Outputs::kFresh ? static_cast<std::size_t>(call.num_destinations) : 0,
-            numel, any(random), "the output") {
+            numel, addresses(random), "the output") {
     // Some inputs: a list of its own, in an order of its own.
     for (int i = 0; call.outputs == Outputs::kSomeInputs && i < call.num_destinations; ++i) {
       some_.push_back(inputs_[static_cast<std::size_t>(call.num_sources - 1 - i)]);
@@ -45,6 +55,10 @@ class FusedPart {
   template <typename T>
   bool add_to(TableBuilder<T>& builder) const {
     return builder.add(inputs_.pointers(), destinations(), numel_);
+  }
+
+  void set_inputs(const void* contents) {
+    for (std::size_t i = 0; i < inputs_.count(); ++i) inputs_.set(i, contents);
   }
 
   void check() const {
@@ -62,7 +76,9 @@ class FusedPart {
   }
 
  private:
-  static Addresses any(Random& random) { return random_addresses(random); }
+  Addresses addresses(Random& random) const {
+    return call_.addresses ? *call_.addresses : random_addresses(random);
+  }
 
   void* const* destinations() const {
     if (call_.outputs == Outputs::kFresh) return fresh_.pointers();
@@ -78,13 +94,14 @@ class FusedPart {
 
 template <typename T>
 void run_fused(Random& random, const FusedCall& call, KernelKind kind,
-               const std::vector<std::size_t>& sizes) {
+               const std::vector<std::size_t>& sizes, const void* contents = nullptr) {
   const std::size_t item = item_bytes(call.dtype);
   auto table = std::make_unique<T>();
   TableBuilder<T> builder(*table, item, call.num_sources, call.num_destinations, call.fold.divisor);
   std::deque<FusedPart> parts;
   for (const std::size_t numel : sizes) {
     parts.emplace_back(random, call, numel);
+    if (contents != nullptr) parts.back().set_inputs(contents);
     if (parts.back().add_to(builder)) continue;
     parts.pop_back();
     break;
@@ -96,9 +113,12 @@ void run_fused(Random& random, const FusedCall& call, KernelKind kind,
 }
 
 void run_fused(Random& random, const FusedCall& call, const std::vector<std::size_t>& sizes) {
-  with_table(static_cast<KernelKind>(random.below(3)), [&]<typename T>(std::type_identity<T>) {
-    run_fused<T>(random, call, cuda::kFusedWith<T>, sizes);
-  });
+  const int pointers = call.num_sources + call.num_destinations;
+  if (pointers <= SmallTable::kMaxPointers && random.one_in(2)) {
+    run_fused<SmallTable>(random, call, KernelKind::kFusedSmall, sizes);
+  } else {
+    run_fused<LargeTable>(random, call, KernelKind::kFusedLarge, sizes);
+  }
 }
 
 Fold any_fold(Random& random, ReduceOp op, int k) {
@@ -107,22 +127,114 @@ Fold any_fold(Random& random, ReduceOp op, int k) {
   return fold;
 }
 
+// Tiles, batches of single elements, and their borders, from one and from several tensors.
+void run_all_outputs(Random& random, DType dtype, Fold fold, int k) {
+  const std::size_t tile = cuda::tile_elems(item_bytes(dtype));
+  const std::size_t few = random.below(40);
+  for (const Addresses addresses : {Addresses::kAligned, Addresses::kAlike, Addresses::kApart}) {
+    run_fused(random, {dtype, fold, k, k, Outputs::kInputs, addresses}, {0, 1, tile - 1, few});
+  }
+  for (const Addresses addresses : {Addresses::kAligned, Addresses::kApart}) {
+    run_fused(random, {dtype, fold, k, 1, Outputs::kFresh, addresses}, {2 * tile + few});
+  }
+  run_fused(random, {dtype, fold, k, k, Outputs::kFresh}, {tile + 1, few});
+  run_fused(random, {dtype, fold, k, 1, Outputs::kSomeInputs}, {tile, few, 0, 7});
+  run_fused(random, {dtype, fold, 1, k, Outputs::kFresh}, {few, tile + few, 1});
+}
+
+// -- means ----------------------------------------------------------------------------------------
+
+template <typename T>
+T from_bits(std::uint64_t bits) {
+  T x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// fp32: zeros, all of the smallest denormals (their quotients may be ties), quotients that are
+// barely normal, the largest numbers, infinities, NaN, neighbors of ties, and random bits.
+void add_hard_floats(Random& random, int divisor, std::vector<float>& values) {
+  const auto around = [&](float middle, std::uint32_t radius) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &middle, sizeof bits);
+    for (std::uint32_t b = bits - std::min(bits, radius); b <= bits + radius; ++b) {
+      values.push_back(from_bits<float>(b));
+      values.push_back(from_bits<float>(b | 0x80000000u));
+    }
+  };
+  const auto real = static_cast<float>(divisor);
+  around(0, 3000);
+  around(real * std::numeric_limits<float>::min(), 500);
+  around(std::numeric_limits<float>::max(), 500);  // with infinities and NaN
+  for (int i = 0; i < 1000; ++i) {
+    const double tie = 0x1p24 + 2.0 * static_cast<double>(random.below(1 << 23)) + 1;  // 25 bits
+    around(static_cast<float>(tie * divisor), 1);
+    values.push_back(from_bits<float>(random.bits()));
+  }
+}
+
+// All values of 8 and 16 bits, hard ones of fp32, edges and random bits of others.
+template <typename T>
+std::vector<T> hard_values(Random& random, int divisor) {
+  std::vector<T> values;
+  if constexpr (std::is_same_v<T, float>) {
+    add_hard_floats(random, divisor, values);
+  } else if constexpr (sizeof(T) <= 2) {
+    for (std::uint64_t bits = 0; bits < 1u << (8 * sizeof(T)); ++bits) {
+      values.push_back(from_bits<T>(bits));
+    }
+  } else {
+    constexpr std::uint64_t kSign = std::uint64_t{1} << (8 * sizeof(T) - 1);
+    for (std::uint64_t i = 0; i < 1000; ++i) {
+      for (const std::uint64_t bits : {i, ~i, kSign + i, kSign - i, random.bits()}) {
+        values.push_back(from_bits<T>(bits));
+      }
+    }
+  }
+  return values;
+}
+
+template <typename T>
+void check_mean(Random& random, DType dtype, int divisor) {
+  const std::vector<T> values = hard_values<T>(random, divisor);
+  for (const Addresses addresses : {Addresses::kAligned, Addresses::kApart}) {
+    const Fold fold{ReduceOp::kMean, divisor, random.one_in(2) ? Order::kTree : Order::kRank};
+    const FusedCall call{dtype, fold, 1, 1, Outputs::kFresh, addresses};
+    run_fused<SmallTable>(random, call, KernelKind::kFusedSmall, {values.size()}, values.data());
+  }
+}
+
 }  // namespace
 
 void fused_all_round(Random& random) {
   for (const DType dtype : kAllDTypes) {
-    const std::size_t tile = cuda::tile_elems(item_bytes(dtype));
     for (const ReduceOp op : kAllOps) {
-      for (const int k : {1, 2, 3, 8, 17}) {
-        const Fold fold = any_fold(random, op, k);
-        const std::size_t few = random.below(40);
-        run_fused(random, {dtype, fold, k, k, Outputs::kInputs}, {0, 1, tile - 1, few});
-        run_fused(random, {dtype, fold, k, k, Outputs::kFresh}, {tile + 1, few, 2 * tile});
-        run_fused(random, {dtype, fold, k, 1, Outputs::kSomeInputs}, {tile, few, 0, 7});
-        run_fused(random, {dtype, fold, k, 1, Outputs::kFresh}, {3 * tile + few});
-        run_fused(random, {dtype, fold, 1, k, Outputs::kFresh}, {few, tile + few, 1});
+      for (const int k : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 16, 17, 33}) {
+        Fold fold = any_fold(random, op, k);
+        run_all_outputs(random, dtype, fold, k);
+        if (!is_float(dtype)) continue;
+        fold.order = fold.order == Order::kRank ? Order::kTree : Order::kRank;
+        run_all_outputs(random, dtype, fold, k);
+      }
+      for (const int k : {100, LargeTable::kMaxPointers}) {
+        const FusedCall call{dtype, any_fold(random, op, k), k, k, Outputs::kInputs};
+        run_fused(random, call, {40 + random.below(40)});
       }
     }
+  }
+}
+
+void fused_mean_round(Random& random) {
+  for (const int divisor :
+       {2, 3, 5, 6, 7, 9, 11, 100, 127, 128, 129, 255, 256, 257, LargeTable::kMaxPointers}) {
+    check_mean<double>(random, DType::kFloat64, divisor);
+    check_mean<float>(random, DType::kFloat32, divisor);
+    check_mean<Float16>(random, DType::kFloat16, divisor);
+    check_mean<BFloat16>(random, DType::kBFloat16, divisor);
+    check_mean<std::int8_t>(random, DType::kInt8, divisor);
+    check_mean<std::uint8_t>(random, DType::kUInt8, divisor);
+    check_mean<std::int32_t>(random, DType::kInt32, divisor);
+    check_mean<std::int64_t>(random, DType::kInt64, divisor);
   }
 }
 

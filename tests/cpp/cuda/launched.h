@@ -27,8 +27,10 @@ inline std::optional<Identity> identify(const void* kernel) {
         const auto dtype = static_cast<DType>(d);
         const auto kind = static_cast<cuda::KernelKind>(k);
         for (const Order order : {Order::kRank, Order::kTree}) {
-          const Fold fold{static_cast<ReduceOp>(op), 1, order};
-          if (cuda::kernel_function(dtype, fold, kind) == kernel) return Identity{dtype, kind};
+          for (const int divisor : {1, 3}) {  // means by 3 have kernels of their own
+            const Fold fold{static_cast<ReduceOp>(op), divisor, order};
+            if (cuda::kernel_function(dtype, fold, kind) == kernel) return Identity{dtype, kind};
+          }
         }
       }
     }
@@ -45,8 +47,6 @@ template <typename Visit>
 void with_table(cuda::KernelKind kind, Visit&& visit) {
   if (kind == cuda::KernelKind::kFusedSmall) {
     visit(std::type_identity<cuda::SmallTable>{});
-  } else if (kind == cuda::KernelKind::kFusedMiddle) {
-    visit(std::type_identity<cuda::MiddleTable>{});
   } else {
     visit(std::type_identity<cuda::LargeTable>{});
   }

@@ -1,6 +1,7 @@
 // tensors: see emulated.h.
 
 #include <algorithm>
+#include <cstring>
 
 #include "cuda/args.h"
 #include "emulated.h"
@@ -28,7 +29,10 @@ Tensors::Tensors(Random& random, DType dtype, std::size_t count, std::size_t num
   const std::size_t places = kGuardBytes / item_bytes(dtype);
   const std::size_t common = addresses == Addresses::kAligned ? 0 : random.below(places);
   for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t place = addresses == Addresses::kAny ? random.below(places) : common;
+    std::size_t place = common;
+    if (addresses == Addresses::kApart && i > 0) {
+      place = i == 1 ? (common + 1) % places : random.below(places);
+    }
     const std::size_t before = kGuardBytes + place * item_bytes(dtype);
     const std::size_t behind = random.one_in(2) ? 0 : kGuardBytes;
     const std::size_t all = before + bytes_ + behind;
@@ -46,6 +50,11 @@ std::vector<const void*> Tensors::before() const {
   std::vector<const void*> pointers;
   for (const auto& bytes : before_) pointers.push_back(bytes.data());
   return pointers;
+}
+
+void Tensors::set(std::size_t i, const void* contents) {
+  std::memcpy(pointers_[i], contents, bytes_);
+  std::memcpy(before_[i].data(), contents, bytes_);
 }
 
 void Tensors::check_canaries() const {

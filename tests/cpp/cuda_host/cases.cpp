@@ -59,7 +59,7 @@ Case::Case(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::s
   const std::size_t edges[] = {0, 1, 2, 63, 64, 65, 200, 1000, 5000};
   // Many of one dtype do not fit into one launch.
   const bool has_many = most_parts > 10 && algorithm != Algorithm::kRing && random.one_in(8);
-  const std::size_t num_parts = has_many ? 450 : 1 + random.below(most_parts);
+  const std::size_t num_parts = has_many ? 130 : 1 + random.below(most_parts);
   const DType dtype_of_many = random_dtype(random);
   collective_.operation = "all_reduce";
   collective_.algorithm = algorithm;

@@ -137,7 +137,6 @@ struct Waiting {
     args.slot_bytes = 256;
     args.world_size = 2;
     args.num_channels = num_blocks;
-    args.divisor = 1;
     args.patience = {std::uint64_t{1'000'000'000}, flags + 8000,
                      reinterpret_cast<cuda::Failure*>(flags + 8032), -1};
     args.rank[0] = 0;
