@@ -106,19 +106,18 @@ class UnitFold {
       : table_(table), segment_(segment), at_(at), unit_(unit) {}
 
   PYRINGAR_DEVICE void run() const {
-    Value sums[kValues];
+    typename Unit::Raw result;
+    const auto take = [&](int i, const Value& sum) {
+      Unit::template finish<Op>(sum, table_.divisor, result, i);
+    };
     const int num = table_.num_sources;
     if (num <= Unit::kMost) {
-      with_count<Unit::kMost>(num, [&]<int kNum>() {
-        add_group<kNum>(0, [&](int i, const Value& sum) { sums[i] = sum; });
-      });
+      with_count<Unit::kMost>(num, [&]<int kNum>() { add_group<kNum>(0, take); });
     } else {
+      Value sums[kValues];
       add_many(num, sums);
-    }
-    typename Unit::Raw result;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      Unit::template finish<Op>(sums[i], table_.divisor, result, i);
+      for (int i = 0; i < kValues; ++i) take(i, sums[i]);
     }
     void* const* destinations = table_.pointers + segment_.destinations;
     for (int r = 0; r < table_.num_destinations; ++r) {
@@ -221,12 +220,12 @@ PYRINGAR_DEVICE void fold_tile(const TableView& table, const Segment& segment, s
     return;
   }
   const Range vectors = vector_range(segment, kItem);
-  const std::size_t at = begin + thread_index() * (kPackBytes / kItem);
-  if (at < vectors.end) UnitFold<E, Op, order, WideUnit<E>>(table, segment, at, {}).run();
   if (tile == 0) {
     fold_elements<E, Op, order>(table, segment, 0, vectors.begin);
     fold_elements<E, Op, order>(table, segment, vectors.end, segment.numel);
   }
+  const std::size_t at = begin + thread_index() * (kPackBytes / kItem);
+  if (at < vectors.end) UnitFold<E, Op, order, WideUnit<E>>(table, segment, at, {}).run();
 }
 
 template <typename E, typename Op, Order order>

@@ -24,9 +24,13 @@ inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // of the CPU's, in 
 inline constexpr int kThreads = 256;
 #endif
 
-// Blocks of a fused kernel that the registers of a multiprocessor hold at once: 48 registers a
-// thread, of which 32 hold 16 bytes of each of 8 sources. 6 blocks spill and are not faster.
-PYRINGAR_HD constexpr int fused_blocks(std::size_t item) { return item == 8 ? 4 : 5; }
+// Blocks of a fused kernel that the registers of a multiprocessor hold at once. 32 registers of a
+// thread hold 16 bytes of each of 8 sources; elements that are widened, and pairs of registers,
+// need more beside them. With a block more kernels spill or load the last sources late, and 4, 5
+// and 6 blocks are equally fast.
+PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
+  return item == 4 ? 5 : item == 1 ? 3 : 4;
+}
 
 // A tile is 4 KiB of every source: each thread of a block takes 16 bytes.
 PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {

@@ -225,8 +225,9 @@ void fused_all_round(Random& random) {
 }
 
 void fused_mean_round(Random& random) {
-  for (const int divisor :
-       {2, 3, 5, 6, 7, 9, 11, 100, 127, 128, 129, 255, 256, 257, LargeTable::kMaxPointers}) {
+  // The product with the reciprocals of 98 and 246 misses ties: it must be corrected.
+  for (const int divisor : {2, 3, 5, 6, 7, 9, 11, 98, 100, 127, 128, 129, 246, 255, 256, 257,
+                            LargeTable::kMaxPointers}) {
     check_mean<double>(random, DType::kFloat64, divisor);
     check_mean<float>(random, DType::kFloat32, divisor);
     check_mean<Float16>(random, DType::kFloat16, divisor);
