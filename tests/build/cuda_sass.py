@@ -1,6 +1,6 @@
 """What nvcc made of the CUDA kernels: registers, spills, loads in flight, fences, by kernel.
 
-    python tests/build/cuda_sass.py [--csrc DIR] [--arch 9.0] [--define NAME=VALUE] [WORD ...]
+    python tests/build/cuda_sass.py [--csrc DIR] [--arch 9.0] [WORD ...]
 
 prints a table of the kernels whose names hold all words, for `docs/cuda-kernels.md`. It needs nvcc,
 and no GPU.
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ class KernelCode:
 
     Attributes:
         loads_in_flight: The most 16-byte loads that follow each other before one of them is used.
+        elements_in_flight: The most loads of single elements before one of them is used.
         wide_loads: 16-byte loads in all.
         fences: Of the device or the system; each is there once for either where it may be either.
         calls: Of divisions.
@@ -44,6 +45,7 @@ class KernelCode:
     registers: int
     spilled_bytes: int
     loads_in_flight: int
+    elements_in_flight: int
     wide_loads: int
     wide_stores: int
     local_accesses: int
@@ -77,13 +79,13 @@ def nvdisasm(folder: Path) -> Path:
 
 
 def kernels_of(
-    source: Path, folder: Path, *, arch: str = "9.0", csrc: Path = CSRC, defines: Sequence[str] = ()
+    source: Path, folder: Path, *, arch: str = "9.0", csrc: Path = CSRC
 ) -> list[KernelCode]:
     """Compile one .cu file with the flags of the build, and read its kernels."""
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     cubin = folder / f"{source.stem}.cubin"
     command = [*toolkit.nvcc.command, *_compile.NVCC_FLAGS, f"-arch=sm_{arch.replace('.', '')}"]
-    command += [*(f"-D{define}" for define in defines), f"-I{csrc}", "-cubin", "-o", str(cubin)]
+    command += [f"-I{csrc}", "-cubin", "-o", str(cubin)]
     said = subprocess.run(
         [*command, str(source)], check=True, capture_output=True, text=True
     ).stderr
@@ -119,7 +121,8 @@ def _kernel_code(kernel: toolchain.Kernel, lines: list[str]) -> KernelCode:
         name=short_name(kernel.name),
         registers=kernel.registers,
         spilled_bytes=kernel.spill_store_bytes + kernel.spill_load_bytes,
-        loads_in_flight=_loads_in_flight(lines),
+        loads_in_flight=_loads_in_flight(lines, is_wide=True),
+        elements_in_flight=_loads_in_flight(lines, is_wide=False),
         wide_loads=count(r"\bLDG\S*\.128"),
         wide_stores=count(r"\bSTG\S*\.128"),
         local_accesses=count(r"\b(LDL|STL)\b"),
@@ -129,9 +132,15 @@ def _kernel_code(kernel: toolchain.Kernel, lines: list[str]) -> KernelCode:
     )
 
 
-def _loads_in_flight(lines: Iterable[str]) -> int:
-    """The most 16-byte loads whose results nothing has read yet, within straight code."""
-    most, under_way = 0, []
+def _loads_in_flight(lines: Iterable[str], is_wide: bool) -> int:
+    """The most loads whose results nothing has read yet, within straight code.
+
+    Args:
+        lines: A kernel's SASS.
+        is_wide: Count loads of 16 bytes, else those of single elements.
+    """
+    most = 0
+    under_way: list[range] = []
     for line in lines:
         if re.match(r"\.L", line) or re.search(r"\b(BRA|BAR|CALL|EXIT|RET|BSYNC)\b", line):
             under_way = []
@@ -143,9 +152,10 @@ def _loads_in_flight(lines: Iterable[str]) -> int:
         first, _, rest = operands.partition(",")
         read = rest if "STG" not in name else operands
         registers = {int(number) for number in re.findall(r"\bR(\d+)", read)}
-        under_way = [at for at in under_way if not registers & set(range(at, at + 4))]
-        if "LDG" in name and ".128" in name:
-            under_way.append(int(re.sub(r"\D", "", first)))
+        under_way = [load for load in under_way if not registers & set(load)]
+        if "LDG" in name and (".128" in name) == is_wide:
+            at = int(re.sub(r"\D", "", first))
+            under_way.append(range(at, at + (4 if is_wide else 2 if ".64" in name else 1)))
             most = max(most, len(under_way))
     return most
 
@@ -155,19 +165,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csrc", type=Path, default=CSRC)
     parser.add_argument("--arch", default="9.0")
-    parser.add_argument("--define", action="append", default=[])
     parser.add_argument("words", nargs="*")
     options = parser.parse_args()
     print(
-        "| kernel | registers | spilled B | blocks | loads in flight | MEMBAR | BAR | divisions |"
+        "| kernel | registers | spilled B | blocks | loads in flight | of elements "
+        "| MEMBAR | BAR | divisions |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for file in sorted((options.csrc / "cuda").glob("kernels_*.cu")):
-            read = kernels_of(
-                file, Path(folder), arch=options.arch, csrc=options.csrc, defines=options.define
-            )
-            for kernel in read:
+            for kernel in kernels_of(file, Path(folder), arch=options.arch, csrc=options.csrc):
                 if all(word in kernel.name.split() for word in options.words):
                     print(_row(kernel), flush=True)
 
@@ -176,7 +183,8 @@ def _row(kernel: KernelCode) -> str:
     threads = 512 if kernel.name.startswith("ring") else 256
     figures = (
         *(kernel.registers, kernel.spilled_bytes, kernel.blocks(threads)),
-        *(kernel.loads_in_flight, kernel.fences, kernel.barriers, kernel.calls),
+        *(kernel.loads_in_flight, kernel.elements_in_flight),
+        *(kernel.fences, kernel.barriers, kernel.calls),
     )
     return f"| {kernel.name} | {' | '.join(map(str, figures))} |"
 
