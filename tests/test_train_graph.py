@@ -100,6 +100,16 @@ class Recorder(TorchDispatchMode):
         return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+class InOrder(graph.Branches):
+    """Ranks on a CPU have no streams."""
+
+    def __init__(self, device, num_ranks, score):
+        self.score = score
+
+    def run(self, functions):
+        return {rank: function() for rank, function in functions.items()}
+
+
 class Caller:
     """The least that can be called a capture: a replay calls the function again."""
 
@@ -122,6 +132,7 @@ def caller(monkeypatch) -> Caller:
     """Captures the steps of all trainers that are made from now on, on CPU ranks."""
     made = Caller()
     monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(trainer_module, "Branches", InOrder)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made
 
@@ -174,13 +185,14 @@ RUNS = [
     {"ranks": 1},
     {"ranks": 3, "weights": (3, 0, 1), "bucket_cap_mb": 0.05},
     {"ranks": 2, "amp": True},
+    {"ranks": 2, "amp": True, "channels_last": True, "model": "resnet18", "width": 4},
     *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_RUNS),
 ]
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
-    options = {"batch_size": 32, "epochs": 2, **options}
+    options = {"batch_size": 32, "epochs": 1 if "amp" in options else 2, **options}
     replayed = run(data, cuda_graph=True, **options)
     assert recorder.num_warm_ups == 3
     steps = len(replayed.epochs) * max(1, 100 // options["batch_size"])
@@ -268,6 +280,72 @@ def test_sgd_by_a_tensor_has_the_bits_of_sgd(dtype):
     check_replicas_equal([ours, theirs])
 
 
+# -- branches --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Streams that note what is called on them; the first is current at the beginning."""
+    log: list[tuple[str, ...]] = []
+
+    class Stream:
+        def __init__(self, *_: object) -> None:
+            self.name = f"stream {len(made)}"
+            made.append(self)
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append((self.name, "waits for", other.name))
+
+    made: list[Stream] = []
+    current = [Stream()]
+
+    @contextlib.contextmanager
+    def enter(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    return log, lambda what: log.append((current[-1].name, what))
+
+
+def test_branches_fork_and_join(streams):
+    log, note = streams
+    branches = graph.Branches(torch.device("cuda:0"), 3, lambda rank, X: X)  # noqa: N803
+    functions = {rank: lambda rank=rank: note(f"rank {rank}") or rank for rank in range(3)}
+    assert branches.run(functions) == {0: 0, 1: 1, 2: 2}
+    sides = ["stream 1", "stream 2"]
+    assert log[:2] == [(side, "waits for", "stream 0") for side in sides]
+    assert log[2:5] == [(f"stream {rank}", f"rank {rank}") for rank in range(3)]
+    assert log[5:] == [("stream 0", "waits for", side) for side in sides]
+
+
+def test_step_reduces_after_join(streams, data):
+    """Each rank's forward and backward have its stream, the reduction the current one."""
+    log, note = streams
+    params = [[torch.full((28 * 28, 10), 1e-3, requires_grad=True)] for _ in range(2)]
+
+    def score(rank, X):  # noqa: N803
+        note(f"forward {rank}")
+        scores = X.flatten(1) @ params[rank][0]
+        scores.register_hook(lambda _: note(f"backward {rank}"))
+        return scores
+
+    step = EagerStep(
+        *(params, None, lambda: note("reduce")),
+        split=lambda X, y: (X.chunk(2), y.chunk(2)),  # noqa: N803
+        beside=graph.Branches(torch.device("cuda:0"), 2, score),
+    )
+    step(data.train_images[:8], data.train_labels[:8], 0.1)
+    fork, join = ("stream 1", "waits for", "stream 0"), ("stream 0", "waits for", "stream 1")
+    ranks = [
+        (f"stream {rank}", f"{p} {rank}") for rank in range(2) for p in ("forward", "backward")
+    ]
+    assert log == [fork, *ranks, join, ("stream 0", "reduce"), fork, join]
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -335,6 +413,9 @@ class TestOnAGpu:
             {"devices": ["cuda:0"] * 3, "weights": (3, 0, 1), "dtype": "bfloat16"},
             {"devices": ["cuda:0"] * 2, "amp": True},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "epochs": 1},
+            {"devices": ["cuda:0"] * 3, "model": "resnet18", "width": 8, "amp": True},
+            {"devices": ["cuda:0"], "model": "resnet18", "width": 64, "amp": True, "epochs": 1},
+            {"devices": ["cuda:0"] * 2, "momentum": 0.9, "weights": (1, 0)},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "batchnorm": "sync"},
         ],
         ids=str,
@@ -343,7 +424,18 @@ class TestOnAGpu:
         # Or two eager runs, too, could differ: convolutions add in any order.
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
         options = {"batch_size": 32, "epochs": 2, **options}
-        assert_same(run(data, cuda_graph=True, **options), run(data, **options))
+        replayed, eager = (run(data, cuda_graph=on, **options) for on in (True, False))
+        assert_same(replayed, eager)
+
+    def test_amp_is_captured_with_channels_last(self, data):
+        options = {"model": "resnet18", "width": 8, "amp": True, "batch_size": 32, "epochs": 1}
+        with Trainer(TrainConfig(devices=["cuda:0"] * 2, **options), data) as trainer:
+            assert isinstance(trainer._run_step, graph.GraphStep)
+            trainer.run()
+            for param in (param for mine in trainer.replicas for param in mine):
+                if param.dim() == 4:
+                    assert param.is_contiguous(memory_format=torch.channels_last)
+                    assert param.grad.is_contiguous(memory_format=torch.channels_last)
 
     def test_one_of_several_gpus(self, data):
         if NUM_GPUS < 2:

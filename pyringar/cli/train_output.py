@@ -52,7 +52,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     alone = config.world_size == 1
     plan = "none: one rank has nothing to add to its gradients" if alone else str(trainer.plan)
     bucketer = trainer.model.bucketer
-    is_early = config.overlap and not isinstance(bucketer, AfterBackward)
+    is_early = config.overlap and not config.cuda_graph and not isinstance(bucketer, AfterBackward)
     when = "each summed as soon as it is full" if is_early else "summed after backward"
     facts = {
         "model": f"{trainer.model.title}, {count:,} parameters in {len(params)} tensors",
@@ -77,6 +77,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     if config.cuda_graph:
         facts["step"] = "captured in a CUDA graph, replayed for every full batch"
     amp = " with amp" if config.amp else ""
+    amp += ", channels last" if config.channels_last else ""
     weights = [f"{weight:g}" for weight in trainer.weights or ()]
     shares = f" shared {(':' if len(weights) < 9 else ' : ').join(weights)}" if weights else ""
     momentum = f" momentum {config.momentum:g}" if config.momentum else ""

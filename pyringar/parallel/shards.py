@@ -398,8 +398,8 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
             flags.append(torch.tensor(not all(_is_equal(ours, theirs) for ours, theirs in pairs)))
             continue
         if device not in packed:
-            packed[device] = [bits.to(device) for bits in _pack(replicas[0])]
-        compared = zip(_pack(tensors), packed[device], strict=True)
+            packed[device] = [bits.to(device) for bits in _pack(replicas[0], replicas[0])]
+        compared = zip(_pack(tensors, replicas[0]), packed[device], strict=True)
         different = [(ours != theirs).any() for ours, theirs in compared]
         flags.append(different[0] if len(different) == 1 else torch.stack(different).any())
     return flags
@@ -414,12 +414,16 @@ def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(_bits(ours), _bits(theirs).to(ours.device))
 
 
-def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bits of all tensors, end to end, in a flat tensor for elements of each size."""
+def _pack(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the bits of all tensors, end to end, in a flat tensor for elements of each size.
+
+    Elements come as they lie in the tensors of ``like``: if both lie alike, nothing is transposed.
+    """
     by_size: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor, other in zip(tensors, like, strict=True):
         bits = _bits(tensor)
-        by_size.setdefault(bits.dtype, []).append(bits.reshape(-1))
+        order = sorted(range(bits.ndim), key=_bits(other).stride, reverse=True)
+        by_size.setdefault(bits.dtype, []).append(bits.permute(order).reshape(-1))
     return [torch.cat(parts) for parts in by_size.values()]
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep, Momentum
 from pyringar.train.trace import Trace
 
-__all__ = ["CudaCapture", "GraphStep", "check_ranks"]
+__all__ = ["Branches", "CudaCapture", "GraphStep", "check_ranks"]
 
 # The first step plans the buckets, the second is the first to follow that plan; and whatever is
 # made at first use (handles, streams, workspaces) must be there before a capture begins.
@@ -48,6 +50,48 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
             "cuda_graph is on and a trace is wanted, but the host sees one replay instead of the "
             "phases of a step; expected one or the other"
         )
+
+
+class Branches:
+    """Ranks that share a GPU, each on a stream of its own: in a graph these are parallel branches.
+
+    Rank 0 has the current stream. Autograd runs backward on the streams of forward. Memory of one
+    stream is used by others only between a join and the next fork, so no stream is recorded.
+
+    Args:
+        device: The GPU.
+        num_ranks: Number of ranks.
+        score: See `Beside`.
+    """
+
+    def __init__(
+        self, device: torch.device, num_ranks: int, score: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(1, num_ranks)]  # type: ignore[no-untyped-call]
+        self.score = score
+
+    def together(self) -> AbstractContextManager[None]:
+        """Do nothing: the host calls one rank after the other."""
+        return nullcontext()
+
+    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Call each rank's function on its stream, between a fork and a join of the current one."""
+        here = torch.cuda.current_stream(self._device)
+        streams = [here, *self._streams]
+        for stream in self._streams:
+            stream.wait_stream(here)
+        results = {}
+        for rank, function in functions.items():
+            with torch.cuda.stream(streams[rank]):
+                results[rank] = function()
+        for stream in self._streams:
+            here.wait_stream(stream)
+        return results
+
+    def may_run(self) -> bool:
+        """Return True: no thread is left."""
+        return True
 
 
 class CudaCapture:

@@ -22,6 +22,7 @@ from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import PatientStore, checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 from pyringar.parallel.shards import Device, Shards, digest_of, shard_sizes, split_batch
+from pyringar.train.checkpoint import to_file
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
@@ -104,7 +105,7 @@ class TrainGroup:
         Args:
             tensors: Those of each rank of this process: alike in shapes and dtypes on all ranks.
         """
-        return [[tensor.detach().cpu().clone() for tensor in mine] for mine in tensors]
+        return [[to_file(tensor) for tensor in mine] for mine in tensors]
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
         """Give all processes rank 0's running statistics.

@@ -163,9 +163,20 @@ def _initial_lenet(config: TrainConfig) -> list[Tensor]:
 
 
 def _initial_resnet18(config: TrainConfig) -> nn.Module:
-    return resnet18(
-        width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
-    )
+    net = resnet18(width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype)
+    if config.channels_last:
+        net.to(memory_format=torch.channels_last)
+        net.register_forward_pre_hook(_put_channel_last)
+    return net
+
+
+def _put_channel_last(_: nn.Module, args: tuple[Tensor]) -> Tensor:
+    """View images of one channel with the strides that say it is the last.
+
+    They lie the same either way, and torch then takes them for channels first.
+    """
+    (X,) = args  # noqa: N806
+    return X.flatten(1).view(len(X), *X.shape[2:], 1).permute(0, 3, 1, 2)
 
 
 def _call_with(mark: Mark, rank: int, *_: object) -> None:
@@ -222,7 +233,7 @@ class _LeNet(RankedModel):
         self.bucketer = _make_bucketer(
             *(self.params, comm, config.shards),
             bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap,
+            overlap=config.overlap and not config.cuda_graph,
         )
         self._lenet = torch.compile(lenet) if config.compile else lenet
         self._compute_beside()
@@ -263,7 +274,7 @@ class _ResNet18(RankedModel):
             devices,
             batchnorm=config.batchnorm,
             bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap,
+            overlap=config.overlap and not config.cuda_graph,
             comm=comm,
             in_turns=True,  # where they do not, each is called in its thread, and not all at once
         )
