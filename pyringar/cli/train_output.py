@@ -61,8 +61,9 @@ def _facts(trainer: Trainer) -> dict[str, str]:
         "allreduce": plan,
         "buckets": f"{len(bucketer.buckets)}, {when}",
     }
-    if config.shards is not None:
+    if alone or config.shards is not None:
         del facts["buckets"]
+    if config.shards is not None:
         facts["shards"] = (
             f"{config.shards} of every batch, {config.shards // config.world_size} on every rank, "
             "computed one by one, summed as a tree"

@@ -23,6 +23,7 @@ from pyringar.errors import ArgumentError, RingarError
 __all__ = [
     "check_replicas_equal",
     "count_correct",
+    "cut_batch",
     "digest_of",
     "evaluate_accuracy_gpus",
     "get_params",
@@ -163,12 +164,21 @@ def split_batch(
             f"X has shape {tuple(X.shape)} and y {tuple(y.shape)}, expected as many labels as "
             "samples in their first dimension"
         )
-    targets = check_devices(devices)
-    sizes = shard_sizes(X.shape[0], len(targets), weights)
+    return cut_batch(X, y, check_devices(devices), weights)
+
+
+def cut_batch(
+    X: Tensor,  # noqa: N803
+    y: Tensor,
+    devices: Sequence[torch.device],
+    weights: Sequence[float] | None = None,
+) -> tuple[Shards, Shards]:
+    """Cut a batch as `split_batch` does, with arguments that were checked before."""
+    sizes = shard_sizes(X.shape[0], len(devices), weights)
 
     def shards(tensor: Tensor) -> Shards:
         parts = torch.split(tensor, sizes)
-        return tuple(part.to(device) for part, device in zip(parts, targets, strict=True))
+        return tuple(part.to(device) for part, device in zip(parts, devices, strict=True))
 
     return shards(X), shards(y)
 

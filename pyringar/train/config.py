@@ -220,7 +220,7 @@ class TrainConfig:
         """
         is_amp = self.amp and all(device.type == "cuda" for device in devices)
         can_capture = len(set(devices)) == 1 and not (is_traced or self.compile or self.shards)
-        choices = {
+        choices: dict[str, Any] = {
             "channels_last": is_amp and self.model == "resnet18",
             "cuda_graph": is_amp and can_capture,
         }

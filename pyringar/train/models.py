@@ -188,10 +188,10 @@ def _make_bucketer(
 ) -> GradientBucketer | AfterBackward:
     """Return what reduces gradients: as they come, or after backward if there is no engine.
 
-    A step over shards has its own way, and no hooks.
+    A step over shards has its own way, and one rank has nothing to reduce: both have no hooks.
     """
     try:
-        if shards is None:
+        if shards is None and comm.world_size > 1:
             return GradientBucketer(replicas, comm=comm, **options)
     except CompilerNotFoundError:
         if not isinstance(comm, Communicator):

@@ -332,12 +332,14 @@ class AfterBackward:
     def __init__(
         self, device_params: Replicas, devices: Sequence[Device], comm: Communicator
     ) -> None:
+        self._is_alone = comm.world_size == 1
         self._reduce = functools.partial(reduce_gradients, device_params, devices, comm)
         self.buckets = [list(range(len(device_params[0])))]
 
     def wait(self) -> None:
-        """Reduce."""
-        self._reduce()
+        """Reduce, unless there is one rank."""
+        if not self._is_alone:
+            self._reduce()
 
     def stats(self) -> StepStats:
         """Return statistics of no bucket."""
