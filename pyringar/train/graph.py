@@ -4,7 +4,7 @@ Queueing a step of LeNet takes the host many times as long as a GPU takes to do 
 call. What is captured is `EagerStep` itself, with three things that change from step to step
 in tensors of their own: images, labels, and the learning rate over the batch size.
 
-Not yet run on a GPU. The tests capture and replay it on the CPU, operator by operator.
+Tests without a GPU capture and replay it on the CPU, operator by operator.
 """
 
 from __future__ import annotations
