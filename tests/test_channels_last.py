@@ -89,6 +89,9 @@ def test_ranks_agree_bit_for_bit(data):
         check_replicas_equal(trainer.replicas)
     plain = run(data, **RESNET, ranks=3, dtype="float64")
     assert relative_error(result.params, plain.params) < 1e-9
+    assert plain.state.keys() == result.state.keys()
+    for name, tensor in plain.state.items():  # running means count the biases left out
+        torch.testing.assert_close(tensor, result.state[name])
 
 
 @pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "as on a GPU"])

@@ -83,8 +83,9 @@ class TrainConfig:
             of the whole batch. Images are tested with rank 0's running statistics.
         amp: Compute in bfloat16 where torch's autocast finds it safe; parameters and gradients
             stay float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
-        channels_last: Keep ResNet-18's images, activations and weights with their channels last in
-            memory, as tensor cores read them. Changes the order of additions inside convolutions.
+        channels_last: Keep ResNet-18's activations and weights with their channels last in memory,
+            as tensor cores read them, and leave biases out of training that batch norm subtracts
+            again; see `pyringar.train.model_resnet18.fit_tensor_cores`. Changes bits by rounding.
             None: with ``amp`` on GPUs.
         bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes, each as soon
             as it is full; see `pyringar.GradientBucketer`.

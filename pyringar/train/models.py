@@ -21,7 +21,7 @@ from pyringar.parallel.replicate import copy_buffers
 from pyringar.parallel.shards import get_params
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
-from pyringar.train.model_resnet18 import resnet18
+from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
 from pyringar.train.step import AfterBackward, Mark, SideBySide
 
 __all__ = [
@@ -165,18 +165,8 @@ def _initial_lenet(config: TrainConfig) -> list[Tensor]:
 def _initial_resnet18(config: TrainConfig) -> nn.Module:
     net = resnet18(width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype)
     if config.channels_last:
-        net.to(memory_format=torch.channels_last)
-        net.register_forward_pre_hook(_put_channel_last)
+        fit_tensor_cores(net)
     return net
-
-
-def _put_channel_last(_: nn.Module, args: tuple[Tensor]) -> Tensor:
-    """View images of one channel with the strides that say it is the last.
-
-    They lie the same either way, and torch then takes them for channels first.
-    """
-    (X,) = args  # noqa: N806
-    return X.flatten(1).view(len(X), *X.shape[2:], 1).permute(0, 3, 1, 2)
 
 
 def _call_with(mark: Mark, rank: int, *_: object) -> None:
@@ -256,6 +246,24 @@ class _LeNet(RankedModel):
         return dict(zip(PARAM_NAMES, self.params[0], strict=True))
 
 
+class _Cast(torch.autograd.Function):
+    """Cast weights to bfloat16 and their gradients back, all in one launch; autocast's bits."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        return _cast(weights, torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return _cast(grads, torch.float32)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    targets = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(targets, list(tensors))
+    return tuple(targets)
+
+
 class _ResNet18(RankedModel):
     """A module, replicated."""
 
@@ -279,6 +287,8 @@ class _ResNet18(RankedModel):
             in_turns=True,  # where they do not, each is called in its thread, and not all at once
         )
         self._is_compiled = config.compile
+        # All gradients then come at the end of backward, which a graph's reduction waits for.
+        self._casts_at_once = config.amp and config.cuda_graph and not config.compile
         if config.compile:
             for replica in self._net.replicas:
                 replica.compile()
@@ -289,7 +299,13 @@ class _ResNet18(RankedModel):
     def _score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)
-        scores: Tensor = self._net.replicas[rank](X)
+        replica = self._net.replicas[rank]
+        if not self._casts_at_once:
+            scores: Tensor = replica(X)
+            return scores
+        weights = {name: param for name, param in replica.named_parameters() if param.dim() > 1}
+        casts = dict(zip(weights, _Cast.apply(*weights.values()), strict=True))
+        scores = torch.func.functional_call(replica, casts, (X,))
         return scores
 
     def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
