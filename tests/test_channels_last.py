@@ -7,10 +7,10 @@ import torch
 from sharded_runs import RECIPE
 from training import garments, relative_error, run
 
-from pyringar.errors import ArgumentError
+from pyringar.errors import ArgumentError, CompilerNotFoundError
 from pyringar.parallel import shards
 from pyringar.parallel.shards import check_replicas_equal, mismatch_flags
-from pyringar.train import TrainConfig, Trainer, resnet18
+from pyringar.train import TrainConfig, Trainer, models, resnet18
 from pyringar.train.checkpoint import Checkpoint, save_state
 
 RESNET = {"model": "resnet18", "width": 4, "batch_size": 32, "epochs": 1}
@@ -64,7 +64,9 @@ def test_lenet_has_no_channels_last():
 # -- layouts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"amp": True}, {"momentum": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"amp": True}, {"momentum": 0.9}, {"batchnorm": "sync"}], ids=str
+)
 def test_layout_is_kept_everywhere(data, options):
     """Activations, parameters, gradients and velocities: reductions and updates copy nothing."""
     with Trainer(TrainConfig(**LAST, **options, ranks=2), data) as trainer:
@@ -81,6 +83,24 @@ def test_layout_is_kept_everywhere(data, options):
     for activation in found:
         assert activation.stride(1) == 1
         assert is_last(activation)
+
+
+def test_biases_before_norms_stay(data):
+    with Trainer(TrainConfig(**LAST, ranks=2, momentum=0.9), data) as trainer:
+        before = [param.clone() for param in trainer.replicas[0]]
+        trainer.run()
+        now = dict(trainer.model.replicas[0].named_parameters())
+        same = [n for n, p in zip(now, before, strict=True) if torch.equal(now[n], p)]
+    assert same == ["0.bias", *(n for n in now if n.endswith(("conv1.bias", "conv2.bias")))]
+
+
+def test_trains_without_engine(data, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise CompilerNotFoundError("no compiler")
+
+    wanted = run(data, **LAST, ranks=2, allreduce="naive")
+    monkeypatch.setattr(models, "GradientBucketer", fail)
+    assert run(data, **LAST, ranks=2, allreduce="naive").digest == wanted.digest
 
 
 def test_ranks_agree_bit_for_bit(data):

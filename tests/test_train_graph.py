@@ -417,6 +417,11 @@ class TestOnAGpu:
             {"devices": ["cuda:0"], "model": "resnet18", "width": 64, "amp": True, "epochs": 1},
             {"devices": ["cuda:0"] * 2, "momentum": 0.9, "weights": (1, 0)},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "batchnorm": "sync"},
+            {
+                **{"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8},
+                **{"batchnorm": "sync", "amp": True, "epochs": 1},
+            },
+            {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "channels_last": True},
         ],
         ids=str,
     )
