@@ -190,7 +190,7 @@ def cases_of(effort: str) -> list[Case]:
         ("LeNet, graph", (1, 2), {"cuda_graph": True}),
         ("ResNet-18", (1, 2), resnet),
         ("ResNet-18, graph", (1, 2), {**resnet, "cuda_graph": True}),
-        ("ResNet-18, amp", (1, 2), {**resnet, "amp": True}),
+        ("ResNet-18, amp", (1,), {**resnet, "amp": True}),
     ]
     cases = [Case(name, k, (RINGAR,), settings=s) for name, ranks, s in models for k in ranks]
     return [*cases, Case(STEP, 2, ("bucketed", "coalesced", "without", "reduction alone"))]
