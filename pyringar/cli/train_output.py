@@ -76,7 +76,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
             f"thread{'' if each == 1 else 's'} each"
         )
     if config.cuda_graph:
-        facts["step"] = "captured in a CUDA graph, replayed for every full batch"
+        facts["step"] = "captured in a CUDA graph, replayed for every batch"
     amp = " with amp" if config.amp else ""
     amp += ", channels last" if config.channels_last else ""
     weights = [f"{weight:g}" for weight in trainer.weights or ()]

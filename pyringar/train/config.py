@@ -93,10 +93,10 @@ class TrainConfig:
             rank order.
         compile: Let torch compile the model, which takes a minute first. Its backward hands over
             all gradients at its end, so that nothing overlaps.
-        cuda_graph: Capture the whole step in a CUDA graph once, and replay it for every batch: the
+        cuda_graph: Capture the whole step in a CUDA graph, and replay it for every batch: the
             host then has next to nothing to do, and ranks compute at the same time. For ranks that
-            share one GPU. Changes no bit. A last batch that is smaller runs as without. None: with
-            ``amp`` where it is possible, and without ``compile``.
+            share one GPU. Changes no bit. None: with ``amp`` where it is possible, and without
+            ``compile``.
         in_turns: None: ranks on CPUs compute at the same time, each in a thread with its share of
             torch's threads, at least one; ranks on GPUs are driven by one thread. True: one after
             the other, each with all of torch's threads. False: also GPUs have a thread each (not

@@ -564,9 +564,11 @@ class Trainer:
         )
         if not config.cuda_graph:
             return eager
+        images, labels = self._data.train_images, self._data.train_labels
         size = config.global_batch_size
-        images, labels = self._data.train_images[:size], self._data.train_labels[:size]
-        return GraphStep(eager, images, labels, self.model.tensors())
+        sizes = {min(size, len(labels)), len(labels) % size} - {0}
+        batches = [(images[:n], labels[:n]) for n in sorted(sizes)]
+        return GraphStep(eager, batches, self.model.tensors())
 
     def _warn_of_plateau(self) -> None:
         has_plateau = self.config.model == "lenet" and self.config.init == "book"
