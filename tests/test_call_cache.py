@@ -1,4 +1,4 @@
-"""Is a repeated all-reduce checked once, and again as soon as anything about its tensors changes?"""
+"""Is a repeated all-reduce checked once, and again when anything about its tensors changes?"""
 
 from __future__ import annotations
 
