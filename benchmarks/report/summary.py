@@ -239,7 +239,7 @@ def gpu_lines(sections: Sections) -> list[str]:
         large = [r for r in rows if r.candidate == name and (r.size_bytes or 0) >= LARGE_BYTES]
         if shares := [share for row in large if (share := share_of_limit(row, are_limits))]:
             lines += [
-                f"From 16 MiB on `{name}` reaches {_percents(shares)} of a copy's rate there."
+                f"From 16 MiB on `{name}` on one GPU reaches {_percents(shares)} of a copy's rate."
             ]
     epochs = [
         f"{rows['ringar'].case} {format_s(rows['ringar'].median_s)}"
@@ -247,5 +247,5 @@ def gpu_lines(sections: Sections) -> list[str]:
         if "ringar" in rows and rows["ringar"].world_size == 1
     ]
     if epochs:
-        lines += [f"An epoch of 60,000 images, one rank: {'; '.join(epochs)}."]
+        lines += [f"An epoch of 60,000 images, one rank on one GPU: {'; '.join(epochs)}."]
     return lines
