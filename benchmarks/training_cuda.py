@@ -392,7 +392,7 @@ BENCHMARK = Benchmark(
     section="training_cuda",
     title="Training on one GPU",
     about="Epochs of 60,000 images, median from an idle GPU to an idle GPU; the limit of two ranks "
-    "is the epoch of one. ResNet-18 ran a quarter of the images (`measured`), scaled. "
+    "is the epoch of one. Where `measured` stands, a quarter of the images ran, scaled. "
     "`nn.DataParallel` is the book's loop, `torch.compile` one with channels_last and bf16. Of one "
     "step, `exposed` is what buckets add to the step without reductions, its limit.",
     baseline=("coalesced",),
