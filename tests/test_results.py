@@ -103,7 +103,7 @@ def test_gpu_report_is_taken_over(copies: Path) -> None:
     assert "| build | ok | planted |" in text
     assert "Kernels alone" not in text  # the notes were about the replaced report
     assert "/a/path" not in kept.read_text()
-    change_head(new, machine=json.loads(new.read_text().partition("\n")[0])["machine"] | {"gpu": ""})
+    change_head(new, machine=rows.read(new).machine | {"gpu": ""})
     assert tables.main(["--from", str(new)]) == 2  # a trial on a CPU
 
 
