@@ -197,6 +197,7 @@ def device_cases() -> list[Case]:
     peers = names_in("allreduce", peers_only=True)
     large = (*peers, "fused", "ring", "auto")
     cases = [flat_case(2**28, k, large, dtype) for dtype in ("fp32", "bf16") for k in (2, 4, 8)]
+    cases += [flat_case(2**28, 16, (*peers, "fused"))]  # in groups of four
     cases += [flat_case(size, k, large) for size in NCCL_SIZES[:-1] for k in (2, 4)]
     cases += [Case("LeNet", 4, (*peers, "auto"), LENET)]
     cases += [Case("ResNet-18", k, (*peers, "auto"), resnet18_shapes()) for k in (2, 4)]

@@ -44,9 +44,10 @@ def describe_host() -> dict[str, Any]:
 
 
 def machine_in_words(machine: Mapping[str, Any]) -> str:
-    """Name the GPU, the processor, its cores and torch."""
+    """Name the GPU, the processor, its cores, torch, and the commit where it is known."""
     gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
-    return f"{gpu}{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    commit = f", commit {machine['commit'][:7]}" if machine.get("commit") else ""
+    return f"{gpu}{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}{commit}"
 
 
 def num_cores() -> int:

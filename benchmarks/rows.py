@@ -166,6 +166,8 @@ def limits(rows: Iterable[Row]) -> dict[tuple[object, ...], float]:
     """
     found = {}
     for key, same in by_key(rows, lambda row: (row.case, row.world_size, row.clock)).items():
+        if key[2] not in (None, "device"):
+            continue  # most of such a time is a call's
         limit_s = max((row.limit_s or 0 for row in same), default=0)
         if limit_s and min(row.median_s for row in same) > limit_s * (1 - NOISE):
             found[key] = limit_s
@@ -258,8 +260,8 @@ def _row_of(path: str | Path, line: int, values: Any) -> Row:
         raise InputError(f"{path}: line {line}: is not a row: {error}") from error
 
 
-def read_sections(path: str | Path) -> dict[str, Results]:
-    """Read a results file, or all of a folder, by section; a later file's section replaces another.
+def read_files(path: str | Path) -> list[Results]:
+    """Read a results file, or all of a folder.
 
     Raises:
         InputError: As `read`; or the folder holds no results.
@@ -268,8 +270,13 @@ def read_sections(path: str | Path) -> dict[str, Results]:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise InputError(f"{path}: holds no results, expected *.jsonl")
+    return [read(file) for file in files]
+
+
+def read_sections(path: str | Path) -> dict[str, Results]:
+    """Do as `read_files`, by section; a later file's section replaces another."""
     found: dict[str, Results] = {}
-    for results in map(read, files):
+    for results in read_files(path):
         sections = by_key(results.rows, lambda row: row.section) or {results.section: []}
         for section, rows in sections.items():
             head = {f.name: getattr(results, f.name) for f in fields(Results)}

@@ -2,10 +2,11 @@
 
     python benchmarks/tables.py              # rewrite what is out of date
     python benchmarks/tables.py --check      # exit status 1 if that would change anything
-    python benchmarks/tables.py --from DIR   # first take over the results of a report
+    python benchmarks/tables.py --from PATH  # first take over the results of a report
 
-DIR is what `python benchmarks/run_all.py --out DIR` wrote. Its results files become those of
-benchmarks/results.
+PATH is the folder that `python benchmarks/run_all.py --out DIR` wrote, or the file of
+`python benchmarks/gpu_check.py --out FILE`. Its results files become those of benchmarks/results. A
+report of gpu_check.py replaces the one there, and its notes, which are written by hand.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 from benchmarks import rows as files
 from benchmarks.machine import machine_in_words
 from benchmarks.report import page, plots
-from benchmarks.report.summary import headlines
-from benchmarks.rows import InputError, read_sections
+from benchmarks.report.summary import gpu_lines, headlines
+from benchmarks.rows import InputError, Results, by_key, read_files, read_sections
 from benchmarks.script import exit_with
 from benchmarks.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+GPU_CHECK = "gpu_check"  # a report of several sections, whose benchmarks are quick
 PAGE = ROOT / "docs" / "report.md"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_BY_HAND = {"timeline.png", "cluster.png"}  # by what docs/tasks.md and cluster.md run
@@ -40,17 +42,25 @@ PAGE_NOTE = (
 def filled(text: str) -> str:
     """Return the text with the summary between its markers made anew."""
     sections = read_sections(RESULTS)
-    lines = [f"- {line}" for line in headlines(sections)]
-    machine = machine_in_words(sections["allreduce"].machine)
-    summary = "\n".join([f"On {machine}:", "", *lines])
+    summary = ""
+    for section, lines in (("allreduce", headlines), ("allreduce_cuda", gpu_lines)):
+        if section in sections:
+            summary += f"\n\nOn {machine_in_words(sections[section].machine)}:\n\n"
+            summary += "\n".join(f"- {line}" for line in lines(sections))
     head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{summary}\n{END}{rest.split(END)[1]}"
+    return f"{head}{BEGIN}\n{summary.strip()}\n{END}{rest.split(END)[1]}"
 
 
 def report_page() -> str:
     """Return docs/report.md."""
     sections = read_sections(RESULTS)
-    return PAGE_NOTE + page.render(sections, plots.figures_of(sections), FIGURES.name)
+    notes = gpu_notes().read_text() if gpu_notes().exists() else ""
+    return PAGE_NOTE + page.render(sections, plots.figures_of(sections), FIGURES.name, notes)
+
+
+def gpu_notes() -> Path:
+    """Return the file of what is known beside the rows of gpu_check.py's report."""
+    return RESULTS / f"{GPU_CHECK}-notes.md"
 
 
 def stale() -> list[str]:
@@ -75,32 +85,43 @@ def extra(figures: Sequence[plots.Figure]) -> list[Path]:
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
 
 
-def take_over(folder: str) -> list[str]:
-    """Make a report's sections the results files; say what was taken.
+def take_over(path: str) -> list[str]:
+    """Make a report's files the results files; say what was taken.
 
     Raises:
         InputError: There is no report, or one of a failed, wrong, aborted or not full run, or of a
             busy machine.
     """
-    sections = read_sections(folder)
-    for name, results in sections.items():
-        if name not in SECTIONS:
-            raise InputError(f"{folder}: section {name!r} is none of {', '.join(SECTIONS)}")
-        if results.effort != "full":
-            raise InputError(f"{folder}: {name} is a {results.effort} run, expected a full one")
-        if results.disturbed_by:
-            raise InputError(
-                f"{folder}: {name} was measured on a busy machine: other programs used "
-                f"{results.disturbed_by}"
-            )
-        if results.failed:
-            raise InputError(f"{folder}: the section {name} failed: {results.failed}")
-        if results.wrong:
-            raise InputError(f"{folder}: {name} is wrong: {results.wrong[0].about}")
-    measured = [results for results in sections.values() if results.rows]
+    measured = read_files(path)
     for results in measured:
+        check(path, results)
+    measured = [results for results in measured if results.rows]
+    for results in measured:
+        if results.section == GPU_CHECK:
+            gpu_notes().unlink(missing_ok=True)
+            for step in results.facts.get("steps", ()):
+                step.pop("tail", None)  # what it printed, with paths of that machine
         files.write(RESULTS / results.filename, results)
     return [f"{results.filename}: {len(results.rows)} rows" for results in measured]
+
+
+def check(path: str, results: Results) -> None:
+    """Raise InputError if results are not to be published."""
+    name = results.section
+    for section in by_key(results.rows, lambda row: row.section) or (name,):
+        if section not in SECTIONS:
+            raise InputError(f"{path}: section {section!r} is none of {', '.join(SECTIONS)}")
+    if results.effort != "full" and not (name == GPU_CHECK and results.machine.get("gpu")):
+        raise InputError(f"{path}: {name} is a {results.effort} run, expected a full one")
+    if results.disturbed_by:
+        raise InputError(
+            f"{path}: {name} was measured on a busy machine: other programs used "
+            f"{results.disturbed_by}"
+        )
+    if results.failed:
+        raise InputError(f"{path}: the section {name} failed: {results.failed}")
+    if results.wrong:
+        raise InputError(f"{path}: {name} is wrong: {results.wrong[0].about}")
 
 
 def rewrite() -> None:
@@ -117,16 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if it would")
-    parser.add_argument("--from", dest="folder", metavar="DIR", help="take over a full report")
+    parser.add_argument("--from", dest="report", metavar="PATH", help="take over a report")
     args = parser.parse_args(argv)
     if args.check:
         names = ", ".join(stale())
         if names:
             print(f"{names}: out of date: run python benchmarks/tables.py", file=sys.stderr)
         return int(bool(names))
-    if args.folder:
+    if args.report:
         try:
-            print("\n".join(take_over(args.folder)))
+            print("\n".join(take_over(args.report)))
         except InputError as error:
             print(error, file=sys.stderr)
             return 2

@@ -92,6 +92,21 @@ def test_a_report_is_taken_over_by_one_command(copies: Path) -> None:
     assert not tables.stale()
 
 
+def test_gpu_report_is_taken_over(copies: Path) -> None:
+    kept, new = copies / "benchmarks/results/gpu_check-gpu.jsonl", copies / "new.jsonl"
+    shutil.copy(kept, new)
+    step = {"name": "build", "state": "ok", "note": "planted", "tail": "/a/path"}
+    change_head(new, facts={"steps": [step]})
+    assert tables.main(["--from", str(new)]) == 0
+    assert not tables.stale()
+    text = (copies / "docs/report.md").read_text()
+    assert "| build | ok | planted |" in text
+    assert "Kernels alone" not in text  # the notes were about the replaced report
+    assert "/a/path" not in kept.read_text()
+    change_head(new, machine=rows.read(new).machine | {"gpu": ""})
+    assert tables.main(["--from", str(new)]) == 2  # a trial on a CPU
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [

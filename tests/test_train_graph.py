@@ -8,6 +8,8 @@ step's, and what the host has read or baked in once stays so.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +48,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.num_warm_ups = self.num_replays = 0
         self.is_recording = False
-        self._calls: list[Function] = []
+        self._calls: list[Function] = []  # of the capture under way, or of the last one
         self._own: set[int] = set()  # memory that was allocated in the capture
         self._before: dict[int, tuple[Any, Any]] = {}  # other memory, and what it held before
 
@@ -57,17 +59,19 @@ class Recorder(TorchDispatchMode):
 
     def record(self, function: Function) -> Function:
         self.is_recording = True
+        calls = self._calls = []
+        self._own, self._before = set(), {}
         with self:
             function()
         self.is_recording = False
         for storage, then in self._before.values():  # a capture does no work
             storage.copy_(then)
-        return self.replay
+        return functools.partial(self.replay, calls)
 
-    def replay(self) -> None:
+    def replay(self, calls: list[Function]) -> None:
         self.num_replays += 1
         with torch.no_grad():
-            for call in self._calls:
+            for call in calls:
                 call()
 
     def note(self, call: Function) -> None:
@@ -100,6 +104,16 @@ class Recorder(TorchDispatchMode):
         return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+class InOrder(graph.Branches):
+    """Ranks on a CPU have no streams."""
+
+    def __init__(self, device, num_ranks, score):
+        self.score = score
+
+    def run(self, functions):
+        return {rank: function() for rank, function in functions.items()}
+
+
 class Caller:
     """The least that can be called a capture: a replay calls the function again."""
 
@@ -122,6 +136,7 @@ def caller(monkeypatch) -> Caller:
     """Captures the steps of all trainers that are made from now on, on CPU ranks."""
     made = Caller()
     monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(trainer_module, "Branches", InOrder)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made
 
@@ -158,7 +173,7 @@ def assert_same(ours, theirs):
     check_replicas_equal([list(ours.state.values()), list(theirs.state.values())])
 
 
-# 100 images: three batches of 32 leave 4 over, which run eagerly.
+# 100 images: three batches of 32 leave 4 over, which have a capture of their own.
 MORE_RUNS = [
     {"ranks": 2},
     {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
@@ -174,17 +189,17 @@ RUNS = [
     {"ranks": 1},
     {"ranks": 3, "weights": (3, 0, 1), "bucket_cap_mb": 0.05},
     {"ranks": 2, "amp": True},
+    {"ranks": 2, "amp": True, "channels_last": True, "model": "resnet18", "width": 4},
     *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_RUNS),
 ]
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
-    options = {"batch_size": 32, "epochs": 2, **options}
+    options = {"batch_size": 32, "epochs": 1 if "amp" in options else 2, **options}
     replayed = run(data, cuda_graph=True, **options)
-    assert recorder.num_warm_ups == 3
-    steps = len(replayed.epochs) * max(1, 100 // options["batch_size"])
-    assert recorder.num_replays == steps
+    assert recorder.num_warm_ups == (6 if 100 % min(100, options["batch_size"]) else 3)
+    assert recorder.num_replays == len(replayed.epochs) * math.ceil(100 / options["batch_size"])
     assert_same(replayed, run(data, **options))
 
 
@@ -198,7 +213,7 @@ def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
 def test_synchronised_batch_norm_goes_with_it(data, caller, options):
     options = {"model": "resnet18", "width": 4, "batch_size": 32, "epochs": 2, **options}
     replayed = run(data, cuda_graph=True, **options)
-    assert caller.num_replays == 6
+    assert caller.num_replays == 8
     assert_same(replayed, run(data, **options))
 
 
@@ -224,7 +239,7 @@ def test_what_was_captured_is_undone(data, recorder):
     with Trainer(TrainConfig(ranks=2), data) as trainer:
         before = [tensor.clone() for tensor in trainer.model.tensors()]
         X, y = data.train_images[:32], data.train_labels[:32]  # noqa: N806
-        captured = graph.GraphStep(trainer._run_step, X, y, trainer.model.tensors())
+        captured = graph.GraphStep(trainer._run_step, [(X, y)], trainer.model.tensors())
         assert captured.take_loss() == 0
         check_replicas_equal([before, trainer.model.tensors()])
         captured(X, y, 0.1 / 32)
@@ -266,6 +281,72 @@ def test_sgd_by_a_tensor_has_the_bits_of_sgd(dtype):
     ours[0].grad = ours[1].grad = ours[2].grad = None
     sgd(ours, torch.ones((), dtype=wide))  # nothing to do
     check_replicas_equal([ours, theirs])
+
+
+# -- branches --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Streams that note what is called on them; the first is current at the beginning."""
+    log: list[tuple[str, ...]] = []
+
+    class Stream:
+        def __init__(self, *_: object) -> None:
+            self.name = f"stream {len(made)}"
+            made.append(self)
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append((self.name, "waits for", other.name))
+
+    made: list[Stream] = []
+    current = [Stream()]
+
+    @contextlib.contextmanager
+    def enter(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    return log, lambda what: log.append((current[-1].name, what))
+
+
+def test_branches_fork_and_join(streams):
+    log, note = streams
+    branches = graph.Branches(torch.device("cuda:0"), 3, lambda rank, X: X)  # noqa: N803
+    functions = {rank: lambda rank=rank: note(f"rank {rank}") or rank for rank in range(3)}
+    assert branches.run(functions) == {0: 0, 1: 1, 2: 2}
+    sides = ["stream 1", "stream 2"]
+    assert log[:2] == [(side, "waits for", "stream 0") for side in sides]
+    assert log[2:5] == [(f"stream {rank}", f"rank {rank}") for rank in range(3)]
+    assert log[5:] == [("stream 0", "waits for", side) for side in sides]
+
+
+def test_step_reduces_after_join(streams, data):
+    """Each rank's forward and backward have its stream, the reduction the current one."""
+    log, note = streams
+    params = [[torch.full((28 * 28, 10), 1e-3, requires_grad=True)] for _ in range(2)]
+
+    def score(rank, X):  # noqa: N803
+        note(f"forward {rank}")
+        scores = X.flatten(1) @ params[rank][0]
+        scores.register_hook(lambda _: note(f"backward {rank}"))
+        return scores
+
+    step = EagerStep(
+        *(params, None, lambda: note("reduce")),
+        split=lambda X, y: (X.chunk(2), y.chunk(2)),  # noqa: N803
+        beside=graph.Branches(torch.device("cuda:0"), 2, score),
+    )
+    step(data.train_images[:8], data.train_labels[:8], 0.1)
+    fork, join = ("stream 1", "waits for", "stream 0"), ("stream 0", "waits for", "stream 1")
+    ranks = [
+        (f"stream {rank}", f"{p} {rank}") for rank in range(2) for p in ("forward", "backward")
+    ]
+    assert log == [fork, *ranks, join, ("stream 0", "reduce"), fork, join]
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -335,7 +416,15 @@ class TestOnAGpu:
             {"devices": ["cuda:0"] * 3, "weights": (3, 0, 1), "dtype": "bfloat16"},
             {"devices": ["cuda:0"] * 2, "amp": True},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "epochs": 1},
+            {"devices": ["cuda:0"] * 3, "model": "resnet18", "width": 8, "amp": True},
+            {"devices": ["cuda:0"], "model": "resnet18", "width": 64, "amp": True, "epochs": 1},
+            {"devices": ["cuda:0"] * 2, "momentum": 0.9, "weights": (1, 0)},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "batchnorm": "sync"},
+            {
+                **{"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8},
+                **{"batchnorm": "sync", "amp": True, "epochs": 1},
+            },
+            {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "channels_last": True},
         ],
         ids=str,
     )
@@ -343,7 +432,18 @@ class TestOnAGpu:
         # Or two eager runs, too, could differ: convolutions add in any order.
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
         options = {"batch_size": 32, "epochs": 2, **options}
-        assert_same(run(data, cuda_graph=True, **options), run(data, **options))
+        replayed, eager = (run(data, cuda_graph=on, **options) for on in (True, False))
+        assert_same(replayed, eager)
+
+    def test_amp_is_captured_with_channels_last(self, data):
+        options = {"model": "resnet18", "width": 8, "amp": True, "batch_size": 32, "epochs": 1}
+        with Trainer(TrainConfig(devices=["cuda:0"] * 2, **options), data) as trainer:
+            assert isinstance(trainer._run_step, graph.GraphStep)
+            trainer.run()
+            for param in (param for mine in trainer.replicas for param in mine):
+                if param.dim() == 4:
+                    assert param.is_contiguous(memory_format=torch.channels_last)
+                    assert param.grad.is_contiguous(memory_format=torch.channels_last)
 
     def test_one_of_several_gpus(self, data):
         if NUM_GPUS < 2:

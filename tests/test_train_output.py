@@ -302,6 +302,7 @@ def test_what_fails_at_the_end_loses_no_result(capsys, tmp_path, monkeypatch):
 
 def test_a_training_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch, caplog):
     options = [*LENET, "--weights", "3,1", "--no-overlap", "--log", str(tmp_path / "l.csv")]
+    options += ["--no-cuda-graph"]
     folder = str(tmp_path / "my run")
     assert main(options) == 0
     whole = rows_of(capsys.readouterr().out)
@@ -320,6 +321,7 @@ def test_a_training_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, mon
     assert stopped == (f"stopped in epoch 2, after step 2 of 4; the checkpoint is in '{folder}'")
     words = shlex.split(command.removeprefix("to go on: "))
     assert words[:2] == ["pyringar", "train"]
+    assert {"--no-overlap", "--no-cuda-graph"} <= set(words)
     assert "--save" not in words
     assert words[words.index("--resume") + 1] == folder
     assert main(words[1:]) == 0

@@ -19,22 +19,26 @@ METHOD = (
     "brackets the share of it that was reached. Where a call was faster than what stands for the "
     "limit, whose own overhead is in it, there is no limit. Bold: the fastest of ours."
 )
+ROUGH = "A **{}** run: few rounds, so that figures are rough."
 
 
-def render(sections: Sections, figures: Sequence[Figure], folder: str) -> str:
+def render(sections: Sections, figures: Sequence[Figure], folder: str, gpu_notes: str = "") -> str:
     """Return the whole page. Pictures are linked as ``folder/name.png``."""
     measured = {name: sections[name] for name in SECTIONS if name in sections}
     is_busy = any(results.disturbed_by for results in measured.values())
     mark = "On a busy machine: " if is_busy else ""
     parts = ["# Benchmark report", *_disturbed(measured), *_head(measured), *_faults(measured)]
     parts += ["\n".join(f"- {mark}{line}" for line in summary_lines(measured))]
+    on_gpu = [name for name, found in measured.items() if found.rows and found.machine.get("gpu")]
     for name, results in measured.items():
         if results.rows:
-            parts += [f"## {SECTIONS[name].title}"]
+            parts += _gpu_head(results, gpu_notes) if name in on_gpu[:1] else []
+            parts += [f"{'###' if name in on_gpu else '##'} {SECTIONS[name].title}"]
             parts += [f"![{f.title}]({folder}/{f.filename})" for f in figures if f.section == name]
             busy = results.disturbed_by
             parts += [f"**Busy machine: other programs used {busy}.**"] if busy else []
-            parts += [_elsewhere(results, measured), SECTIONS[name].about]
+            parts += [] if name in on_gpu else [_elsewhere(results, measured)]
+            parts += [SECTIONS[name].about]
             parts += [_libraries(results), table(results)]
     parts += ["## auto against the best algorithm", auto_table(measured)]
     parts += _not_run(measured)
@@ -59,13 +63,29 @@ def _elsewhere(results: Results, sections: Sections) -> str:
 
 def _head(sections: Sections) -> Iterator[str]:
     machine = next(iter(sections.values())).machine
-    dates = sorted({results.machine["date"] for results in sections.values()})
+    beside = [r for r in sections.values() if r.machine.get("gpu") == machine.get("gpu")]
+    dates = sorted({results.machine["date"] for results in beside})
     yield (f"{_machine(machine)}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.")
     yield METHOD
     if machine.get("auto_table"):
         yield f"`auto` followed a table that is gone since: {machine['auto_table']}."
-    for effort in {results.effort for results in sections.values()} - {"full"}:
-        yield f"A **{effort}** run: few rounds, so that figures are rough."
+    for effort in {results.effort for results in beside} - {"full"}:
+        yield ROUGH.format(effort)
+
+
+def _gpu_head(results: Results, notes: str) -> Iterator[str]:
+    """Yield what holds for all sections of a GPU: the machine, the steps of gpu_check.py, notes."""
+    machine = results.machine
+    yield "## On one GPU"
+    yield (
+        f"{_machine(machine)}, driver {machine['driver']}, CUDA {machine['torch_cuda']}, NCCL "
+        f"{machine['nccl']}. Measured {machine['date']}."
+    )
+    yield "" if results.effort == "full" else ROUGH.format(results.effort)
+    yield notes.strip()
+    if steps := results.facts.get("steps"):
+        cells = [[step["name"], step["state"], step["note"]] for step in steps]
+        yield markdown_table(("step of gpu_check.py", "state", "outcome"), cells)
 
 
 def _disturbed(sections: Sections) -> Iterator[str]:
@@ -187,8 +207,10 @@ def auto_table(sections: Sections) -> str:
 
 
 def _not_run(sections: Sections) -> list[str]:
-    missing = [(name, "no results") for name in SECTIONS if name not in sections]
+    missing = {name: "no results" for name in SECTIONS if name not in sections}
     for name, results in sections.items():
-        missing += [(f"{name}: {item['what']}", item["why"]) for item in results.not_run]
-    lines = [f"- {what}: {why}" for what, why in missing]
+        where = "GPU" if results.machine.get("gpu") else name
+        for item in results.not_run:
+            missing.setdefault(f"{where}: {item['what']}", item["why"])
+    lines = [f"- {what}: {why}" for what, why in missing.items()]
     return ["## What was not run, and why", "\n".join(lines)] if lines else []

@@ -42,6 +42,11 @@ def figures_of(sections: Sections) -> list[Figure]:
     """Return the pictures that these sections hold data for."""
     found = []
     for name, results in sections.items():
+        if SECTIONS[name].device == "cuda":
+            if shares_of(results):
+                title = "Share of the limit that each algorithm reaches, by number of ranks"
+                found.append(Figure(name, "share", title, draw_shares))
+            continue
         if sizes_panels(results):
             title = "Time of a call against size, a panel for each number of ranks"
             found.append(Figure(name, "time", title, draw_times))
@@ -124,6 +129,20 @@ def speedups_of(results: Results) -> dict[int, dict[str, list[Row]]]:
     ranks = by_key(rows, lambda row: row.world_size)
     cases = {k: by_key(ranks[k], lambda row: row.case) for k in sorted(ranks)}
     return {k: found for k, found in cases.items() if len(found) > 3 or len(cases) == 1}
+
+
+def shares_of(results: Results) -> dict[str, list[Row]]:
+    """Return the rows of one large tensor per rank on a GPU, by case, where they have a limit."""
+    found = limits(results.rows)
+    rows = [
+        row
+        for row in results.rows
+        if (row.case, row.world_size, row.clock) in found
+        and row.section == "allreduce_cuda"
+        and row.candidate in ("naive", "fused", "ring", "nccl")
+        and row.case in ("256 MiB fp32", "256 MiB bf16", "16 MiB fp32")
+    ]
+    return by_key(rows, lambda row: row.case)
 
 
 # -- drawing ---------------------------------------------------------------------------------------
@@ -263,6 +282,29 @@ def _draw_medians(axes: Any, rows: Sequence[Row], places: Sequence[float], width
         yerr=[low, high],
         error_kw={"ecolor": RED, "elinewidth": 1, "capsize": 2},
     )
+
+
+def draw_shares(results: Results, path: str | Path) -> None:
+    """Draw bars of the share of the limit, a panel per case, a group per number of ranks."""
+    cases, found = shares_of(results), limits(results.rows)
+    names = list(dict.fromkeys(row.candidate for rows in cases.values() for row in rows))
+    width = 0.8 / len(names)
+    size = (1 + 3.4 * len(cases), 3.5)
+    figure, grid = pyplot().subplots(1, len(cases), figsize=size, squeeze=False, sharey=True)
+    for axes, (case, rows) in zip(grid.flat, cases.items(), strict=True):
+        ranks = sorted({row.world_size for row in rows})
+        for row in rows:
+            style, k = candidate_of(row.candidate), row.world_size
+            at = ranks.index(k) + (names.index(row.candidate) - (len(names) - 1) / 2) * width
+            share = found[row.case, k, row.clock] / row.median_s
+            bar = axes.bar(at, share, width * 0.92, color=style.color, label=style.label)
+            axes.bar_label(bar, fmt="%.2f", fontsize=7, padding=1)
+        axes.axhline(1, color="black", linestyle="--", linewidth=1, label="the rate of a copy")
+        axes.set_xticks(range(len(ranks)), [str(k) for k in ranks])
+        axes.set(title=f"{case} per rank", xlabel="ranks on the GPU")
+        axes.grid(visible=False, axis="x")
+    grid[0, 0].set_ylabel("share of the limit")
+    _finish(figure, list(grid.flat), path, results)
 
 
 def draw_parts(results: Results, path: str | Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.bench import format_s
@@ -69,7 +69,8 @@ def _cases(sections: Sections, section: str) -> Iterator[dict[str, Row]]:
 
 def summary_lines(sections: Sections) -> list[str]:
     """Return a sentence or more for every section that was measured."""
-    makers = (_lists, _jax, _auto, _processes, _ddp, _bucketing, _training, _gpu)
+    makers: tuple[Callable[[Sections], Iterable[str]], ...]
+    makers = (_lists, _jax, _auto, _processes, _ddp, _bucketing, _training, gpu_lines)
     return [line for make in makers for line in make(sections)]
 
 
@@ -221,12 +222,30 @@ def _training(sections: Sections) -> Iterator[str]:
         yield f"A training step of `pyringar train`, against the book's loop: {_range(ours)}."
 
 
-def _gpu(sections: Sections) -> Iterator[str]:
+def gpu_lines(sections: Sections) -> list[str]:
+    """Return sentences about ranks that share a GPU."""
+    lines = []
+    found = sections["allreduce_cuda"].rows if "allreduce_cuda" in sections else []
+    rows = [row for row in found if row.clock == "device"]
     ours = [
-        (row.speedup, f"{row.case}, {row.world_size} ranks, {row.clock}")
-        for rows in _cases(sections, "allreduce_cuda")
-        for row in rows.values()
-        if row.candidate in ("fused", "auto") and row.speedup
+        (row.speedup, f"{row.case}, {row.world_size} ranks")
+        for row in rows
+        if row.candidate == "auto" and row.speedup
     ]
     if ours:
-        yield f"Several ranks on one GPU, against the book's loop there: {_range(ours)}."
+        lines += [f"Several ranks on one GPU, against the book's loop there: {_range(ours)}."]
+    are_limits = limits(rows)
+    for name in ("fused", "ring"):
+        large = [r for r in rows if r.candidate == name and (r.size_bytes or 0) >= LARGE_BYTES]
+        if shares := [share for row in large if (share := share_of_limit(row, are_limits))]:
+            lines += [
+                f"From 16 MiB on `{name}` on one GPU reaches {_percents(shares)} of a copy's rate."
+            ]
+    epochs = [
+        f"{rows['ringar'].case} {format_s(rows['ringar'].median_s)}"
+        for rows in _cases(sections, "training_cuda")
+        if "ringar" in rows and rows["ringar"].world_size == 1
+    ]
+    if epochs:
+        lines += [f"An epoch of 60,000 images, one rank on one GPU: {'; '.join(epochs)}."]
+    return lines

@@ -85,6 +85,8 @@ class StreamedGroup {
   StreamedGroup(const StreamedGroup&) = delete;
   StreamedGroup& operator=(const StreamedGroup&) = delete;
 
+  CallCache calls;
+
   Ranks ranks() const { return {static_cast<int>(devices_.size()), &devices_}; }
   bool forked() const { return fork_generation() != fork_generation_; }
   bool has_this_thread() const { return false; }
@@ -150,6 +152,7 @@ struct Engine {
 
   static Group& host(Group& group) { return group; }
   static Ranks ranks(const Group& group) { return group.ranks(); }
+  static CallCache& calls(Group& group) { return group.calls; }
   static void run(Group& group, const Collective& collective) { group.run(collective); }
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
     return group->submit(collective, parse_after(after));

@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/call_cache.h"
 #include "bindings/convert.h"
 #include "bindings/prepare.h"
 #include "bindings/process_prepare.h"
@@ -119,6 +120,37 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> 
   if (py::len(prepared.copies) > 0) fail(ErrorKind::kState, "this engine cannot copy back");
   py::object work = submit<Engine>(group, std::move(prepared.call), after);
   return keep_until_done(in_flight, std::move(work), std::move(storages));
+}
+
+// An all-reduce of ranks in one process. Its arguments are checked once: it runs again while its
+// tensors lie where they lay. Engines bring calls(group), the CallCache.
+template <typename Engine>
+py::object all_reduce(const typename Engine::GroupPtr& group, const CallKey& key,
+                      py::handle tensors, py::handle in_flight, py::handle after = Py_None) {
+  const auto prepare = [&] {
+    const Ranks ranks = Engine::ranks(*group);
+    return key.is_coalesced
+               ? prepare_all_reduce_coalesced(tensors, key.reduction, key.algorithm, ranks,
+                                              "all_reduce_coalesced")
+               : prepare_all_reduce(tensors, key.reduction, key.algorithm, ranks, "all_reduce");
+  };
+  if (!in_flight.is_none()) return run_or_submit<Engine>(group, prepare(), in_flight, after);
+  CallCache& calls = Engine::calls(*group);
+  const TensorTuples tuples = CallCache::tuples_of(tensors, key.is_coalesced);
+  if (const auto call = calls.find(key, tuples)) {
+    Engine::host(*group).check_usable();
+    for (const py::tuple& tuple : tuples) mark_written(tuple.ptr());
+    Engine::run(*group, *call);
+    return py::none();
+  }
+  PreparedCollective prepared = prepare();
+  Engine::host(*group).check_usable();
+  mark_written(prepared.written.ptr());
+  const auto call = std::make_shared<const Collective>(std::move(prepared.call));
+  Engine::run(*group, *call);
+  copy_back(prepared.copies);
+  if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(key, tuples, call);
+  return py::none();
 }
 
 // A call that was checked once. It keeps the tensors and their storages, so that the memory stays.
@@ -267,6 +299,7 @@ void def_bound_calls(Class& cls) {
 
 // Engine brings, besides:
 //   ranks(group)            how many there are, and where
+//   calls(group)            the CallCache
 //   wait_for_turn(group)    for the algorithms in Python: the next to run, as run() would be
 template <typename Engine, typename Class>
 void def_rank_calls(Class& cls) {
@@ -274,22 +307,15 @@ void def_rank_calls(Class& cls) {
   cls.def("all_reduce",
           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order,
              py::handle in_flight) {
-            return run_or_submit<Engine>(
-                group,
-                prepare_all_reduce(tensors, parse_reduction(op, order), parse_algorithm(algorithm),
-                                   Engine::ranks(*group), "all_reduce"),
-                in_flight);
+            const CallKey key{false, parse_reduction(op, order), parse_algorithm(algorithm)};
+            return all_reduce<Engine>(group, key, tensors, in_flight);
           })
       .def(
           "all_reduce_coalesced",
           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order,
              py::handle in_flight, py::handle after) {
-            return run_or_submit<Engine>(
-                group,
-                prepare_all_reduce_coalesced(lists, parse_reduction(op, order),
-                                             parse_algorithm(algorithm), Engine::ranks(*group),
-                                             "all_reduce_coalesced"),
-                in_flight, after);
+            const CallKey key{true, parse_reduction(op, order), parse_algorithm(algorithm)};
+            return all_reduce<Engine>(group, key, lists, in_flight, after);
           },
           py::arg("lists"), py::arg("op"), py::arg("algorithm"), py::arg("order"),
           py::arg("in_flight"), py::arg("after") = py::none())

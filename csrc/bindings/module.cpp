@@ -25,12 +25,19 @@ namespace {
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
+// A group, and the calls that were checked for it.
+struct CachingGroup : pyringar::Group {
+  using pyringar::Group::Group;
+  CallCache calls;
+};
+
 struct Engine {
-  using Group = pyringar::Group;
+  using Group = CachingGroup;
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
   static Ranks ranks(const Group& group) { return {group.world_size()}; }
+  static CallCache& calls(Group& group) { return group.calls; }
   static void run(Group& group, const Collective& collective) {
     const std::size_t bytes = collective.bytes * static_cast<std::size_t>(collective.num_ranks);
     if (bytes <= kKeepGilBytes && collective.algorithm == Algorithm::kFused &&
@@ -124,20 +131,20 @@ py::dict limits() {
 }
 
 void bind_group(py::module_& m) {
-  py::class_<Group, Engine::GroupPtr> group(m, "Group");
+  py::class_<CachingGroup, Engine::GroupPtr> group(m, "Group");
   def_rank_calls<Engine>(group);
   group
       .def(py::init([](int world_size, double timeout_s) {
              return Engine::GroupPtr(
-                 new Group(world_size, to_nanoseconds(timeout_s), &look_at_signals),
+                 new CachingGroup(world_size, to_nanoseconds(timeout_s), &look_at_signals),
                  GroupDeleter<Engine>{});
            }),
            py::arg("world_size"), py::arg("timeout_s"))
       .def("close", &Group::close, py::call_guard<PythonCall>())
-      .def("stats", [](Group& group) { return stats_dict(group.stats(), &algorithm_name); })
+      .def("stats", [](CachingGroup& group) { return stats_dict(group.stats(), &algorithm_name); })
       .def(
           "delay_rank",
-          [](Group& group, int rank, double seconds) {
+          [](CachingGroup& group, int rank, double seconds) {
             group.delay_rank(rank, to_nanoseconds(seconds));
           },
           py::call_guard<PythonCall>())

@@ -167,8 +167,6 @@ struct TorchNames {
   }
 };
 
-bool is_recording() { return call(TorchNames::get().is_grad_enabled).ptr() == Py_True; }
-
 const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   static PyTypeObject* known_type = nullptr;  // guarded by the GIL
   static const dlpack::ExchangeApi* known_api = nullptr;
@@ -257,6 +255,21 @@ std::string describe_shape(const TensorView& view) {
 }
 
 }  // namespace
+
+bool is_recording() { return call(TorchNames::get().is_grad_enabled).ptr() == Py_True; }
+
+bool requires_grad(PyObject* tensor) { return TorchNames::get().requires_grad(tensor); }
+
+const void* memory_of(PyObject* object) {
+  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
+  dlpack::Tensor raw{};
+  if (api == nullptr) return nullptr;
+  if (api->dltensor_from_py_object(object, &raw) != 0) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  return static_cast<const std::byte*>(raw.data) + raw.byte_offset;
+}
 
 StridedView TensorView::strided() const {
   const Sign sign = !is_negated ? Sign::kPlain : is_float(dtype) ? Sign::kBit : Sign::kComplement;

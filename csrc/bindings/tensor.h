@@ -66,6 +66,13 @@ void* current_stream(int device);
 // A tensor of its elements side by side in the order of their index: itself, or a copy.
 py::object packed(PyObject* tensor);
 
+// The address of a tensor's first element; null for anything else than a tensor.
+const void* memory_of(PyObject* object);
+
+// Whether autograd records what this thread does.
+bool is_recording();
+bool requires_grad(PyObject* tensor);
+
 // torch.Tensor itself, not a subclass: what needs no second look.
 bool is_plain_tensor(PyObject* object);
 

@@ -72,8 +72,10 @@ struct Collective {
   std::vector<Buffers> tensors;
   std::vector<void*> pointers;  // reserved, never regrown
   std::vector<int> ranks;       // whose memory each of them is
-  // Noted by the group that runs it, which asks the driver: bound calls run again and again.
+  // Kept by the group that runs it, for the next time that it runs: what the driver said, and a GPU
+  // group's FusedLaunches.
   mutable std::optional<bool> needs_staging;
+  mutable std::shared_ptr<const void> launches;
 
   // Where in `pointers` a table begins.
   std::size_t index_of(const void* const* table) const {

@@ -37,6 +37,8 @@ constexpr bool has_order(ReduceOp op, Order order) {
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   Order order = Order::kRank;
+
+  bool operator==(const Reduction&) const = default;
 };
 
 // What a kernel divides by, without a division. The reciprocal is rounded; that of a power of two

@@ -20,20 +20,26 @@ DType copied_as(std::size_t item) {
 
 }  // namespace
 
-void launch_fused(const TensorList& list, std::span<const int> devices,
-                  std::span<const cudaStream_t> streams, int max_blocks) {
-  const auto most = static_cast<std::uint32_t>(max_blocks);
-  launch_tables(list, devices.size(), [&]<typename T>(DType dtype, T* tables) {
-    for (std::size_t d = 0; d < devices.size(); ++d) {
+FusedLaunches::FusedLaunches(const TensorList& list, std::size_t num_devices) {
+  launch_tables(list, num_devices, [&]<typename T>(DType dtype, const T* tables) {
+    for (std::size_t d = 0; d < num_devices; ++d) {
       if (!has_elements(tables[d])) continue;
-      const OnDevice guard(devices[d]);
-      void* arguments[] = {&tables[d]};
-      check(cudaLaunchKernel(kernel_function(dtype, list.fold, kFusedWith<T>),
-                             dim3(std::min(most, tables[d].num_tiles)), dim3(kThreads), arguments,
-                             0, streams[d]),
-            "launch of fused", devices[d]);
+      launches_.push_back({kernel_function(dtype, list.fold, kFusedWith<T>), d, tables[d].num_tiles,
+                           std::make_shared<T>(tables[d])});
     }
   });
+}
+
+void FusedLaunches::launch(std::span<const int> devices, std::span<const cudaStream_t> streams,
+                           int max_blocks) const {
+  for (const Launch& one : launches_) {
+    const OnDevice guard(devices[one.device]);
+    const unsigned blocks = std::min(one.num_tiles, static_cast<std::uint32_t>(max_blocks));
+    void* arguments[] = {one.table.get()};
+    check(cudaLaunchKernel(one.kernel, dim3(blocks), dim3(kThreads), arguments, 0,
+                           streams[one.device]),
+          "launch of fused", devices[one.device]);
+  }
 }
 
 void Folds::add(DType dtype, std::span<const std::byte* const> sources,
@@ -57,7 +63,7 @@ void Folds::launch(int device, cudaStream_t stream, int max_blocks) const {
     tensors.push_back({pointers, pointers + num_sources_, num_sources_, num_destinations_,
                        item.numel, item.dtype});
   }
-  launch_fused({tensors, fold_, "fold"}, {&device, 1}, {&stream, 1}, max_blocks);
+  FusedLaunches({tensors, fold_, "fold"}, 1).launch({&device, 1}, {&stream, 1}, max_blocks);
 }
 
 }  // namespace pyringar::cuda

@@ -11,7 +11,9 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -20,11 +22,28 @@
 
 namespace pyringar::cuda {
 
-// Each device folds its slice of every tensor on its stream, at most so many blocks at once.
-// Enqueues without waiting; the caller's list is not needed afterwards.
 inline constexpr int kAnyBlocks = 1 << 30;
-void launch_fused(const TensorList& list, std::span<const int> devices,
-                  std::span<const cudaStream_t> streams, int max_blocks);
+
+// The launches of one list of tensors: each device folds its slice of every tensor. Made once, it
+// may be launched again while the tensors stay where they are; the list itself is not needed.
+class FusedLaunches {
+ public:
+  FusedLaunches(const TensorList& list, std::size_t num_devices);
+
+  // Enqueues on each device's stream, at most max_blocks blocks at once; does not wait.
+  void launch(std::span<const int> devices, std::span<const cudaStream_t> streams,
+              int max_blocks) const;
+
+ private:
+  struct Launch {
+    const void* kernel;
+    std::size_t device;  // its position
+    std::uint32_t num_tiles;
+    std::shared_ptr<void> table;
+  };
+
+  std::vector<Launch> launches_;
+};
 
 class Folds {
  public:

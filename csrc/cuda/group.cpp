@@ -187,11 +187,15 @@ void Group::run(const Collective& collective, Streams streams) {
 }
 
 void Group::run_tables(const Collective& collective, Streams streams, Events& meeting) const {
-  const TensorList list{collective.tensors, collective.fold, collective.operation};
-  if (devices().size() == 1) return launch_fused(list, devices(), streams, options_.max_blocks);
+  if (collective.launches == nullptr) {
+    const TensorList list{collective.tensors, collective.fold, collective.operation};
+    collective.launches = std::make_shared<FusedLaunches>(list, devices().size());
+  }
+  const auto& launches = *static_cast<const FusedLaunches*>(collective.launches.get());
+  const auto launch = [&] { launches.launch(devices(), streams, options_.max_blocks); };
+  if (devices().size() == 1) return launch();
   meeting.meet(streams);
-  run_and_always([&] { launch_fused(list, devices(), streams, options_.max_blocks); },
-                 [&] { meeting.meet(streams); });
+  run_and_always(launch, [&] { meeting.meet(streams); });
 }
 
 void Group::run_staged(const Collective& collective, Streams streams, CaptureId capture) {

@@ -50,6 +50,7 @@ def _weights(text: str) -> tuple[float, ...] | str:
 
 _COUNT = {"type": int, "metavar": "N"}
 _FLAG = {"action": "store_true"}
+_SWITCH = {"action": argparse.BooleanOptionalAction}
 # Options by group: what --help says, and how argparse reads them. All but those of the last group
 # are fields of TrainConfig, which has the choices and the defaults, and checks the values.
 _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -85,8 +86,8 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "compile": ("let torch compile the model; overlap is lost", _FLAG),
         "cuda_graph": (
-            "capture the step in a CUDA graph and replay it; all ranks on one GPU",
-            _FLAG,
+            "capture the step in a CUDA graph and replay it; all ranks on one GPU (on with --amp)",
+            _SWITCH,
         ),
     },
     "recipe": {
@@ -108,6 +109,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     "resnet18 only": {
         "width": ("channels of the first of four stages", _COUNT),
+        "channels_last": ("the memory layout of tensor cores (on with --amp on GPUs)", _SWITCH),
         "batchnorm": ("normalise by every rank's own samples, or by the whole batch", {}),
     },
     "data": {
@@ -244,7 +246,7 @@ def _command(given: Mapping[str, Any]) -> str:
             flag, value = "--" + name.replace("_", "-"), given[dest]
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             if "action" in how:
-                words.append(flag)
+                words.append(flag if value or "dest" in how else flag.replace("--", "--no-"))
             else:
                 words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return f"{start} {shlex.join(words)}"

@@ -52,7 +52,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     alone = config.world_size == 1
     plan = "none: one rank has nothing to add to its gradients" if alone else str(trainer.plan)
     bucketer = trainer.model.bucketer
-    is_early = config.overlap and not isinstance(bucketer, AfterBackward)
+    is_early = config.overlap and not config.cuda_graph and not isinstance(bucketer, AfterBackward)
     when = "each summed as soon as it is full" if is_early else "summed after backward"
     facts = {
         "model": f"{trainer.model.title}, {count:,} parameters in {len(params)} tensors",
@@ -61,8 +61,9 @@ def _facts(trainer: Trainer) -> dict[str, str]:
         "allreduce": plan,
         "buckets": f"{len(bucketer.buckets)}, {when}",
     }
-    if config.shards is not None:
+    if alone or config.shards is not None:
         del facts["buckets"]
+    if config.shards is not None:
         facts["shards"] = (
             f"{config.shards} of every batch, {config.shards // config.world_size} on every rank, "
             "computed one by one, summed as a tree"
@@ -75,8 +76,9 @@ def _facts(trainer: Trainer) -> dict[str, str]:
             f"thread{'' if each == 1 else 's'} each"
         )
     if config.cuda_graph:
-        facts["step"] = "captured in a CUDA graph, replayed for every full batch"
+        facts["step"] = "captured in a CUDA graph, replayed for every batch"
     amp = " with amp" if config.amp else ""
+    amp += ", channels last" if config.channels_last else ""
     weights = [f"{weight:g}" for weight in trainer.weights or ()]
     shares = f" shared {(':' if len(weights) < 9 else ' : ').join(weights)}" if weights else ""
     momentum = f" momentum {config.momentum:g}" if config.momentum else ""

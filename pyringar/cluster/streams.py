@@ -1,7 +1,4 @@
-"""Order work on GPUs: each rank has current streams of its own, and one rank acts for all.
-
-No GPU has run this.
-"""
+"""Order work on GPUs: each rank has current streams of its own, and one rank acts for all."""
 
 from __future__ import annotations
 

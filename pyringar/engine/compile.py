@@ -101,7 +101,7 @@ CPU = EngineKind(
     left_out=("bindings/cuda_*",),
     joined=(
         ("bindings/module.", "bindings/tensor."),
-        ("bindings/process.", "bindings/prepare.", "bindings/process_prepare."),
+        ("bindings/process.", "bindings/prepare.", "bindings/process_prepare.", "bindings/call_"),
         ("cpu/",),
         ("process/", "os/", "core/"),
     ),
@@ -114,6 +114,7 @@ CUDA = EngineKind(
     compiled=(
         *("cuda/**/*.cu", "cuda/**/*.cpp", "cuda_process/**/*.cpp"),
         *("bindings/cuda_*.cpp", "bindings/*prepare.cpp", "bindings/tensor.cpp"),
+        "bindings/call_cache.cpp",
         # Ranks in processes meet on the host, GPU or not.
         *("process/**/*.cpp", "os/**/*.cpp", "core/**/*.cpp"),
         *("cpu/fused.cpp", "cpu/kernels*.cpp", "cpu/strided.cpp"),

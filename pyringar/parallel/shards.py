@@ -23,6 +23,7 @@ from pyringar.errors import ArgumentError, RingarError
 __all__ = [
     "check_replicas_equal",
     "count_correct",
+    "cut_batch",
     "digest_of",
     "evaluate_accuracy_gpus",
     "get_params",
@@ -163,12 +164,21 @@ def split_batch(
             f"X has shape {tuple(X.shape)} and y {tuple(y.shape)}, expected as many labels as "
             "samples in their first dimension"
         )
-    targets = check_devices(devices)
-    sizes = shard_sizes(X.shape[0], len(targets), weights)
+    return cut_batch(X, y, check_devices(devices), weights)
+
+
+def cut_batch(
+    X: Tensor,  # noqa: N803
+    y: Tensor,
+    devices: Sequence[torch.device],
+    weights: Sequence[float] | None = None,
+) -> tuple[Shards, Shards]:
+    """Cut a batch as `split_batch` does, with arguments that were checked before."""
+    sizes = shard_sizes(X.shape[0], len(devices), weights)
 
     def shards(tensor: Tensor) -> Shards:
         parts = torch.split(tensor, sizes)
-        return tuple(part.to(device) for part, device in zip(parts, targets, strict=True))
+        return tuple(part.to(device) for part, device in zip(parts, devices, strict=True))
 
     return shards(X), shards(y)
 
@@ -398,8 +408,8 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
             flags.append(torch.tensor(not all(_is_equal(ours, theirs) for ours, theirs in pairs)))
             continue
         if device not in packed:
-            packed[device] = [bits.to(device) for bits in _pack(replicas[0])]
-        compared = zip(_pack(tensors), packed[device], strict=True)
+            packed[device] = [bits.to(device) for bits in _pack(replicas[0], replicas[0])]
+        compared = zip(_pack(tensors, replicas[0]), packed[device], strict=True)
         different = [(ours != theirs).any() for ours, theirs in compared]
         flags.append(different[0] if len(different) == 1 else torch.stack(different).any())
     return flags
@@ -414,12 +424,16 @@ def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(_bits(ours), _bits(theirs).to(ours.device))
 
 
-def _pack(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bits of all tensors, end to end, in a flat tensor for elements of each size."""
+def _pack(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the bits of all tensors, end to end, in a flat tensor for elements of each size.
+
+    Elements come as they lie in the tensors of ``like``: if both lie alike, nothing is transposed.
+    """
     by_size: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor, other in zip(tensors, like, strict=True):
         bits = _bits(tensor)
-        by_size.setdefault(bits.dtype, []).append(bits.reshape(-1))
+        order = sorted(range(bits.ndim), key=_bits(other).stride, reverse=True)
+        by_size.setdefault(bits.dtype, []).append(bits.permute(order).reshape(-1))
     return [torch.cat(parts) for parts in by_size.values()]
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "restore",
     "save_state",
     "setting",
+    "to_file",
     "write_file",
 ]
 
@@ -311,7 +312,9 @@ def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str,
         devices = devices[:1]
     return {
         **{name: getattr(config, name) for name in _RECIPE},
-        "momentum": config.momentum or None,  # which older checkpoints do not have
+        # Older checkpoints do not have these.
+        "momentum": config.momentum or None,
+        "channels_last": config.channels_last or None,
         "ranks": len(devices),
         "the kind of devices": describe_devices([torch.device(device.type) for device in devices]),
         "weights": (
@@ -329,6 +332,11 @@ def setting(num_threads: int) -> dict[str, Any]:
     return {"torch": str(torch.__version__), "torch threads per rank": num_threads}
 
 
+def to_file(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, contiguous: files do not depend on how it lies in memory."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:
     """Write what was learned, for ``load_state_dict(torch.load(path, weights_only=True))``.
 
@@ -340,7 +348,7 @@ def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:
         OSError: It cannot be written; an older one is as it was.
     """
     buffer = io.BytesIO()
-    torch.save({name: tensor.detach().cpu().clone() for name, tensor in state.items()}, buffer)
+    torch.save({name: to_file(tensor) for name, tensor in state.items()}, buffer)
     write_file(Path(path), buffer.getvalue())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _WITH_SHARDS: dict[str, tuple[Any, ...]] = {
     "allreduce": ("auto", "fused", "direct"),
     **{"weights": (None,), "batchnorm": ("local",), "lr_scale": ("none",), "scale_batch": (False,)},
-    **{"bucket_cap_mb": (10,), "overlap": (True,), "compile": (False,), "cuda_graph": (False,)},
+    **{"bucket_cap_mb": (10,), "overlap": (True,), "compile": (False,)},
+    "cuda_graph": (None, False),
 }
 
 
@@ -82,15 +83,20 @@ class TrainConfig:
             of the whole batch. Images are tested with rank 0's running statistics.
         amp: Compute in bfloat16 where torch's autocast finds it safe; parameters and gradients
             stay float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
+        channels_last: Keep ResNet-18's activations and weights with their channels last in memory,
+            as tensor cores read them, and leave biases out of training that batch norm subtracts
+            again; see `pyringar.train.model_resnet18.fit_tensor_cores`. Changes bits by rounding.
+            None: with ``amp`` on GPUs.
         bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes, each as soon
             as it is full; see `pyringar.GradientBucketer`.
         overlap: False: reduce after backward instead. Changes no bit where ranks are added in
             rank order.
         compile: Let torch compile the model, which takes a minute first. Its backward hands over
             all gradients at its end, so that nothing overlaps.
-        cuda_graph: Capture the whole step in a CUDA graph once, and replay it for every batch: the
-            host then has next to nothing to do. For ranks that share one GPU. Changes no bit. A
-            last batch that is smaller runs as without.
+        cuda_graph: Capture the whole step in a CUDA graph, and replay it for every batch: the
+            host then has next to nothing to do, and ranks compute at the same time. For ranks that
+            share one GPU. Changes no bit. None: with ``amp`` where it is possible, and without
+            ``compile``.
         in_turns: None: ranks on CPUs compute at the same time, each in a thread with its share of
             torch's threads, at least one; ranks on GPUs are driven by one thread. True: one after
             the other, each with all of torch's threads. False: also GPUs have a thread each (not
@@ -128,10 +134,11 @@ class TrainConfig:
     width: int = _FULL_WIDTH
     batchnorm: str = "local"
     amp: bool = False
+    channels_last: bool | None = None
     bucket_cap_mb: float = 10
     overlap: bool = True
     compile: bool = False
-    cuda_graph: bool = False
+    cuda_graph: bool | None = None
     in_turns: bool | None = None
     momentum: float = 0.0
     shards: int | None = None
@@ -181,8 +188,9 @@ class TrainConfig:
         if not self.init:  # frozen, but not yet made
             object.__setattr__(self, "init", inits[0])
         check_choice("init", self.init, inits)
-        for name, only in (("width", _FULL_WIDTH), ("batchnorm", "local")):
-            if self.model == "lenet" and getattr(self, name) != only:
+        plain = {"width": (_FULL_WIDTH,), "batchnorm": ("local",), "channels_last": (None, False)}
+        for name, only in plain.items():
+            if self.model == "lenet" and getattr(self, name) not in only:
                 raise ArgumentError(
                     f"{name} is {getattr(self, name)!r}, but the model is lenet, which has "
                     f"no {name} to choose; it is for resnet18"
@@ -200,6 +208,25 @@ class TrainConfig:
                     f"{' or '.join(map(repr, only))} with shards, whose bits must not depend on "
                     "the ranks"
                 )
+
+    def resolve(self, devices: Sequence[torch.device], *, is_traced: bool) -> TrainConfig:
+        """Make the choices that were left to the devices.
+
+        Args:
+            devices: One per rank.
+            is_traced: Whether the phases of steps are noted, which a graph does not show.
+
+        Returns:
+            The same with ``channels_last`` and ``cuda_graph`` on or off.
+        """
+        is_amp = self.amp and all(device.type == "cuda" for device in devices)
+        can_capture = len(set(devices)) == 1 and not (is_traced or self.compile or self.shards)
+        choices: dict[str, Any] = {
+            "channels_last": is_amp and self.model == "resnet18",
+            "cuda_graph": is_amp and can_capture,
+        }
+        left = {name: value for name, value in choices.items() if getattr(self, name) is None}
+        return replace(self, **left)
 
     @property
     def world_size(self) -> int:

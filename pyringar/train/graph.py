@@ -1,17 +1,20 @@
-"""A training step that is captured in a CUDA graph once and replayed for every batch.
+"""A training step that is captured in a CUDA graph and replayed for every batch.
 
 Queueing a step of LeNet takes the host many times as long as a GPU takes to do it. A replay is one
 call. What is captured is `EagerStep` itself, with three things that change from step to step
 in tensors of their own: images, labels, and the learning rate over the batch size.
 
-Not yet run on a GPU. The tests capture and replay it on the CPU, operator by operator.
+Tests without a GPU capture and replay it on the CPU, operator by operator.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep, Momentum
 from pyringar.train.trace import Trace
 
-__all__ = ["CudaCapture", "GraphStep", "check_ranks"]
+__all__ = ["Branches", "CudaCapture", "GraphStep", "check_ranks"]
 
 # The first step plans the buckets, the second is the first to follow that plan; and whatever is
 # made at first use (handles, streams, workspaces) must be there before a capture begins.
@@ -48,6 +51,48 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
             "cuda_graph is on and a trace is wanted, but the host sees one replay instead of the "
             "phases of a step; expected one or the other"
         )
+
+
+class Branches:
+    """Ranks that share a GPU, each on a stream of its own: in a graph these are parallel branches.
+
+    Rank 0 has the current stream. Autograd runs backward on the streams of forward. Memory of one
+    stream is used by others only between a join and the next fork, so no stream is recorded.
+
+    Args:
+        device: The GPU.
+        num_ranks: Number of ranks.
+        score: See `Beside`.
+    """
+
+    def __init__(
+        self, device: torch.device, num_ranks: int, score: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(1, num_ranks)]  # type: ignore[no-untyped-call]
+        self.score = score
+
+    def together(self) -> AbstractContextManager[None]:
+        """Do nothing: the host calls one rank after the other."""
+        return nullcontext()
+
+    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Call each rank's function on its stream, between a fork and a join of the current one."""
+        here = torch.cuda.current_stream(self._device)
+        streams = [here, *self._streams]
+        for stream in self._streams:
+            stream.wait_stream(here)
+        results = {}
+        for rank, function in functions.items():
+            with torch.cuda.stream(streams[rank]):
+                results[rank] = function()
+        for stream in self._streams:
+            here.wait_stream(stream)
+        return results
+
+    def may_run(self) -> bool:
+        """Return True: no thread is left."""
+        return True
 
 
 class CudaCapture:
@@ -100,15 +145,24 @@ class CudaCapture:
         return graph.replay
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """A step for batches of one size: what it reads, what it returns, and what replays it."""
+
+    X: Tensor
+    y: Tensor
+    flags: Sequence[Tensor]
+    replay: Callable[[], None]
+
+
 class GraphStep:
     """An `EagerStep` that was captured once and is replayed for every batch; same bits.
 
     Captures when it is made: steps that warm up come first, and are undone.
 
     Args:
-        eager: What is captured, and what runs a batch of another size.
-        X: Any batch of the size to capture for, ``(n, ...)``, on the ranks' device.
-        y: Its class indices, ``(n,)``.
+        eager: What is captured.
+        batches: Images and class indices on the ranks' device, one batch of each size to come.
         state: Every tensor that a step changes, but for those of ``eager``.
 
     Raises:
@@ -118,24 +172,15 @@ class GraphStep:
     def __init__(
         self,
         eager: EagerStep,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
+        batches: Sequence[tuple[Tensor, Tensor]],
         state: Sequence[Tensor],
     ) -> None:
         self._eager = eager
-        self._X, self._y = X.clone(), y.clone()
         # What SGD's product is computed in: its other factor must not be rounded to 16 bits.
         wide = torch.promote_types(state[0].dtype, torch.float32)
-        self._step_size = torch.zeros((), dtype=wide, device=X.device)
-        self._flags: Sequence[Tensor] = ()
-        capture = CudaCapture(X.device)
-        changed = [*state, *eager.sums, *itertools.chain(*eager.momentum.velocities)]
-        before = [tensor.detach().clone() for tensor in changed]
-        capture.warm_up(self._run)
-        with torch.no_grad():
-            for tensor, then in zip(changed, before, strict=True):
-                tensor.copy_(then)
-        self._replay = capture.record(self._run)
+        self._step_size = torch.zeros((), dtype=wide, device=state[0].device)
+        self._changed = [*state, *eager.sums, *itertools.chain(*eager.momentum.velocities)]
+        self._captured = {len(X): self._capture(X.clone(), y.clone()) for X, y in batches}
 
     def __call__(
         self,
@@ -144,18 +189,17 @@ class GraphStep:
         step_size: float,
         trace: Trace | None = None,
     ) -> Sequence[Tensor]:
-        """Replay the step with a batch; one of another size runs eagerly.
+        """Replay the step with a batch of a size that was captured.
 
         The next call writes into the tensors that this one returned.
         """
-        if X.shape != self._X.shape:
-            return self._eager(X, y, step_size, trace)
+        captured = self._captured[len(X)]
         # On the replays' stream: after the last one, which is not waited for, and before the next.
-        self._X.copy_(X)
-        self._y.copy_(y)
+        captured.X.copy_(X)
+        captured.y.copy_(y)
         self._step_size.fill_(step_size)
-        self._replay()
-        return self._flags
+        captured.replay()
+        return captured.flags
 
     @property
     def momentum(self) -> Momentum:
@@ -171,5 +215,16 @@ class GraphStep:
         """Return the summed loss and start from 0."""
         return self._eager.take_loss()
 
-    def _run(self) -> None:
-        self._flags = self._eager(self._X, self._y, self._step_size)
+    def _capture(self, X: Tensor, y: Tensor) -> _Captured:  # noqa: N803
+        flags: list[Tensor] = []
+
+        def run() -> None:
+            flags[:] = self._eager(X, y, self._step_size)
+
+        capture = CudaCapture(X.device)
+        before = [tensor.detach().clone() for tensor in self._changed]
+        capture.warm_up(run)
+        with torch.no_grad():
+            for tensor, then in zip(self._changed, before, strict=True):
+                tensor.copy_(then)
+        return _Captured(X, y, flags, capture.record(run))

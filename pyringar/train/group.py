@@ -21,7 +21,8 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import PatientStore, checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
-from pyringar.parallel.shards import Device, Shards, digest_of, shard_sizes, split_batch
+from pyringar.parallel.shards import Shards, cut_batch, digest_of, shard_sizes
+from pyringar.train.checkpoint import to_file
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
@@ -80,11 +81,11 @@ class TrainGroup:
         self,
         X: Tensor,  # noqa: N803
         y: Tensor,
-        devices: Sequence[Device],
+        devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
         """Cut a batch as `split_batch` does, and return the shards of ranks that are here."""
-        return split_batch(X, y, devices, weights)
+        return cut_batch(X, y, devices, weights)
 
     def total(self, value: float) -> Any:
         """Return the sum of a number over all processes: exact, in rank order."""
@@ -104,7 +105,7 @@ class TrainGroup:
         Args:
             tensors: Those of each rank of this process: alike in shapes and dtypes on all ranks.
         """
-        return [[tensor.detach().cpu().clone() for tensor in mine] for mine in tensors]
+        return [[to_file(tensor) for tensor in mine] for mine in tensors]
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
         """Give all processes rank 0's running statistics.
@@ -241,7 +242,7 @@ class Processes(TrainGroup):
         self,
         X: Tensor,  # noqa: N803
         y: Tensor,
-        devices: Sequence[Device],
+        devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
         """Cut out this rank's shard: the one that `split_batch` gives it."""

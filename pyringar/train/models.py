@@ -21,7 +21,7 @@ from pyringar.parallel.replicate import copy_buffers
 from pyringar.parallel.shards import get_params
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
-from pyringar.train.model_resnet18 import resnet18
+from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
 from pyringar.train.step import AfterBackward, Mark, SideBySide
 
 __all__ = [
@@ -163,9 +163,10 @@ def _initial_lenet(config: TrainConfig) -> list[Tensor]:
 
 
 def _initial_resnet18(config: TrainConfig) -> nn.Module:
-    return resnet18(
-        width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
-    )
+    net = resnet18(width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype)
+    if config.channels_last:
+        fit_tensor_cores(net)
+    return net
 
 
 def _call_with(mark: Mark, rank: int, *_: object) -> None:
@@ -177,10 +178,10 @@ def _make_bucketer(
 ) -> GradientBucketer | AfterBackward:
     """Return what reduces gradients: as they come, or after backward if there is no engine.
 
-    A step over shards has its own way, and no hooks.
+    A step over shards has its own way, and one rank has nothing to reduce: both have no hooks.
     """
     try:
-        if shards is None:
+        if shards is None and comm.world_size > 1:
             return GradientBucketer(replicas, comm=comm, **options)
     except CompilerNotFoundError:
         if not isinstance(comm, Communicator):
@@ -222,7 +223,7 @@ class _LeNet(RankedModel):
         self.bucketer = _make_bucketer(
             *(self.params, comm, config.shards),
             bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap,
+            overlap=config.overlap and not config.cuda_graph,
         )
         self._lenet = torch.compile(lenet) if config.compile else lenet
         self._compute_beside()
@@ -245,6 +246,24 @@ class _LeNet(RankedModel):
         return dict(zip(PARAM_NAMES, self.params[0], strict=True))
 
 
+class _Cast(torch.autograd.Function):
+    """Cast weights to bfloat16 and their gradients back, all in one launch; autocast's bits."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        return _cast(weights, torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return _cast(grads, torch.float32)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    targets = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(targets, list(tensors))
+    return tuple(targets)
+
+
 class _ResNet18(RankedModel):
     """A module, replicated."""
 
@@ -263,11 +282,13 @@ class _ResNet18(RankedModel):
             devices,
             batchnorm=config.batchnorm,
             bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap,
+            overlap=config.overlap and not config.cuda_graph,
             comm=comm,
             in_turns=True,  # where they do not, each is called in its thread, and not all at once
         )
         self._is_compiled = config.compile
+        # All gradients then come at the end of backward, which a graph's reduction waits for.
+        self._casts_at_once = config.amp and config.cuda_graph and not config.compile
         if config.compile:
             for replica in self._net.replicas:
                 replica.compile()
@@ -278,7 +299,13 @@ class _ResNet18(RankedModel):
     def _score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)
-        scores: Tensor = self._net.replicas[rank](X)
+        replica = self._net.replicas[rank]
+        if not self._casts_at_once:
+            scores: Tensor = replica(X)
+            return scores
+        weights = {name: param for name, param in replica.named_parameters() if param.dim() > 1}
+        casts = dict(zip(weights, _Cast.apply(*weights.values()), strict=True))
+        scores = torch.func.functional_call(replica, casts, (X,))
         return scores
 
     def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
 __all__ = [
-    *("AfterBackward", "EagerStep", "Momentum", "SideBySide"),
+    *("AfterBackward", "Beside", "EagerStep", "Momentum", "SideBySide"),
     *("reduce_gradients", "sgd", "sum_loss", "train_batch", "update_rank"),
 ]
 
@@ -32,9 +32,25 @@ Mark = Callable[[int], None]  # called with a rank that has got on
 Scores = Callable[[Sequence[Tensor], Mark | None], Sequence[Tensor]]
 
 
+class Beside(Protocol):
+    """Ranks that compute at the same time."""
+
+    def score(self, rank: int, X: Tensor, /) -> Tensor:  # noqa: N803
+        """Score a rank's shard, in `run`: ``(n, classes)``."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return what is entered while backward passes of several ranks run."""
+
+    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Call ``functions[rank]()`` for each rank, and return the results."""
+
+    def may_run(self) -> bool:
+        """Return whether `run` gives the bits of ranks in turns where it is called."""
+
+
 @dataclass(frozen=True)
 class SideBySide:
-    """Ranks that compute at the same time.
+    """Ranks in threads, see `Beside`.
 
     Attributes:
         threads: Where.
@@ -49,6 +65,10 @@ class SideBySide:
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Call ``functions[rank]()`` in each rank's thread, with its share of torch's threads."""
         return self.threads.run(functions, num_threads=self.threads.share())
+
+    def may_run(self) -> bool:
+        """Return whether calls give the same in other threads."""
+        return can_leave_thread()
 
 
 def train_batch(
@@ -136,14 +156,15 @@ def _train_shards(
     reduce: Callable[[], None],
     step_size: float | Tensor,
     trace: Trace | None = None,
-    beside: SideBySide | None = None,
+    beside: Beside | None = None,
     momentum: Momentum | None = None,
 ) -> list[Tensor]:
     """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
     for param in itertools.chain(*replicas):
         param.grad = None  # or what an earlier step left would be added
-    is_beside = beside is not None and can_leave_thread()
-    if beside is not None and is_beside:
+    if beside is not None and not beside.may_run():
+        beside = None
+    if beside is not None:
         losses = _compute_beside(shards, beside, trace)
     else:
         losses = _compute_in_turns(shards, replicas, scores, trace)
@@ -153,7 +174,7 @@ def _train_shards(
         rank: functools.partial(update_rank, rank, params, step_size, trace, momentum)
         for rank, params in enumerate(replicas)
     }
-    if beside is not None and is_beside:
+    if beside is not None:
         beside.run(updates)
     else:
         for update in updates.values():
@@ -162,7 +183,7 @@ def _train_shards(
 
 
 def _compute_beside(
-    shards: tuple[Shards, Shards], beside: SideBySide, trace: Trace | None
+    shards: tuple[Shards, Shards], beside: Beside, trace: Trace | None
 ) -> list[Tensor]:
     """Run forward and backward of all ranks at the same time."""
     computations = {
@@ -311,12 +332,14 @@ class AfterBackward:
     def __init__(
         self, device_params: Replicas, devices: Sequence[Device], comm: Communicator
     ) -> None:
+        self._is_alone = comm.world_size == 1
         self._reduce = functools.partial(reduce_gradients, device_params, devices, comm)
         self.buckets = [list(range(len(device_params[0])))]
 
     def wait(self) -> None:
-        """Reduce."""
-        self._reduce()
+        """Reduce, unless there is one rank."""
+        if not self._is_alone:
+            self._reduce()
 
     def stats(self) -> StepStats:
         """Return statistics of no bucket."""
@@ -400,7 +423,7 @@ class EagerStep:
         scores: Scores,
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
-        beside: SideBySide | None = None,
+        beside: Beside | None = None,
         momentum: float = 0.0,
     ) -> None:
         self._replicas = replicas

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.parallel.lockstep import can_leave_thread
 from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
 from pyringar.train.balance import measure_weights
 from pyringar.train.checkpoint import (
@@ -30,11 +29,12 @@ from pyringar.train.checkpoint import (
     recipe_of,
     restore,
     setting,
+    to_file,
 )
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import describe_devices, describe_ranks, synchronize
-from pyringar.train.graph import GraphStep, check_ranks
+from pyringar.train.graph import Branches, GraphStep, check_ranks
 from pyringar.train.group import OneProcess, TrainGroup
 from pyringar.train.interrupts import Interrupts
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
@@ -48,7 +48,7 @@ from pyringar.train.models import (
 from pyringar.train.pacing import StepWindow
 from pyringar.train.remarks import BusyCores, tell_of_idle_ranks
 from pyringar.train.shard_step import ShardStep
-from pyringar.train.step import EagerStep
+from pyringar.train.step import Beside, EagerStep
 from pyringar.train.trace import Trace
 
 __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
@@ -227,11 +227,12 @@ class Trainer:
         save: str | Path | None = None,
         resume: str | Path | None = None,
     ) -> None:
-        self.config = config
         self._trace = trace
         # Before the data, because a wrong device should not cost a download.
         self.group = group or OneProcess(config)
         self.devices = self.group.devices
+        config = config.resolve(self.devices, is_traced=trace is not None)
+        self.config = config
         if config.cuda_graph:
             check_ranks(self.devices, trace)
         self._folder: CheckpointFolder | None = None
@@ -367,7 +368,7 @@ class Trainer:
         self.group.share_buffers(self.model.state_dict(), self.replicas[0])
         size, split = _EVAL_BATCH, self.group.split
         beside = self.model.beside
-        run = beside.run if beside is not None and can_leave_thread() else None
+        run = beside.run if beside is not None and beside.may_run() else None
         if isinstance(self._run_step, ShardStep):
             size, split, run = self._run_step.evaluation(size, self.config.world_size)
         test = batches(self._data.test_images, self._data.test_labels, size)
@@ -461,7 +462,7 @@ class Trainer:
                 order=self._order,
                 weights=None if self.weights is None else [float(w) for w in self.weights],
                 shuffle=progress.shuffle,
-                params=[param.detach().cpu().clone() for param in self.replicas[0]],
+                params=[to_file(param) for param in self.replicas[0]],
                 rank_tensors=rank_tensors,
             )
         )
@@ -553,16 +554,21 @@ class Trainer:
         if config.shards is not None:
             return ShardStep(self.model, self.group.comm, config)
         split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
+        beside: Beside | None = self.model.beside
+        if config.cuda_graph and config.batchnorm == "local":
+            beside = Branches(self.devices[0], len(self.devices), self.model.score)
         eager = EagerStep(
             *(self.replicas, self.model.scores, self.model.bucketer.wait, split),
-            beside=self.model.beside,
+            beside=beside,
             momentum=config.momentum,
         )
         if not config.cuda_graph:
             return eager
+        images, labels = self._data.train_images, self._data.train_labels
         size = config.global_batch_size
-        images, labels = self._data.train_images[:size], self._data.train_labels[:size]
-        return GraphStep(eager, images, labels, self.model.tensors())
+        sizes = {min(size, len(labels)), len(labels) % size} - {0}
+        batches = [(images[:n], labels[:n]) for n in sorted(sizes)]
+        return GraphStep(eager, batches, self.model.tensors())
 
     def _warn_of_plateau(self) -> None:
         has_plateau = self.config.model == "lenet" and self.config.init == "book"

@@ -1,0 +1,56 @@
+// call_cache: all-reduces of a group that were checked, for tensors that lie where those lay.
+//
+// Contract  find() returns a call only where a check of the same arguments would make it again: as
+//           many lists of as many tensors, each with the memory, layout, dtype and device that the
+//           tensor had, and none that autograd watches. It keeps no tensor and no memory alive.
+//           Anything else is null, for the checks of a call to refuse or to prepare.
+// Threads   with the GIL held. A call that is found may run without it.
+// Tests     tests/test_call_cache.py
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "bindings/tensor.h"
+#include "core/collective.h"
+
+namespace pyringar {
+
+struct CallKey {
+  bool is_coalesced;
+  Reduction reduction;
+  Algorithm algorithm;
+
+  bool operator==(const CallKey&) const = default;
+};
+
+// The tensors of a call in tuples that nobody changes: one, or one for each rank.
+using TensorTuples = std::vector<py::tuple>;
+
+class CallCache {
+ public:
+  // tensors: as the caller passed them. Empty where they are no list or tuple, or lists of those.
+  static TensorTuples tuples_of(py::handle tensors, bool is_coalesced);
+
+  std::shared_ptr<const Collective> find(const CallKey& key, const TensorTuples& tuples) const;
+  void keep(const CallKey& key, const TensorTuples& tuples, std::shared_ptr<const Collective> call);
+
+ private:
+  static constexpr std::size_t kMostCalls = 64;
+
+  struct Entry {
+    CallKey key;
+    std::vector<std::size_t> sizes;  // of the tuples
+    std::vector<Place> places;
+    std::shared_ptr<const Collective> call;
+  };
+
+  std::unordered_map<const void*, Entry> entries_;  // by the memory of the first tensor
+};
+
+}  // namespace pyringar
