@@ -139,7 +139,9 @@ MISTAKES = {
         "group.cpp", "if (!collective.needs_staging) collective", "collective"
     ),
     "blocks-without-a-limit": Mistake(
-        "folds.cpp", "std::min(most, tables[d].num_tiles)", "tables[d].num_tiles"
+        "folds.cpp",
+        "std::min(one.num_tiles, static_cast<std::uint32_t>(max_blocks))",
+        "one.num_tiles",
     ),
     "gradients-of-now": Mistake("background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
     "one-stream-of-gradients": Mistake(
