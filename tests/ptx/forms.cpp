@@ -305,6 +305,7 @@ void Table::add_floats() {
     add("sub" + rounding + type, &apply<[](T a, T b) { return a - b; }, T, T, T>);
     add("mul" + rounding + type, &apply<[](T a, T b) { return a * b; }, T, T, T>);
   }
+  add("neg" + type, &apply<[](T a) { return -a; }, T, T>);
   add("fma.rn" + type, &apply<[](T a, T b, T c) { return std::fma(a, b, c); }, T, T, T, T>);
   add("div.rn" + type, &apply<[](T a, T b) { return a / b; }, T, T, T>);
   add("rcp.rn" + type, &apply<[](T a) { return T(1) / a; }, T, T>);

@@ -79,6 +79,11 @@ const Case kCases[] = {
     {"cvt.rn.f16.f32 h2, f0; cvt.u64.u16 d2, h2;", 0x33000001, 0, 1},
     {"cvt.rn.f16.f32 h2, f0; cvt.u64.u16 d2, h2;", 0xffc00000, 0, 0x7fff},
     {"cvt.f32.f16 f2, h0; mov.b32 w2, f2; cvt.u64.u32 d2, w2;", 0x0001, 0, 0x33800000},
+    {"neg.f64 g2, g0; mov.b64 d2, g2;", 0, 0, std::uint64_t{1} << 63},
+    {"fma.rn.f64 g2, g0, g1, 0dBFF0000000800000; mov.b64 d2, g2;", 0x3ff0000000400000,
+     0x3ff0000000400000, 0x3c30000000000000},
+    {"cvt.f64.f32 g2, f0; mov.b64 d2, g2;", 1, 0, 0x36a0000000000000},
+    {"cvt.rn.f32.f64 f2, g0; mov.b32 w2, f2; cvt.u64.u32 d2, w2;", 0x36a8000000000000, 0, 2},
     // Comparisons with a NaN are false, but for those that ask for one.
     {"setp.ne.f32 p, f0, f1; selp.u64 d2, 1, 0, p;", 0x7fc00000, 0, 0},
     {"setp.neu.f32 p, f0, f1; selp.u64 d2, 1, 0, p;", 0x7fc00000, 0, 1},
