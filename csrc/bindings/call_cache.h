@@ -52,7 +52,8 @@ class CallCache {
     std::shared_ptr<const Collective> call;  // null: seen once
   };
 
-  std::unordered_map<const void*, std::shared_ptr<const Entry>> entries_;  // by the memory of the first tensor
+  // By the memory of the first tensor.
+  std::unordered_map<const void*, std::shared_ptr<const Entry>> entries_;
 };
 
 }  // namespace pyringar
