@@ -148,8 +148,10 @@ def test_repeated_call_refuses_bad_arguments(comm):
         with pytest.raises(pr.ArgumentError, match=message):
             comm.all_reduce(bad)
         assert all(torch.equal(*pair) for pair in zip(tensors, kept, strict=True))
-    with pytest.raises(pr.ArgumentError, match="algorithm"):
-        comm.all_reduce(tensors, algorithm=["fused"])
+    for algorithm in ("fusd", ["fused"]):
+        with pytest.raises(pr.ArgumentError, match="algorithm") as refused:
+            comm.all_reduce(tensors, algorithm=algorithm)
+        assert refused.value.__context__ is None
     assert_reduces(comm, tensors)
 
 
