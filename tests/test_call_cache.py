@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
+import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,6 +87,47 @@ def test_other_views_of_the_same_memory(comm):
     assert_reduces(comm, tensors)
 
 
+@pytest.mark.parametrize("is_new_object", [True, False], ids=["new object", "new data"])
+def test_negated_view_is_noticed(comm, is_new_object):
+    base = ranks_of(comm, 8)
+    views = [tensor.view(8) for tensor in base]
+    for _ in range(20):
+        if is_new_object:  # at the address of a view that is gone
+            views = [tensor.view(8) for tensor in base]
+        views[0].data = base[0]
+        assert_reduces(comm, views)
+        if is_new_object:
+            views = []
+            views = [torch._neg_view(base[0]), *(tensor.view(8) for tensor in base[1:])]
+        else:
+            views[0].data = torch._neg_view(base[0])
+        assert_reduces(comm, views)
+
+
+def test_memory_that_changes_during_the_call():
+    """A signal handler changes it, while the call waits for a late rank."""
+    with pr.Communicator(["cpu"] * K, algorithm="direct", order="rank") as comm:
+        old = ranks_of(comm, 33)
+        tensors = [tensor.view(33) for tensor in old]
+        new = ranks_of(comm, 33, seed=5)
+
+        def change(*_: object) -> None:
+            for tensor, memory in zip(tensors, new, strict=True):
+                tensor.data = memory
+
+        comm.all_reduce(tensors)
+        comm._group.delay_rank(1, 0.5)
+        handler = signal.signal(signal.SIGALRM, change)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            comm.all_reduce(tensors)
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+        assert tensors[0].data_ptr() == new[0].data_ptr()
+        comm._group.delay_rank(1, 0)
+        assert_reduces(comm, tensors)
+
+
 def test_mixed_layouts_are_matched_by_index(comm):
     tensors = ranks_of(comm, 4, 4)
     assert_reduces(comm, tensors)
@@ -104,8 +148,10 @@ def test_repeated_call_refuses_bad_arguments(comm):
         with pytest.raises(pr.ArgumentError, match=message):
             comm.all_reduce(bad)
         assert all(torch.equal(*pair) for pair in zip(tensors, kept, strict=True))
-    with pytest.raises(pr.ArgumentError, match="algorithm"):
-        comm.all_reduce(tensors, algorithm=["fused"])
+    for algorithm in ("fusd", ["fused"]):
+        with pytest.raises(pr.ArgumentError, match="algorithm") as refused:
+            comm.all_reduce(tensors, algorithm=algorithm)
+        assert refused.value.__context__ is None
     assert_reduces(comm, tensors)
 
 
@@ -186,3 +232,31 @@ def test_threads_share_the_calls(comm):
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(run, pool))
+
+
+def test_threads_reduce_new_views(comm):
+    """Reading a view gives the GIL away: other threads replace calls meanwhile."""
+    base = ranks_of(comm, 300)
+    is_done = threading.Event()
+    interval = sys.getswitchinterval()
+
+    def replace_calls() -> None:
+        pool = [ranks_of(comm, 3, seed=seed) for seed in range(70)]
+        while not is_done.is_set():
+            for tensors in pool:
+                comm.all_reduce(tensors)
+
+    def reduce_views() -> None:
+        try:
+            for _ in range(60):
+                views = [[tensor[i : i + 1] for i in range(300)] for tensor in base]
+                comm.all_reduce_coalesced(views, "max")
+        finally:
+            is_done.set()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda run: run(), [reduce_views, replace_calls, replace_calls]))
+    finally:
+        sys.setswitchinterval(interval)

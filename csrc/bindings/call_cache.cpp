@@ -58,8 +58,11 @@ std::shared_ptr<const Collective> CallCache::find(const CallKey& key,
                                                   const TensorTuples& tuples) const {
   const Reading reading;
   const auto found = entries_.find(memory_of_first(tuples));
-  if (found == entries_.end() || !(found->second.key == key)) return nullptr;
-  const Entry& entry = found->second;
+  if (found == entries_.end()) return nullptr;
+  // Shared: torch gives the GIL away below, and another thread may then replace the entry.
+  const std::shared_ptr<const Entry> shared = found->second;
+  const Entry& entry = *shared;
+  if (!entry.call || !(entry.key == key)) return nullptr;
   const bool is_same_size =
       std::equal(tuples.begin(), tuples.end(), entry.sizes.begin(), entry.sizes.end(),
                  [](const py::tuple& tuple, std::size_t size) { return tuple.size() == size; });
@@ -74,18 +77,21 @@ std::shared_ptr<const Collective> CallCache::find(const CallKey& key,
 
 void CallCache::keep(const CallKey& key, const TensorTuples& tuples,
                      std::shared_ptr<const Collective> call) {
+  const void* first = memory_of_first(tuples);
+  if (first == nullptr) return;
+  if (entries_.size() >= kMostCalls) entries_.clear();
+  const auto entry = std::make_shared<Entry>(Entry{key, {}, {}, nullptr});
+  const std::shared_ptr<const Entry> last = std::exchange(entries_[first], entry);
+  if (!last || !(last->key == key)) return;
   // Not of arrays of other libraries, nor of empty tensors.
   const auto has_memory = [](PyObject* tensor) { return memory_of(tensor) != nullptr; };
-  const void* first = memory_of_first(tuples);
-  if (first == nullptr || !all_of_tensors(tuples, has_memory)) return;
-  Entry entry{key, {}, {}, std::move(call)};
-  for (const py::tuple& tuple : tuples) entry.sizes.push_back(tuple.size());
+  if (!all_of_tensors(tuples, has_memory)) return;
+  for (const py::tuple& tuple : tuples) entry->sizes.push_back(tuple.size());
   all_of_tensors(tuples, [&](PyObject* tensor) {
-    entry.places.emplace_back(tensor);
+    entry->places.emplace_back(tensor);
     return true;
   });
-  if (entries_.size() >= kMostCalls) entries_.clear();
-  entries_.insert_or_assign(first, std::move(entry));
+  entry->call = std::move(call);
 }
 
 }  // namespace pyringar

@@ -38,6 +38,8 @@ class CallCache {
   static TensorTuples tuples_of(py::handle tensors, bool is_coalesced);
 
   std::shared_ptr<const Collective> find(const CallKey& key, const TensorTuples& tuples) const;
+  // Call it before the call runs: tensors may get other memory meanwhile. The first call with a
+  // tensor only leaves a mark, because calls of new tensors every time are never found again.
   void keep(const CallKey& key, const TensorTuples& tuples, std::shared_ptr<const Collective> call);
 
  private:
@@ -47,10 +49,11 @@ class CallCache {
     CallKey key;
     std::vector<std::size_t> sizes;  // of the tuples
     std::vector<Place> places;
-    std::shared_ptr<const Collective> call;
+    std::shared_ptr<const Collective> call;  // null: seen once
   };
 
-  std::unordered_map<const void*, Entry> entries_;  // by the memory of the first tensor
+  // By the memory of the first tensor.
+  std::unordered_map<const void*, std::shared_ptr<const Entry>> entries_;
 };
 
 }  // namespace pyringar

@@ -127,14 +127,14 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> 
 template <typename Engine>
 py::object all_reduce(const typename Engine::GroupPtr& group, const CallKey& key,
                       py::handle tensors, py::handle in_flight, py::handle after = Py_None) {
-  const auto prepare = [&] {
+  const auto prepare = [&](py::handle given) {
     const Ranks ranks = Engine::ranks(*group);
     return key.is_coalesced
-               ? prepare_all_reduce_coalesced(tensors, key.reduction, key.algorithm, ranks,
+               ? prepare_all_reduce_coalesced(given, key.reduction, key.algorithm, ranks,
                                               "all_reduce_coalesced")
-               : prepare_all_reduce(tensors, key.reduction, key.algorithm, ranks, "all_reduce");
+               : prepare_all_reduce(given, key.reduction, key.algorithm, ranks, "all_reduce");
   };
-  if (!in_flight.is_none()) return run_or_submit<Engine>(group, prepare(), in_flight, after);
+  if (!in_flight.is_none()) return run_or_submit<Engine>(group, prepare(tensors), in_flight, after);
   CallCache& calls = Engine::calls(*group);
   const TensorTuples tuples = CallCache::tuples_of(tensors, key.is_coalesced);
   if (const auto call = calls.find(key, tuples)) {
@@ -143,13 +143,17 @@ py::object all_reduce(const typename Engine::GroupPtr& group, const CallKey& key
     Engine::run(*group, *call);
     return py::none();
   }
-  PreparedCollective prepared = prepare();
+  // The tuples that the cache keeps the call for: the caller's lists may have changed.
+  const bool is_refused = tuples.empty();
+  PreparedCollective prepared = is_refused         ? prepare(tensors)
+                                : key.is_coalesced ? prepare(py::cast(tuples))
+                                                   : prepare(tuples[0]);
   Engine::host(*group).check_usable();
   mark_written(prepared.written.ptr());
   const auto call = std::make_shared<const Collective>(std::move(prepared.call));
+  if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(key, tuples, call);
   Engine::run(*group, *call);
   copy_back(prepared.copies);
-  if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(key, tuples, call);
   return py::none();
 }
 

@@ -334,7 +334,7 @@ bool read_plain(PyObject* object, TensorView* view) {
          !(names.requires_grad(object) && is_recording());
 }
 
-Place::Place(PyObject* tensor) : tensor_(tensor) {
+Place::Place(PyObject* tensor) {
   TensorView view;
   read_tensor(tensor, "bind", {"tensor"}, &view);
   data_ = view.data;
@@ -360,9 +360,8 @@ bool Place::is_of(PyObject* object) const {
                        read_dtype(raw, &dtype) && dtype == dtype_ && 2 * ndim == layout_.size() &&
                        std::equal(raw.shape, raw.shape + ndim, layout_.begin()) &&
                        std::equal(raw.strides, raw.strides + ndim, layout_.begin() + raw.ndim);
-  // The sign, which costs more than all the rest, is not asked of the same object: only a `.data`
-  // that is the negative of the very memory could change it.
-  return is_same && (object == tensor_ || TorchNames::get().is_neg(object) == is_negated_);
+  // Even of the same object: it may be a new tensor at that address, or have a negated `.data`.
+  return is_same && TorchNames::get().is_neg(object) == is_negated_;
 }
 
 std::string device_name(int device) { return device == kHost ? "cpu" : join("cuda:", device); }

@@ -95,7 +95,6 @@ class Place {
   bool is_of(PyObject* object) const;
 
  private:
-  const PyObject* tensor_;  // compared, never followed: it may be gone
   const std::byte* data_;
   int device_;
   DType dtype_;

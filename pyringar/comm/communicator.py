@@ -124,8 +124,7 @@ class Communicator(EngineCommunicator):
         self._timeout_s = check_timeout(timeout)
         has_gpus = any(device.type != "cpu" for device in self._devices)
         limits = check_max_blocks(max_blocks, has_gpus=has_gpus)
-        self._resolved: dict[tuple[str | None, str | None], tuple[str, str]] = {}
-        self._resolve(None, None)
+        self._default = self._resolve(algorithm, order)
         try:
             self._group = _make_group(self._devices, self._timeout_s, limits)
         except CompilerNotFoundError as error:
@@ -473,13 +472,8 @@ class Communicator(EngineCommunicator):
 
     def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
         """Return the algorithm that a call runs, and the order in which the engine adds."""
-        try:
-            return self._resolved[algorithm, order]
-        except (KeyError, TypeError):  # new, or a value of another type to refuse
-            return self._resolve_anew(algorithm, order)
-
-    def _resolve_anew(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
-        asked = algorithm, order
+        if algorithm is None and order is None:
+            return self._default
         if algorithm is None:
             algorithm = self._algorithm
         else:
@@ -493,7 +487,6 @@ class Communicator(EngineCommunicator):
                 f"algorithm is 'fused', which needs all ranks in one memory; here are "
                 f"{self._topology}; take auto, direct or ring"
             )
-        self._resolved[asked] = algorithm, added_in
         return algorithm, added_in
 
     def _resolve_engine(

@@ -231,8 +231,7 @@ class Trainer:
         # Before the data, because a wrong device should not cost a download.
         self.group = group or OneProcess(config)
         self.devices = self.group.devices
-        config = config.resolve(self.devices, is_traced=trace is not None)
-        self.config = config
+        self.config = config = config.resolve(self.devices, is_traced=trace is not None)
         if config.cuda_graph:
             check_ranks(self.devices, trace)
         self._folder: CheckpointFolder | None = None
