@@ -208,22 +208,24 @@ void check_mean(Random& random, DType dtype, int divisor) {
 
 }  // namespace
 
-void fused_all_round(Random& random) {
-  for (const DType dtype : kAllDTypes) {
-    for (const ReduceOp op : kAllOps) {
-      for (const int k : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 16, 17, 33}) {
-        Fold fold = any_fold(random, op, k);
-        run_all_outputs(random, dtype, fold, k);
-        if (!is_float(dtype) || op == ReduceOp::kMax || op == ReduceOp::kMin) continue;
-        fold.order = fold.order == Order::kRank ? Order::kTree : Order::kRank;
-        run_all_outputs(random, dtype, fold, k);
-      }
-      for (const int k : {100, LargeTable::kMaxPointers}) {
-        const FusedCall call{dtype, any_fold(random, op, k), k, k, Outputs::kInputs};
-        run_fused(random, call, {40 + random.below(40)});
-      }
+void fused_dtype_round(Random& random, DType dtype) {
+  for (const ReduceOp op : kAllOps) {
+    for (const int k : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 16, 17, 33}) {
+      Fold fold = any_fold(random, op, k);
+      run_all_outputs(random, dtype, fold, k);
+      if (!is_float(dtype) || op == ReduceOp::kMax || op == ReduceOp::kMin) continue;
+      fold.order = fold.order == Order::kRank ? Order::kTree : Order::kRank;
+      run_all_outputs(random, dtype, fold, k);
+    }
+    for (const int k : {100, LargeTable::kMaxPointers}) {
+      const FusedCall call{dtype, any_fold(random, op, k), k, k, Outputs::kInputs};
+      run_fused(random, call, {40 + random.below(40)});
     }
   }
+}
+
+void fused_all_round(Random& random) {
+  for (const DType dtype : kAllDTypes) fused_dtype_round(random, dtype);
 }
 
 void fused_mean_round(Random& random) {
