@@ -48,12 +48,23 @@ void run_on(Chooser& chooser, const Limits& limits, const std::function<void()>&
 constexpr unsigned kLooksBeforeRest = 60;
 
 // Calm machines, and wild ones; few blocks at a time, and many.
-template <void (*kRound)(Random&)>
-void on_machine(Random& random) {
+void run_on_machine(Random& random, const std::function<void(Random&)>& round) {
   const int one_in = random.one_in(2) ? 4 : random.between(2, 40);
   const auto at_once = static_cast<unsigned>(random.between(1, 6));
   RandomChooser chooser(random.bits(), one_in);
-  run_on(chooser, {at_once, kLooksBeforeRest}, [&] { kRound(random); });
+  run_on(chooser, {at_once, kLooksBeforeRest}, [&] { round(random); });
+}
+
+template <void (*kRound)(Random&)>
+void on_machine(Random& random) {
+  run_on_machine(random, kRound);
+}
+
+// A machine for each dtype: it remembers all memory of its round.
+void fused_all_round(Random& random) {
+  for (const DType dtype : stress::kAllDTypes) {
+    run_on_machine(random, [&](Random& own) { stress::fused_dtype_round(own, dtype); });
+  }
 }
 
 // Every order of a tiny ring that leaves the calm one once or, of two ranks, up to three times;
@@ -85,7 +96,7 @@ void ring_picture_round(Random& random) {
 constexpr stress::Part kParts[] = {
     {"litmus", &litmus_round, Often::kOnce},
     {"forms", &forms_round, Often::kOnce},
-    {"fused-all", &on_machine<&stress::fused_all_round>, Often::kOnce},
+    {"fused-all", &fused_all_round, Often::kOnce},
     {"fused-mean", &on_machine<&stress::fused_mean_round>, Often::kOnce},
     {"fused", &on_machine<&stress::fused_round>, Often::kMany},
     {"peers", &on_machine<&peers_round>, Often::kFew},

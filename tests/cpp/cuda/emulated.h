@@ -17,6 +17,7 @@ namespace pyringar::stress {
 
 void table_round(Random& random);      // cuda/table.h: every alignment and edge, all at once
 void fused_all_round(Random& random);  // cuda/fused.cuh: every dtype, reduction and k
+void fused_dtype_round(Random& random, DType dtype);  // the same of one dtype
 void fused_round(Random& random);
 void fused_mean_round(Random& random);  // every division, over the values where rounding is hard
 void ring_round(Random& random);        // cuda/ring.cuh
