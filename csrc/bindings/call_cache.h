@@ -1,4 +1,4 @@
-// call_cache: all-reduces of a group that were checked, for tensors that lie where those lay.
+// call_cache: checked all-reduces of a group, to run again on tensors at the same addresses.
 //
 // Contract  find() returns a call only where a check of the same arguments would make it again: as
 //           many lists of as many tensors, each with the memory, layout, dtype and device that the

@@ -52,6 +52,8 @@ _RECIPE = (
     *("batch_size", "scale_batch", "lr", "lr_schedule", "lr_scale", "bucket_cap_mb", "overlap"),
     "shards",
 )
+# Options that older checkpoints do not name, and what these ran with.
+_OLDER = {"channels_last": False}
 
 
 @dataclass
@@ -312,9 +314,8 @@ def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str,
         devices = devices[:1]
     return {
         **{name: getattr(config, name) for name in _RECIPE},
-        # Older checkpoints do not have these.
-        "momentum": config.momentum or None,
-        "channels_last": config.channels_last or None,
+        "momentum": config.momentum or None,  # which older checkpoints do not have
+        "channels_last": bool(config.channels_last),
         "ranks": len(devices),
         "the kind of devices": describe_devices([torch.device(device.type) for device in devices]),
         "weights": (
@@ -364,11 +365,10 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path
         ArgumentError: Two differ; names the first of them and both values.
     """
     for name, value in wanted.items():
-        if found.get(name) != value:
+        saved = found.get(name, _OLDER.get(name))
+        if saved != value:
             told = "not given" if value is None else repr(value)
-            raise ArgumentError(
-                f"{name} is {told}, but the checkpoint in '{folder}' has {found.get(name)!r}"
-            )
+            raise ArgumentError(f"{name} is {told}, but the checkpoint in '{folder}' has {saved!r}")
 
 
 def images_digest(data: ImageData) -> str:

@@ -210,7 +210,7 @@ class TrainConfig:
                 )
 
     def resolve(self, devices: Sequence[torch.device], *, is_traced: bool) -> TrainConfig:
-        """Make the choices that were left to the devices.
+        """Choose the options that are None by the devices.
 
         Args:
             devices: One per rank.

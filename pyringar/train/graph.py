@@ -91,7 +91,7 @@ class Branches:
         return results
 
     def may_run(self) -> bool:
-        """Return True: no thread is left."""
+        """Return True: all calls come from this thread."""
         return True
 
 
@@ -156,7 +156,7 @@ class _Captured:
 
 
 class GraphStep:
-    """An `EagerStep` that was captured once and is replayed for every batch; same bits.
+    """Replay an `EagerStep`, captured once for each batch size, with the same bits.
 
     Captures when it is made: steps that warm up come first, and are undone.
 

@@ -144,7 +144,7 @@ def _normed_convs(net: nn.Module) -> list[Any]:
 
 
 def _prepare(net: nn.Module, args: tuple[Tensor]) -> Tensor:
-    """Let running means count the biases left out; view images with their only channel last.
+    """Add the skipped biases to the running means; view images with their channel last.
 
     One channel lies the same first or last, and only strides tell torch which is meant.
     """
