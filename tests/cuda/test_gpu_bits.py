@@ -196,7 +196,9 @@ def test_lists_of_all_dtypes(ranks_of, algorithm, op):
     gpu.assert_lists(lists, parts, op, algorithm)
 
 
-@pytest.mark.parametrize(("num_tensors", "world_size"), [(24, 4), (25, 2), (121, 2), (1000, 4), (50, 16)])
+@pytest.mark.parametrize(
+    ("num_tensors", "world_size"), [(24, 4), (25, 2), (121, 2), (1000, 4), (50, 16)]
+)
 def test_more_tensors_than_a_launch_takes(ranks_of, num_tensors, world_size):
     """Around the small table's 24 tensors, past the large one's 120, past its 640 pointers."""
     shapes = [(1 + 7 * i % 90,) for i in range(num_tensors)]
