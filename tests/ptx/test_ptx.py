@@ -18,7 +18,13 @@ pytestmark = [needs_compiler, pytest.mark.timeout(600)]
 # Lines of the C++ emulation's own, what only the host reads, and who is the first to lose patience:
 # that is a matter of speed, which the model has not.
 NOT_IN_PTX = {"no-release", "no-acquire", "head-in-bytes", "tile-not-found"}
-NOT_IN_PTX |= {"all-lose-patience-at-once"}
+NOT_IN_PTX |= {"all-lose-patience-at-once", "every-divisor-multiplied"}
+# The dtype that shows a mistake, where another one than fp32 (or, in a ring, int32) does.
+DTYPE_OF = {
+    "rounded-twice": "float16",
+    "batches-overlap": "bfloat16",
+    "divisor-as-an-element": "int8",
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,6 @@ def test_mistake_of_the_emulated_kernels_is_noticed(program, ptx, tmp_path, name
     mistake = MISTAKES[name]
     part = "fused" if mistake.part == "fused-all" else mistake.part
     # Sums of whole numbers have no order.
-    dtype = "float16" if name == "rounded-twice" else "float32" if part == "fused" else "int32"
+    dtype = DTYPE_OF.get(name, "float32" if part.startswith("fused") else "int32")
     fault = Fault(name, mistake, "again: ", part, dtype)
     check_noticed(program, fault.plant(tmp_path, ptx), part, fault.said)
