@@ -184,7 +184,8 @@ def render_cpu(rows: Sequence[CpuRow]) -> str:
         for row in rows
     ]
     cpu, cores = toolchain.read_cpu().name, toolchain.cores_allowed()
-    text = f"""CPU ranks in this machine's memory: {cpu}, {cores} cores.
+    text = f"""CPU ranks in this machine's memory, {cores} cores:
+{cpu}.
 Predicted from two measurements: the bandwidth of multiplying the same buffers
 in place, and a call for one element. The calls themselves were measured in turn
 with them (lower quartile of rounds). For sizes beyond the caches; other work on
