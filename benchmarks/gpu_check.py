@@ -165,7 +165,7 @@ def find_tool(name: str) -> str | None:
 
 @contextlib.contextmanager
 def process_of(step: Step, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a step's process in a group of its own; with the block, end the group and judge it."""
+    """Start a step in a new process group; at the end of the block, end the group and judge it."""
     with tempfile.TemporaryFile() as output:
         begin = time.monotonic()
         step.note = "ended from outside"

@@ -1,4 +1,4 @@
-"""Short programs that gpu_check.py runs, each in a process of its own.
+"""Short programs that gpu_check.py runs, one process each.
 
 python benchmarks/gpu_runs.py build              # both engines; prints a line of JSON about them
 python benchmarks/gpu_runs.py reduce             # every path of the engines, for a sanitizer

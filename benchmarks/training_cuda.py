@@ -107,9 +107,16 @@ class TorchLoop:
 def lenet_module() -> nn.Module:
     """Return the book's LeNet as a module."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
-        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2)),
-        *(nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
+        nn.Conv2d(1, 20, 3),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(20, 50, 5),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(800, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
     )
 
 

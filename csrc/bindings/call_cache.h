@@ -29,7 +29,7 @@ struct CallKey {
   bool operator==(const CallKey&) const = default;
 };
 
-// The tensors of a call in tuples that nobody changes: one, or one for each rank.
+// The tensors of a call, in one tuple or in one for each rank.
 using TensorTuples = std::vector<py::tuple>;
 
 class CallCache {

@@ -54,7 +54,7 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
 
 
 class Branches:
-    """Ranks that share a GPU, each on a stream of its own: in a graph these are parallel branches.
+    """Run ranks that share a GPU on one stream each: parallel branches of a graph.
 
     Rank 0 has the current stream. Autograd runs backward on the streams of forward. Memory of one
     stream is used by others only between a join and the next fork, so no stream is recorded.

@@ -39,7 +39,7 @@ class Beside(Protocol):
         """Score a rank's shard, in `run`: ``(n, classes)``."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Return what is entered while backward passes of several ranks run."""
+        """Return the context of backward passes of several ranks."""
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Call ``functions[rank]()`` for each rank, and return the results."""
