@@ -188,7 +188,7 @@ def test_failure_is_printed_with_its_last_lines(tests_step: Callable[..., Step])
     assert "    E   assert 1 == 2" in lines
 
 
-def test_log_may_end_in_the_middle_of_a_line(tmp_path: Path) -> None:
+def test_log_cut_within_a_line_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     events = ['{"event": "collected", "count": 2}', '{"event": "begin", "test": "a::b"}', '{"ev']
     log.write_text("\n".join(events))
@@ -417,7 +417,7 @@ def test_dry_run_prints_the_plan(capsys: Any) -> None:
     assert lines[-1].startswith("7. ncu_ring")
 
 
-def test_place_that_cannot_be_written_ends_the_check() -> None:
+def test_unwritable_place_ends_check() -> None:
     with pytest.raises(OSError, match="/proc"):
         check(Path("/proc/none/gpu.jsonl"), [python("a", "pass")])
 

@@ -1,4 +1,4 @@
-"""Order work on GPUs: each rank has current streams of its own, and one rank acts for all."""
+"""Order the work of ranks on GPUs: each rank has its current streams, one rank acts for all."""
 
 from __future__ import annotations
 
