@@ -1,4 +1,4 @@
-"""Check a machine with a GPU in one command of at most 5 minutes, and write one report.
+"""Check a machine with a GPU in one command of 5 minutes, and write one report.
 
     python benchmarks/gpu_check.py --out DIR/gpu.jsonl
     python benchmarks/gpu_check.py --only training_cuda,ncu_ring

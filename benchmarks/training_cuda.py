@@ -21,6 +21,7 @@ The difference of the first and the last is exposed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import multiprocessing
@@ -120,8 +121,9 @@ def lenet_module() -> nn.Module:
     )
 
 
+@functools.cache
 def images(count: int) -> ImageData:
-    """Return so many training images, of which few are different ones."""
+    """Return so many training images, of which few are different ones; drawn once."""
     drawn, labels = synthetic_images(min(count, NUM_DRAWN), 20)
     times = -(-count // len(labels))
     test = synthetic_images(256, 21)

@@ -520,7 +520,7 @@ class _Default:
         self._lock = threading.RLock()  # a signal handler may come in between
         self._group: Any = None
         self.handle = handle_of(self, "of allreduce()")
-        self._communicators: dict[tuple[torch.device, ...], Communicator] = {}
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
         close_at_exit(self, _Default._close, in_child=_Default._forget)
 
     def group(self) -> Any:
@@ -537,13 +537,15 @@ class _Default:
             return None
         # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if has_cuda or not isinstance(data[0], Tensor):
-            tensors = arrays.as_tensors(data)
-            if not all(isinstance(t, Tensor) for t in tensors):
-                return None
-            if any(t.is_cuda for t in tensors):
-                return self._on(tuple(t.device for t in tensors))
-        return None
+        if not has_cuda and isinstance(data[0], Tensor):
+            return None
+        tensors = data if all(type(t) is Tensor for t in data) else arrays.as_tensors(data)
+        if not all(isinstance(t, Tensor) for t in tensors):
+            return None
+        indices = tuple([t.get_device() for t in tensors])  # of the CPU -1
+        if max(indices) < 0:
+            return None
+        return self._communicators.get(indices) or self._on(indices, tensors)
 
     def all_reduce(
         self, data: TensorList, op: Any, *, algorithm: str | None = None, order: str | None = None
@@ -555,11 +557,12 @@ class _Default:
         else:
             self.group().all_reduce(data, op_name(op), "fused", "rank", None)
 
-    def _on(self, devices: tuple[torch.device, ...]) -> Communicator:
+    def _on(self, indices: tuple[int, ...], tensors: TensorList) -> Communicator:
         with self._lock:
-            if devices not in self._communicators:
-                self._communicators[devices] = Communicator(devices, order="rank")
-            return self._communicators[devices]
+            if indices not in self._communicators:
+                devices = [tensor.device for tensor in tensors]
+                self._communicators[indices] = Communicator(devices, order="rank")
+            return self._communicators[indices]
 
     def _forget(self) -> None:
         # The parent's threads are not in this process, and its lock may be held for ever.

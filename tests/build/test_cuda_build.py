@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -333,8 +335,32 @@ def test_the_gpus_here_are_the_default(cache, monkeypatch):
     assert toolchain.cuda_archs_wanted() == ("9.0", "12.0")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert toolchain.cuda_archs_wanted() == ("all",)
-    monkeypatch.delitem(sys.modules, "torch")
-    assert toolchain.cuda_archs_wanted() == ("all",), "torch is asked, and not imported to be asked"
+
+
+@pytest.mark.parametrize(
+    ("torch_here", "wanted"),
+    [
+        ("cuda.is_available = lambda: True", "9.0"),
+        ("cuda.is_available = lambda: False", "all"),
+        ("raise ImportError('no torch')", "all"),
+    ],
+)
+def test_the_gpus_here_are_the_default_before_torch_is_imported(tmp_path, torch_here, wanted):
+    """As in ``pyringar build --cuda``."""
+    (tmp_path / "torch.py").write_text(
+        "import types\n"
+        "version = types.SimpleNamespace(cuda='13.0')\n"
+        "cuda = types.SimpleNamespace(device_count=lambda: 2)\n"
+        "cuda.get_device_capability = lambda index: (9, 0)\n"
+        f"{torch_here}\n"
+    )
+    ask = "from pyringar.engine import toolchain; print(*toolchain.cuda_archs_wanted())"
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
+    variables.pop("PYRINGAR_CUDA_ARCHS", None)
+    told = subprocess.run(
+        [sys.executable, "-c", ask], env=variables, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == [wanted]
 
 
 def test_gencode_flags():
