@@ -40,7 +40,8 @@ void append(std::string& text, const Part& part) {
     text += part;
   } else if constexpr (std::is_same_v<Part, Hex>) {
     char digits[16];
-    text.append(digits, std::to_chars(digits, digits + sizeof digits, part.value, 16).ptr);
+    const char* end = std::to_chars(digits, digits + sizeof digits, part.value, 16).ptr;
+    text += std::string_view(digits, end);
   } else {
     char digits[32];
     std::to_chars_result end;
@@ -49,7 +50,7 @@ void append(std::string& text, const Part& part) {
     } else {
       end = std::to_chars(digits, digits + sizeof digits, +part);
     }
-    text.append(digits, end.ptr);
+    text += std::string_view(digits, end.ptr);
   }
 }
 
