@@ -73,7 +73,7 @@ def read(tmp_path_factory):
 
 
 def some_dtypes():
-    return some(cuda_sass.DTYPES, "float32", "bfloat16")
+    return some(cuda_sass.DTYPES, "float32")
 
 
 @needs_nvcc

@@ -111,6 +111,7 @@ def test_a_wheel_holds_the_sources_and_needs_no_compiler(tree, python):
 
 
 @slow
+@pytest.mark.thorough
 @needs_compiler
 def test_a_plain_wheel_compiles_at_the_first_call(tree, python, tmp_path, shared_cache):
     pip(python, "install", ".", cwd=tree)
@@ -151,6 +152,7 @@ def test_a_wheel_ships_no_source_that_was_deleted(tree, python):
 
 
 @slow
+@pytest.mark.thorough
 @needs_compiler
 def test_a_wheel_with_the_engine_runs_without_a_compiler(tree, python, tmp_path):
     """On this CPU, and on one that has nothing but what all CPUs of its kind have."""

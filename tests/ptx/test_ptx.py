@@ -11,6 +11,7 @@ import tables
 from build_ptx import FAULTS, PARTS, Fault, build, run, write_ptx
 from nvcc import needs_nvcc
 from test_cuda_emulated import MISTAKES
+from test_stress import some
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 pytestmark = [needs_compiler, pytest.mark.timeout(600)]
@@ -25,6 +26,8 @@ DTYPE_OF = {
     "batches-overlap": "bfloat16",
     "divisor-as-an-element": "int8",
 }
+
+QUICK = [part for part in PARTS if part not in ("ring-all", "ring-orders")]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def test_a_mistake_in_the_model_is_noticed(program, tmp_path, name):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", some(PARTS, *QUICK))
 def test_kernels_give_the_right_bits_in_every_order(program, ptx, part):
     done = run(program, ptx, "--only", part, "--rounds", 300)
     print(done.stdout)
@@ -95,6 +98,7 @@ def check_noticed(program, ptx, part: str, said: str) -> None:
 
 
 @needs_nvcc
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_named(program, ptx, tmp_path, fault):
     check_noticed(program, fault.plant(tmp_path, ptx), fault.part, fault.said)
