@@ -1,4 +1,4 @@
-"""Check a machine with a GPU in one command of 5 minutes, and write one report.
+"""Check a machine with a GPU in one command of 5 to 6 minutes, and write one report.
 
     python benchmarks/gpu_check.py --out DIR/gpu.jsonl
     python benchmarks/gpu_check.py --only training_cuda,ncu_ring
@@ -401,7 +401,8 @@ def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan
     )
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--only", metavar="STEP,...", help="these steps, after the build")
-    parser.add_argument("--full", action="store_true", help="all rounds of the benchmarks: an hour")
+    help_of_full = "all rounds of the benchmarks, and peers of 4 ranks: an hour"
+    parser.add_argument("--full", action="store_true", help=help_of_full)
     parser.add_argument("--dry-run", action="store_true", help="print the steps, and run nothing")
     args = parser.parse_args(argv)
     is_trial = os.environ.get(ON_CPU) == "1"

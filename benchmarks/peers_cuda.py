@@ -75,7 +75,7 @@ class PeerWorker(Worker):
         right = [self.is_right(tensor, call, False)]
         right += [self.is_right(own, lambda: self.comm.all_reduce(own, order="rank"), True), 1.0]
         right = self.over_ranks(right, "min")
-        repeats = max(1, min(10, 2**24 // case.size_bytes))  # symmetric memory's take 18 ms each
+        repeats = max(1, min(10, 2**24 // case.size_bytes))  # one of symmetric memory takes 18 ms
 
         def sampler(function: Callable[[], object]) -> Callable[[], float]:
             def sample() -> float:

@@ -123,7 +123,7 @@ def lenet_module() -> nn.Module:
 
 @functools.cache
 def images(count: int) -> ImageData:
-    """Return so many training images, of which few are different ones; drawn once."""
+    """Return ``count`` training images: 6,000 are drawn, once, and repeated."""
     drawn, labels = synthetic_images(min(count, NUM_DRAWN), 20)
     times = -(-count // len(labels))
     test = synthetic_images(256, 21)

@@ -6,13 +6,17 @@ import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 from cases import mostly_slow
 from process_checks import exit_code_of, settled, thread_ids
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import pyringar as pr
+from pyringar.comm import communicator
 from pyringar.comm.base import EngineCommunicator, _interrupted
 
 
@@ -325,6 +329,30 @@ def test_memory_does_not_grow():
     for _ in range(200):
         pr.Communicator(["cpu"] * 2).close()
     assert resident_kib() - before < 8192
+
+
+@pytest.mark.parametrize(
+    ("devices", "made"),
+    [
+        (["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]),
+        (["cuda:1", "cpu"], ["cuda:1", "cpu"]),
+        (["cuda:0", "meta"], ["cuda:0", "cpu"]),  # refused by its name, as a tensor of rank 1
+        (["cpu", "cpu"], None),
+        (["xpu:0", "xpu:0"], None),
+    ],
+)
+def test_allreduce_keeps_a_communicator_of_gpus(monkeypatch, devices, made):
+    """With fake tensors: no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    make = mock.Mock(side_effect=lambda devices, order: mock.Mock(devices=devices))
+    monkeypatch.setattr(communicator, "Communicator", make)
+    default = communicator._Default()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(2, device=device) for device in devices]
+        found = default.communicator(tensors)
+        assert (found and found.devices) == made
+        parameters = [nn.Parameter(tensor) for tensor in tensors]
+        assert default.communicator(parameters) is found
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

@@ -1,7 +1,7 @@
 """Are the CUDA kernels right on CPU threads, without a GPU?
 
 Sanitizers, both compilers, and kernels with a mistake planted, which must be noticed. One build per
-test; all are slow, clang++ and most mistakes thorough.
+test; all are slow, sanitizers, -O3 and most mistakes thorough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds and runs tests/cpp/stress.cpp, the CPU engine without Python, under what finds its bugs.
 
 Sanitizers, both compilers, every path of the vector code, Arm64 under qemu. One build per test;
-all are slow, and most are thorough.
+all are slow, most are thorough.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def require(*programs: str) -> None:
 
 def some(names: Iterable[str], *each_time: str) -> list[Any]:
     """All names, those that are not tried each time marked thorough: a build takes long."""
+    names = list(names)
+    assert set(each_time) <= set(names), f"{each_time} are not all of {names}"
     return [
         pytest.param(name, marks=[] if name in each_time else pytest.mark.thorough)
         for name in names
@@ -214,7 +216,7 @@ def test_thread_sanitizer_sees_a_slot_freed_before_it_is_read(
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", some(X86_VARIANTS))
+@pytest.mark.parametrize("name", some(X86_VARIANTS, "f16c"))
 def test_x86_instruction_sets(stress: Callable[[Variant], Path], name: str) -> None:
     if platform.machine() != "x86_64":
         pytest.skip(f"for x86-64, this is {platform.machine()}")

@@ -37,8 +37,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--cuda",
         action=argparse.BooleanOptionalAction,
-        help="compile the CUDA engine without a GPU too (for PYRINGAR_CUDA_ARCHS, else for every "
-        "GPU that nvcc knows), and fail if it cannot be compiled; --no-cuda: never",
+        help="compile the CUDA engine without a GPU too (for PYRINGAR_CUDA_ARCHS, else for the "
+        "GPUs here, else for every GPU that nvcc knows), and fail if it cannot be compiled; "
+        "--no-cuda: never",
     )
     parser.add_argument(
         "--verbose",
@@ -59,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_render(name, found, verbose=args.verbose)), flush=True)
 
     tell("engine", _build(build.CPU, args))
-    if args.cuda is None and (why := why_no_gpu()):
+    # With --cuda, too: the build imports no torch, but asks one that is there for its GPUs.
+    why = "" if args.cuda is False else why_no_gpu()
+    if why and args.cuda is None:
         tell("cuda", f"not built: {why}; --cuda builds it all the same")
     elif args.cuda is not False:
         try:

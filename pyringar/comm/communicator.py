@@ -520,7 +520,7 @@ class _Default:
         self._lock = threading.RLock()  # a signal handler may come in between
         self._group: Any = None
         self.handle = handle_of(self, "of allreduce()")
-        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._communicators: dict[tuple[int, ...], Communicator] = {}  # by GPU; -1: not on one
         close_at_exit(self, _Default._close, in_child=_Default._forget)
 
     def group(self) -> Any:
@@ -542,27 +542,24 @@ class _Default:
         tensors = data if all(type(t) is Tensor for t in data) else arrays.as_tensors(data)
         if not all(isinstance(t, Tensor) for t in tensors):
             return None
-        indices = tuple([t.get_device() for t in tensors])  # of the CPU -1
-        if max(indices) < 0:
-            return None
-        return self._communicators.get(indices) or self._on(indices, tensors)
+        gpus = tuple([t.get_device() if t.is_cuda else -1 for t in tensors])
+        return None if max(gpus) < 0 else self._communicators.get(gpus) or self._on(gpus)
 
     def all_reduce(
         self, data: TensorList, op: Any, *, algorithm: str | None = None, order: str | None = None
     ) -> None:
         """Do what `allreduce` says, which chooses ``algorithm`` and ``order`` itself."""
-        communicator = self.communicator(data)
-        if communicator is not None:
+        if (communicator := self.communicator(data)) is not None:
             communicator.all_reduce(data, op)
         else:
             self.group().all_reduce(data, op_name(op), "fused", "rank", None)
 
-    def _on(self, indices: tuple[int, ...], tensors: TensorList) -> Communicator:
+    def _on(self, gpus: tuple[int, ...]) -> Communicator:
         with self._lock:
-            if indices not in self._communicators:
-                devices = [tensor.device for tensor in tensors]
-                self._communicators[indices] = Communicator(devices, order="rank")
-            return self._communicators[indices]
+            if gpus not in self._communicators:
+                devices = [f"cuda:{gpu}" if gpu >= 0 else "cpu" for gpu in gpus]
+                self._communicators[gpus] = Communicator(devices, order="rank")
+            return self._communicators[gpus]
 
     def _forget(self) -> None:
         # The parent's threads are not in this process, and its lock may be held for ever.

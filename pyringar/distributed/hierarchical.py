@@ -112,8 +112,8 @@ class HierarchicalCommunicator(OwnRank):
 
     With tensors on GPUs (``device``) a call comes after what is on the current stream, and what
     comes there after the call, or after its work's ``wait()``, sees the result: nobody need
-    synchronise. It cannot be captured in a CUDA graph. One GPU has run this, between ranks
-    that shared it; NCCL has not been tried: docs/gpu.md.
+    synchronise. It cannot be captured in a CUDA graph. Single GPUs have run this, between ranks
+    that shared them; NCCL has not been tried: docs/gpu.md.
 
     Args:
         inter: What connects machines (`pyringar.distributed.wire.Inter`), instead of ``backend``.

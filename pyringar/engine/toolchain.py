@@ -446,8 +446,8 @@ def _first_with(file: str, folders: Sequence[Path], nvcc: Compiler) -> Path:
 def cuda_archs_wanted() -> tuple[str, ...]:
     """Return the architectures that the CUDA engine must run on: ("8.0", "9.0+PTX"), or ("all",).
 
-    From ``PYRINGAR_CUDA_ARCHS``; else those of the GPUs that torch finds here; else all that nvcc
-    knows.
+    From ``PYRINGAR_CUDA_ARCHS``; else the GPUs here, if torch is imported and sees some (otherwise
+    CUDA is not touched); else all that nvcc knows.
 
     Raises:
         BuildError: ``PYRINGAR_CUDA_ARCHS`` cannot be read.
@@ -469,11 +469,8 @@ def _arch_number(arch: str) -> tuple[int, ...]:
 
 
 def _archs_of_gpus() -> set[str]:
-    try:
-        import torch
-    except ImportError:  # a wheel may be built without it
-        return set()
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    torch = sys.modules.get("torch")
+    if torch is None or torch.version.cuda is None or not torch.cuda.is_available():
         return set()
     found = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     return {f"{major}.{minor}" for major, minor in found}

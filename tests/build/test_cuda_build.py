@@ -335,32 +335,8 @@ def test_the_gpus_here_are_the_default(cache, monkeypatch):
     assert toolchain.cuda_archs_wanted() == ("9.0", "12.0")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert toolchain.cuda_archs_wanted() == ("all",)
-
-
-@pytest.mark.parametrize(
-    ("torch_here", "wanted"),
-    [
-        ("cuda.is_available = lambda: True", "9.0"),
-        ("cuda.is_available = lambda: False", "all"),
-        ("raise ImportError('no torch')", "all"),
-    ],
-)
-def test_the_gpus_here_are_the_default_before_torch_is_imported(tmp_path, torch_here, wanted):
-    """As in ``pyringar build --cuda``."""
-    (tmp_path / "torch.py").write_text(
-        "import types\n"
-        "version = types.SimpleNamespace(cuda='13.0')\n"
-        "cuda = types.SimpleNamespace(device_count=lambda: 2)\n"
-        "cuda.get_device_capability = lambda index: (9, 0)\n"
-        f"{torch_here}\n"
-    )
-    ask = "from pyringar.engine import toolchain; print(*toolchain.cuda_archs_wanted())"
-    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
-    variables.pop("PYRINGAR_CUDA_ARCHS", None)
-    told = subprocess.run(
-        [sys.executable, "-c", ask], env=variables, capture_output=True, text=True, check=True
-    )
-    assert told.stdout.split() == [wanted]
+    monkeypatch.delitem(sys.modules, "torch")
+    assert toolchain.cuda_archs_wanted() == ("all",), "torch is asked, and not imported to be asked"
 
 
 def test_gencode_flags():
@@ -432,6 +408,33 @@ def test_build_command_says_why_there_is_no_cuda_engine(
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
     status, told = build()
     assert (status, "/no/such/nvcc" in told) == (1, True)
+
+
+BUILD_CUDA = """
+from pyringar.cli import build, main
+
+def facts(kind, args):
+    archs = build.build.Recipe(kind=kind).content().get("archs", [])
+    return dict(path="", compiler="", flags=[], nvcc="", archs=archs, origin="built", build_s=0.0)
+
+build._build = facts
+main(["build", "--cuda"])
+"""
+
+
+def test_build_command_asks_torch_for_gpus(tmp_path):
+    """Also with --cuda, in a process that has not imported torch yet."""
+    (tmp_path / "torch.py").write_text(
+        "import types\n"
+        "version = types.SimpleNamespace(cuda='13.0')\n"
+        "cuda = types.SimpleNamespace(device_count=lambda: 2, is_available=lambda: True)\n"
+        "cuda.get_device_capability = lambda index: (9, 0)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
+    variables.pop("PYRINGAR_CUDA_ARCHS", None)
+    command = [sys.executable, "-c", BUILD_CUDA]
+    told = subprocess.check_output(command, env=variables, text=True)
+    assert re.search(r"^archs +9\.0$", told, re.MULTILINE), told
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""`pytest tests/ptx` runs all of it; where the folder is not named, it counts as slow."""
+"""`pytest tests/ptx` runs all that is not thorough; where the folder is not named, it is slow."""
 
 from __future__ import annotations
 
