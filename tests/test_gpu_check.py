@@ -81,16 +81,20 @@ def test_end_of_process(code: str, state: str, note: str) -> None:
 
 def test_limit_ends_whole_group(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    child = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, 2); time.sleep(1000)"
-    run(
-        python(
-            "a",
-            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])",
-            limit_s=2.0,
-        )
-    )
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    child = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, 2); "
+    child += "print('held', file=f, flush=True); time.sleep(1000)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    run(python("a", parent, limit_s=4.0))
+    assert lock.read_text() == "held\n"
+    deadline = time.monotonic() + 10.0  # a process that is killed takes its time to go
+    with lock.open() as held:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < deadline, "the child lives on"
+                time.sleep(0.05)
 
 
 def test_steps_of_stage_run_together(tmp_path: Path) -> None:
