@@ -297,7 +297,7 @@ def built_engine():
     return load.engine()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(MAX_WAIT_S)
 @pytest.mark.usefixtures("built_engine")
 def test_it_runs_from_top_to_bottom(notebook):

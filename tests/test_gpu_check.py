@@ -229,7 +229,7 @@ def test_fixtures_in_any_order_of_files() -> None:
     assert done.returncode == 0, done.stdout[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1500)
 def test_gpu_tests_pass_over_cpu_ranks(tmp_path: Path) -> None:
     """A wrong test would cost time on a GPU."""

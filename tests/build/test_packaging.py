@@ -181,6 +181,7 @@ toolchain.read_cpu = lambda: toolchain.Cpu("", "", ())
 
 
 @slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "prebuild", "told"),
     [
