@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +24,7 @@ from programs import programs
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
+from pyringar.cluster import internals
 
 K = 4
 
@@ -392,3 +398,43 @@ def test_no_thread_is_left():
         with pytest.raises((KeyError, pr.RingarError)):
             pr.launch(mistake, K)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("kind", ["handler", "condition"])
+def test_an_interrupt_leaves_no_lock_taken(kind):
+    """It comes while the thread waits for the lock, and again and again after that."""
+    handler, condition = logging.StreamHandler(io.StringIO()), threading.Condition()
+    logger = logging.Logger("ranks")
+    logger.addHandler(handler)
+    lock = handler.lock if kind == "handler" else condition
+
+    def take() -> None:
+        if kind == "handler":
+            logger.warning("on")
+        else:
+            with condition:
+                pass
+
+    def program() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                take()
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=program, daemon=True)
+    rank = types.SimpleNamespace(thread=thread)
+    deadline = time.monotonic() + 30.0
+    with lock:
+        thread.start()
+        while not internals._takes_lock(sys._current_frames()[thread.ident]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.1)  # it waits for the lock by now
+        internals.interrupt(rank)
+        time.sleep(0.05)
+    while thread.is_alive():
+        assert time.monotonic() < deadline
+        internals.interrupt(rank)
+        thread.join(0.01)
+    assert lock.acquire(timeout=5.0), "nobody holds it, and it is taken"
+    lock.release()

@@ -10,7 +10,9 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -289,10 +291,22 @@ def _forget_groups(rank: Rank) -> None:
 
 
 def interrupt(rank: Rank) -> None:
-    """Raise KeyboardInterrupt in a rank's thread when it runs Python next."""
-    if rank.thread is not None and rank.thread.ident is not None:
-        ident = ctypes.c_ulong(rank.thread.ident)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+    """Raise KeyboardInterrupt in a rank's thread when it runs Python next.
+
+    Do nothing where it takes a lock of logging or of a condition: nobody would release that.
+    """
+    if rank.thread is None or rank.thread.ident is None:
+        return
+    ident = rank.thread.ident
+    frame = sys._current_frames().get(ident)
+    if frame is None or not _takes_lock(frame):
+        raised = ctypes.py_object(KeyboardInterrupt)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+
+
+def _takes_lock(frame: FrameType) -> bool:
+    code, in_logging = frame.f_code, logging.Handler.acquire.__code__.co_filename
+    return code.co_filename == in_logging or code is threading.Condition.__enter__.__code__
 
 
 @contextlib.contextmanager
