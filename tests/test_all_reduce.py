@@ -260,7 +260,7 @@ def test_more_ranks_than_any_table(make_comm, algorithm):
             check(make_comm(world_size), inputs(1031, dtype, world_size), op, algorithm)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_more_than_two_to_the_31_elements(make_comm, algorithm):
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

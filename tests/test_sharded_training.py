@@ -226,12 +226,9 @@ def command(*arguments, processes=1):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "model",
-    ["lenet", pytest.param("resnet18 --width 4 --amp", marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize("model", ["lenet", "resnet18 --width 4 --amp"])
 def test_the_command_prints_the_digest_that_any_ranks_get(model):
     options = [*model.split(), "--shards", "8", "--batch-size", "500", "--momentum", "0.9"]
     texts = [command(*options, "--ranks", str(k)) for k in (1, 8)]

@@ -216,7 +216,7 @@ def test_thread_sanitizer_sees_a_slot_freed_before_it_is_read(
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", some(X86_VARIANTS, "f16c"))
+@pytest.mark.parametrize("name", some(X86_VARIANTS))
 def test_x86_instruction_sets(stress: Callable[[Variant], Path], name: str) -> None:
     if platform.machine() != "x86_64":
         pytest.skip(f"for x86-64, this is {platform.machine()}")

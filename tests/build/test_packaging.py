@@ -198,6 +198,7 @@ def test_what_cannot_be_prebuilt_fails(tree, python, command, prebuild, told):
 
 
 @slow
+@pytest.mark.thorough
 @needs_compiler
 def test_an_editable_install_uses_the_checkout(tree, python, tmp_path, shared_cache):
     pip(python, "install", "-e", ".", cwd=tree)
