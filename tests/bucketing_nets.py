@@ -1,4 +1,4 @@
-"""What the tests of bucketers share: nets, inputs, the oracle, and backward passes that fail."""
+"""Nets, inputs, oracles and failing backward passes for the tests of bucketers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pyringar as pr
 
-EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # a bucket for every parameter
+EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # one bucket per parameter
+EARLY = {**EACH, "overlap": True}  # launched during backward, also on the CPU
 
 
 class Explode(torch.autograd.Function):
-    """Fails in backward while it is armed, on the rank that it is armed for."""
+    """Fails in backward on the rank that is armed."""
 
     armed: object = None
 
@@ -47,7 +48,7 @@ def armed(rank: object):
 
 
 class Net(nn.Module):
-    """Backward reaches ``late`` first; then it may explode; then ``early``."""
+    """Backward reaches ``late``, then may explode, then reaches ``early``."""
 
     def __init__(self, rank: int, numel: int = 40) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ def nets_of(numel: int = 40, world_size: int = 3) -> list[Net]:
 
 
 def vectors(seed: int, numel: int = 40, world_size: int = 3) -> list[Tensor]:
-    """An input for each :class:`Net`."""
+    """One input for each :class:`Net`."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(numel, generator=generator) for _ in range(world_size)]
 
@@ -113,7 +114,7 @@ class Mixed(TwoLayers):
 
 
 class Branches(nn.Module):
-    """Three layers, of which a call uses those that it names."""
+    """Three layers; a call names the layers that it uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,11 +142,19 @@ def channels_last() -> nn.Module:
     return net.append(nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)
 
 
+def frozen() -> nn.Module:
+    net = make_net()
+    net[2].requires_grad_(False)
+    return net
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "plain": make_net,
     "backwards": Backwards,
     "tied": Tied,
     "mixed": Mixed,
+    "frozen": frozen,
+    "bfloat16": lambda: make_net().to(torch.bfloat16),
     "channels_last": channels_last,
     "reentrant": lambda: Checkpointed(reentrant=True),
     "checkpoint": lambda: Checkpointed(reentrant=False),
@@ -187,33 +196,43 @@ def step_of(net: nn.Module, bucketer: pr.GradientBucketer, x: Tensor) -> None:
     bucketer.wait()
 
 
-def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor]) -> list[Tensor]:
-    """The oracle: backward on copies without hooks, added in rank order."""
+def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor], op: str = "sum") -> list[Tensor | None]:
+    """The oracle: backward on copies without hooks, gradients reduced in rank order."""
     copies = [copy.deepcopy(net) for net in nets]
     clear(copies)
     backward_one_by_one(copies, xs)
-    sums = []
-    for column in zip(*(net.parameters() for net in copies), strict=True):
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in column]
-        total = grads[0].clone()
-        for grad in grads[1:]:
-            total += grad
-        sums.append(total)
-    return sums
+    return reduced([[p.grad for p in net.parameters()] for net in copies], op)
 
 
-def assert_reduced(nets: Sequence[nn.Module], expected: Sequence[Tensor]) -> None:
+def reduced(grads: Sequence[Sequence[Tensor | None]], op: str = "sum") -> list[Tensor | None]:
+    """The oracle: gradients by rank, reduced in rank order; 16-bit floats are rounded once."""
+    found: list[Tensor | None] = []
+    for column in zip(*grads, strict=True):
+        some = next((grad for grad in column if grad is not None), None)
+        if some is None:
+            found.append(None)
+            continue
+        wide = [torch.zeros_like(some) if grad is None else grad for grad in column]
+        wide = [g.float() if g.dtype == torch.bfloat16 else g for g in wide]
+        total = wide[0].clone()
+        for grad in wide[1:]:
+            total = torch.maximum(total, grad) if op == "max" else total + grad
+        found.append((total / len(column) if op == "mean" else total).to(some.dtype))
+    return found
+
+
+def assert_reduced(nets: Sequence[nn.Module], expected: Sequence[Tensor | None]) -> None:
     for rank, net in enumerate(nets):
         for i, (param, want) in enumerate(zip(net.parameters(), expected, strict=True)):
-            assert param.grad is not None, (rank, i)
-            assert torch.equal(param.grad, want), (rank, i)
+            assert (param.grad is None) == (want is None), (rank, i)
+            assert want is None or torch.equal(param.grad, want), (rank, i)
 
 
 def assert_next_step_is_right(
     nets: Sequence[nn.Module],
     xs: Sequence[Tensor],
     bucketer: pr.GradientBucketer,
-    expected: Sequence[Tensor],
+    expected: Sequence[Tensor | None],
     *,
     set_to_none: bool = True,
 ) -> None:
@@ -221,6 +240,25 @@ def assert_next_step_is_right(
     backward_one_by_one(nets, xs)
     bucketer.wait()
     assert_reduced(nets, expected)
+
+
+def assert_closed(bucketer: pr.GradientBucketer, nets: Sequence[nn.Module], reason: str) -> None:
+    """Every later use raises with the reason, and no hook is left."""
+    for _ in range(2):
+        with pytest.raises(pr.RingarError, match=f"is closed: .*{reason}"):
+            bucketer.wait()
+        with pytest.raises(pr.RingarError, match="is closed"), bucketer.no_sync():
+            pass
+    assert hooks_on(nets) == 0
+
+
+def hooks_on(nets: Sequence[nn.Module]) -> int:
+    params = [param for net in nets for param in net.parameters()]
+    return sum(
+        len(hooks or {})
+        for param in params
+        for hooks in (param._post_accumulate_grad_hooks, param._backward_hooks)
+    )
 
 
 def error_of(function: Callable[[], object]) -> tuple[type, str]:

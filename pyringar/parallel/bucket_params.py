@@ -1,16 +1,14 @@
-"""The parameters that a bucketer reduces, and checks of what it is given."""
+"""The parameters that a bucketer reduces, and checks of its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
-from pyringar.parallel.bucket_step import Step
 
 __all__ = ["HookedParams", "Replica", "check_caps", "check_replicas"]
 
@@ -58,10 +56,10 @@ def check_caps(**caps: Any) -> dict[str, int]:
 
 
 class HookedParams:
-    """The parameters of all replicas that require grad, each with a hook of the engine's.
+    """The parameters of all replicas that require grad, and their hooks.
 
     Args:
-        replicas: What `check_replicas` returns.
+        replicas: From `check_replicas`.
 
     Attributes:
         by_rank: Parameters of each rank.
@@ -73,69 +71,67 @@ class HookedParams:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
         self._handles: list[Any] = []
-        self.by_rank = self._find()
-        self._check_alike(self.by_rank)
+        self.by_rank = [_params_of(replica) for replica in replicas]
+        self._check_alike()
 
     def items(self) -> list[tuple[int, int]]:
-        """Return the bytes of every parameter, and its kind: the dtype and all ranks' devices."""
-        return _items_of(self.by_rank)
+        """Return bytes and kind of each parameter; a bucket holds one kind.
 
-    def add_hooks(self, native: Any) -> None:
-        """Let every gradient be counted by the engine's bucketer."""
-        self._add_hooks(native, self.by_rank)
+        A kind is a dtype and the devices of all ranks.
+        """
+        kinds: dict[Any, int] = {}
+        items = []
+        for column in zip(*self.by_rank, strict=True):
+            key = (column[0].dtype, tuple(param.device for param in column))
+            kind = kinds.setdefault(key, len(kinds))
+            items.append((column[0].numel() * column[0].element_size(), kind))
+        return items
 
-    def remove_hooks(self) -> None:
-        """Count no gradient any more. May be called again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def adopt_new(self, native: Any, step: Step) -> None:
-        """Give hooks to parameters that were replaced (``load_state_dict(assign=True)``).
+    def add_hooks(self, native: Any, first_summed: int) -> None:
+        """Give every parameter the hooks of the engine's bucketer.
 
         Args:
             native: The engine's bucketer.
-            step: The step in which they are found.
-
-        Raises:
-            ArgumentError: They are not like those before.
+            first_summed: The first rank that sets the sums of earlier steps to zero.
         """
-        if not any(isinstance(replica, nn.Module) for replica in self._replicas):
-            return
-        now = self._find()
-        same = all(
-            len(new) == len(old) and all(map(is_, new, old))
-            for new, old in zip(now, self.by_rank, strict=True)
-        )
-        if same:
-            return
-        if _items_of(now) != self.items():
-            raise ArgumentError(
-                "the replicas' parameters have changed in number, shape, dtype or requires_grad; "
-                "make a new GradientBucketer"
-            )
-        self._check_alike(now)
-        native.retire_hooks()  # also one whose handle an interrupt has kept from us
-        self.remove_hooks()
-        self._add_hooks(native, now)
-        step.has_new_params = True
-        self.by_rank = now  # last: interrupted, this is done again
-
-    def _find(self) -> list[list[Tensor]]:
-        everything = [r.parameters() if isinstance(r, nn.Module) else r for r in self._replicas]
-        return [[param for param in params if param.requires_grad] for params in everything]
-
-    def _add_hooks(self, native: Any, by_rank: Sequence[Sequence[Tensor]]) -> None:
-        for rank, params in enumerate(by_rank):
+        for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
-                hook = native.hook(rank, i, param.grad if param.is_leaf else None)
+                hook = native.hook_after(rank, i, param.grad if param.is_leaf else None)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
+                if rank >= first_summed:
+                    hook = native.hook_before(rank, i, param)
+                    self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def _check_alike(by_rank: Sequence[Sequence[Tensor]]) -> None:
-        first = by_rank[0]
-        for rank, params in enumerate(by_rank):
+    def remove_hooks(self) -> None:
+        """Remove the hooks. May be called again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def check_same(self) -> None:
+        """Refuse parameters that were replaced: they have no hooks.
+
+        Raises:
+            ArgumentError: Names the first rank, and the parameter by its index.
+        """
+        for rank, (replica, params) in enumerate(zip(self._replicas, self.by_rank, strict=True)):
+            now = _params_of(replica) if isinstance(replica, nn.Module) else params
+            for i, (new, old) in enumerate(zip(now, params, strict=False)):
+                if new is not old:
+                    raise ArgumentError(
+                        f"parameter {i} of replicas[{rank}] is another tensor than when the "
+                        "bucketer was made (load_state_dict(assign=True) replaces parameters, and "
+                        "requires_grad_() changes which are reduced); make a new GradientBucketer"
+                    )
+            if len(now) != len(params):
+                raise ArgumentError(
+                    f"replicas[{rank}] has {len(now)} parameters that require grad, but had "
+                    f"{len(params)} when the bucketer was made; make a new GradientBucketer"
+                )
+
+    def _check_alike(self) -> None:
+        first = self.by_rank[0]
+        for rank, params in enumerate(self.by_rank):
             if len(params) != len(first):
                 raise ArgumentError(
                     f"replicas[{rank}] has {len(params)} parameters that require grad, replicas[0] "
@@ -149,11 +145,6 @@ class HookedParams:
                     )
 
 
-def _items_of(by_rank: Sequence[Sequence[Tensor]]) -> list[tuple[int, int]]:
-    kinds: dict[Any, int] = {}
-    items = []
-    for column in zip(*by_rank, strict=True):
-        key = (column[0].dtype, tuple(param.device for param in column))
-        kind = kinds.setdefault(key, len(kinds))
-        items.append((column[0].numel() * column[0].element_size(), kind))
-    return items
+def _params_of(replica: Replica) -> list[Tensor]:
+    params = replica.parameters() if isinstance(replica, nn.Module) else replica
+    return [param for param in params if param.requires_grad]

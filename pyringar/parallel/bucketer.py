@@ -1,68 +1,58 @@
-"""Gradients leave while backward still runs: buckets that are reduced as soon as they are full."""
+"""Reduces gradients in buckets, while backward still runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.shown import never_fails
+from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
-from pyringar.parallel.bucket_step import BucketStats, StepStats
-from pyringar.parallel.process_buckets import ProcessRanks
-from pyringar.parallel.ranks import LocalRanks, Ranks
-from pyringar.parallel.reducer import Reducer
+from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
+from pyringar.parallel.local_buckets import LocalBuckets, cleared
+from pyringar.parallel.own_memory import give_own_memory
+from pyringar.parallel.process_buckets import ProcessBuckets
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
 
 class GradientBucketer:
-    """Reduces the gradients of replicas, bucket by bucket, while backward goes on.
+    """Reduces the gradients of replicas over all ranks, bucket by bucket.
 
-    Every parameter gets a hook that counts its gradient. When all gradients of a bucket are there
-    on all ranks, it is reduced in the background, where the gradients lie; nothing is packed.
-    Buckets follow the order in which gradients became ready in the first step; until then, the
-    reverse order of the parameters.
+    Every parameter gets a hook that counts its gradient. When all ranks have all gradients of a
+    bucket, the bucket is launched: it is reduced in the background, in place. Buckets follow the
+    order of rank 0's gradients in the first step; in the first step itself, the reverse order of
+    the parameters.
 
     Args:
-        replicas: One module per rank, or one list of parameters per rank, alike in shapes and
-            dtypes. Parameters that do not require grad when it is made are left alone.
-        comm: What reduces; if not given, a communicator in rank order over the replicas' devices,
-            closed with the bucketer. A `ProcessCommunicator`: one replica, this process's;
-            see below.
-        bucket_cap_mb: A bucket closes once it holds this many megabytes (10**6 bytes) of one rank's
-            gradients. Parameters are never split.
-        first_bucket_mb: The same for the first bucket: a small one leaves early. At most
-            ``bucket_cap_mb``.
-        op: How ranks are reduced: see `Communicator.all_reduce`.
-        overlap: False: reduce everything in `wait`. The bits are the same.
+        replicas: One module per rank, or one list of parameters per rank, with equal shapes and
+            dtypes. Parameters that do not require grad are left alone.
+        comm: The communicator. None: make one in rank order over the devices of the replicas, and
+            close it with the bucketer. A `ProcessCommunicator`: ``replicas`` has one entry, the
+            replica of this process.
+        bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of the
+            gradients of one rank. Parameters are never split.
+        first_bucket_mb: The cap of the first bucket, at most ``bucket_cap_mb``. A small first
+            bucket is launched early.
+        op: How gradients are reduced; see `Communicator.all_reduce`. Over processes sum, mean or
+            max.
+        overlap: True: launch buckets during backward. False: launch all of them in `wait`. None:
+            True on GPUs and over processes, False for ranks on the CPU in one process, where
+            overlap gains nothing. The bits are the same.
 
     Raises:
         ArgumentError: Replicas that differ, also in other processes; caps that are no positive
             numbers.
-        UnsupportedError: Over processes, a reduction other than sum, mean and max.
-
-    Gradients are what is reduced, as they are in ``param.grad`` when the last rank has them. After
-    steps under `no_sync` they hold what was accumulated. A parameter that some ranks did not
-    use counts as zeros there; one that no rank used is left alone.
-
-    Where backward leaves a gradient in memory that other tensors use, too, as it may for
-    ``param.view(...)``, the hook puts a copy into ``param.grad``. Parts of a buffer of yours stay
-    where they are if they are views, as torch has it (not of ``.detach()`` or ``.data``), or were
-    in ``param.grad`` when the bucketer was made.
-
-    A gradient that has left must stay as it is until `wait` returns: one that ``zero_grad``,
-    an optimizer or a later hook has changed makes `wait` raise, on all ranks (changes in
-    place of views of one buffer are not told from what backward does to other views). When a pass
-    fails, what it had sent is waited for before the exception comes out of ``backward()``, so
-    nothing writes to gradients behind the user's back. Then clear the gradients of all ranks
-    (``zero_grad``, with or without ``set_to_none``) and run all passes of the step again; until
-    each is None, all zeros or another tensor of yours, `wait` and reductions of the next
-    step raise. To scale them, or to add to them in further passes, clears nothing.
+        UnsupportedError: Over processes, another ``op``.
 
     For example:
 
@@ -71,25 +61,48 @@ class GradientBucketer:
             loss.backward()
         bucketer.wait()
 
-    With one rank per process, every rank makes a bucketer of its one replica, and calls
-    `wait` once a step, with samples or without. Gradients get the bits that one process with
-    all replicas would give them. All ranks reduce in one order, rank 0's of the first step, so a
-    bucket waits for those before it, and the last one for `wait`. Where a rank breaks off a
-    step that has begun to leave, it leaves the group: its communicator is closed, and the other
-    ranks get a ``PeerLostError``.
+    **What is reduced.** `wait` reduces each gradient to which a backward pass of any rank has added
+    since its last reduction. Ranks without such a pass count as zeros. After `wait`, ``grad`` holds
+    the reduced gradient S on all ranks. A gradient to which no pass adds stays S, with every change
+    that you make to it on all ranks, such as clipping. If passes add g to it, the next `wait` gives
+    S + sum(g) for ``op="sum"`` and S + mean(g) for ``op="mean"``: the sum of plain accumulation.
+    Until then S is in rank 0's ``grad`` only for ``op="sum"``: other ranks accumulate from zero.
 
-    Cost: a call of two microseconds or less for every parameter and rank, one collective per
-    bucket, over processes with one element more per parameter. In one process, gradients that stay
-    from step to step (``zero_grad(set_to_none=False)``) are checked once; their memory is kept
-    until the first gradient of their bucket goes.
-    With ``torch.compile`` all hooks run at the end of the compiled backward: right, not overlapped.
-    Under compiled autograd everything is reduced in `wait`, and a pass that fails is not
-    noticed; nor is one that got gradients only from a reentrant checkpoint, a pass of its own, or
-    that fails before the hook of its first parameter, as when the loss raises: clear the gradients
-    and run the step again before you call `wait`, which would count what is there.
-    ``backward(create_graph=True)`` sums values; the graph
-    stays that of a rank's own part.
-    Source: Li et al. 2020, "PyTorch Distributed"; the first bucket's own cap is theirs too.
+    **Memory.** If backward leaves a gradient in memory that other tensors use, as it may for
+    ``param.view(...)``, the hook puts a copy into ``param.grad``. Gradients that are views of a
+    buffer of yours stay there, also those that were in ``param.grad`` when the bucketer was made
+    (but not ``.detach()`` or ``.data`` of a buffer, put there later).
+
+    **Rules.** Call `wait` once after the backward passes of a step. Put all passes of the step but
+    the last into `no_sync`, or pass ``overlap=False``. Do not change a gradient between its
+    backward pass and `wait`. A change after the launch makes `wait` raise; of gradients that are
+    views of one buffer, only replacing the tensor is noticed. A parameter that gets gradients from
+    several passes inside one backward, such as a shared parameter under a reentrant checkpoint,
+    needs ``overlap=False``.
+
+    **Errors.** An exception or signal in `wait`, or in a backward pass while buckets may be
+    launched, closes the bucketer: launched reductions end first, so nothing writes to gradients
+    afterwards. Every later use raises `RingarError` with the reason. Clear the gradients, and make
+    a new bucketer. Over processes the communicator is closed too, and the other ranks get a
+    `PeerLostError`; make a new communicator on all ranks. With ``overlap=False`` a failed backward
+    pass is not noticed, nor is one under `no_sync`, under compiled autograd, or that fails before
+    its first parameter has a gradient: the next `wait` reduces what is in ``grad``. Clear the
+    gradients after such a failure.
+
+    **Processes.** Every rank makes a bucketer of its replica and calls `wait` once a step, also a
+    rank without samples. Gradients have the bits that one process with all replicas would compute.
+    Buckets are launched in the same order on all ranks.
+
+    **Cost.** A hook of about four microseconds for every parameter and rank, and two more on ranks
+    above 0 for ``op="sum"``; one collective per bucket. Gradients that stay from step to step
+    (``zero_grad(set_to_none=False)``) are checked once, and their memory is kept until the first
+    gradient of the bucket is freed.
+
+    With ``torch.compile`` hooks run at the end of the compiled backward, without overlap. Under
+    compiled autograd `wait` reduces everything. ``backward(create_graph=True)`` reduces values;
+    the graph remains that of the rank's own gradient.
+
+    Source: Li et al. 2020, "PyTorch Distributed": buckets, and the cap of the first.
     """
 
     def __init__(
@@ -100,106 +113,125 @@ class GradientBucketer:
         bucket_cap_mb: float = 10,
         first_bucket_mb: float = 1,
         op: Any = "sum",
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         checked = check_replicas(replicas)
         caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
         params = HookedParams(checked)
-        ranks: Ranks
+        ranks: LocalBuckets | ProcessBuckets
         if isinstance(comm, RankCommunicator):
             if len(checked) != 1:
                 raise ArgumentError(
                     f"replicas has {len(checked)} entries, but comm is one rank of "
                     f"{comm.world_size}, each in a process of its own: expected one replica"
                 )
-            ranks = ProcessRanks(comm, op, params.by_rank[0], caps)
+            ranks = ProcessBuckets(comm, op, params.by_rank[0], caps)
         else:
-            ranks = LocalRanks(params.by_rank, comm, op)
+            ranks = LocalBuckets(params.by_rank, comm, op)
+        engine = load.engine()
+        self._params, self._ranks = params, ranks
         self._process = os.getpid()
-        self._is_closed = False
-        self._ranks = ranks
-        self._reducer = Reducer(
-            params,
-            ranks,
-            overlap=bool(overlap),
-            cap_bytes=caps["bucket_cap_mb"],
+        self._closed, self._is_ended = "", False  # why it is closed; all of it is done
+        self._is_waiting, self._is_first_step = False, True
+        self._launched: dict[int, Launched] = {}
+        self._stats = StepStats()
+        self._items = params.items()
+        self._plan = partial(
+            engine.plan_buckets,
+            self._items,
             first_cap_bytes=min(caps.values()),
+            cap_bytes=caps["bucket_cap_mb"],
         )
+        is_overlapped = ranks.is_overlapped if overlap is None else bool(overlap)
+        this = weakref.ref(self)  # hooks must not keep the bucketer alive
+        launch = _method(this, GradientBucketer._launch_in_backward)
+        self._native = engine.Bucketer(
+            world_size=len(params.by_rank),
+            num_params=len(self._items),
+            first_rank=ranks.first_rank,
+            # Backward meets parameters from last to first, more or less.
+            plan=self._plan(list(reversed(range(len(self._items))))),
+            in_order=ranks.in_order,
+            on_complete=launch if is_overlapped else None,
+            on_failed=_method(this, GradientBucketer._end_after_failed_pass),
+            on_new=give_own_memory,
+            make_ready=ranks.make_ready if is_overlapped else None,
+        )
+        params.add_hooks(self._native, ranks.first_summed)
 
     @property
     def buckets(self) -> list[list[int]]:
-        """Indices of the parameters of each bucket, in the order in which buckets are expected."""
-        return [list(bucket) for bucket in self._reducer.native.step.buckets]
+        """Indices of the parameters of each bucket, in the order of the plan."""
+        plan: list[list[int]] = self._native.plan
+        return plan
 
     def wait(self) -> None:
-        """Reduce what has not been, and return when all gradients are reduced.
+        """Launch the buckets that backward has not launched, and wait for all reductions.
 
-        On GPUs the current streams are ordered after the reductions; the host does not wait. Over
-        processes this is a collective: also a rank without a backward pass takes part.
-
-        After a ``KeyboardInterrupt``, or whatever else a signal's handler has raised in it, call it
-        again, before all else: it ends the same step, also where the interrupted call had done so
-        already, or it raises, where nobody knows whether a bucket has left.
+        On GPUs the current streams are ordered after the reductions, and the host does not wait.
+        Over processes this is a collective: a rank without a backward pass calls it too.
 
         Raises:
-            RingarError: A backward pass still runs, or another call of this does (a handler, a
-                callback or a thread has come in between; that call goes on), or this is a forked
-                child. Or a pass failed, a reduction did, a gradient was changed after it had left,
-                or a bucket was interrupted while it left: nothing that is in ``grad`` can be relied
-                on, and every call raises until the gradients of all ranks are cleared. Where ranks
-                are in processes and the others cannot be told in time, this rank has left the
-                group; it says so.
-            ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: As
-                ``all_reduce_coalesced`` of the communicator; where that does not refuse further
-                calls, clear the gradients and run the step again.
+            RingarError: The bucketer is closed, a backward pass or another call of `wait` still
+                runs, or this is a forked child. Or a gradient was changed after its launch.
+            ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: See
+                ``all_reduce_coalesced`` of the communicator. Also parameters that were replaced.
+
+        All errors but a running pass, a running `wait` and a forked child close the bucketer.
         """
-        if self._process != os.getpid():
+        self._check_open()
+        if self._native.is_running():
+            raise RingarError("a backward pass still runs: call wait() after all passes have ended")
+        if self._is_waiting:
             raise RingarError(
-                "this bucketer was made before fork(), and what it reduces stayed in the parent "
-                "process; make a new GradientBucketer in the child"
+                "wait() runs already: a signal handler, a callback or another thread called it too"
             )
-        if not self._reducer.native.wait_alone(self._reducer.wait):
-            raise RingarError(
-                "wait() runs already, and a signal's handler, a callback or another thread has "
-                "called it again: call it once the first call has returned"
-            )
-        self._reducer.native.is_reported = True  # nothing can come between this and the return
+        began_ns = time.perf_counter_ns()
+        try:
+            self._is_waiting = True
+            self._wait(began_ns)
+            self._is_waiting = False
+        except BaseException as error:
+            self._end(f"wait() failed ({_text_of(error)})", is_failure=True)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes in here only accumulate; the next step outside reduces."""
-        native = self._reducer.native
-        before = native.is_counting
+        """Only accumulate in the backward passes inside; a later `wait` reduces.
+
+        Raises:
+            RingarError: The bucketer is closed.
+        """
+        self._check_open()
+        before = self._native.is_counting
         try:
-            native.is_counting = False
+            self._native.is_counting = False
             yield
         finally:
-            native.is_counting = before
-
-    def together(self) -> AbstractContextManager[None]:
-        """Let backward passes of several ranks run at the same time in here, each in a thread.
-
-        Leave it once all have ended. Buckets leave from whichever thread is last. A pass that fails
-        is seen to at the end, when no other one writes to gradients any more.
-        """
-        return self._reducer.together()
+            self._native.is_counting = before
 
     def stats(self) -> StepStats:
         """Return the statistics of the last step."""
-        return self._reducer.stats
+        return self._stats
 
     def close(self) -> None:
-        """Remove the hooks; close the communicator if it is the bucketer's. May be called again.
+        """Remove the hooks; close the communicator if the bucketer made it. May be called again.
 
-        In the middle of a step its gradients are left as after a backward pass that failed.
+        Launched reductions end first. Over processes a step with launched buckets ends for all
+        ranks: the communicator is closed, and the other ranks get a `PeerLostError`.
         """
-        self._is_closed = True
-        self._reducer.close()
+        self._end("close() was called", is_failure=bool(self._launched))
 
     @never_fails
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else self._reducer.state()
         count = f"{len(self.buckets)} bucket{'' if len(self.buckets) == 1 else 's'}"
+        state = "waits for backward"
+        if self._closed:
+            state = "closed"
+        elif self._launched:
+            state = f"{len(self._launched)} of {len(self.buckets)} buckets launched"
+        elif self._native.begin_ns():
+            state = "backward has begun"
         return f"GradientBucketer({self._ranks}, {count}, {state})"
 
     def __enter__(self) -> GradientBucketer:
@@ -207,3 +239,119 @@ class GradientBucketer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_native"):
+            self.close()
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _launch_in_backward(self, bucket: int) -> None:
+        try:
+            self._launch(bucket, is_complete=True)
+        except BaseException as error:
+            self._end(f"a backward pass failed ({_text_of(error)})", is_failure=True)
+            raise
+
+    def _end_after_failed_pass(self) -> None:
+        self._end("a backward pass failed", is_failure=True)
+
+    def _launch(self, bucket: int, *, is_complete: bool) -> None:
+        native = self._native
+        launched = self._ranks.pack(native.plan[bucket], native, is_complete=is_complete)
+        native.launched(bucket)
+        self._launched[bucket] = launched
+        launched.work = self._ranks.launch(launched, native.after(bucket) if is_complete else None)
+        if is_complete:
+            launched.note_versions()
+        if self._closed:  # by another thread, meanwhile
+            self._ranks.abort()
+
+    def _wait(self, began_ns: int) -> None:
+        native, ranks = self._native, self._ranks
+        self._params.check_same()
+        self._check_unchanged()
+        for bucket in range(len(native.plan)):
+            if bucket not in self._launched:
+                self._launch(bucket, is_complete=False)
+        for launched in self._launched.values():
+            if launched.work is not None:
+                launched.work.wait()
+        self._check_open()  # a signal handler may have closed it
+        reduced = [i for launched in self._launched.values() for i in ranks.finish(launched)]
+        plan = None
+        if self._is_first_step and reduced:
+            order = native.ready()
+            order += [i for i in reversed(range(len(self._items))) if i not in set(order)]
+            plan = self._plan(ranks.agree_on_order(order))
+            self._is_first_step = False
+        if native.begin_ns():
+            nbytes = [nbytes for nbytes, _ in self._items]
+            ended_ns = time.perf_counter_ns()
+            self._stats = measure(native, self._launched, nbytes, began_ns, ended_ns)
+        self._launched = {}
+        native.finish_step(reduced, plan)
+
+    def _check_unchanged(self) -> None:
+        first_rank, by_rank = self._ranks.first_rank, self._params.by_rank
+        for launched in self._launched.values():
+            found = launched.find_changed(by_rank)
+            if found is not None:
+                raise RingarError(
+                    f"the gradient of parameter {found[1]} of rank {first_rank + found[0]} was "
+                    "changed or cleared after its launch: call wait() before zero_grad, clipping, "
+                    "unscaling or an optimizer step, and register hooks that change gradients "
+                    "before the bucketer is made"
+                )
+        for rank, params in enumerate(by_rank):
+            for i, param in enumerate(params):
+                if param.grad is None and self._native.is_marked(rank, i):
+                    raise cleared(i, first_rank + rank)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._process != os.getpid():
+            raise RingarError(
+                "this bucketer was made before fork(), and its reductions run in the parent "
+                "process; make a new GradientBucketer in the child"
+            )
+        if self._closed:
+            raise RingarError(
+                f"this GradientBucketer is closed: {self._closed}. Clear the gradients and make a "
+                f"new one{self._ranks.advice}"
+            )
+
+    def _end(self, reason: str, *, is_failure: bool) -> None:
+        """Close, once no launched reduction writes to a gradient.
+
+        May be called again, also to repeat a call that a signal ended.
+
+        Args:
+            reason: Why, for messages.
+            is_failure: Reductions may run, or other processes may wait for this rank.
+        """
+        if self._is_ended:
+            return
+        try:
+            self._closed = self._closed or reason
+            self._native.is_closed = True
+            self._params.remove_hooks()
+        finally:
+            if is_failure and self._process == os.getpid():
+                empty_backward_at_exit()
+                self._ranks.abort()
+            self._ranks.close()
+        self._is_ended = True
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _method(this: weakref.ref[GradientBucketer], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        bucketer = this()
+        return None if bucketer is None else method(bucketer, *arguments)
+
+    return call

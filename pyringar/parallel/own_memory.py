@@ -1,9 +1,8 @@
-"""Gradients that share memory with other tensors, and how they get memory of their own.
+"""Gives gradients memory of their own.
 
-What backward computes for ``p.view(...)``, ``p.unsqueeze(0)`` and the like is the gradient of the
-result in another shape, in the same memory. Torch keeps that as ``p.grad``, also where backward
-goes on to read it, or where another parameter's ``grad`` lies there, too. Whoever writes to such a
-``grad`` changes the others.
+Backward of ``p.view(...)``, ``p.unsqueeze(0)`` and the like returns a view of the gradient of the
+result. torch stores that view as ``p.grad``, even if backward goes on to read its memory, or if it
+is also the memory of another parameter's ``grad``. A reduction in place would corrupt both.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from torch import Tensor
 
 __all__ = ["give_own_memory"]
 
-# Private to torch: where it is gone or counts otherwise, tests/test_shared_gradients.py fails.
+# Private to torch. tests/test_shared_gradients.py fails if it is gone or counts differently.
 _count_users: Any = torch._C._storage_Use_Count
-_ALONE = 2  # the tensor, and what asks
+_ALONE = 2  # the tensor, and the temporary storage object of the call
 
 
 def give_own_memory(param: Tensor) -> None:
-    """Copy the gradient that backward has left of a parameter if others use its memory.
+    """Copy the gradient of a parameter if other tensors use its memory.
 
-    A view that torch knows as one is not from backward: it is part of a buffer of the user's, and
-    stays there.
+    A view in the sense of torch does not come from backward: it is part of a buffer of the user,
+    and stays there.
 
-    Cost: a microsecond or less, and the copy.
+    Cost: a microsecond, and the copy.
     """
     grad = param.grad
     if grad is None or grad.layout is not torch.strided or grad._is_view():

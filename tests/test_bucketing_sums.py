@@ -1,0 +1,257 @@
+"""A gradient that holds the reduced sum is not reduced again: the result is the plain module's.
+
+All numbers are small integers, so every order of additions gives the same bits.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from bucketing_nets import EACH, EARLY
+from ranks import Crew
+from torch import Tensor, nn
+
+import pyringar as pr
+
+BRANCHES = "abc"
+
+
+class Linears(nn.Module):
+    """The gradient of a branch is a sum of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in BRANCHES:
+            setattr(self, name, nn.Linear(3, 2, bias=False))
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        return sum(getattr(self, name)(x).sum() for name in used)
+
+
+def batch(seed: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randint(-3, 4, (2, 3), generator=generator) * 12.0  # / 2, / 3 and / 4 are exact
+
+
+class PlainBucketer:
+    """The oracle: one plain module that gets the passes of all ranks."""
+
+    def __init__(self, world_size: int, op: str) -> None:
+        self.net, self.scale = Linears(), 1 / world_size if op == "mean" else 1
+
+    def backward(self, seed: int, ranks: range, used_by: dict[int, str]) -> None:
+        for rank in ranks:
+            if used_by.get(rank):
+                (self.net(batch(seed, rank), used_by[rank]) * self.scale).backward()
+
+    def wait(self) -> None:
+        """Do nothing: the module has the sum."""
+
+    def no_sync(self):
+        return torch.enable_grad()
+
+    def grads(self) -> list[Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.net.parameters()]
+
+    def nets(self) -> list[nn.Module]:
+        return [self.net]
+
+
+class RealBucketer:
+    """The ranks of this process."""
+
+    def __init__(self, ranks: range, bucketer: pr.GradientBucketer, nets: list[nn.Module]) -> None:
+        self.ranks, self._nets, self.wait, self.no_sync = (
+            ranks,
+            nets,
+            bucketer.wait,
+            bucketer.no_sync,
+        )
+
+    def backward(self, seed: int, ranks: range, used_by: dict[int, str]) -> None:
+        for rank, net in zip(self.ranks, self._nets, strict=True):
+            if used_by.get(rank):
+                net(batch(seed, rank), used_by[rank]).backward()
+
+    def grads(self) -> list[Tensor | None]:
+        found = [[p.grad for p in net.parameters()] for net in self._nets]
+        for column in zip(*found, strict=True):
+            assert len({grad is None for grad in column}) == 1
+            assert all(grad is None or torch.equal(grad, column[0]) for grad in column)
+        return [None if grad is None else grad.clone() for grad in found[0]]
+
+    def nets(self) -> list[nn.Module]:
+        return self._nets
+
+
+Either = PlainBucketer | RealBucketer
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def disjoint_losses(ranks: Either, k: int):
+    for seed, used in enumerate("ababc"):
+        ranks.backward(seed, range(k), dict.fromkeys(range(k), used))
+        ranks.wait()
+        yield ranks.grads()
+
+
+def accumulate_with_waits(ranks: Either, k: int):
+    for seed in range(3):
+        ranks.backward(seed, range(k), dict.fromkeys(range(k), BRANCHES))
+        ranks.wait()
+        yield ranks.grads()
+
+
+def zero_a_part(ranks: Either, k: int):
+    for set_to_none in (True, False):
+        for seed in range(3):
+            ranks.backward(seed, range(k), dict.fromkeys(range(k), BRANCHES))
+            ranks.wait()
+            yield ranks.grads()
+            for net in ranks.nets():
+                net.a.zero_grad(set_to_none=set_to_none)
+
+
+def no_sync_after_a_sum(ranks: Either, k: int):
+    for seed in range(0, 6, 3):
+        ranks.backward(seed, range(k), dict.fromkeys(range(k), "ab"))
+        ranks.wait()
+        yield ranks.grads()
+        with ranks.no_sync():
+            ranks.backward(seed + 1, range(k), dict.fromkeys(range(k), "bc"))
+        ranks.backward(seed + 2, range(k), dict.fromkeys(range(k), "ab"))
+        ranks.wait()
+        yield ranks.grads()
+
+
+def one_rank_only(ranks: Either, k: int):
+    for seed in range(2 * k):
+        ranks.backward(seed, range(k), {seed % k: "ab", (seed + 1) % k: "b"})
+        ranks.wait()
+        yield ranks.grads()
+
+
+def scaled_sums(ranks: Either, k: int):
+    for seed in range(3):
+        ranks.backward(seed, range(k), dict.fromkeys(range(k), "ab"[seed % 2 :]))
+        ranks.wait()
+        for net in ranks.nets():
+            for param in net.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(2)
+        yield ranks.grads()
+
+
+def wait_again(ranks: Either, k: int):
+    for seed in range(2):
+        ranks.backward(seed, range(k), dict.fromkeys(range(k), "a"))
+        for _ in range(3):
+            ranks.wait()
+            yield ranks.grads()
+
+
+def random_program(seed: int):
+    def play(ranks: Either, k: int):
+        draw = random.Random(seed)
+
+        def used_by() -> dict[int, str]:
+            return {r: "".join(b for b in BRANCHES if draw.random() < 0.6) for r in range(k)}
+
+        for step in range(6):
+            for number in range(draw.randint(0, 2)):
+                with ranks.no_sync():
+                    ranks.backward(10 * step + number, range(k), used_by())
+            if draw.random() < 0.8:
+                ranks.backward(10 * step + 9, range(k), used_by())
+            ranks.wait()
+            yield ranks.grads()
+            for branch in BRANCHES:
+                action = draw.choice(["keep", "none", "zero", "negate", "replace"])
+                for net in ranks.nets():
+                    param = getattr(net, branch).weight
+                    if action in ("none", "zero"):
+                        getattr(net, branch).zero_grad(set_to_none=action == "none")
+                    elif param.grad is not None and action == "negate":
+                        param.grad.neg_()
+                    elif param.grad is not None and action == "replace":
+                        param.grad = param.grad * 2
+
+    return play
+
+
+PROGRAMS = {
+    "disjoint losses": disjoint_losses,
+    "accumulate": accumulate_with_waits,
+    "zero a part": zero_a_part,
+    "no_sync": no_sync_after_a_sum,
+    "one rank": one_rank_only,
+    "scaled": scaled_sums,
+    "wait again": wait_again,
+    **{f"random {seed}": random_program(seed) for seed in range(8)},
+}
+
+
+def play_plain(name: str, world_size: int, op: str) -> list[list[Tensor | None]]:
+    return list(PROGRAMS[name](PlainBucketer(world_size, op), world_size))
+
+
+def play_as_rank(rank, world_size, store, op, options):
+    """Returns the steps of every program."""
+    found = {}
+    with pr.ProcessCommunicator(store, rank, world_size) as comm:
+        for name, play in PROGRAMS.items():
+            nets = [Linears()]
+            with pr.GradientBucketer(nets, comm=comm, op=op, **options) as bucketer:
+                real = RealBucketer(range(rank, rank + 1), bucketer, nets)
+                found[name] = list(play(real, world_size))
+    return found
+
+
+def assert_steps(got: list[list[Tensor | None]], want: list[list[Tensor | None]]) -> None:
+    assert len(got) == len(want)
+    for step, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert (a is None) == (b is None), (step, i)
+            assert a is None or torch.equal(a, b), (step, i, a, b)
+
+
+@pytest.mark.parametrize("options", [{}, EARLY, {"overlap": True}], ids=["late", "each", "one"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_list_ranks_match_plain_module(name, k, op, options):
+    nets = [Linears() for _ in range(k)]
+    with pr.GradientBucketer(nets, op=op, **options) as bucketer:
+        got = list(PROGRAMS[name](RealBucketer(range(k), bucketer, nets), k))
+    assert_steps(got, play_plain(name, k, op))
+
+
+@pytest.mark.parametrize("options", [EACH, {"overlap": False}], ids=["each", "late"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_processes_match_plain_module(k, op, options):
+    with Crew(k) as crew:
+        for found in crew.check(play_as_rank, op, options):
+            for name, got in found.items():
+                assert_steps(got, play_plain(name, k, op))
+
+
+def test_sum_stays_in_buffer_of_user():
+    """Gradients that are views of a flat buffer accumulate and are reduced in that buffer."""
+    nets = [Linears() for _ in range(2)]
+    flats = [torch.zeros(18) for _ in nets]
+    with pr.GradientBucketer(nets) as bucketer:
+        for net, flat in zip(nets, flats, strict=True):
+            for param, part in zip(net.parameters(), flat.split(6), strict=True):
+                param.grad = part.view_as(param)
+        real, plain = RealBucketer(range(2), bucketer, nets), PlainBucketer(2, "sum")
+        for seed in range(3):
+            for one in (real, plain):
+                one.backward(seed, range(2), {0: "ab", 1: "bc"})
+                one.wait()
+            want = torch.cat([grad.flatten() for grad in plain.grads()])
+            assert all(torch.equal(flat, want) for flat in flats)
