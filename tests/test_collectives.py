@@ -84,9 +84,9 @@ def mixed_lists(world_size: int, seed: int = 0) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7])
 def test_reduce_has_all_reduce_bits(make_comm, algorithm, order, k):
     comm = make_comm(k, algorithm=algorithm)
-    sizes = (0, 1, 17, 4099) if order == "exact" else (0, 1, 17, 4099, 70_001)
-    for number, n in enumerate(sizes):
-        dtype, op = DTYPES[(number + k) % len(DTYPES)], OPS[(number * k) % len(OPS)]
+    ops = OPS[:2] if order == "exact" else OPS
+    for number, n in enumerate((0, 1, 17, 4099) if order == "exact" else (0, 1, 17, 4099, 70_001)):
+        dtype, op = DTYPES[(number + k) % len(DTYPES)], ops[(number * k) % len(ops)]
         inputs, root = randoms(n, dtype, k), (number + 1) % k
         wanted = expected(inputs, op, algorithm, order)
         everywhere = [t.clone() for t in inputs]

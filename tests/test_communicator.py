@@ -220,6 +220,9 @@ def test_a_closed_communicator_refuses_everything():
         lambda: comm.reduce_scatter(two, four),
         lambda: comm.all_gather(four, two),
         lambda: comm.broadcast(two),
+        lambda: comm.broadcast_coalesced([[t] for t in two]),
+        lambda: comm.reduce(two[0], two),
+        lambda: comm.reduce_coalesced(two[:1], [[t] for t in two]),
         lambda: comm.bind(two),
         lambda: comm.bind_coalesced([[t] for t in two]),
     )
