@@ -31,7 +31,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "cluster.faults": ["Fault"],
     "cluster.launch": ["launch"],
-    "comm.communicator": ["allreduce", "Communicator", "Work"],
+    "comm.communicator": ["Communicator", "Work"],
+    "comm.default_group": ["allreduce"],
     "comm.orders": ["Guarantee"],
     "comm.process_communicator": ["ProcessCommunicator"],
     "comm.shared_tensors": ["shared_empty"],
@@ -106,7 +107,8 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import train as train
     from pyringar.cluster.faults import Fault
     from pyringar.cluster.launch import launch
-    from pyringar.comm.communicator import Communicator, Work, allreduce
+    from pyringar.comm.communicator import Communicator, Work
+    from pyringar.comm.default_group import allreduce
     from pyringar.comm.orders import Guarantee
     from pyringar.comm.process_communicator import ProcessCommunicator
     from pyringar.comm.shared_tensors import shared_empty

@@ -14,6 +14,7 @@ from torch import Tensor
 import pyringar as pr
 from pyringar.choices import ALGORITHMS, ORDERS
 from pyringar.comm import process_communicator
+from pyringar.comm.topology import Plan
 from pyringar.engine import load
 
 
@@ -239,6 +240,82 @@ def test_shapes_of_scatter_gather_and_broadcast(comm):
     assert torch.equal(whole[0], ranks(3, (6,))[0])
 
 
+def test_rooted_calls_refuse_and_change_nothing(comm):
+    """Wrong roots, shapes, dtypes, devices, numbers of tensors and memory in common."""
+    shared = torch.zeros(12)
+    inputs, output = ranks(3, (6,)), torch.full((6,), 9.0)
+    lists = [[t, t.double()] for t in ranks(3, (6,))]
+    outputs = [torch.full((6,), 9.0), torch.full((6,), 9.0, dtype=torch.float64)]
+    for root in (-1, 3, True, "0", 1.0):
+        refuse(lambda root=root: comm.reduce(output, inputs, root=root), "reduce: root is")
+        refuse(lambda root=root: comm.broadcast_coalesced(lists, root), "coalesced: root is")
+        refuse(
+            lambda root=root: comm.reduce_coalesced(outputs, lists, root=root),
+            "reduce_coalesced: root is",
+        )
+    refuse(lambda: comm.reduce(output[:5], inputs), r"reduce: output has shape \(5,\)", r"\(6,\)")
+    refuse(lambda: comm.reduce(output.double(), inputs), "output has dtype float64, but inputs")
+    refuse(lambda: comm.reduce([output], inputs), "output is a list")
+    refuse(lambda: comm.reduce(output, [*inputs[:2], inputs[2][:4]]), r"inputs\[2\] has shape")
+    refuse(lambda: comm.reduce(output, inputs[:2]), "inputs has 2 entries, expected 3")
+    refuse(lambda: comm.reduce(output, inputs, "median"), "op is 'median'")
+    refuse(lambda: comm.reduce(output, inputs, algorithm="rings"), "algorithm is 'rings'")
+    meta = torch.zeros(6, device="meta")
+    refuse(lambda: comm.reduce(meta, inputs), "output", "meta", kind=pr.UnsupportedError)
+    grad = output.clone().requires_grad_()
+    refuse(lambda: comm.reduce(grad, inputs), "output requires grad")
+    refuse(lambda: comm.reduce(inputs[1], inputs), r"output shares memory with inputs\[1\]")
+    one = shared[:6]
+    refuse(lambda: comm.reduce(shared[3:9], [one, *inputs[1:]]), r"shares memory with inputs\[0\]")
+    refuse(lambda: comm.reduce(one.flip(0)[:0].expand(0), inputs), "output has shape")
+    refuse(lambda: comm.reduce(shared[:1].expand(6), inputs), "output of shape .* overlaps itself")
+    neg = torch._neg_view(inputs[0])
+    refuse(lambda: comm.reduce(neg, inputs), r"output shares memory with inputs\[0\]")
+    refuse(lambda: comm.reduce_coalesced(outputs[:1], lists), "outputs has 1 entry, expected 2")
+    refuse(lambda: comm.reduce_coalesced(output, lists), "outputs is a Tensor, expected a list")
+    refuse(lambda: comm.reduce_coalesced(outputs[::-1], lists), r"outputs\[0\] has dtype float64")
+    refuse(lambda: comm.reduce_coalesced(outputs, [*lists[:2], lists[2][:1]]), r"lists\[2\] has 1")
+    twice = [[t, t.clone()] for t in ranks(3, (6,))]
+    for pair, words in (
+        ([output, output], r"outputs\[1\] shares memory with outputs\[0\]"),
+        ([twice[0][1], output], r"outputs\[0\] shares memory with lists\[0\]\[1\]"),
+        ([twice[0][0]] * 2, r"outputs\[1\] shares memory with lists\[0\]\[0\]"),
+    ):
+        refuse(lambda pair=pair: comm.reduce_coalesced(pair, twice), words)
+    refuse(lambda: comm.broadcast_coalesced([*lists[:2], lists[2][:1]]), r"lists\[2\] has 1 entry")
+    refuse(lambda: comm.broadcast_coalesced([*lists[:2], lists[2][::-1]]), r"lists\[2\]\[0\] has")
+    refuse(lambda: comm.broadcast_coalesced([*lists[:2], lists[1]]), "shares memory")
+    assert all(map(torch.equal, inputs, ranks(3, (6,))))
+    for mine, pair in zip(ranks(3, (6,)), lists, strict=True):
+        assert torch.equal(pair[0], mine)
+        assert torch.equal(pair[1], mine.double())
+    assert (output == 9).all()
+    assert all((t == 9).all() for t in outputs)
+    assert not shared.any()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "naive", "sharded"])
+def test_reduce_names_algorithm_it_lacks(comm, algorithm):
+    output, inputs = torch.zeros(6), ranks(3, (6,))
+    words = f"reduce: algorithm '{algorithm}'"
+    with pr.Communicator(["cpu"] * 3, algorithm=algorithm) as other:
+        for call in (
+            lambda: comm.reduce(output, inputs, algorithm=algorithm),
+            lambda: other.reduce(output, inputs),
+            lambda: other.plan(100, operation="reduce"),
+        ):
+            refuse(call, words, kind=pr.UnsupportedError)
+        refuse(
+            lambda: other.reduce_coalesced([output], [[t] for t in inputs]),
+            words.replace("reduce", "reduce_coalesced"),
+            kind=pr.UnsupportedError,
+        )
+        lists = [[t.clone()] for t in inputs]
+        other.broadcast_coalesced(lists, 1)  # a copy, whatever the algorithm
+        assert all(torch.equal(t, inputs[1]) for (t,) in lists)
+    assert not output.any()
+
+
 def test_python_algorithms_know_all_reduce_only():
     with pr.Communicator(["cpu"] * 2, algorithm="sharded") as comm:
         t = ranks(2, (4,))
@@ -256,6 +333,12 @@ def test_plan_takes_bytes_and_a_dtype(comm):
     assert (plan.algorithm, plan.order, plan.steps) == ("fused", "rank", 0)
     assert plan.traffic_bytes == 2 * 3 * 4096
     assert "memory" in str(plan)
+    for operation, passes in (("all_reduce", 6), ("reduce", 4), ("broadcast", 3)):
+        plan = comm.plan(4096, operation=operation)
+        assert (plan.operation, plan.traffic_bytes) == (operation, passes * 4096)
+        assert (plan.algorithm, plan.steps, plan.link_bytes) == ("fused", 0, 0)
+    assert str(comm.plan(8, operation="reduce")).startswith("reduce by fused: 0 steps, 32 bytes")
+    refuse(lambda: comm.plan(8, operation="reduces"), "operation is 'reduces'", "mean 'reduce'")
     refuse(lambda: comm.plan(-1), "nbytes is -1")
     refuse(lambda: comm.plan(1.5), "nbytes is 1.5")
     refuse(lambda: comm.plan(8, np.float32), "dtype is")
@@ -263,3 +346,53 @@ def test_plan_takes_bytes_and_a_dtype(comm):
         assert ring.plan(100).steps == 6
         assert ring.plan(100).order == "ring"
         assert ring.plan(100).traffic_bytes == 5 * 3 * 100
+        assert ring.plan(100, operation="broadcast").algorithm == "fused"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "all_reduce", "rooted"),
+    [
+        # With a rank on each of d GPUs no link carries 2 N bytes.
+        ((0, 1), 2 * 500, 2 * 500),
+        ((0, 1, 2, 3), 6 * 250, 6 * 250),
+        # GPU 0 reads its half of three tensors and receives the other half of one, and so on.
+        ((0, 0, 0, 1), 4 * 500, 4 * 500),
+        ((0, 0, 1, 1), 4 * 500, 3 * 500),
+    ],
+)
+def test_plan_counts_bytes_of_gpu_link(gpus, all_reduce, rooted):
+    topology = pr.Topology.of([torch.device("cuda", i) for i in gpus])
+    for operation, wanted in (
+        ("all_reduce", all_reduce),
+        ("reduce", rooted),
+        ("broadcast", rooted),
+    ):
+        plan = Plan.of("direct", "by default", topology, 1000, operation=operation)
+        assert plan.link_bytes == wanted == link_bytes(gpus, 1000, operation)
+        assert f"at most {wanted:,} bytes each way per GPU" in str(plan)
+        assert ("slice" in plan.reason) == (operation != "all_reduce")
+
+
+def link_bytes(gpus: tuple[int, ...], nbytes: int, operation: str) -> int:
+    """Count every read and write of a direct call that crosses between GPUs."""
+    devices = sorted(set(gpus))
+    slice_bytes = nbytes // len(devices)
+    most = 0
+    for root in range(len(gpus)):
+        sent, received = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
+        for owner in devices:
+            everywhere = range(len(gpus))
+            sources = [root] if operation == "broadcast" else everywhere
+            destinations = [root] if operation == "reduce" else everywhere
+            moves = [(gpus[rank], owner) for rank in sources]
+            moves += [
+                (owner, gpus[rank])
+                for rank in destinations
+                if operation != "broadcast" or rank != root
+            ]
+            for source, destination in moves:
+                if source != destination:
+                    sent[source] += slice_bytes
+                    received[destination] += slice_bytes
+        most = max(most, *sent.values(), *received.values())
+    return most

@@ -49,6 +49,13 @@ CALLS: dict[str, Start] = {
     "reduce_scatter": lambda comm, a, b: comm.reduce_scatter(b, a, async_op=True),
     "all_gather": lambda comm, a, b: comm.all_gather(a, b, async_op=True),
     "broadcast": lambda comm, a, b: comm.broadcast(a, async_op=True),
+    "broadcast_coalesced": lambda comm, a, b: comm.broadcast_coalesced(
+        [[x] for x in a], async_op=True
+    ),
+    "reduce": lambda comm, a, b: comm.reduce(a[1], a, root=1, async_op=True),
+    "reduce_coalesced": lambda comm, a, b: comm.reduce_coalesced(
+        a[:1], [[x] for x in a], async_op=True
+    ),
 }
 
 

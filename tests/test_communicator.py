@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import pyringar as pr
-from pyringar.comm import communicator
+from pyringar.comm import default_group
 from pyringar.comm.base import EngineCommunicator, _interrupted
 
 
@@ -220,6 +220,9 @@ def test_a_closed_communicator_refuses_everything():
         lambda: comm.reduce_scatter(two, four),
         lambda: comm.all_gather(four, two),
         lambda: comm.broadcast(two),
+        lambda: comm.broadcast_coalesced([[t] for t in two]),
+        lambda: comm.reduce(two[0], two),
+        lambda: comm.reduce_coalesced(two[:1], [[t] for t in two]),
         lambda: comm.bind(two),
         lambda: comm.bind_coalesced([[t] for t in two]),
     )
@@ -345,8 +348,8 @@ def test_allreduce_keeps_a_communicator_of_gpus(monkeypatch, devices, made):
     """With fake tensors: no GPU is needed."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     make = mock.Mock(side_effect=lambda devices, order: mock.Mock(devices=devices))
-    monkeypatch.setattr(communicator, "Communicator", make)
-    default = communicator._Default()
+    monkeypatch.setattr(default_group, "Communicator", make)
+    default = default_group._Default()
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty(2, device=device) for device in devices]
         found = default.communicator(tensors)

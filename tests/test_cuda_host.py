@@ -24,6 +24,9 @@ MISTAKES = {
     "every-device-from-the-start": Mistake(
         "tables.h", "slice.begin * item_bytes(tensor.dtype)", "0"
     ),
+    "one-device-does-all": Mistake(
+        "tables.h", "kSliceElems, num_devices, d);", "kSliceElems, 1, d == 0 ? 0 : 1);"
+    ),
     "one-part-too-many": Mistake(
         "tables.h",
         "if (next->dtype == dtype && !add_slices(builders, *next)) break;",

@@ -127,7 +127,7 @@ def other_collective(rng, comm, op: str, flushes: bool, context: str) -> None:
     inputs = [diff.values(rng, n * k, kind) for _ in range(k)]
     wholes = [Placed(rng, kind, (n, k), diff.layout_of(rng, (n, k))) for _ in range(k)]
     parts = [Placed(rng, kind, (n,), diff.layout_of(rng, (n,))) for _ in range(k)]
-    what = pick(rng, ("reduce_scatter", "all_gather", "broadcast"))
+    what = pick(rng, ("reduce_scatter", "all_gather", "broadcast", "reduce", "lists"))
     cuts = [slice(rank * n, (rank + 1) * n) for rank in range(k)]
     root = int(rng.integers(k))
     for rank in range(k):
@@ -142,6 +142,8 @@ def other_collective(rng, comm, op: str, flushes: bool, context: str) -> None:
         else:
             comm.broadcast(tensors[0], root)
     context = f"{context}: {what} of {n} {kind.torch}, root {root}"
+    if what in ("reduce", "lists"):
+        return rooted_collective(rng, comm, what == "lists", op, flushes, context)
     total = diff.folded(inputs, op, kind)
     for rank in range(k):
         if what == "reduce_scatter":
@@ -154,6 +156,42 @@ def other_collective(rng, comm, op: str, flushes: bool, context: str) -> None:
         assert (wholes[rank].read() == wanted).all(), context
         for placed in (wholes[rank], parts[rank]):
             placed.check_around(context)
+
+
+def rooted_collective(rng, comm, are_lists: bool, op: str, flushes: bool, context: str) -> None:
+    """Reduce to one rank, in place or not; lists also broadcast what their root then has."""
+    k, root = comm.world_size, int(rng.integers(comm.world_size))
+    algorithm, is_async = pick(rng, ("fused", "direct", "auto")), bool(rng.random() < 0.3)
+    parameters = [Parameter(rng, k) for _ in range(int(rng.integers(1, 5)) if are_lists else 1)]
+    rows = [[p.place(rng, rank) for p in parameters] for rank in range(k)]
+    outputs = [
+        rows[root][i] if rng.random() < 0.5 else p.place(rng, int(rng.integers(k)))
+        for i, p in enumerate(parameters)
+    ]
+    given = [p.tensor for p in outputs], [[p.tensor for p in row] for row in rows]
+    options = {"root": root, "algorithm": algorithm, "async_op": is_async}
+    with float_mode(flushes):
+        if are_lists:
+            work = comm.reduce_coalesced(*given, op, **options)
+        else:
+            work = comm.reduce(given[0][0], [row[0] for row in given[1]], op, **options)
+        if is_async:
+            work.wait()
+    for i, parameter in enumerate(parameters):
+        where = f"{context} {algorithm} {parameter}"
+        check(outputs[i].read(), parameter.expected(op, "fused"), parameter.kind, where)
+        for rank, row in enumerate(rows):
+            if row[i] is not outputs[i]:
+                assert (row[i].read() == parameter.inputs[rank]).all(), where
+            row[i].check_around(where)
+        outputs[i].check_around(where)
+    if are_lists:
+        roots = [placed.read() for placed in rows[root]]
+        comm.broadcast_coalesced(given[1], root)
+        for row in rows:
+            for placed, wanted in zip(row, roots, strict=True):
+                assert (placed.read() == wanted).all(), f"{context}: broadcast"
+                placed.check_around(context)
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,11 @@ def calls_of_threads(group, two, four) -> dict:
         "reduce_scatter": lambda: group.reduce_scatter(two, four, "sum", "fused", "rank", {}),
         "all_gather": lambda: group.all_gather(four, two, "ring", {}),
         "broadcast": lambda: group.broadcast(two, 0, None),
+        "broadcast_coalesced": lambda: group.broadcast_coalesced([[t] for t in two], 0, None),
+        "reduce": lambda: group.reduce(two[0], two, "sum", "fused", "rank", 0, None),
+        "reduce_coalesced": lambda: group.reduce_coalesced(
+            two[:1], [[t] for t in two], "sum", "fused", "rank", 0, {}
+        ),
         "bind": lambda: group.bind(two, "sum", "fused", "rank"),
         "bind_coalesced": lambda: group.bind_coalesced([[t] for t in two], "sum", "fused", "rank"),
         "remember": lambda: group.remember([[t] for t in two], "sum", "fused", "rank"),

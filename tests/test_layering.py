@@ -41,6 +41,7 @@ ORDER = {
             "operators",
             "plain_group",
             "communicator",
+            "default_group",
             "member",
         ],
         *["stores", "rendezvous"],

@@ -250,6 +250,27 @@ def test_elements_belong_together_by_index(comm_of, name):
             assert all((ts[1] == 3).all() for ts in lists)
 
 
+def check_mixed_reduce(comm, name, root, algorithm):
+    """Reduce into an output of each layout of the mix, and in place."""
+    for is_in_place in (True, False):
+        for other in range(3):
+            tensors, flats, shape = mixed(name)
+            output = tensors[root] if is_in_place else mixed(name)[0][other]
+            wanted = expected(flats, "sum", algorithm).view(shape)
+            if other < 2:
+                comm.reduce(output, tensors, root=root, algorithm=algorithm)
+            else:
+                lists = [[t, torch.ones(5)] for t in tensors]
+                ones = torch.zeros(10)[::2]
+                comm.reduce_coalesced([output, ones], lists, root=root, algorithm=algorithm)
+                assert (ones == 3).all()
+            context = f"reduce to {root}, in place: {is_in_place}"
+            assert_bits(output, wanted, context)
+            for rank, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
+                if tensor is not output:
+                    assert_bits(tensor, flat.view(shape), f"{context}: input of rank {rank}")
+
+
 @pytest.mark.parametrize("name", MIXES)
 def test_mixed_layouts_in_the_other_calls(comm_of, name):
     comm = comm_of(3)
@@ -271,6 +292,12 @@ def test_mixed_layouts_in_the_other_calls(comm_of, name):
         tensors, flats, shape = mixed(name)
         comm.broadcast(tensors, root)
         assert_mixed(tensors, flats[root], shape, "broadcast")
+        lists = [list(pair) for pair in zip(mixed(name)[0], mixed(name)[0], strict=True)]
+        comm.broadcast_coalesced(lists, root)
+        for i in range(2):
+            assert_mixed([pair[i] for pair in lists], flats[root], shape, "broadcast_coalesced")
+        for algorithm in ("fused", "direct"):
+            check_mixed_reduce(comm, name, root, algorithm)
     tensors, flats, shape = mixed(name)
     parts = [torch.empty(2, flats[0].numel() // 3)[rank % 2] for rank in range(3)]
     if flats[0].numel() % 3 == 0:
@@ -340,6 +367,9 @@ def test_negated_views_in_the_other_calls(comm_of):
     tensors = negated_views()
     comm.broadcast(tensors, 0)
     assert [t.tolist() for t in tensors] == [[1, 2, 3]] * 3
+    tensors = negated_views()
+    comm.reduce(tensors[1], tensors, root=1)
+    assert tensors[1].tolist() == [111, 222, 333]
     outputs = [torch._neg_view(torch.zeros(1)) for _ in range(3)]
     comm.reduce_scatter(outputs, negated_views())
     assert [t.item() for t in outputs] == [111, 222, 333]

@@ -35,7 +35,11 @@ with Communicator(["cpu"] * 2, algorithm="ring") as comm:
         ended: bool = work.wait(timeout=3)
         error: BaseException | None = work.exception()
     again: Callable[[], None] = comm.bind(tensors)
-    plan: Plan = comm.plan(1000)
+    done: Work | None = comm.reduce(tensors[0], tensors, root=0, order="any")
+    comm.reduce_coalesced(tensors[:1], [[one] for one in tensors], async_op=True)
+    comm.broadcast_coalesced([[one] for one in tensors], root=1)
+    plan: Plan = comm.plan(1000, operation="reduce")
+    link_bytes: int = plan.link_bytes
     steps: int = plan.steps
 replicas: list[nn.Module] = replicate(nn.Linear(2, 2), ["cpu"] * 2)
 with GradientBucketer(replicas, comm=comm) as bucketer, bucketer.no_sync():

@@ -10,7 +10,7 @@ from training import garments
 
 import pyringar as pr
 from pyringar.cli import main
-from pyringar.comm import communicator
+from pyringar.comm import default_group
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
 from pyringar.train import trainer
@@ -45,7 +45,7 @@ def test_plain_torch_algorithms_run_and_warn(no_compiler, caplog, algorithm, dty
 
 def test_what_needs_the_engine_says_so(no_compiler, monkeypatch):
     # A process in which nobody has called allreduce yet.
-    monkeypatch.setattr(communicator, "_default", type(communicator._default)())
+    monkeypatch.setattr(default_group, "_default", type(default_group._default)())
     with pytest.raises(CompilerNotFoundError):
         pr.Communicator(["cpu"] * 3)
     with pytest.raises(CompilerNotFoundError):
@@ -55,6 +55,9 @@ def test_what_needs_the_engine_says_so(no_compiler, monkeypatch):
         lambda: comm.all_reduce(inputs(), algorithm="fused"),
         lambda: comm.all_reduce_coalesced([inputs()] * 3, algorithm="ring"),
         lambda: comm.broadcast(inputs()),
+        lambda: comm.broadcast_coalesced([inputs()] * 3),
+        lambda: comm.reduce(inputs()[0], inputs(), algorithm="fused"),
+        lambda: comm.reduce_coalesced(inputs(), [inputs()] * 3, algorithm="direct"),
     ):
         with pytest.raises(CompilerNotFoundError, match="install one"):
             call()

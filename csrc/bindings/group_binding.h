@@ -342,11 +342,6 @@ void def_rank_calls(Class& cls) {
                                     Engine::ranks(*group)),
                  in_flight);
            })
-      .def("broadcast",
-           [](Ptr group, py::handle tensors, int root, py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group, prepare_broadcast(tensors, root, Engine::ranks(*group)), in_flight);
-           })
       .def("check",
            [](Ptr group, py::handle tensors) {
              Engine::host(*group).check_usable();
@@ -361,6 +356,23 @@ void def_rank_calls(Class& cls) {
         Engine::wait_for_turn(*group);
       });
   def_bound_calls<Engine>(cls);
+  for (const bool are_lists : {false, true}) {
+    cls.def(are_lists ? "reduce_coalesced" : "reduce",
+            [are_lists](Ptr group, py::handle output, py::handle inputs, py::handle op,
+                        py::handle algorithm, py::handle order, int root, py::handle in_flight) {
+              return run_or_submit<Engine>(
+                  group,
+                  prepare_reduce(output, inputs, are_lists, parse_reduction(op, order),
+                                 parse_algorithm(algorithm), root, Engine::ranks(*group)),
+                  in_flight);
+            })
+        .def(are_lists ? "broadcast_coalesced" : "broadcast",
+             [are_lists](Ptr group, py::handle tensors, int root, py::handle in_flight) {
+               return run_or_submit<Engine>(
+                   group, prepare_broadcast(tensors, are_lists, root, Engine::ranks(*group)),
+                   in_flight);
+             });
+  }
 }
 
 // -- ranks in processes ---------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 // module: the engine as Python sees it: Group, Work, and the schedule, names and sizes, for
 //         predictions and tests.
 //
-// Contract  pyringar.engine.load loads it; pyringar.comm.communicator is its only user, but for the
-//           schedule. Errors arrive as the classes of pyringar.errors. The GIL is released while
+// Contract  pyringar.engine.load loads it; pyringar.comm alone uses it, but for the schedule.
+// Errors arrive as the classes of pyringar.errors. The GIL is released while
 //           data moves, except for calls so short that handing it over would take longer.
 // Tests     tests/test_communicator.py, tests/test_arguments.py
 

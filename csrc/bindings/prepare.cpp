@@ -4,6 +4,8 @@
 
 #include "bindings/prepare.h"
 
+#include <array>
+
 #include "bindings/tensor.h"
 #include "core/error.h"
 
@@ -79,9 +81,11 @@ class Builder {
 
   void reserve(std::size_t num_tensors) { tensors_.reserve(num_tensors); }
   void add(PyObject* object, ArgName name, bool is_written) {
-    const int device =
-        devices_ == nullptr ? kHost : (*devices_)[static_cast<std::size_t>(name.index)];
-    tensors_.add(object, name, name.index, device, is_written);
+    add(object, name, name.index, is_written);
+  }
+  void add(PyObject* object, ArgName name, int rank, bool is_written) {
+    const int device = devices_ == nullptr ? kHost : (*devices_)[static_cast<std::size_t>(rank)];
+    tensors_.add(object, name, rank, device, is_written);
   }
   const TensorArgs& tensors() const { return tensors_; }
 
@@ -150,6 +154,55 @@ class Builder {
   py::list copies_;
 };
 
+// One tensor, or one list of tensors, for each rank. Tensor i of rank r is tensor
+// r * num_tensors() + i of the builder.
+class RankLists {
+ public:
+  RankLists(py::handle given, const char* operation, const char* argument, int world_size,
+            bool are_lists)
+      : argument_(argument),
+        ranks_(given, operation, argument, expected_ranks(world_size),
+               are_lists ? "list per rank" : "tensor per rank") {
+    check_some_rank(ranks_, operation, argument);
+    if (!are_lists) ranks_.adopt_arrays();
+    for (int rank = 0; are_lists && rank < num_ranks(); ++rank) {
+      const Py_ssize_t expected = rank == 0 ? -1 : lists_[0].size();
+      lists_.emplace_back(ranks_[rank], operation, join(argument, "[", rank, "]"), expected,
+                          "tensor per parameter, as in lists[0]");
+      lists_.back().adopt_arrays();
+    }
+  }
+
+  int num_ranks() const { return static_cast<int>(ranks_.size()); }
+  std::size_t num_tensors() const {
+    return lists_.empty() ? 1 : static_cast<std::size_t>(lists_[0].size());
+  }
+
+  // Adds all tensors, checks that ranks agree, and returns the list of those that are not written
+  // and the list of those that are. is_written(rank) says which.
+  template <typename IsWritten>
+  std::array<py::list, 2> add_to(Builder& builder, IsWritten&& is_written) const {
+    std::array<py::list, 2> added;
+    builder.reserve(static_cast<std::size_t>(num_ranks() + 1) * num_tensors());
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      for (std::size_t i = 0; i < num_tensors(); ++i) {
+        const auto inner = static_cast<int>(i);
+        PyObject* tensor =
+            lists_.empty() ? ranks_[rank] : lists_[static_cast<std::size_t>(rank)][inner];
+        builder.add(tensor, {argument_, rank, lists_.empty() ? -1 : inner}, is_written(rank));
+        builder.tensors().check_agree(builder.tensors().size() - 1, i);
+        append(added[is_written(rank) ? 1 : 0], tensor);
+      }
+    }
+    return added;
+  }
+
+ private:
+  const char* argument_;
+  Sequence ranks_;
+  std::vector<Sequence> lists_;  // empty: one tensor for each rank
+};
+
 // One tensor over all ranks, pointers already pushed: input and output are the same memory.
 void add_in_place(Builder& builder, void* const* table, const TensorView& view) {
   Collective& collective = builder.collective();
@@ -188,27 +241,12 @@ PreparedCollective prepare_all_reduce(py::handle tensors, Reduction reduction, A
 PreparedCollective prepare_all_reduce_coalesced(py::handle lists, Reduction reduction,
                                                 Algorithm algorithm, Ranks who,
                                                 const char* operation) {
-  const Sequence ranks(lists, operation, "lists", expected_ranks(who.world_size), "list per rank");
-  check_some_rank(ranks, operation, "lists");
-  const int k = static_cast<int>(ranks.size());
+  const RankLists ranks(lists, operation, "lists", who.world_size, true);
+  const int k = ranks.num_ranks();
+  const std::size_t num_tensors = ranks.num_tensors();
   Builder builder(operation, reduction, k, who.devices);
-  py::list written;
-  std::vector<Sequence> tensors;
-  for (int rank = 0; rank < k; ++rank) {
-    const Py_ssize_t expected = rank == 0 ? -1 : tensors[0].size();
-    tensors.emplace_back(ranks[rank], operation, join("lists[", rank, "]"), expected,
-                         "tensor per parameter, as in lists[0]");
-    tensors.back().adopt_arrays();
-    if (rank == 0) builder.reserve(static_cast<std::size_t>(k * tensors[0].size()));
-    for (Py_ssize_t i = 0; i < tensors.back().size(); ++i) {
-      PyObject* tensor = tensors.back()[i];
-      builder.add(tensor, {"lists", rank, static_cast<int>(i)}, true);
-      builder.tensors().check_agree(builder.tensors().size() - 1, static_cast<std::size_t>(i));
-      append(written, tensor);
-    }
-  }
+  const auto [_, written] = ranks.add_to(builder, [](int) { return true; });
   builder.tensors().check_disjoint();
-  const auto num_tensors = static_cast<std::size_t>(tensors[0].size());
   builder.choose(algorithm);
   builder.reserve_pointers(num_tensors * static_cast<std::size_t>(k));
   for (std::size_t i = 0; i < num_tensors; ++i) {
@@ -338,40 +376,94 @@ PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Alg
   return ChunkBuilder(false, Reduction{}, who).prepare(outputs, inputs, algorithm);
 }
 
-PreparedCollective prepare_broadcast(py::handle tensors, int root, Ranks who) {
-  constexpr const char* kOperation = "broadcast";
-  const int world_size = who.world_size;
-  Sequence ranks(tensors, kOperation, "tensors", world_size, "tensor per rank");
-  if (root < 0 || root >= world_size) {
-    fail(ErrorKind::kArgument, kOperation, ": root is ", root, ", expected a rank from 0 to ",
-         world_size - 1);
+namespace {
+
+void check_root(const char* operation, int root, int world_size) {
+  if (root >= 0 && root < world_size) return;
+  fail(ErrorKind::kArgument, operation, ": root is ", root, ", expected a rank from 0 to ",
+       world_size - 1);
+}
+
+}  // namespace
+
+PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are_lists,
+                                  Reduction reduction, Algorithm algorithm, int root, Ranks who) {
+  const char* operation = are_lists ? "reduce_coalesced" : "reduce";
+  const char* name = are_lists ? "outputs" : "output";
+  const int k = who.world_size;
+  check_root(operation, root, k);
+  const RankLists ranks(inputs, operation, are_lists ? "lists" : "inputs", k, are_lists);
+  const std::size_t n = ranks.num_tensors();
+  const auto given = are_lists ? py::reinterpret_borrow<py::object>(output)
+                               : py::reinterpret_steal<py::object>(PyTuple_Pack(1, output.ptr()));
+  if (!given) throw_python_error();
+  Sequence outputs(given, operation, name, static_cast<Py_ssize_t>(n),
+                   "tensor per parameter, as in lists[0]");
+  outputs.adopt_arrays();
+  Builder builder(operation, reduction, k, who.devices);
+  const auto [read, _] = ranks.add_to(builder, [](int) { return false; });
+  const auto first_output = static_cast<std::size_t>(k) * n;
+  const auto first_own = static_cast<std::size_t>(root) * n;
+  std::vector<bool> is_in_place(first_output);
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto index = static_cast<int>(i);
+    builder.add(outputs[index], {name, are_lists ? index : -1}, root, true);
+    builder.tensors().check_agree(first_output + i, i);
+    is_in_place.push_back(builder.tensors().is_same(first_output + i, first_own + i));
   }
-  ranks.adopt_arrays();
-  Builder builder(kOperation, Reduction{}, world_size, who.devices);
-  py::list written;
-  for (int rank = 0; rank < world_size; ++rank) {
-    builder.add(ranks[rank], {"tensors", rank}, rank != root);
-    builder.tensors().check_agree(static_cast<std::size_t>(rank), 0);
-    if (rank != root) append(written, ranks[rank]);
+  builder.tensors().check_disjoint(is_in_place);
+  builder.choose(algorithm);
+  builder.reserve_pointers(first_output + n);
+  for (std::size_t i = 0; i < n; ++i) {
+    const bool in_place = is_in_place[first_output + i];
+    const bool is_flat = !builder.all_lie_alike(i, n);
+    void* const* sources = builder.table_end();
+    for (int rank = 0; rank < k; ++rank) {
+      const std::size_t at = static_cast<std::size_t>(rank) * n + i;
+      builder.push(builder.memory(at, true, in_place && rank == root, is_flat), rank);
+    }
+    void* const* destination = builder.table_end();
+    builder.push(in_place ? sources[root] : builder.memory(first_output + i, false, true, is_flat),
+                 root);
+    const TensorView& view = builder.tensors()[i];
+    builder.collective().bytes += view.bytes();
+    if (view.numel == 0 || (k == 1 && in_place)) continue;
+    builder.collective().tensors.push_back(
+        k == 1 ? copy_of_bytes(sources, destination, 1, view.bytes())
+               : Buffers{sources, destination, k, 1, view.numel, view.dtype});
   }
+  return builder.finish(outputs.items(), read);
+}
+
+PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int root, Ranks who) {
+  const char* operation = are_lists ? "broadcast_coalesced" : "broadcast";
+  const int k = who.world_size;
+  check_root(operation, root, k);
+  const RankLists ranks(tensors, operation, are_lists ? "lists" : "tensors", k, are_lists);
+  const std::size_t n = ranks.num_tensors();
+  Builder builder(operation, Reduction{}, k, who.devices);
+  const auto [read, written] = ranks.add_to(builder, [&](int rank) { return rank != root; });
   builder.tensors().check_disjoint();
-  builder.reserve_pointers(static_cast<std::size_t>(world_size));
-  const bool is_flat = !builder.all_lie_alike(0, 1);
-  void* const* source = builder.table_end();
-  builder.push(builder.memory(static_cast<std::size_t>(root), true, false, is_flat), root);
-  void* const* destinations = builder.table_end();
-  for (int rank = 0; rank < world_size; ++rank) {
-    if (rank == root) continue;
-    builder.push(builder.memory(static_cast<std::size_t>(rank), false, true, is_flat), rank);
+  builder.reserve_pointers(static_cast<std::size_t>(k) * n);
+  for (std::size_t i = 0; i < n; ++i) {
+    const bool is_flat = !builder.all_lie_alike(i, n);
+    const auto push = [&](int rank) {
+      const std::size_t at = static_cast<std::size_t>(rank) * n + i;
+      builder.push(builder.memory(at, rank == root, rank != root, is_flat), rank);
+    };
+    void* const* source = builder.table_end();
+    push(root);
+    void* const* destinations = builder.table_end();
+    for (int rank = 0; rank < k; ++rank) {
+      if (rank != root) push(rank);
+    }
+    const TensorView& view = builder.tensors()[i];
+    builder.collective().bytes += view.bytes();
+    if (k == 1 || view.numel == 0) continue;
+    builder.collective().tensors.push_back(
+        copy_of_bytes(source, destinations, k - 1, view.bytes()));
   }
-  const TensorView& first = builder.tensors()[0];
-  Collective& collective = builder.collective();
-  collective.bytes = first.bytes();
-  if (world_size > 1 && first.numel > 0) {
-    collective.tensors.push_back(
-        copy_of_bytes(source, destinations, world_size - 1, first.bytes()));
-  }
-  return builder.finish(written, ranks.items());
+  return builder.finish(written, read);
 }
 
 }  // namespace pyringar

@@ -33,6 +33,10 @@ PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs,
                                           Reduction reduction, Algorithm algorithm, Ranks ranks);
 PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                                       Ranks ranks);
-PreparedCollective prepare_broadcast(py::handle tensors, int root, Ranks ranks);
+// are_lists: the coalesced call, with a list of tensors in place of each tensor. An output may be
+// the root's own input.
+PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are_lists,
+                                  Reduction reduction, Algorithm algorithm, int root, Ranks ranks);
+PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int root, Ranks ranks);
 
 }  // namespace pyringar

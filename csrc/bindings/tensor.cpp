@@ -473,7 +473,13 @@ void TensorArgs::check_parts(std::size_t whole, std::size_t part, int world_size
        dtype_name(p.dtype), "; expected ", world_size, " times as many, one part per rank");
 }
 
-void TensorArgs::check_disjoint() const {
+bool TensorArgs::is_same(std::size_t i, std::size_t j) const {
+  const TensorView& a = views_[i];
+  const TensorView& b = views_[j];
+  return a.numel > 0 && a.data == b.data && a.is_negated == b.is_negated && lie_alike(a, b);
+}
+
+void TensorArgs::check_disjoint(const std::vector<bool>& is_skipped) const {
   struct Span {
     const std::byte* first;
     const std::byte* last;
@@ -483,7 +489,7 @@ void TensorArgs::check_disjoint() const {
   spans.reserve(size());
   for (std::size_t i = 0; i < size(); ++i) {
     const TensorView& view = views_[i];
-    if (view.numel == 0) continue;
+    if (view.numel == 0 || (i < is_skipped.size() && is_skipped[i])) continue;
     if (view.is_dense) {
       spans.push_back({view.data, view.data + view.bytes(), i});
       continue;

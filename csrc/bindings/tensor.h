@@ -143,8 +143,11 @@ class TensorArgs {
   void check_agree(std::size_t i, std::size_t first) const;
   // Of one dtype, and the whole holds a part for each rank.
   void check_parts(std::size_t whole, std::size_t part, int world_size) const;
-  // No two of them share a byte, none overlaps itself.
-  void check_disjoint() const;
+  // Whether the two, which agree, are the same elements in the same memory.
+  bool is_same(std::size_t i, std::size_t j) const;
+  // No two of them share a byte, none overlaps itself. is_skipped: by index, those that are the
+  // same as another.
+  void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
 
  private:
   const Reading reading_;

@@ -6,8 +6,9 @@
 //           host never waits, except for ranks in the host's memory.
 //           One device: `fused` and `direct` are one launch for everything that a kernel's
 //           arguments hold. Several: all streams meet, every device folds its slice of every
-//           tensor, and the streams meet again; no kernel waits. `ring` is one launch per device
-//           and tensor, whose blocks wait for each other; between devices such calls of a process
+//           tensor, and the streams meet again; no kernel waits. Calls with a root are cut alike,
+//           so that its link does not carry k - 1 tensors. `ring` is one launch per device and
+//           tensor, whose blocks wait for each other; between devices such calls of a process
 //           follow each other. Captures: all streams in one capture, or none; else the call is
 //           refused before anything is enqueued, and so is a ring between devices. What a captured
 //           call needs is made for it, lives as long as the graph, and is nobody else's: graphs are

@@ -79,11 +79,6 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "sum gradients after backward, not while it goes on",
             {"dest": "overlap", "action": "store_false"},
         ),
-        "in_turns": (
-            "compute one rank after the other with all of torch's threads, not all at once with a "
-            "share each",
-            _FLAG,
-        ),
         "compile": ("let torch compile the model; overlap is lost", _FLAG),
         "cuda_graph": (
             "capture the step in a CUDA graph and replay it; all ranks on one GPU (on with --amp)",

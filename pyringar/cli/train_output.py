@@ -42,7 +42,7 @@ def print_header(trainer: Trainer) -> None:
 
 def _facts(trainer: Trainer) -> dict[str, str]:
     from pyringar.train.devices import describe_devices
-    from pyringar.train.models import takes_turns, threads_per_rank
+    from pyringar.train.models import threads_per_rank
     from pyringar.train.step import AfterBackward
 
     config = trainer.config
@@ -69,12 +69,8 @@ def _facts(trainer: Trainer) -> dict[str, str]:
             "computed one by one, summed as a tree"
         )
     if len(trainer.devices) > 1 and trainer.devices[0].type == "cpu":
-        in_turns = takes_turns(config, trainer.devices)
-        each = threads_per_rank(config, trainer.devices)
-        facts["ranks"] = (
-            f"{'in turns' if in_turns else 'at the same time'}, with {each} torch "
-            f"thread{'' if each == 1 else 's'} each"
-        )
+        each = threads_per_rank(config)
+        facts["ranks"] = f"in turns, with {each} torch thread{'' if each == 1 else 's'} each"
     if config.cuda_graph:
         facts["step"] = "captured in a CUDA graph, replayed for every batch"
     amp = " with amp" if config.amp else ""

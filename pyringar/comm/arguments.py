@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyringar.choices import did_you_mean, kind_of
+from pyringar.choices import check_choice, did_you_mean, kind_of
 from pyringar.errors import ArgumentError
 
 __all__ = [
@@ -77,11 +77,11 @@ def check_timeout(timeout: Any) -> float:
     return float(timeout)
 
 
-def check_root(root: Any, world_size: int) -> None:
-    """Refuse a root of a broadcast that is no rank."""
+def check_root(root: Any, world_size: int, operation: str = "broadcast") -> None:
+    """Refuse a root that is no rank."""
     if not is_count(root, 0, world_size - 1):
         raise ArgumentError(
-            f"broadcast: root is {root!r}, expected a rank from 0 to {world_size - 1}"
+            f"{operation}: root is {root!r}, expected a rank from 0 to {world_size - 1}"
         )
 
 
@@ -121,8 +121,9 @@ def check_lists(lists: Any) -> None:
             )
 
 
-def check_plan(nbytes: Any, dtype: Any) -> None:
-    """Refuse wrong arguments of a ``plan()``: a number of bytes and a dtype."""
+def check_plan(nbytes: Any, dtype: Any, operation: Any = "all_reduce") -> None:
+    """Refuse wrong arguments of a ``plan()``: a number of bytes, a dtype, a collective."""
+    check_choice("operation", operation, ("all_reduce", "reduce", "broadcast"))
     if not is_count(nbytes):
         raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
     if not isinstance(dtype, torch.dtype):

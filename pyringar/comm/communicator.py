@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,6 @@ from pyringar.comm.arguments import (
 )
 from pyringar.comm.auto import choose
 from pyringar.comm.base import EngineCommunicator, handle_of, is_traced
-from pyringar.comm.exits import close_at_exit
 from pyringar.comm.orders import engine_order
 from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.shown import never_fails
@@ -37,7 +35,7 @@ from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CompilerNotFoundError, UnsupportedError
 
-__all__ = ["Communicator", "Work", "allreduce"]
+__all__ = ["Communicator", "Work"]
 
 # Algorithms in plain torch. They know lists of tensors only, not the other collectives.
 _PYTHON_ALGORITHMS = ("sharded", "naive")
@@ -302,11 +300,86 @@ class Communicator(EngineCommunicator):
 
         See `all_reduce` for the other arguments and errors.
 
-        Cost: one pass, ``N`` bytes read and ``(k - 1) N`` written, whatever the algorithm.
+        Cost: one pass, ``N`` bytes read and ``(k - 1) N`` written, whatever the algorithm. Each of
+        several GPUs reads a slice from the root and writes it to the other ranks.
         """
         check_root(root, len(self._devices))
         native = self._group.broadcast(tensors, root, self._in_flight if async_op else None)
         return self._begun(native, "broadcast") if async_op else None
+
+    def broadcast_coalesced(
+        self, lists: Sequence[TensorList], root: int = 0, *, async_op: bool = False
+    ) -> Work | None:
+        """Copy the tensors of rank ``root`` into every other rank's, all in one call.
+
+        Args:
+            lists: ``lists[rank][i]``, as in `all_reduce_coalesced`.
+
+        See `broadcast` for the other arguments and errors.
+
+        Cost: that of one `broadcast` of all bytes, and one dispatch.
+        """
+        check_root(root, len(self._devices), "broadcast_coalesced")
+        native = self._group.broadcast_coalesced(lists, root, self._in_flight if async_op else None)
+        return self._begun(native, "broadcast_coalesced") if async_op else None
+
+    def reduce(
+        self,
+        output: Tensor,
+        inputs: TensorList,
+        op: Any = "sum",
+        *,
+        root: int = 0,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce ``inputs`` over all ranks into one tensor on the device of rank ``root``.
+
+        Args:
+            output: Of the inputs' shape and dtype. It is ``inputs[root]`` itself (in place), or
+                shares no memory with an input.
+            inputs: One tensor per rank, left as they are.
+            root: The rank on whose device ``output`` is.
+            algorithm: Overrides the communicator's; ``ring``, ``naive`` and ``sharded`` have no
+                reduction to one rank and raise `UnsupportedError`.
+
+        See `all_reduce` for the other arguments and errors, and for the bits of the result.
+
+        Cost: reads ``k N`` and writes ``N`` bytes. Each of several GPUs reduces a slice and writes
+        it to the root: with a rank on each no link carries more than ``2 N`` bytes each way.
+        """
+        chosen, order = self._resolve_reduce("reduce", root, algorithm, order)
+        in_flight = self._in_flight if async_op else None
+        native = self._group.reduce(output, inputs, op_name(op), chosen, order, root, in_flight)
+        return self._begun(native, "reduce", op_name(op), chosen) if async_op else None
+
+    def reduce_coalesced(
+        self,
+        outputs: TensorList,
+        lists: Sequence[TensorList],
+        op: Any = "sum",
+        *,
+        root: int = 0,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce many tensors per rank into the tensors of one rank, all in one call.
+
+        Args:
+            outputs: Tensor ``i`` is ``lists[root][i]`` itself, or shares no memory with another.
+            lists: ``lists[rank][i]``, as in `all_reduce_coalesced`.
+
+        See `reduce` for the other arguments, errors and bits.
+
+        Cost: that of one `reduce` of all bytes, and one dispatch.
+        """
+        name = op_name(op)
+        chosen, order = self._resolve_reduce("reduce_coalesced", root, algorithm, order)
+        in_flight = self._in_flight if async_op else None
+        native = self._group.reduce_coalesced(outputs, lists, name, chosen, order, root, in_flight)
+        return self._begun(native, "reduce_coalesced", name, chosen) if async_op else None
 
     def bind(
         self,
@@ -426,23 +499,28 @@ class Communicator(EngineCommunicator):
 
     # -- what would run, what ran ------------------------------------------------------------------
 
-    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """Return what an all_reduce of ``nbytes`` per rank would do, and why.
+    def plan(
+        self, nbytes: int, dtype: torch.dtype = torch.float32, operation: str = "all_reduce"
+    ) -> Plan:
+        """Return what a collective of ``nbytes`` per rank would do, and why.
 
         Args:
             nbytes: Bytes of one rank's tensor.
             dtype: Its dtype.
+            operation: ``"all_reduce"``, ``"reduce"`` or ``"broadcast"``.
 
         Raises:
-            ArgumentError: ``nbytes`` is no number of bytes, or ``dtype`` no dtype.
+            ArgumentError: An argument is none of these.
+            UnsupportedError: A ``reduce`` with an algorithm that has none.
         """
-        check_plan(nbytes, dtype)
-        if self._algorithm == "auto":
+        check_plan(nbytes, dtype, operation)
+        algorithm, order = self._resolve(None, None)
+        reason = self._why if self._algorithm == "auto" else "asked for"
+        if operation == "broadcast":  # whatever the algorithm
             algorithm, reason = self._auto, self._why
-        else:
-            algorithm, reason = self._algorithm, "asked for"
-        _, order = self._resolve(None, None)
-        plan = Plan.of(algorithm, reason, self._topology, nbytes, order)
+        elif operation == "reduce":
+            self._resolve_reduce(operation, 0, None, None)
+        plan = Plan.of(algorithm, reason, self._topology, nbytes, order, operation)
         if algorithm != "fused" or self._topology.place != "host":
             return plan
         traffic_bytes = min(plan.traffic_bytes, sys.maxsize)
@@ -500,6 +578,15 @@ class Communicator(EngineCommunicator):
             )
         return chosen, order
 
+    def _resolve_reduce(
+        self, what: str, root: int, algorithm: str | None, order: str | None
+    ) -> tuple[str, str]:
+        check_root(root, len(self._devices), what)
+        chosen, order = self._resolve_engine(what, algorithm, order)
+        if chosen == "ring":
+            raise UnsupportedError(f"{what}: algorithm 'ring' has no root; take auto or direct")
+        return chosen, order
+
     def _run_in_python(
         self, what: str, algorithm: str, lists: Sequence[TensorList], op: str, async_op: bool
     ) -> Work | None:
@@ -511,90 +598,3 @@ class Communicator(EngineCommunicator):
                 reference.naive_all_reduce(tensors, op)
         self._python_calls[algorithm] += 1
         return Work(None, {}, what, op, algorithm) if async_op else None
-
-
-class _Default:
-    """Hold the groups behind `allreduce`, made at first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may come in between
-        self._group: Any = None
-        self.handle = handle_of(self, "of allreduce()")
-        self._communicators: dict[tuple[int, ...], Communicator] = {}  # by GPU; -1: not on one
-        close_at_exit(self, _Default._close, in_child=_Default._forget)
-
-    def group(self) -> Any:
-        """Return the group that fuses any number of CPU ranks, and refuses what is no tensor."""
-        if self._group is None:
-            with self._lock:
-                if self._group is None:
-                    self._group = load.engine().Group(0, 30.0)
-        return self._group
-
-    def communicator(self, data: TensorList) -> Communicator | None:
-        """Return the communicator for these tensors; None: use `group`."""
-        if not isinstance(data, (list, tuple)) or not data:
-            return None
-        # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
-        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if not has_cuda and isinstance(data[0], Tensor):
-            return None
-        tensors = data if all(type(t) is Tensor for t in data) else arrays.as_tensors(data)
-        if not all(isinstance(t, Tensor) for t in tensors):
-            return None
-        gpus = tuple([t.get_device() if t.is_cuda else -1 for t in tensors])
-        return None if max(gpus) < 0 else self._communicators.get(gpus) or self._on(gpus)
-
-    def all_reduce(
-        self, data: TensorList, op: Any, *, algorithm: str | None = None, order: str | None = None
-    ) -> None:
-        """Do what `allreduce` says, which chooses ``algorithm`` and ``order`` itself."""
-        if (communicator := self.communicator(data)) is not None:
-            communicator.all_reduce(data, op)
-        else:
-            self.group().all_reduce(data, op_name(op), "fused", "rank", None)
-
-    def _on(self, gpus: tuple[int, ...]) -> Communicator:
-        with self._lock:
-            if gpus not in self._communicators:
-                devices = [f"cuda:{gpu}" if gpu >= 0 else "cpu" for gpu in gpus]
-                self._communicators[gpus] = Communicator(devices, order="rank")
-            return self._communicators[gpus]
-
-    def _forget(self) -> None:
-        # The parent's threads are not in this process, and its lock may be held for ever.
-        self._lock = threading.RLock()
-        self._group = None
-        self._communicators = {}
-
-    def _close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        for communicator in self._communicators.values():
-            communicator.close()
-
-
-_default = _Default()
-
-
-def allreduce(data: TensorList, op: Any = "sum") -> None:
-    """Sum one tensor per rank into all of them, in place: the book's function, made right.
-
-    Args:
-        data: One tensor per rank, any number of them, of equal shape and dtype, in any layout
-            without overlap, on the CPU or on GPUs. The caller's own tensors are written; the list
-            itself is left alone.
-
-    See `Communicator.all_reduce` for ``op`` and errors.
-
-    Cost: what ``auto`` takes for rank order: in one memory ``fused``, one pass, ``2 k N`` bytes of
-    memory traffic; between GPUs ``direct``.
-
-    Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
-    """
-    if is_traced() and is_list(data):
-        from pyringar.comm import operators
-
-        operators.reduce(_default.handle, data, op, None, None)
-    else:
-        _default.all_reduce(data, op)

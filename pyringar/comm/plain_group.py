@@ -89,7 +89,7 @@ class PlainGroup:
         raise CompilerNotFoundError(self._reason)
 
     all_reduce = all_reduce_coalesced = reduce_scatter = all_gather = broadcast = _refuse
-    bind = bind_coalesced = _refuse
+    reduce = reduce_coalesced = broadcast_coalesced = bind = bind_coalesced = _refuse
 
 
 def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:

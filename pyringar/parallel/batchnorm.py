@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,41 +10,55 @@ import torch
 from torch import Tensor, nn
 
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel.lockstep import LockStep
+from pyringar.parallel.rank_threads import meet
 
-__all__ = ["synchronise_batchnorm"]
+__all__ = ["check_batchnorm", "synchronise_batchnorm"]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
-def synchronise_batchnorm(replicas: Sequence[nn.Module], lockstep: LockStep) -> int:
+def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     """Make the batch norms of replicas use the statistics of all ranks' samples together.
 
-    In training mode every layer then gives what one module would give on the whole batch, and its
-    gradients and running statistics, up to rounding; all ranks keep the same running statistics,
-    also those without a sample. In eval mode nothing changes. Layers keep their class and their
-    names in ``state_dict``; only their ``forward`` is replaced.
+    In training mode a layer then gives what one module would give on the whole batch, with the same
+    gradients and running statistics, up to rounding. All ranks keep the same running statistics. In
+    eval mode nothing changes. Layers keep their class and their names in ``state_dict``; only their
+    ``forward`` is replaced.
 
     Args:
-        replicas: One module per rank, alike; changed in place.
-        lockstep: What the replicas' forward passes run in from now on, in training mode.
+        replicas: One module per rank, alike; changed in place. In training mode their forward
+            passes must run in `run_in_lockstep`.
 
     Returns:
         How many layers there are.
 
-    Raises:
-        UnsupportedError: A batch norm with a forward pass of its own; names it.
-
     Cost: per layer one pass over the input for the statistics, two numbers per channel moved
     between devices in each direction, and one meeting of all ranks.
     """
-    names = [name for name, part in replicas[0].named_modules() if isinstance(part, _BatchNorm)]
-    for name in names:
-        siblings = [replica.get_submodule(name) for replica in replicas]
-        layer = _Layer(name, siblings, lockstep)
-        for rank, batchnorm in enumerate(siblings):
-            batchnorm.forward = _Forward(layer, rank)
-    return len(names)
+    layers = [dict(_batchnorms(replica)) for replica in replicas]
+    for name in layers[0]:
+        layer = _Layer(name, [mine[name] for mine in layers])
+        for rank, batchnorm in enumerate(layer.siblings):
+            vars(batchnorm)["forward"] = _Forward(layer, rank)
+    return len(layers[0])
+
+
+def check_batchnorm(module: nn.Module) -> None:
+    """Refuse a batch norm that cannot be synchronised.
+
+    Raises:
+        UnsupportedError: A batch norm with a forward pass of its own; names it.
+    """
+    for name, part in _batchnorms(module):
+        if type(part).forward is not _BatchNorm.forward:
+            raise UnsupportedError(
+                f"batchnorm is 'sync', but '{name}' is a {type(part).__name__}, which has a forward "
+                "pass of its own; expected nn.BatchNorm1d, 2d or 3d"
+            )
+
+
+def _batchnorms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    return ((n, part) for n, part in module.named_modules() if isinstance(part, _BatchNorm))
 
 
 class _Forward:
@@ -65,16 +79,9 @@ class _Forward:
 class _Layer:
     """The batch norms of one name on all ranks."""
 
-    def __init__(self, name: str, siblings: Sequence[nn.Module], lockstep: LockStep) -> None:
+    def __init__(self, name: str, siblings: Sequence[_BatchNorm]) -> None:
         self._name = name
-        self.siblings = [part for part in siblings if isinstance(part, _BatchNorm)]
-        self._lockstep = lockstep
-        kind = type(siblings[0])
-        if kind.forward is not _BatchNorm.forward:
-            raise UnsupportedError(
-                f"batchnorm is 'sync', but '{name}' is a {kind.__name__}, which has a forward "
-                "pass of its own; expected nn.BatchNorm1d, 2d or 3d"
-            )
+        self.siblings = siblings
 
     def forward(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         """``(n, channels, ...)`` to the same shape."""
@@ -82,11 +89,13 @@ class _Layer:
         if not batchnorm.training and batchnorm.running_mean is not None:
             return type(batchnorm).forward(batchnorm, X)
         batchnorm._check_input_dim(X)  # type: ignore[no-untyped-call]
-        mean, inverse_std = self._lockstep.meet(self._name, X, self._statistics)
+        mean, inverse_std = meet(self._name, X, self._statistics)
         # Centred before it is scaled: x * scale + shift would lose what a large mean hides.
         Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)  # noqa: N806
         if batchnorm.weight is not None:
-            Y = Y * _as_channels(batchnorm.weight, X) + _as_channels(batchnorm.bias, X)  # noqa: N806
+            Y = Y * _as_channels(batchnorm.weight, X)  # noqa: N806
+        if batchnorm.bias is not None:
+            Y = Y + _as_channels(batchnorm.bias, X)  # noqa: N806
         return Y.to(X.dtype)
 
     def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,12 +28,10 @@ from pyringar.comm.communicator import Communicator
 from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_replicas
-from pyringar.parallel.draws import SeesDraws
-from pyringar.parallel.lockstep import RankThreads, are_side_by_side, can_leave_thread
 from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.shards import check_replicas_equal, digest_of
 
-__all__ = ["ShardedStep", "check_shards"]
+__all__ = ["ShardedStep", "check_shards", "torch_threads"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +62,19 @@ def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> N
         )
 
 
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Let torch use as many threads in a ``with`` block."""
+    before = torch.get_num_threads()
+    try:
+        if before != num_threads:
+            torch.set_num_threads(num_threads)
+        yield
+    finally:
+        if before != num_threads:
+            torch.set_num_threads(before)
+
+
 class ShardedStep:
     """Computes gradients over a fixed number of shards; no bit depends on the number of ranks.
 
@@ -91,10 +102,8 @@ class ShardedStep:
         num_threads: Torch threads of every rank on a CPU, which decide the bits of a shard: those
             that the caller has do not count. Threads gain less than as many ranks.
         seed: Where the random numbers of shards come from, such as those of dropout: every shard
-            of every step has its own, on any rank. Ranks of one process then take turns. Without
-            it a function that draws random numbers is refused, in the first step.
-        in_turns: None: ranks on CPUs compute at the same time, those on GPUs are driven by one
-            thread. True: one after the other. False: also GPUs have a thread each.
+            of every step has its own, on any rank. Without it a function that draws from torch's
+            generators is refused, in the first step.
 
     Attributes:
         shards: The shards of every replica.
@@ -113,9 +122,9 @@ class ShardedStep:
     Equal bits need equal shards: the same sizes, dtypes and places in memory (cut from a batch on
     all ranks, or alone on all: libraries may treat memory by its alignment); operators
     that are deterministic (on CPUs those of torch are; on GPUs see
-    ``torch.use_deterministic_algorithms``); and processors of one kind. Under ``torch.autocast``
-    with weights that are used several times give ``in_turns=True`` or ``cache_enabled=False``:
-    threads share the casts that it keeps.
+    ``torch.use_deterministic_algorithms``); and processors of one kind.
+
+    Ranks of one process compute one after the other: one rank per process uses more cores.
 
     Cost: forward and backward of ``num_shards`` small batches instead of one per rank, one pass
     over the gradients per shard, ``log2(shards per rank) + 1`` times their memory, one collective.
@@ -130,7 +139,6 @@ class ShardedStep:
         comm: Communicator | RankCommunicator | None = None,
         num_threads: int = 1,
         seed: int | None = None,
-        in_turns: bool | None = None,
     ) -> None:
         self._replicas = check_replicas(replicas)
         if not is_count(num_threads, 1):
@@ -154,8 +162,6 @@ class ShardedStep:
         self.shards = [range(rank * each, (rank + 1) * each) for rank in ranks]
         self.num_steps = 0
         self._is_first = self._is_unchecked = True
-        is_beside = are_side_by_side(devices, True if seed is not None else in_turns)
-        self._threads = RankThreads(devices) if is_beside else None
 
     def __call__(
         self,
@@ -194,16 +200,13 @@ class ShardedStep:
         if self._is_unchecked:
             self._check_equal()
         ranks = [_Rank(replica, self.shards[i]) for i, replica in enumerate(self._replicas)]
-        seen = [SeesDraws() for _ in ranks] if self._is_first and self._seed is None else []
+        checks_draws = self._is_first and self._seed is None
+        before = self._random_states() if checks_draws else []
         try:
-            functions: dict[int, Callable[[], list[Tensor]]] = {}
-            for i, rank in enumerate(ranks):
-                run_shard = partial(self._run_shard, rank, i, loss_of, watch)
-                function = partial(rank.sum_shards, run_shard)
-                functions[i] = partial(seen[i].call, function) if seen else function
             with self._own_draws():
-                sums = list(self.run(functions).values())
-            if any(draws.has_drawn for draws in seen):
+                sums = self._sum_shards(ranks, loss_of, watch)
+            after = self._random_states() if checks_draws else []
+            if not all(map(torch.equal, before, after)):
                 raise UnsupportedError(
                     "random numbers were drawn for a shard, in an order that depends on the number "
                     "of ranks: give seed, from which every shard gets its own"
@@ -222,30 +225,8 @@ class ShardedStep:
         loss: Tensor = sums[0][-1]
         return loss
 
-    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Call functions with the threads that shards are computed with.
-
-        Args:
-            functions: By index of the replica.
-
-        Returns:
-            Their results: of ranks on CPUs computed at the same time.
-        """
-        if self._threads is not None and can_leave_thread():
-            return self._threads.run(functions, num_threads=self._num_threads)
-        before = torch.get_num_threads()
-        try:
-            if before != self._num_threads:
-                torch.set_num_threads(self._num_threads)
-            return {rank: function() for rank, function in functions.items()}
-        finally:
-            if before != self._num_threads:
-                torch.set_num_threads(before)
-
     def close(self) -> None:
-        """End its threads, and the communicator that was not given. May be called again."""
-        if self._threads is not None:
-            self._threads.close()
+        """Close the communicator, unless it was given. May be called again."""
         if self._owned is not None:
             self._owned.close()
 
@@ -254,6 +235,21 @@ class ShardedStep:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _sum_shards(
+        self, ranks: Sequence[_Rank], loss_of: LossOf, watch: Any
+    ) -> list[list[Tensor]]:
+        """Return the sum of each rank's shards, computed with as many torch threads as wanted."""
+        with torch_threads(self._num_threads):
+            return [
+                rank.sum_shards(partial(self._run_shard, rank, i, loss_of, watch))
+                for i, rank in enumerate(ranks)
+            ]
+
+    def _random_states(self) -> list[Tensor]:
+        """Return the states of torch's generators for the devices of the replicas."""
+        gpus = {d for d in map(_device_of, self._replicas) if d.type == "cuda"}
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
 
     def _run_shard(
         self, rank: _Rank, index: int, loss_of: LossOf, watch: Any, shard: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from pyringar.errors import ArgumentError, RingarError
 __all__ = [
     "check_replicas_equal",
     "count_correct",
+    "cut",
     "cut_batch",
     "digest_of",
     "evaluate_accuracy_gpus",
@@ -38,7 +39,6 @@ SplitFunction = Callable[
     [Tensor, Tensor, Sequence[torch.device]], tuple[Sequence[Tensor], Sequence[Tensor]]
 ]
 Replica = Callable[[Tensor], Tensor]  # a module, too
-RunRanks = Callable[[Mapping[int, Callable[[], Tensor]]], Mapping[int, Tensor]]
 
 
 def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
@@ -175,12 +175,45 @@ def cut_batch(
 ) -> tuple[Shards, Shards]:
     """Cut a batch as `split_batch` does, with arguments that were checked before."""
     sizes = shard_sizes(X.shape[0], len(devices), weights)
+    return tuple(cut(X, sizes, devices)), tuple(cut(y, sizes, devices))
 
-    def shards(tensor: Tensor) -> Shards:
-        parts = torch.split(tensor, sizes)
-        return tuple(part.to(device) for part, device in zip(parts, devices, strict=True))
 
-    return shards(X), shards(y)
+def cut(
+    tensor: Tensor, sizes: Sequence[int], devices: Sequence[torch.device], dim: int = 0
+) -> list[Tensor]:
+    """Split a tensor along ``dim`` into one shard per rank, each on its rank's device.
+
+    A module may write into its shard: shards share memory with ``tensor`` where they can, but not
+    its version counter, or one rank's write would invalidate what autograd saved for another rank.
+    Shards of a tensor that requires a gradient are copies.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        apply: Any = _Cut.apply  # torch 2.13 does not type it, torch 2.15 does
+        shards: tuple[Tensor, ...] = apply(tensor, sizes, devices, dim)
+        return list(shards)
+    starts = accumulate(sizes, initial=0)
+    parts = [tensor.narrow(dim, *place) for place in zip(starts, sizes, strict=False)]
+    return [part.data.to(device) for part, device in zip(parts, devices, strict=True)]
+
+
+class _Cut(torch.autograd.Function):
+    """Copies of the shards; backward concatenates their gradients."""
+
+    @staticmethod
+    def forward(
+        tensor: Tensor, sizes: Sequence[int], devices: Sequence[torch.device], dim: int
+    ) -> tuple[Tensor, ...]:
+        parts = torch.split(tensor, list(sizes), dim)
+        return tuple(part.to(d, copy=True) for part, d in zip(parts, devices, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensor, _, _, ctx.dim = inputs
+        ctx.device = tensor.device
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return torch.cat([grad.to(ctx.device) for grad in grads], ctx.dim), None, None, None
 
 
 def evaluate_accuracy_gpus(
@@ -199,8 +232,7 @@ def evaluate_accuracy_gpus(
 
     Args:
         replicas: One module or function per rank: samples ``(n, ...)`` to scores
-            ``(n, classes)``. Or a `pyringar.DataParallel`, whose ranks it uses, or, as in
-            the book, one module alone.
+            ``(n, classes)``. Or one module alone, which may be a `pyringar.DataParallel`.
         data_iter: Batches ``(X, y)`` with class indices ``y`` of shape ``(n,)``.
         split_f: Cuts a batch for the ranks, called as ``split_f(X, y, devices)``.
         devices: One device per rank. Where it is not given, a module's is that of its first
@@ -226,14 +258,12 @@ def count_correct(
     split_f: SplitFunction = split_batch,
     *,
     devices: Sequence[Device] | None = None,
-    run: RunRanks | None = None,
 ) -> tuple[int, int]:
     """Count what `evaluate_accuracy_gpus` divides.
 
     Args:
-        replicas: One module or function per rank, or a `DataParallel`, or one module alone; also a
-            part of all ranks, if ``split_f`` gives the shards of that part.
-        run: Calls one function per rank, by rank, and returns their results; in turns if not given.
+        replicas: One module or function per rank, or one module alone; also a part of all ranks, if
+            ``split_f`` gives the shards of that part.
 
     Returns:
         How many samples the replicas classify correctly, and how many there are in all.
@@ -253,8 +283,7 @@ def count_correct(
         for module in modules:
             module.eval()
         with torch.no_grad():
-            run = run or _run_in_turns
-            correct, total = _count_correct(ranks, data_iter, split_f, targets, run)
+            correct, total = _count_correct(ranks, data_iter, split_f, targets)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -265,14 +294,12 @@ def count_correct(
 
 def _check_replicas(given: Any) -> Sequence[Replica]:
     """Return one module or function per rank."""
-    if isinstance(getattr(given, "replicas", None), tuple):  # a DataParallel, of a floor above
-        given = given.replicas
     if callable(given) and not isinstance(given, nn.ModuleList):
         return [given]
     if not isinstance(given, (list, tuple, nn.ModuleList)):
         raise ArgumentError(
-            f"replicas is {kind_of(given)}, expected a module, a DataParallel, or a list with one "
-            "module per rank"
+            f"replicas is {kind_of(given)}, expected a module, or a list with one module per "
+            "rank"
         )
     if not given:
         raise ArgumentError("replicas is empty, expected one per rank")
@@ -320,7 +347,6 @@ def _count_correct(
     data_iter: Iterable[tuple[Tensor, Tensor]],
     split_f: SplitFunction,
     devices: Sequence[torch.device],
-    run: RunRanks,
 ) -> tuple[int, int]:
     # The counts stay on their devices until the end: reading one would wait for its GPU.
     counts = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
@@ -333,18 +359,10 @@ def _count_correct(
                 f"for each of {len(replicas)} replicas"
             )
         total += labels.shape[0]
-        hits = {
-            rank: partial(_hits, replica, sample_shards[rank], label_shards[rank], rank)
-            for rank, replica in enumerate(replicas)
-            if sample_shards[rank].shape[0]
-        }
-        for rank, found in run(hits).items():
-            counts[rank] += found
+        for rank, replica in enumerate(replicas):
+            if sample_shards[rank].shape[0]:
+                counts[rank] += _hits(replica, sample_shards[rank], label_shards[rank], rank)
     return sum(int(count) for count in counts), total
-
-
-def _run_in_turns(functions: Mapping[int, Callable[[], Tensor]]) -> dict[int, Tensor]:
-    return {rank: function() for rank, function in functions.items()}
 
 
 def _hits(replica: Replica, samples: Tensor, labels: Tensor, rank: int) -> Tensor:

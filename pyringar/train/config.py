@@ -97,11 +97,6 @@ class TrainConfig:
             host then has next to nothing to do, and ranks compute at the same time. For ranks that
             share one GPU. Changes no bit. None: with ``amp`` where it is possible, and without
             ``compile``.
-        in_turns: None: ranks on CPUs compute at the same time, each in a thread with its share of
-            torch's threads, at least one; ranks on GPUs are driven by one thread. True: one after
-            the other, each with all of torch's threads. False: also GPUs have a thread each (not
-            yet run on one). The number of threads decides the bits, and nothing else of this.
-            Ranks that ``compile`` or ``batchnorm="sync"`` ties together always take turns.
         momentum: Each step goes on with this share of the one before it, 0 to below 1: the sum of
             past steps, each with the learning rate of its time. With a constant learning rate that
             is ``torch.optim.SGD``'s.
@@ -139,7 +134,6 @@ class TrainConfig:
     overlap: bool = True
     compile: bool = False
     cuda_graph: bool | None = None
-    in_turns: bool | None = None
     momentum: float = 0.0
     shards: int | None = None
 

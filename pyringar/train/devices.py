@@ -93,15 +93,12 @@ def synchronize(devices: Sequence[torch.device]) -> None:
         torch.cuda.synchronize(device)
 
 
-def describe_ranks(
-    here: Sequence[torch.device], everywhere: Sequence[torch.device], *, in_turns: bool
-) -> str:
+def describe_ranks(here: Sequence[torch.device], everywhere: Sequence[torch.device]) -> str:
     """Say how many ranks there are, how they run and on what, such as ``2 ranks in turns on ...``.
 
     Args:
         here: The devices of this process's ranks.
         everywhere: The devices of all ranks.
-        in_turns: Whether one thread drives all ranks that are here.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = f"{read_cpu().name}, {cores} cores"
@@ -111,8 +108,6 @@ def describe_ranks(
     count = f"{len(everywhere)} rank{'s' if len(everywhere) > 1 else ''}"
     if len(here) < len(everywhere):
         count += ", a process each"
-    elif not in_turns:
-        count += " at the same time"
     elif len(here) > 1 and len(set(here)) == 1:
         count += " in turns"
     return f"{count} on {machine}"

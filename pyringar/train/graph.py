@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,7 @@ class Branches:
     Args:
         device: The GPU.
         num_ranks: Number of ranks.
-        score: See `Beside`.
+        score: See `RankBranches`.
     """
 
     def __init__(
@@ -71,10 +70,6 @@ class Branches:
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(1, num_ranks)]  # type: ignore[no-untyped-call]
         self.score = score
-
-    def together(self) -> AbstractContextManager[None]:
-        """Do nothing: the host calls one rank after the other."""
-        return nullcontext()
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Call each rank's function on its stream, between a fork and a join of the current one."""
@@ -89,10 +84,6 @@ class Branches:
         for stream in self._streams:
             here.wait_stream(stream)
         return results
-
-    def may_run(self) -> bool:
-        """Return True: all calls come from this thread."""
-        return True
 
 
 class CudaCapture:

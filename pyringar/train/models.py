@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import CompilerNotFoundError
+from pyringar.parallel.batchnorm import synchronise_batchnorm
 from pyringar.parallel.bucketer import GradientBucketer
-from pyringar.parallel.lockstep import RankThreads, are_side_by_side
-from pyringar.parallel.module import DataParallel
-from pyringar.parallel.replicate import copy_buffers
+from pyringar.parallel.rank_threads import run_in_lockstep, run_ranks
+from pyringar.parallel.replicate import copy_buffers, replicate
 from pyringar.parallel.shards import get_params
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
-from pyringar.train.step import AfterBackward, Mark, SideBySide
+from pyringar.train.step import AfterBackward, Mark
 
 __all__ = [
-    *("RankedModel", "autocast", "build_model", "plain_model"),
-    *("takes_turns", "threads_per_rank"),
+    *("RankedModel", "autocast", "build_model", "plain_model", "threads_per_rank"),
 ]
 
 _NUM_CLASSES = 10
@@ -41,23 +40,9 @@ def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
     return stack
 
 
-def takes_turns(config: TrainConfig, devices: Sequence[torch.device]) -> bool:
-    """Return whether one rank of this process computes after the other.
-
-    Raises:
-        ArgumentError: They cannot do what ``config.in_turns`` says.
-    """
-    # A model is compiled by one thread, and batch norm over the whole batch ties ranks together.
-    is_tied = config.compile or config.batchnorm == "sync" or config.cuda_graph
-    return is_tied or not are_side_by_side(devices, config.in_turns)
-
-
-def threads_per_rank(config: TrainConfig, devices: Sequence[torch.device]) -> int:
+def threads_per_rank(config: TrainConfig) -> int:
     """Return how many torch threads a rank of this process computes with."""
-    if config.shards is not None:
-        return 1
-    num_threads = torch.get_num_threads()
-    return num_threads if takes_turns(config, devices) else RankThreads(devices).share()
+    return torch.get_num_threads() if config.shards is None else 1
 
 
 class RankedModel(ABC):
@@ -68,18 +53,15 @@ class RankedModel(ABC):
         params: ``params[rank][i]``: what a step changes.
         replicas: One module per rank, or what ``params`` has.
         bucketer: What reduces the gradients of ``params``.
-        beside: How ranks compute at the same time; None where they take turns.
     """
 
     title: str
     params: list[list[Tensor]]
     replicas: Sequence[nn.Module | list[Tensor]]
     bucketer: GradientBucketer | AfterBackward
-    beside: SideBySide | None = None
 
     def __init__(self, config: TrainConfig, devices: Sequence[torch.device]) -> None:
         self._autocast = functools.partial(autocast, config, devices)
-        self._threads = None if takes_turns(config, devices) else RankThreads(devices)
 
     def scores(self, shards: Sequence[Tensor], mark: Mark | None = None) -> list[Tensor]:
         """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each.
@@ -97,11 +79,6 @@ class RankedModel(ABC):
     @abstractmethod
     def _score(self, rank: int, X: Tensor) -> Tensor: ...  # noqa: N803
 
-    def _compute_beside(self) -> None:
-        """Let ranks compute at the same time, if they may; call when all else is there."""
-        if self._threads is not None:
-            self.beside = SideBySide(self._threads, self.score, self.bucketer.together)
-
     def score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         """Score one rank's images, for training.
 
@@ -109,8 +86,6 @@ class RankedModel(ABC):
             rank: Of those that are here.
             X: Images.
         """
-        # Threads share the casts that autocast keeps, and each clears them at its end: with every
-        # weight used once, as here, no bit depends on when.
         with self._autocast():
             return self._score(rank, X)
 
@@ -131,10 +106,8 @@ class RankedModel(ABC):
         return [tensor for mine in (*self.params, *self.buffers()) for tensor in mine]
 
     def close(self) -> None:
-        """Let go of hooks and threads, not of the communicator."""
+        """Remove the hooks; the communicator stays open."""
         self.bucketer.close()
-        if self._threads is not None:
-            self._threads.close()
 
 
 def build_model(
@@ -190,21 +163,6 @@ def _make_bucketer(
     return AfterBackward(params, [own[0].device for own in params], comm)
 
 
-class _Replicas(DataParallel):
-    """A module's replicas, also where there is no engine, and for steps over shards."""
-
-    _shards: int | None = None
-
-    def _make_bucketer(  # type: ignore[override]
-        self, comm: Communicator | RankCommunicator | None
-    ) -> GradientBucketer | AfterBackward:
-        return _make_bucketer(self.replicas, comm, self._shards, **self._bucketing)
-
-
-class _Unhooked(_Replicas):
-    _shards = 1
-
-
 class _LeNet(RankedModel):
     """The book's list of tensors and a function."""
 
@@ -226,7 +184,6 @@ class _LeNet(RankedModel):
             overlap=config.overlap and not config.cuda_graph,
         )
         self._lenet = torch.compile(lenet) if config.compile else lenet
-        self._compute_beside()
 
     def _score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         return self._lenet(X, self.params[rank])
@@ -277,29 +234,29 @@ class _ResNet18(RankedModel):
         self.title = (
             f"{MODEL_TITLES[config.model]} of width {config.width}, {config.batchnorm} batch norm"
         )
-        self._net = (_Replicas if config.shards is None else _Unhooked)(
-            _initial_resnet18(config),
-            devices,
-            batchnorm=config.batchnorm,
-            bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap and not config.cuda_graph,
-            comm=comm,
-            in_turns=True,  # where they do not, each is called in its thread, and not all at once
-        )
+        self._devices = devices
+        self._modules = replicate(_initial_resnet18(config), devices)
+        self._is_synced = config.batchnorm == "sync" and len(devices) > 1
+        if self._is_synced:
+            synchronise_batchnorm(self._modules)
         self._is_compiled = config.compile
         # All gradients then come at the end of backward, which a graph's reduction waits for.
         self._casts_at_once = config.amp and config.cuda_graph and not config.compile
         if config.compile:
-            for replica in self._net.replicas:
+            for replica in self._modules:
                 replica.compile()
-        self.bucketer, self.replicas = self._net.bucketer, self._net.replicas
-        self.params = [list(replica.parameters()) for replica in self._net.replicas]
-        self._compute_beside()
+        self.bucketer = _make_bucketer(
+            *(self._modules, comm, config.shards),
+            bucket_cap_mb=config.bucket_cap_mb,
+            overlap=config.overlap and not config.cuda_graph,
+        )
+        self.replicas = self._modules
+        self.params = [list(replica.parameters()) for replica in self._modules]
 
     def _score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)
-        replica = self._net.replicas[rank]
+        replica = self._modules[rank]
         if not self._casts_at_once:
             scores: Tensor = replica(X)
             return scores
@@ -309,10 +266,16 @@ class _ResNet18(RankedModel):
         return scores
 
     def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
-        if not any(len(shard) for shard in shards):  # ranks in other processes have them all
-            return [shard.new_empty(0, _NUM_CLASSES) for shard in shards]
+        calls = {
+            rank: functools.partial(self._modules[rank], shard)
+            for rank, shard in enumerate(shards)
+            if len(shard)
+        }
+        run = run_in_lockstep if self._is_synced else run_ranks
         with self._marked(mark):
-            return self._net.run_shards(shards)
+            scores = run(calls, self._devices) if calls else {}
+        empty = [shard.new_empty(0, _NUM_CLASSES) for shard in shards]
+        return [scores.get(rank, none) for rank, none in enumerate(empty)]
 
     @contextmanager
     def _marked(self, mark: Mark | None) -> Iterator[None]:
@@ -324,7 +287,7 @@ class _ResNet18(RankedModel):
         if mark is not None and not self._is_compiled:
             hooks = [
                 part.register_forward_hook(functools.partial(_call_with, mark, rank))
-                for rank, replica in enumerate(self._net.replicas)
+                for rank, replica in enumerate(self._modules)
                 for part in replica.modules()
                 if not any(part.children())
             ]
@@ -335,16 +298,12 @@ class _ResNet18(RankedModel):
                 hook.remove()
 
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
-        copy_buffers(self._net.replicas)  # rank 0's running statistics count, as if it were alone
-        return self._net.replicas
+        copy_buffers(self._modules)  # rank 0's running statistics count, as if it were alone
+        return self._modules
 
     def buffers(self) -> list[list[Tensor]]:
-        return [list(replica.buffers()) for replica in self._net.replicas]
+        return [list(replica.buffers()) for replica in self._modules]
 
     def state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self._net.state_dict()
+        state: dict[str, Tensor] = self._modules[0].state_dict()
         return state
-
-    def close(self) -> None:
-        super().close()
-        self._net.close()

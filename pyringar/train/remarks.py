@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-import torch
-
 from pyringar.parallel.shards import shard_sizes
 
 __all__ = ["BusyCores", "tell_of_idle_ranks"]
@@ -40,26 +38,23 @@ def tell_of_idle_ranks(
 
 
 class BusyCores:
-    """Says once when other programs take the cores that several threads of a step need.
+    """Warn once when other programs take the cores that the torch threads of a step need.
 
     All torch threads of an operator wait for the last one. Where one of them waits for a core, so
-    do the others, and a step takes many times as long as with one thread. Ranks that compute at the
-    same time wait for the last rank, once a step.
+    do the others, and a step takes many times as long as with one thread.
 
     A context manager, entered for every step: what is done between steps does not count. Nor does
     the first step, in which torch may compile, nor the longest one since the last comparison, in
     which the process may have been stopped.
 
     Args:
-        is_on: False: says nothing.
-        num_ranks: How many compute at the same time.
-        num_threads: Torch threads of each; the caller's if not given.
+        is_on: False: never warn.
+        num_threads: Torch threads of a step.
     """
 
-    def __init__(self, is_on: bool, num_ranks: int = 1, num_threads: int | None = None) -> None:
-        self._num_ranks = num_ranks
-        self._num_threads = num_threads or torch.get_num_threads()
-        self._is_on = is_on and self._num_threads * num_ranks > 1
+    def __init__(self, is_on: bool, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._is_on = is_on and num_threads > 1
         self._is_first = True
         self._begin = self._total = self._longest = (0.0, 0.0)  # wall and processor time
 
@@ -81,12 +76,10 @@ class BusyCores:
         self._total = self._longest = (0.0, 0.0)
         if wall_s > _WALL_PER_PROCESSOR_TIME * processor_s:
             self._is_on = False
-            what = f"{self._num_threads} torch threads wait for each other; try OMP_NUM_THREADS=1"
-            if self._num_threads == 1:
-                what = f"{self._num_ranks} ranks at the same time wait for cores"
             logger.warning(
-                "%.0f s of training had %.0f s of processor time: this machine is busy, and %s",
-                *(wall_s, processor_s, what),
+                "%.0f s of training had %.0f s of processor time: this machine is busy, and %d "
+                "torch threads wait for each other; try OMP_NUM_THREADS=1",
+                *(wall_s, processor_s, self._num_threads),
             )
 
     @staticmethod

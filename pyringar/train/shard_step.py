@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -40,9 +39,7 @@ class ShardStep:
         self, model: RankedModel, comm: Communicator | RankCommunicator, config: TrainConfig
     ) -> None:
         self._model, self._num_shards = model, config.shards or 1
-        step = self._step = ShardedStep(
-            *(model.replicas, self._num_shards), comm=comm, in_turns=config.in_turns
-        )
+        step = self._step = ShardedStep(model.replicas, self._num_shards, comm=comm)
         self.momentum = Momentum.of(config.momentum, model.params)
         self.sums = [
             torch.zeros((), dtype=torch.float64, device=params[0].device) for params in model.params
@@ -69,11 +66,8 @@ class ShardStep:
             return sum_loss(self._model.score(rank, images), labels)
 
         loss = self._step(loss_of, watch=_nothing if trace is None else trace.span)
-        updates = {
-            rank: functools.partial(update_rank, rank, params, step_size, trace, self.momentum)
-            for rank, params in enumerate(self._model.params)
-        }
-        self._step.run(updates)
+        for rank, params in enumerate(self._model.params):
+            update_rank(rank, params, step_size, trace, self.momentum)
         for total in self.sums:
             total += loss.to(total.device)
         return mismatch_flags(self._model.params)
@@ -85,7 +79,7 @@ class ShardStep:
             total.zero_()
         return loss
 
-    def evaluation(self, size: int, world_size: int) -> tuple[int, Any, Any]:
+    def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
         """Return how test images are scored: as many at a time on any number of ranks.
 
         Args:
@@ -93,8 +87,7 @@ class ShardStep:
             world_size: Number of ranks.
 
         Returns:
-            The size of a batch that has such a piece for every rank, what cuts it, and what calls
-            functions with the threads of training.
+            The size of a batch that has such a piece for every rank, and what cuts it.
         """
         piece = math.ceil(size / self._num_shards)
 
@@ -110,10 +103,10 @@ class ShardStep:
             )
             return images, labels
 
-        return piece * world_size, split, self._step.run
+        return piece * world_size, split
 
     def close(self) -> None:
-        """End the threads."""
+        """Close what the step owns."""
         self._step.close()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,13 +16,12 @@ from torch.nn import functional as F  # noqa: N812
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError
 from pyringar.parallel.bucket_step import StepStats
-from pyringar.parallel.lockstep import RankThreads, are_side_by_side, can_leave_thread
 from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
 __all__ = [
-    *("AfterBackward", "Beside", "EagerStep", "Momentum", "SideBySide"),
+    *("AfterBackward", "EagerStep", "Momentum", "RankBranches"),
     *("reduce_gradients", "sgd", "sum_loss", "train_batch", "update_rank"),
 ]
 
@@ -32,43 +30,14 @@ Mark = Callable[[int], None]  # called with a rank that has got on
 Scores = Callable[[Sequence[Tensor], Mark | None], Sequence[Tensor]]
 
 
-class Beside(Protocol):
-    """Ranks that compute at the same time."""
+class RankBranches(Protocol):
+    """Runs ranks of one GPU as parallel branches of a CUDA graph."""
 
     def score(self, rank: int, X: Tensor, /) -> Tensor:  # noqa: N803
         """Score a rank's shard, in `run`: ``(n, classes)``."""
 
-    def together(self) -> AbstractContextManager[None]:
-        """Return the context of backward passes of several ranks."""
-
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Call ``functions[rank]()`` for each rank, and return the results."""
-
-    def may_run(self) -> bool:
-        """Return whether `run` gives the bits of ranks in turns where it is called."""
-
-
-@dataclass(frozen=True)
-class SideBySide:
-    """Ranks in threads, see `Beside`.
-
-    Attributes:
-        threads: Where.
-        score: Called with a rank and its shard in that rank's thread: ``(n, classes)``.
-        together: Entered while backward passes of several ranks run.
-    """
-
-    threads: RankThreads
-    score: Callable[[int, Tensor], Tensor]
-    together: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Call ``functions[rank]()`` in each rank's thread, with its share of torch's threads."""
-        return self.threads.run(functions, num_threads=self.threads.share())
-
-    def may_run(self) -> bool:
-        """Return whether calls give the same in other threads."""
-        return can_leave_thread()
 
 
 def train_batch(
@@ -80,7 +49,6 @@ def train_batch(
     *,
     comm: Communicator | None = None,
     weights: Sequence[float] | None = None,
-    in_turns: bool = False,
 ) -> list[Tensor]:
     """Do one step of SGD on a batch that is split over the ranks, with LeNet.
 
@@ -97,10 +65,6 @@ def train_batch(
         lr: Learning rate.
         comm: What reduces; if not given, one in rank order that is closed again.
         weights: Shares of the ranks; see `pyringar.split_batch`.
-        in_turns: False: ranks on CPUs compute at the same time, each in a thread with its share of
-            the caller's torch threads; these threads are kept with ``comm``, if it is given. True:
-            one after the other, with all torch threads; so, too, under hooks on saved tensors and
-            in modes of torch that only the caller's thread has.
 
     Returns:
         Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
@@ -114,39 +78,15 @@ def train_batch(
     shards = split_batch(X, y, devices, weights)
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
-    with _lenet_threads(device_params, comm, in_turns) as threads:
-        beside = None
-        if threads is not None:
-            beside = SideBySide(threads, lambda rank, X: lenet(X, device_params[rank]))  # noqa: N803
-        return _train_shards(
-            shards,
-            device_params,
-            scores=lambda shards, mark: [
-                lenet(X, params) for X, params in zip(shards, device_params, strict=True)
-            ],
-            reduce=lambda: reduce_gradients(device_params, devices, comm),
-            step_size=lr / X.shape[0],
-            beside=beside,
-        )
-
-
-# Those of communicators that callers of `train_batch` have made, which outlive its calls.
-_threads_of: weakref.WeakKeyDictionary[Communicator, RankThreads] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def _lenet_threads(
-    replicas: Replicas, comm: Communicator | None, in_turns: bool
-) -> Iterator[RankThreads | None]:
-    """Give the threads that ranks compute in: their communicator's, or some for this call."""
-    devices = [params[0].device for params in replicas]
-    if in_turns or not are_side_by_side(devices):
-        yield None
-    elif comm is None:
-        with closing(RankThreads(devices)) as threads:
-            yield threads
-    else:
-        yield _threads_of.setdefault(comm, RankThreads(devices))
+    return _train_shards(
+        shards,
+        device_params,
+        scores=lambda shards, mark: [
+            lenet(X, params) for X, params in zip(shards, device_params, strict=True)
+        ],
+        reduce=lambda: reduce_gradients(device_params, devices, comm),
+        step_size=lr / X.shape[0],
+    )
 
 
 def _train_shards(
@@ -156,16 +96,14 @@ def _train_shards(
     reduce: Callable[[], None],
     step_size: float | Tensor,
     trace: Trace | None = None,
-    beside: Beside | None = None,
+    branches: RankBranches | None = None,
     momentum: Momentum | None = None,
 ) -> list[Tensor]:
     """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
     for param in itertools.chain(*replicas):
         param.grad = None  # or what an earlier step left would be added
-    if beside is not None and not beside.may_run():
-        beside = None
-    if beside is not None:
-        losses = _compute_beside(shards, beside, trace)
+    if branches is not None:
+        losses = _compute_in_branches(shards, branches, trace)
     else:
         losses = _compute_in_turns(shards, replicas, scores, trace)
     with _span(trace, "wait", *range(len(replicas))):
@@ -174,25 +112,23 @@ def _train_shards(
         rank: functools.partial(update_rank, rank, params, step_size, trace, momentum)
         for rank, params in enumerate(replicas)
     }
-    if beside is not None:
-        beside.run(updates)
+    if branches is not None:
+        branches.run(updates)
     else:
         for update in updates.values():
             update()
     return losses
 
 
-def _compute_beside(
-    shards: tuple[Shards, Shards], beside: Beside, trace: Trace | None
+def _compute_in_branches(
+    shards: tuple[Shards, Shards], branches: RankBranches, trace: Trace | None
 ) -> list[Tensor]:
-    """Run forward and backward of all ranks at the same time."""
+    """Run forward and backward of each rank in its branch."""
     computations = {
-        rank: functools.partial(_compute_rank, beside.score, rank, X, y, trace)
+        rank: functools.partial(_compute_rank, branches.score, rank, X, y, trace)
         for rank, (X, y) in enumerate(zip(*shards, strict=True))
     }
-    with beside.together():
-        losses = beside.run(computations)
-    return list(losses.values())
+    return list(branches.run(computations).values())
 
 
 def _compute_rank(
@@ -345,10 +281,6 @@ class AfterBackward:
         """Return statistics of no bucket."""
         return StepStats()
 
-    def together(self) -> AbstractContextManager[None]:
-        """Do nothing: there are no hooks."""
-        return nullcontext()
-
     def close(self) -> None:
         """Do nothing: there are no hooks."""
 
@@ -409,7 +341,7 @@ class EagerStep:
         reduce: Called after backward; returns when every ``grad`` is the sum over all ranks, such
             as `GradientBucketer.wait`.
         split: Cuts a batch into one shard per rank that is here.
-        beside: Ranks compute at the same time so, and not through ``scores``; None: in turns.
+        branches: Ranks run in these branches, not through ``scores``; None: one after the other.
         momentum: See `sgd`.
 
     Attributes:
@@ -423,7 +355,7 @@ class EagerStep:
         scores: Scores,
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
-        beside: Beside | None = None,
+        branches: RankBranches | None = None,
         momentum: float = 0.0,
     ) -> None:
         self._replicas = replicas
@@ -431,7 +363,7 @@ class EagerStep:
         self._scores = scores
         self._reduce = reduce
         self._split = split
-        self._beside = beside
+        self._branches = branches
         self.sums = [
             torch.zeros((), dtype=torch.float64, device=params[0].device) for params in replicas
         ]
@@ -457,7 +389,7 @@ class EagerStep:
         losses = _train_shards(
             self._split(X, y),
             self._replicas,
-            *(self._scores, self._reduce, step_size, trace, self._beside, self.momentum),
+            *(self._scores, self._reduce, step_size, trace, self._branches, self.momentum),
         )
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
+from pyringar.parallel.sharded_step import torch_threads
 from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
 from pyringar.train.balance import measure_weights
 from pyringar.train.checkpoint import (
@@ -42,13 +43,12 @@ from pyringar.train.models import (
     autocast,
     build_model,
     plain_model,
-    takes_turns,
     threads_per_rank,
 )
 from pyringar.train.pacing import StepWindow
 from pyringar.train.remarks import BusyCores, tell_of_idle_ranks
 from pyringar.train.shard_step import ShardStep
-from pyringar.train.step import Beside, EagerStep
+from pyringar.train.step import EagerStep, RankBranches
 from pyringar.train.trace import Trace
 
 __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
@@ -249,9 +249,7 @@ class Trainer:
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = build_model(config, self.devices, self.group.comm)
         if trace is not None:
-            ranks = describe_ranks(
-                self.devices, self.all_devices, in_turns=takes_turns(config, self.devices)
-            )
+            ranks = describe_ranks(self.devices, self.all_devices)
             trace.title = f"{self.model.title}, {ranks}"
         self.replicas = self.model.params
         self.weights = self._choose_weights() if checkpoint is None else checkpoint.weights
@@ -263,9 +261,7 @@ class Trainer:
         if checkpoint is not None:
             self._go_on_from(checkpoint, Path(resume or ""))
         self._busy_cores = BusyCores(
-            {device.type for device in self.all_devices} == {"cpu"},
-            1 if takes_turns(config, self.devices) else len(self.devices),
-            threads_per_rank(config, self.devices),
+            {device.type for device in self.all_devices} == {"cpu"}, threads_per_rank(config)
         )
         if self.is_main:
             size = min(config.global_batch_size, len(self._data.train_labels))
@@ -366,13 +362,12 @@ class Trainer:
         models = self.model.evaluators()
         self.group.share_buffers(self.model.state_dict(), self.replicas[0])
         size, split = _EVAL_BATCH, self.group.split
-        beside = self.model.beside
-        run = beside.run if beside is not None and beside.may_run() else None
         if isinstance(self._run_step, ShardStep):
-            size, split, run = self._run_step.evaluation(size, self.config.world_size)
+            size, split = self._run_step.evaluation(size, self.config.world_size)
         test = batches(self._data.test_images, self._data.test_labels, size)
-        with autocast(self.config, self.devices):
-            correct, total = count_correct(*(models, test, split), devices=self.devices, run=run)
+        threads = torch_threads(threads_per_rank(self.config))
+        with autocast(self.config, self.devices), threads:
+            correct, total = count_correct(models, test, split, devices=self.devices)
         accuracy: float = self.group.total(correct) / total
         return accuracy
 
@@ -451,7 +446,7 @@ class Trainer:
         self._folder.write(
             Checkpoint(
                 recipe=recipe_of(self.config, self.all_devices),
-                setting=setting(threads_per_rank(self.config, self.devices)),
+                setting=setting(threads_per_rank(self.config)),
                 num_epochs=self.config.epochs,
                 epochs=[list(astuple(epoch)) for epoch in epochs],
                 epoch_steps=progress.steps,
@@ -500,7 +495,7 @@ class Trainer:
     def _check(self, found: Checkpoint, folder: Path) -> None:
         """Raise unless this run is the one of a checkpoint; warn if its bits may yet differ."""
         check_same(found.recipe, recipe_of(self.config, self.all_devices), folder)
-        for name, value in setting(threads_per_rank(self.config, self.devices)).items():
+        for name, value in setting(threads_per_rank(self.config)).items():
             if found.setting.get(name) != value:
                 logger.warning(
                     "%s: %s here, %s where the checkpoint in '%s' was written; the bits of what "
@@ -553,12 +548,12 @@ class Trainer:
         if config.shards is not None:
             return ShardStep(self.model, self.group.comm, config)
         split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
-        beside: Beside | None = self.model.beside
+        branches: RankBranches | None = None
         if config.cuda_graph and config.batchnorm == "local":
-            beside = Branches(self.devices[0], len(self.devices), self.model.score)
+            branches = Branches(self.devices[0], len(self.devices), self.model.score)
         eager = EagerStep(
             *(self.replicas, self.model.scores, self.model.bucketer.wait, split),
-            beside=beside,
+            branches=branches,
             momentum=config.momentum,
         )
         if not config.cuda_graph:

@@ -45,6 +45,49 @@ def test_broadcast(ranks_of, device, dtype):
                 ranks.check(parts[root], f"{dtype} root {root}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["fused", "direct"])
+def test_reduce(ranks_of, device, algorithm, dtype):
+    """Into memory of its own and in place, at every root and alignment."""
+    for world_size in (1, 2, 5, 9):
+        comm = ranks_of(world_size)
+        for root, numel in enumerate((0, 1, 17, 9001)[:world_size]):
+            parts = gpu.drawn(numel, dtype, world_size)
+            for shifts in gpu.ALIGNMENTS:
+                for order in ("rank", "tree"):
+                    ranks = gpu.Ranks(parts, device, shifts)
+                    output = torch.zeros(numel, dtype=dtype, device=device)
+                    options = {"root": root, "algorithm": algorithm, "order": order}
+                    comm.reduce(output, ranks.tensors, "mean", **options)
+                    wanted = expected(parts, "mean", algorithm, order)
+                    context = f"{algorithm} {dtype} {order} root {root} of {world_size}, {shifts}"
+                    assert_bits(output.cpu(), wanted, context)
+                    comm.reduce(ranks.tensors[root], ranks.tensors, "mean", **options)
+                    for rank, (tensor, part) in enumerate(zip(ranks.tensors, parts, strict=True)):
+                        mine = wanted if rank == root else part
+                        assert_bits(tensor.cpu(), mine, f"{context}: rank {rank}")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rooted_lists(ranks_of, is_async):
+    """Reduced into one rank's lists, with gaps, then broadcast from there."""
+    comm, root = ranks_of(3), 2
+    shapes = [(64, 3), (5003,), (0,), (), (7, 11)] * 12
+    parts = gpu.lists_of(shapes, (torch.float32, torch.bfloat16, torch.int64), 3)
+    lists = gpu.placed(comm, parts)
+    outputs = [tensor.clone() for tensor in lists[root]]
+    outputs[0] = torch.zeros(64, 6, device=comm.devices[root])[:, ::2].copy_(lists[root][0])
+    outputs[1] = lists[root][1]
+    work = comm.reduce_coalesced(outputs, lists, root=root, async_op=is_async)
+    if is_async:
+        work.wait()
+    gpu.assert_lists([outputs], parts, "sum", "fused")
+    work = comm.broadcast_coalesced([lists[0], lists[1], outputs], root, async_op=is_async)
+    if is_async:
+        work.wait()
+    gpu.assert_lists([lists[0], lists[1]], parts, "sum", "fused")
+
+
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_bind(ranks_of, algorithm):
     parts = gpu.drawn(5003, torch.float32, 4)

@@ -77,6 +77,19 @@ def test_lists_and_the_other_collectives(devices, algorithm):
         tensors = gpu.placed(comm, flat)
         comm.broadcast(tensors, root=1)
         gpu.assert_ranks(tensors, flat[1])
+        for root, device in enumerate(comm.devices):
+            check_rooted_lists(comm, root, parts, [part.to(device) for part in parts[root]])
+
+
+def check_rooted_lists(comm, root, parts, outputs):
+    """Reduce into one rank's lists, every second tensor in place, and broadcast from there."""
+    lists = gpu.placed(comm, parts)
+    outputs[::2] = lists[root][::2]
+    comm.reduce_coalesced(outputs, lists, "sum", root=root, algorithm="direct")
+    gpu.assert_lists([outputs], parts, "sum", "direct")
+    lists[root] = outputs
+    comm.broadcast_coalesced(lists, root)
+    gpu.assert_lists(lists, parts, "sum", "direct")
 
 
 @pytest.mark.parametrize("devices", [MIXED])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import gpu
 import pytest
 import torch
-from oracle import NATIVE, expected, reduced, same_bits
+from oracle import NATIVE, assert_bits, expected, reduced, same_bits
 
 import pyringar as pr
 
@@ -71,12 +71,17 @@ def test_graph_of_many_calls(make_ranks):
     shapes = [(3, 5), (1000,), (64, 3)]
     lists = gpu.placed(comm, gpu.lists_of(shapes, (torch.float32,), 2))
     bases, gathered = gpu.zeros(comm, 100), gpu.zeros(comm, 200)
+    total, copies = torch.zeros_like(bases[1]), gpu.placed(comm, lists)
 
     def calls():
         comm.all_reduce_coalesced(lists, "mean")
         comm.all_reduce([base[::2] for base in bases])
         comm.broadcast([base[50:60] for base in bases], root=1)
         comm.all_gather(gathered, bases)
+        comm.reduce(total[::2], [base[1::2] for base in bases], "max", root=1)
+        comm.reduce(total[1::2], [base[::2] for base in bases], "sum", root=1)
+        comm.reduce_coalesced(copies[0], lists, "max")
+        comm.broadcast_coalesced(copies, 0)
 
     graph = captured(calls)
     for replay in range(3):
@@ -91,6 +96,10 @@ def test_graph_of_many_calls(make_ranks):
             part[::2] = reduced([each[::2] for each in parts], "sum")
         wanted[0][50:60] = wanted[1][50:60]
         gpu.assert_ranks(gathered, torch.cat(wanted), f"replay {replay}")
+        assert_bits(total[::2].cpu(), reduced([part[1::2] for part in wanted], "max"))
+        assert_bits(total[1::2].cpu(), reduced([part[::2] for part in wanted], "sum"))
+        means = [[tensor.cpu() for tensor in mine] for mine in lists]
+        gpu.assert_lists(copies, means, "max", "fused")
 
 
 def test_a_graph_has_what_it_needs(make_ranks):

@@ -64,32 +64,58 @@ Case::Case(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::s
   collective_.operation = "all_reduce";
   collective_.algorithm = algorithm;
   collective_.fold = random_gpu_fold(random, k);
-  collective_.pointers.reserve(num_parts * num_ranks);
+  if (algorithm != Algorithm::kRing && k > 1) {
+    operation_ = static_cast<Operation>(random.below(3));
+    root_ = random.below(num_ranks);
+  }
+  if (operation_ == Operation::kBroadcast) collective_.fold = {};
+  collective_.pointers.reserve(num_parts * (num_ranks + 1));
   for (std::size_t p = 0; p < num_parts; ++p) {
     const std::size_t numel = is_large   ? 40'000
                               : has_many ? random.below(20)
                                          : edges[random.below(9)];
     const DType dtype = has_many ? dtype_of_many : random_dtype(random);
+    const bool has_output = operation_ == Operation::kReduce && random.one_in(2);
+    const std::size_t count = num_ranks + (has_output ? 1 : 0);
     parts_.push_back(
-        {dtype, numel, Tensors(random, dtype, num_ranks, numel, random_addresses(random)), {}});
+        {dtype, numel, Tensors(random, dtype, count, numel, random_addresses(random)), {}});
     Part& part = parts_.back();
-    void* const* table = collective_.pointers.data() + collective_.pointers.size();
-    collective_.tensors.push_back({table, table, k, k, numel, dtype});
-    for (int rank = 0; rank < k; ++rank) {
-      void* tensor = part.tensors[static_cast<std::size_t>(rank)];
+    for (std::size_t i = 0; i < count; ++i) {
       part.after.emplace_back(part.tensors.bytes());
-      collective_.pointers.push_back(tensor);
-      collective_.ranks.push_back(rank);
-      model::show_tensor(tensor, part.tensors.bytes(), of_rank_[static_cast<std::size_t>(rank)]);
+      model::show_tensor(part.tensors[i], part.tensors.bytes(), of_rank_[rank_of(i)]);
     }
+    add_buffers(part);
+  }
+}
+
+// As the bindings lay them out.
+void Case::add_buffers(const Part& part) {
+  const auto push = [&](std::size_t tensor) {
+    collective_.pointers.push_back(part.tensors[tensor]);
+    collective_.ranks.push_back(static_cast<int>(rank_of(tensor)));
+  };
+  const std::size_t num_ranks = of_rank_.size();
+  const auto k = static_cast<int>(num_ranks);
+  void* const* table = collective_.pointers.data() + collective_.pointers.size();
+  if (operation_ == Operation::kBroadcast) push(root_);
+  for (std::size_t rank = 0; rank < num_ranks; ++rank) {
+    if (operation_ != Operation::kBroadcast || rank != root_) push(rank);
+  }
+  switch (operation_) {
+    case Operation::kAllReduce:
+      return collective_.tensors.push_back({table, table, k, k, part.numel, part.dtype});
+    case Operation::kReduce:
+      push(part.tensors.count() > num_ranks ? num_ranks : root_);
+      return collective_.tensors.push_back({table, table + k, k, 1, part.numel, part.dtype});
+    case Operation::kBroadcast:
+      return collective_.tensors.push_back(
+          {table, table + 1, 1, k - 1, part.tensors.bytes(), DType::kUInt8});
   }
 }
 
 Case::~Case() {
   for (const Part& part : parts_) {
-    for (std::size_t rank = 0; rank < part.tensors.count(); ++rank) {
-      model::hide_tensor(part.tensors[rank]);
-    }
+    for (std::size_t i = 0; i < part.tensors.count(); ++i) model::hide_tensor(part.tensors[i]);
   }
 }
 
@@ -101,33 +127,35 @@ void Case::fill(const cuda::Group& group, const std::vector<cudaStream_t>& strea
 
 void Case::fill_rank(std::size_t rank, cudaStream_t stream) {
   for (Part& part : parts_) {
-    const void* before = part.tensors.before()[rank];
     const std::size_t bytes = part.tensors.bytes();
-    if (bytes == 0) continue;
-    if (of_rank_[rank] == kHost) {
-      model::host_writes(part.tensors[rank], bytes);
-      std::memcpy(part.tensors[rank], before, bytes);
-      continue;
+    for (std::size_t i = 0; bytes > 0 && i < part.tensors.count(); ++i) {
+      if (rank_of(i) != rank) continue;
+      const void* before = part.tensors.before()[i];
+      if (of_rank_[rank] == kHost) {
+        model::host_writes(part.tensors[i], bytes);
+        std::memcpy(part.tensors[i], before, bytes);
+        continue;
+      }
+      const cuda::OnDevice guard(of_rank_[rank]);
+      ok(cudaMemcpyAsync(part.tensors[i], before, bytes, cudaMemcpyDefault, stream),
+         "cudaMemcpyAsync");
     }
-    const cuda::OnDevice guard(of_rank_[rank]);
-    ok(cudaMemcpyAsync(part.tensors[rank], before, bytes, cudaMemcpyDefault, stream),
-       "cudaMemcpyAsync");
   }
 }
 
 void Case::read(const cuda::Group& group, const std::vector<cudaStream_t>& streams) {
   for (Part& part : parts_) {
-    for (std::size_t rank = 0; rank < of_rank_.size(); ++rank) {
-      const std::size_t bytes = part.tensors.bytes();
-      if (bytes == 0) continue;
-      if (of_rank_[rank] == kHost) {
-        model::host_reads(part.tensors[rank], bytes);
-        std::memcpy(part.after[rank].data(), part.tensors[rank], bytes);
+    const std::size_t bytes = part.tensors.bytes();
+    for (std::size_t i = 0; bytes > 0 && i < part.tensors.count(); ++i) {
+      const int device = of_rank_[rank_of(i)];
+      if (device == kHost) {
+        model::host_reads(part.tensors[i], bytes);
+        std::memcpy(part.after[i].data(), part.tensors[i], bytes);
         continue;
       }
-      const cuda::OnDevice guard(of_rank_[rank]);
-      ok(cudaMemcpyAsync(part.after[rank].data(), part.tensors[rank], bytes, cudaMemcpyDefault,
-                         stream_of(group, streams, of_rank_[rank])),
+      const cuda::OnDevice guard(device);
+      ok(cudaMemcpyAsync(part.after[i].data(), part.tensors[i], bytes, cudaMemcpyDefault,
+                         stream_of(group, streams, device)),
          "cudaMemcpyAsync");
     }
   }
@@ -135,13 +163,23 @@ void Case::read(const cuda::Group& group, const std::vector<cudaStream_t>& strea
 
 void Case::check() const {
   for (const Part& part : parts_) {
-    const std::vector<std::byte> expected =
-        expected_reduction(part.dtype, collective_.fold, part.tensors.before(), part.numel,
+    const std::vector<const void*> before = part.tensors.before();
+    const std::size_t num_ranks = of_rank_.size();
+    const std::vector<const void*> sources(before.begin(),
+                                           before.begin() + static_cast<std::ptrdiff_t>(num_ranks));
+    const std::vector<std::byte> reduced =
+        expected_reduction(part.dtype, collective_.fold, sources, part.numel,
                            collective_.algorithm == Algorithm::kRing);
-    for (std::size_t rank = 0; rank < part.tensors.count(); ++rank) {
-      check_same(part.dtype, part.after[rank].data(), expected.data(), part.numel,
-                 join(algorithm_name(collective_.algorithm), " ", op_name(collective_.fold.op),
-                      ", rank ", rank, " of ", part.tensors.count()));
+    const std::size_t output = part.tensors.count() > num_ranks ? num_ranks : root_;
+    constexpr const char* kNames[] = {"all_reduce", "reduce", "broadcast"};
+    for (std::size_t i = 0; i < part.tensors.count(); ++i) {
+      const bool is_reduced =
+          operation_ == Operation::kAllReduce || (operation_ == Operation::kReduce && i == output);
+      const void* copied = before[operation_ == Operation::kBroadcast ? root_ : i];
+      check_same(part.dtype, part.after[i].data(), is_reduced ? reduced.data() : copied, part.numel,
+                 join(kNames[static_cast<int>(operation_)], " with root ", root_, ", ",
+                      algorithm_name(collective_.algorithm), " ", op_name(collective_.fold.op),
+                      ", tensor ", i, " of ", num_ranks, " ranks"));
     }
     part.tensors.check_canaries();
   }

@@ -27,7 +27,8 @@ cudaStream_t make_stream(int device);  // as frameworks make them: not ordered w
 std::vector<cudaStream_t> make_streams(Random& random, const cuda::Group& group);
 void order(cudaStream_t before, int before_device, cudaStream_t after, int after_device);
 
-// One call: tensors of every rank, reduced in place.
+// One call: tensors of every rank, reduced in place. Calls that are no ring may also reduce to one
+// rank, or broadcast from it.
 class Case {
  public:
   // of_rank: the ranks' devices, or kHost.
@@ -43,14 +44,22 @@ class Case {
   void check() const;  // once all is done
 
  private:
+  enum class Operation { kAllReduce, kReduce, kBroadcast };
   struct Part {
     DType dtype;
     std::size_t numel;
-    Tensors tensors;
-    std::vector<std::vector<std::byte>> after;  // by rank
+    Tensors tensors;                            // by rank, then perhaps an output of the root's own
+    std::vector<std::vector<std::byte>> after;  // by tensor
   };
 
+  void add_buffers(const Part& part);
+  std::size_t rank_of(std::size_t tensor) const {
+    return tensor < of_rank_.size() ? tensor : root_;
+  }
+
   std::vector<int> of_rank_;
+  Operation operation_ = Operation::kAllReduce;
+  std::size_t root_ = 0;
   std::deque<Part> parts_;
   Collective collective_;
 };

@@ -106,6 +106,25 @@ void check_again(Random& random) {
   call.check();
 }
 
+// A GPU for each rank: none sends or receives the bytes of two tensors, whatever the root. All by
+// way of one GPU would be k - 1 of them.
+void check_links(Random& random) {
+  start(random);
+  const Ranks ranks = random.one_in(2) ? Ranks{0, 1, 2, 3} : Ranks{2, 0, 1};
+  cuda::Group group(ranks, {kLong});
+  Case call(random, ranks, Algorithm::kDirect, 1, true);
+  const Streams streams = make_streams(random, group);
+  call.fill(group, streams);
+  group.run(call.collective(), streams);
+  call.read(group, streams);
+  model::run_to_end();
+  call.check();
+  const Buffers& tensor = call.collective().tensors[0];
+  const std::size_t bytes = tensor.numel * item_bytes(tensor.dtype);
+  CHECK(model::most_link_bytes() < 2 * bytes, model::most_link_bytes(), " bytes on one link, of ",
+        bytes);
+}
+
 void check_closed(Random& random) {
   start(random);
   cuda::Group group({0, 1}, {kLong});
@@ -432,6 +451,7 @@ void check_sticky(Random& random) {
 constexpr Part kParts[] = {{"bits", &check_bits, 1},
                            {"again", &check_again, 4},
                            {"growth", &check_growth, 4},
+                           {"links", &check_links, 2},
                            {"background", &check_background, 2},
                            {"gradients", &check_gradients, 2},
                            {"frees", &check_frees, 1},

@@ -220,6 +220,8 @@ class Machine {
   std::map<std::uint64_t, Event> shown_events;
   std::set<std::pair<const void*, int>> loaded;  // kernels, by device
   std::map<std::uintptr_t, WordState> words;     // by address
+  std::map<int, std::size_t> sent_bytes;         // by device, to others, by kernels
+  std::map<int, std::size_t> received_bytes;
   std::uint64_t next_id = 1;
   Shadow shadow;
   std::optional<Broken> pending;  // told by the next call
@@ -248,7 +250,7 @@ class Machine {
   const std::pair<const std::uintptr_t, Allocation>* allocation_of(std::uintptr_t address,
                                                                    std::size_t bytes = 1) const;
   std::uintptr_t canonical(std::uintptr_t address, std::size_t bytes, const Epoch& now) const;
-  void check_reach(const Work& work, const Access& access) const;
+  void check_reach(const Work& work, const Access& access);
   // "", or what still uses memory of this process that is going.
   std::string user_of(std::uintptr_t begin, std::size_t bytes) const;
 

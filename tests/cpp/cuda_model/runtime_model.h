@@ -126,6 +126,8 @@ std::set<int> contexts();                   // devices with one, of this process
 long num_allocations();                     // of the engine, mapped memory included
 long num_events();
 int most_blocks();  // of any launch
+// Most that kernels have moved from, or to, the memory of one device by way of its link to others.
+std::size_t most_link_bytes();
 
 // What kernels of one device reach of another's memory.
 struct Peers {

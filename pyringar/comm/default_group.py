@@ -1,0 +1,108 @@
+"""The book's `allreduce`, and the communicators that it makes at first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.comm import arrays
+from pyringar.comm.arguments import is_list, op_name
+from pyringar.comm.base import handle_of, is_traced
+from pyringar.comm.communicator import Communicator
+from pyringar.comm.exits import close_at_exit
+from pyringar.engine import load
+
+__all__ = ["allreduce"]
+
+TensorList = Sequence[Tensor]
+
+
+class _Default:
+    """Hold the groups behind `allreduce`, made at first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may come in between
+        self._group: Any = None
+        self.handle = handle_of(self, "of allreduce()")
+        self._communicators: dict[tuple[int, ...], Communicator] = {}  # by GPU; -1: not on one
+        close_at_exit(self, _Default._close, in_child=_Default._forget)
+
+    def group(self) -> Any:
+        """Return the group that fuses any number of CPU ranks, and refuses what is no tensor."""
+        if self._group is None:
+            with self._lock:
+                if self._group is None:
+                    self._group = load.engine().Group(0, 30.0)
+        return self._group
+
+    def communicator(self, data: TensorList) -> Communicator | None:
+        """Return the communicator for these tensors; None: use `group`."""
+        if not isinstance(data, (list, tuple)) or not data:
+            return None
+        # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not has_cuda and isinstance(data[0], Tensor):
+            return None
+        tensors = data if all(type(t) is Tensor for t in data) else arrays.as_tensors(data)
+        if not all(isinstance(t, Tensor) for t in tensors):
+            return None
+        gpus = tuple([t.get_device() if t.is_cuda else -1 for t in tensors])
+        return None if max(gpus) < 0 else self._communicators.get(gpus) or self._on(gpus)
+
+    def all_reduce(
+        self, data: TensorList, op: Any, *, algorithm: str | None = None, order: str | None = None
+    ) -> None:
+        """Do what `allreduce` says, which chooses ``algorithm`` and ``order`` itself."""
+        if (communicator := self.communicator(data)) is not None:
+            communicator.all_reduce(data, op)
+        else:
+            self.group().all_reduce(data, op_name(op), "fused", "rank", None)
+
+    def _on(self, gpus: tuple[int, ...]) -> Communicator:
+        with self._lock:
+            if gpus not in self._communicators:
+                devices = [f"cuda:{gpu}" if gpu >= 0 else "cpu" for gpu in gpus]
+                self._communicators[gpus] = Communicator(devices, order="rank")
+            return self._communicators[gpus]
+
+    def _forget(self) -> None:
+        # The parent's threads are not in this process, and its lock may be held for ever.
+        self._lock = threading.RLock()
+        self._group = None
+        self._communicators = {}
+
+    def _close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        for communicator in self._communicators.values():
+            communicator.close()
+
+
+_default = _Default()
+
+
+def allreduce(data: TensorList, op: Any = "sum") -> None:
+    """Sum one tensor per rank into all of them, in place: the book's function, made right.
+
+    Args:
+        data: One tensor per rank, any number of them, of equal shape and dtype, in any layout
+            without overlap, on the CPU or on GPUs. The caller's own tensors are written; the list
+            itself is left alone.
+
+    See `Communicator.all_reduce` for ``op`` and errors.
+
+    Cost: what ``auto`` takes for rank order: in one memory ``fused``, one pass, ``2 k N`` bytes of
+    memory traffic; between GPUs ``direct``.
+
+    Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
+    """
+    if is_traced() and is_list(data):
+        from pyringar.comm import operators
+
+        operators.reduce(_default.handle, data, op, None, None)
+    else:
+        _default.all_reduce(data, op)

@@ -1,0 +1,302 @@
+"""Threads in which ranks run: one per GPU, or one per rank where ranks exchange tensors."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from pyringar.comm.threads import starting_thread
+from pyringar.errors import RingarError
+
+__all__ = ["meet", "run_in_lockstep", "run_ranks"]
+
+Function = Callable[[], Any]
+
+
+def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]) -> dict[int, Any]:
+    """Call ``functions[rank]()`` for every rank, and return the results by rank.
+
+    Ranks on several GPUs run in one thread per GPU, at the same time. All other ranks run in the
+    caller's thread, one after the other in rank order, and so do all ranks under modes that only
+    the caller's thread has (a default device, a dispatch mode, ``torch.func``).
+
+    Args:
+        functions: By rank.
+        devices: One per rank.
+
+    Raises:
+        Exception: The error of the first rank that failed, with a note that names the rank (from
+            Python 3.11 on).
+    """
+    by_device: dict[torch.device, dict[int, Function]] = {}
+    for rank, function in functions.items():
+        by_device.setdefault(devices[rank], {})[rank] = partial(_named, rank, devices, function)
+    if len(by_device) == 1 or _has_modes():
+        return {rank: _named(rank, devices, function) for rank, function in functions.items()}
+    groups = [partial(_run_in_turn, mine) for mine in by_device.values()]
+    results: dict[int, Any] = {}
+    for found in _run_in_threads(groups, [*by_device]):
+        results |= found
+    return {rank: results[rank] for rank in functions}
+
+
+def _named(rank: int, devices: Sequence[torch.device], function: Function) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(f"(rank {rank} of {len(devices)}, on {devices[rank]})")
+        raise
+
+
+def _run_in_turn(functions: Mapping[int, Function]) -> dict[int, Any]:
+    return {rank: function() for rank, function in functions.items()}
+
+
+def _has_modes() -> bool:
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _run_in_threads(
+    functions: Sequence[Function],
+    devices: Sequence[torch.device],
+    abandon: Function = lambda: None,
+) -> list[Any]:
+    """Call each function in a new thread that has the caller's torch settings.
+
+    Args:
+        functions: One per thread.
+        devices: The current device of each thread.
+        abandon: Called when the caller is interrupted: makes the functions end soon.
+
+    Raises:
+        RingarError: The system has no thread left.
+        Exception: The error of the first function that failed, once all have ended.
+    """
+    settings = _TorchSettings(devices)
+    calls = [
+        _Call(partial(settings.call, device, function))
+        for function, device in zip(functions, devices, strict=True)
+    ]
+    begun = []
+    try:
+        for call in calls:
+            with starting_thread("pyringar rank"):
+                call.thread.start()
+            begun.append(call)
+        for call in begun:
+            call.thread.join()
+    except BaseException:
+        abandon()
+        for call in begun:
+            call.thread.join()
+        raise
+    errors = [call.error for call in calls if call.error is not None]
+    if errors:
+        try:
+            raise min(errors, key=lambda error: isinstance(error, _AbandonedError))
+        finally:
+            del errors, calls, begun  # the error's traceback holds this frame
+    return [call.result for call in calls]
+
+
+class _Call:
+    """A function, its thread, and its result or error."""
+
+    def __init__(self, function: Function) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        run = partial(contextvars.copy_context().run, self._run, function)
+        self.thread = threading.Thread(target=run, name="pyringar rank", daemon=True)
+
+    def _run(self, function: Function) -> None:
+        try:
+            self.result = function()
+        except BaseException as error:
+            self.error = error
+
+
+class _TorchSettings:
+    """The calling thread's gradient modes, autocast and CUDA streams, for other threads."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        gpus = {device for device in devices if device.type == "cuda"}
+        self._streams = {device: torch.cuda.current_stream(device) for device in gpus}
+        self._has_grad = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ]
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        # torch clears the casts of all threads when one leaves its outermost autocast.
+        torch.autocast_increment_nesting()
+        self._is_in_autocast = torch.autocast_decrement_nesting() > 0
+
+    def call(self, device: torch.device, function: Function) -> Any:
+        """Call a function under these settings, with ``device`` as the current one."""
+        with ExitStack() as stack:
+            # The thread's own device comes last and stays current.
+            for gpu in sorted(self._streams, key=lambda gpu: gpu == device):
+                stack.enter_context(torch.cuda.stream(self._streams[gpu]))
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._has_grad))
+            stack.enter_context(self._autocasting())
+            return function()
+
+    @contextmanager
+    def _autocasting(self) -> Iterator[None]:
+        for kind, is_enabled, dtype in self._autocast:  # the thread is new: nothing to restore
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caches_casts)
+        if self._is_in_autocast:
+            torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            if self._is_in_autocast:
+                torch.autocast_decrement_nesting()
+
+
+# -- lockstep --------------------------------------------------------------------------------------
+
+
+def run_in_lockstep(
+    functions: Mapping[int, Function], devices: Sequence[torch.device]
+) -> dict[int, Any]:
+    """Call ``functions[rank]()`` for every rank, each of which may `meet` the other ranks.
+
+    One rank runs at a time: rank 0 until it meets, then rank 1, and so on. So random numbers are
+    drawn in the same order in every run. GPUs work at the same time: a rank only enqueues.
+
+    Args:
+        functions: By rank.
+        devices: One per rank.
+
+    Raises:
+        RingarError: The ranks did not meet at the same places.
+        Exception: The error of the rank that failed; the other ranks end where they are.
+
+    Cost: one thread per rank and call.
+    """
+    run = _Run(len(functions))
+    parts = [
+        partial(_named, rank, devices, partial(run.take_part, position, function))
+        for position, (rank, function) in enumerate(functions.items())
+    ]
+    results = _run_in_threads(parts, [devices[rank] for rank in functions], run.abandon)
+    return dict(zip(functions, results, strict=True))
+
+
+def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    """Wait until all ranks of the run are here.
+
+    Args:
+        place: Name of this place; must be the same for all ranks.
+        offer: This rank's contribution.
+        combine: Called once, by the last rank, with all offers in rank order; returns one answer
+            per offer.
+
+    Returns:
+        This rank's answer.
+
+    Raises:
+        RingarError: Outside of `run_in_lockstep`, or another rank is at another place.
+    """
+    part: tuple[_Run, int] | None = getattr(_here, "part", None)
+    if part is None:
+        raise RingarError(
+            f"'{place}' needs all ranks, but was called outside of the forward pass of "
+            "batchnorm='sync' (activation checkpointing calls layers again: use batchnorm='local')"
+        )
+    run, position = part
+    return run.meet(position, place, offer, combine)
+
+
+_here = threading.local()  # .part: the run of this thread, and its position there
+
+
+class _AbandonedError(RingarError):
+    """Another rank failed, and its error is the one to raise."""
+
+
+class _Run:
+    """One run in lockstep."""
+
+    def __init__(self, num_positions: int) -> None:
+        self._num_positions = num_positions
+        self._condition = threading.Condition()
+        self._current = 0
+        self._num_finished = 0
+        self._is_abandoned = False
+        self._offers: list[tuple[str, Any]] = []
+        self._answers: Sequence[Any] = ()
+
+    def abandon(self) -> None:
+        """End all ranks where they meet next."""
+        with self._condition:
+            self._is_abandoned = True
+            self._condition.notify_all()
+
+    def take_part(self, position: int, function: Function) -> Any:
+        """Call ``function()`` when the ranks before this one have met or ended."""
+        _here.part = (self, position)
+        try:
+            self._wait_for(position)
+            result = function()
+            if self._offers:
+                raise RingarError(
+                    f"the ranks meet at different places: one at '{self._offers[0][0]}', one has "
+                    "ended"
+                )
+            self._num_finished += 1
+        except BaseException:
+            self._is_abandoned = True
+            raise
+        finally:
+            self._pass_on(position)
+        return result
+
+    def meet(
+        self,
+        position: int,
+        place: str,
+        offer: Any,
+        combine: Callable[[list[Any]], Sequence[Any]],
+    ) -> Any:
+        """Wait until all positions are here; see the function `meet`."""
+        if self._is_abandoned:
+            raise _AbandonedError("another rank failed")
+        if self._num_finished or any(other != place for other, _ in self._offers):
+            there = f"one at '{self._offers[0][0]}'" if self._offers else "one has ended"
+            raise RingarError(f"the ranks meet at different places: one at '{place}', {there}")
+        self._offers.append((place, offer))
+        if position == self._num_positions - 1:
+            offers = [offer for _, offer in self._offers]
+            self._offers = []
+            self._answers = combine(offers)
+        self._pass_on(position)
+        self._wait_for(position)
+        return self._answers[position]
+
+    def _wait_for(self, position: int) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._current == position or self._is_abandoned)
+        if self._is_abandoned:
+            raise _AbandonedError("another rank failed")
+
+    def _pass_on(self, position: int) -> None:
+        with self._condition:
+            self._current = (position + 1) % self._num_positions
+            self._condition.notify_all()
