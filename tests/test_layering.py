@@ -49,8 +49,7 @@ ORDER = {
     ],
     "ops": [],
     "parallel": [
-        *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step"],
-        *["own_memory", "reducer"],
+        *["bucket_step", "bucket_params", "local_buckets", "process_buckets", "own_memory"],
         *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
         *["draws", "sharded_step", "graphs", "beside", "module"],
     ],
