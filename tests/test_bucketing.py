@@ -1,4 +1,4 @@
-"""Are gradients reduced while backward runs, with the same bits, in all that training does?"""
+"""Are gradients reduced to the same bits in all that training does?"""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import copy
 import gc
 import itertools
 import threading
+import warnings
 import weakref
 
 import pytest
 import torch
 from bucketing_nets import (
     EACH,
+    EARLY,
     NETS,
     Backwards,
     Branches,
@@ -21,10 +23,14 @@ from bucketing_nets import (
     backward_one_by_one,
     backward_together,
     clear,
+    hooks_on,
     inputs,
     loss_of,
     make_net,
+    nets_of,
+    reduced,
     summed,
+    vectors,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,11 +46,8 @@ def replicas_of(net: nn.Module, world_size: int = K) -> list[nn.Module]:
     return [copy.deepcopy(net) for _ in range(world_size)]
 
 
-def sums_of(nets: list[nn.Module], op: str = "sum") -> list[Tensor]:
-    """The gradients of nets without hooks, reduced by a communicator."""
-    with pr.Communicator(["cpu"] * len(nets)) as comm:
-        comm.all_reduce_coalesced([[p.grad for p in net.parameters()] for net in nets], op)
-    return [p.grad for p in nets[0].parameters()]
+def grads_of(net: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in net.parameters()]
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -57,7 +60,7 @@ def sums_of(nets: list[nn.Module], op: str = "sum") -> list[Tensor]:
     st.integers(1, 60),
     st.integers(1, 120),
 )
-def test_a_plan_holds_every_parameter_once_and_keeps_its_caps(items, random, first_cap, cap):
+def test_plan_keeps_caps_and_kinds(items, random, first_cap, cap):
     order = list(range(len(items)))
     random.shuffle(order)
     plan = load.engine().plan_buckets(items, order, first_cap, cap)
@@ -72,18 +75,18 @@ def test_a_plan_holds_every_parameter_once_and_keeps_its_caps(items, random, fir
         if size < limit:
             open_kinds.append(kinds.pop())
             continue
-        assert not open_kinds, "a bucket that is full comes after the rest"
+        assert not open_kinds, "a full bucket comes after the rest"
         assert size - items[bucket[-1]][0] < max(first_cap, cap)
         closed += 1
     assert len(open_kinds) == len(set(open_kinds))
 
 
-def test_a_small_first_bucket_and_a_large_tensor_alone():
+def test_plan_has_small_first_bucket():
     plan = load.engine().plan_buckets([(1, 0), (2, 0), (90, 0), (3, 0)], [3, 2, 1, 0], 3, 50)
     assert plan == [[3], [2], [1, 0]]
 
 
-def test_the_plan_follows_the_order_in_which_gradients_came():
+def test_plan_follows_order_of_gradients():
     nets = replicas_of(Backwards())
     with pr.GradientBucketer(nets, **EACH) as bucketer:
         assert bucketer.buckets == [[3], [2], [1], [0]]
@@ -93,7 +96,7 @@ def test_the_plan_follows_the_order_in_which_gradients_came():
         assert [b[0] for b in bucketer.buckets][:2] in ([1, 0], [0, 1])
 
 
-def test_mixed_dtypes_share_no_bucket():
+def test_bucket_has_one_dtype():
     with pr.GradientBucketer([Mixed()]) as bucketer:
         assert [sorted(b) for b in bucketer.buckets] == [[2, 3], [0, 1]]
 
@@ -104,9 +107,10 @@ def test_mixed_dtypes_share_no_bucket():
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("cap", [1e-6, 2e-3, 10])
 @pytest.mark.parametrize(
-    ("net", "world_size"), [("plain", 1), ("plain", 2), ("plain", 5), *((net, K) for net in NETS)]
+    ("net", "world_size"),
+    [("plain", 1), ("plain", 2), ("plain", 4), ("plain", 5), *((net, K) for net in NETS)],
 )
-def test_bits_do_not_depend_on_buckets_or_overlap(net, world_size, cap, overlap):
+def test_bits_do_not_depend_on_buckets(net, world_size, cap, overlap):
     nets = [NETS[net]() for _ in range(world_size)]
     xs = inputs(world_size)
     options = {"bucket_cap_mb": cap, "first_bucket_mb": cap / 2, "overlap": overlap}
@@ -116,31 +120,37 @@ def test_bits_do_not_depend_on_buckets_or_overlap(net, world_size, cap, overlap)
             assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=set_to_none)
 
 
-@pytest.mark.parametrize("order", ["together", "from threads"])
-def test_backward_of_all_replicas(order):
+@pytest.mark.parametrize("order", ["reversed", "together", "from threads"])
+def test_order_of_backward_does_not_matter(order):
     nets, xs = replicas_of(make_net()), inputs()
     expected = summed(nets, xs)
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3, first_bucket_mb=1e-3) as bucketer:
+    options = {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-3, "overlap": True}
+    with pr.GradientBucketer(nets, **options) as bucketer:
         for _ in range(5):
             clear(nets)
-            if order == "together":
+            if order == "reversed":
+                backward_one_by_one(nets[::-1], xs[::-1])
+            elif order == "together":
                 backward_together(nets, xs)
             else:
-                losses = [loss_of(net, x) for net, x in zip(nets, xs, strict=True)]
-                threads = [threading.Thread(target=loss.backward) for loss in losses]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+                run_threads([loss_of(net, x).backward for net, x in zip(nets, xs, strict=True)])
             bucketer.wait()
             assert_reduced(nets, expected)
 
 
+def run_threads(calls) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @pytest.mark.parametrize("algorithm", ["fused", "direct", "ring"])
-def test_every_engine_and_reduction(algorithm, op):
-    nets, local, xs = replicas_of(make_net(), 2), replicas_of(make_net(), 2), inputs(2)
-    backward_one_by_one(local, xs)
+def test_every_algorithm_and_op(algorithm, op):
+    nets, xs = replicas_of(make_net(), 2), inputs(2)
+    expected = summed(nets, xs, op)
     with (
         pr.Communicator(["cpu"] * 2, algorithm=algorithm) as comm,
         pr.GradientBucketer(nets, comm=comm, op=op, bucket_cap_mb=1e-3) as bucketer,
@@ -148,8 +158,8 @@ def test_every_engine_and_reduction(algorithm, op):
         backward_one_by_one(nets, xs)
         bucketer.wait()
         bucketer.close()
-        comm.all_reduce([torch.ones(1), torch.ones(1)])  # still open: it is the caller's
-    assert_reduced(nets, sums_of(local, op))
+        comm.all_reduce([torch.ones(1), torch.ones(1)])  # still open: the caller made it
+    assert_reduced(nets, expected)
 
 
 def test_lists_of_parameters():
@@ -165,29 +175,36 @@ def test_lists_of_parameters():
 # -- overlap ---------------------------------------------------------------------------------------
 
 
-def test_the_first_bucket_leaves_before_half_of_backward_is_over():
+@pytest.mark.parametrize(("overlap", "is_early"), [(None, False), (False, False), (True, True)])
+def test_cpu_lists_overlap_on_request(overlap, is_early):
+    nets = replicas_of(make_net(), 2)
+    with pr.GradientBucketer(nets, **EACH, overlap=overlap) as bucketer:
+        backward_one_by_one(nets, inputs(2))
+        assert ("6 of 6 buckets launched" in repr(bucketer)) == is_early
+        bucketer.wait()
+
+
+def test_first_bucket_launches_early():
     torch.manual_seed(0)
     nets = replicas_of(nn.Sequential(*[nn.Linear(256, 256) for _ in range(24)]), 2)
     xs = [torch.randn(256, 256) for _ in nets]
     shares = []
-    with pr.GradientBucketer(nets, bucket_cap_mb=0.5, first_bucket_mb=0.2) as bucketer:
+    options = {"bucket_cap_mb": 0.5, "first_bucket_mb": 0.2, "overlap": True}
+    with pr.GradientBucketer(nets, **options) as bucketer:
         for _ in range(4):
             losses = [loss_of(net, x) * 1e-9 for net, x in zip(nets, xs, strict=True)]
-            threads = [threading.Thread(target=loss.backward) for loss in losses]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_threads([loss.backward for loss in losses])
             bucketer.wait()
             stats = bucketer.stats()
-            assert stats.buckets[0].launched_s is not None
             shares.append(stats.buckets[0].launched_s / stats.backward_s)
     assert min(shares) < 0.5, shares
 
 
-def test_stats_say_what_happened():
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stats_of_a_step(overlap):
     nets = replicas_of(make_net())
-    with pr.GradientBucketer(nets, bucket_cap_mb=2e-3, first_bucket_mb=1e-3) as bucketer:
+    options = {"bucket_cap_mb": 2e-3, "first_bucket_mb": 1e-3, "overlap": overlap}
+    with pr.GradientBucketer(nets, **options) as bucketer:
         assert bucketer.stats().buckets == ()
         backward_one_by_one(nets, inputs())
         bucketer.wait()
@@ -206,42 +223,25 @@ def test_stats_say_what_happened():
 # -- what training does ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{}, EARLY])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_accumulation_without_sync(op):
+def test_accumulation_without_sync(op, options):
     nets, local = replicas_of(make_net()), replicas_of(make_net())
     for seed in (1, 2):
         backward_one_by_one(local, inputs(seed=seed))
-    with pr.GradientBucketer(nets, op=op, bucket_cap_mb=1e-3) as bucketer:
+    with pr.GradientBucketer(nets, op=op, **options) as bucketer:
         with bucketer.no_sync():
             backward_one_by_one(nets, inputs(seed=1))
         backward_one_by_one(nets, inputs(seed=2))
         bucketer.wait()
-    assert_reduced(nets, sums_of(local, op))
+    assert_reduced(nets, reduced([grads_of(net) for net in local], op))
 
 
-def test_a_wait_without_backward_changes_nothing():
-    nets = replicas_of(make_net())
-
-    def assert_wait_changes_nothing() -> None:
-        before = [param.grad.clone() for net in nets for param in net.parameters()]
-        bucketer.wait()
-        after = [param.grad for net in nets for param in net.parameters()]
-        assert all(map(torch.equal, after, before))
-
-    with pr.GradientBucketer(nets) as bucketer:
-        bucketer.wait()
-        with bucketer.no_sync():
-            backward_one_by_one(nets, inputs())
-        assert_wait_changes_nothing()
-        backward_one_by_one(nets, inputs())
-        bucketer.wait()
-        assert_wait_changes_nothing()
-
-
+@pytest.mark.parametrize("options", [{}, EARLY])
 @pytest.mark.parametrize("used", [("a", "a", "a"), ("ab", "a", "b"), ("abc", "ab", "a")])
-def test_unused_parameters(used):
+def test_unused_parameters_count_as_zeros(used, options):
     nets, xs = replicas_of(Branches()), inputs()
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-4, first_bucket_mb=1e-4) as bucketer:
+    with pr.GradientBucketer(nets, **options) as bucketer:
         for _ in range(2):
             copies = replicas_of(nets[0])
             clear([*nets, *copies])
@@ -249,17 +249,11 @@ def test_unused_parameters(used):
                 for net, x, names in zip(group, xs, used, strict=True):
                     net(x, names).backward()
             bucketer.wait()
-            for i, column in enumerate(zip(*(net.parameters() for net in copies), strict=True)):
-                mine = [list(net.parameters())[i].grad for net in nets]
-                if all(p.grad is None for p in column):
-                    assert mine == [None] * K
-                    continue
-                total = sum(torch.zeros_like(p) if p.grad is None else p.grad for p in column)
-                assert all(torch.equal(g, total) for g in mine)
+            assert_reduced(nets, reduced([grads_of(net) for net in copies]))
 
 
 class Ignores(torch.autograd.Function):
-    """Has a parameter for an input, and no gradient for it."""
+    """Takes a parameter, and has no gradient for it."""
 
     @staticmethod
     def forward(ctx, x, _):
@@ -270,92 +264,55 @@ class Ignores(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("options", [{}, EACH])
-@pytest.mark.parametrize("who", [(), (1,), (0, 1, 2)])
-def test_parameters_that_backward_comes_to_without_a_gradient(who, options):
-    """As if unused; torch calls their hooks all the same."""
+@pytest.mark.parametrize("options", [{}, EARLY])
+@pytest.mark.parametrize("users", [(), (1,), (0, 1, 2)])
+def test_missing_gradient_counts_as_unused(users, options):
+    """torch calls the hooks of a parameter for which a pass has no gradient."""
     nets, xs = replicas_of(make_net()), inputs()
-    copies = replicas_of(nets[0])
-    late = [nn.Parameter(torch.ones(5)) for _ in range(K)]
-    params = [[*net.parameters(), own] for net, own in zip(nets, late, strict=True)]
+    scales = [nn.Parameter(torch.ones(5)) for _ in range(K)]
+    params = [[*net.parameters(), own] for net, own in zip(nets, scales, strict=True)]
     with pr.GradientBucketer(params, **options) as bucketer:
-        for _ in range(3):
-            clear([*nets, *copies])
+        for clears in (True, True, False):
+            copies = replicas_of(nets[0])
+            for param in itertools.chain(*params) if clears else ():
+                param.grad = None
+            for net, before in zip(copies, nets if not clears else (), strict=False):
+                for p, q in zip(net.parameters(), before.parameters(), strict=True):
+                    p.grad = q.grad.clone() if net is copies[0] else None
             for rank, (net, other, x) in enumerate(zip(nets, copies, xs, strict=True)):
-                late[rank].grad = None
                 other(x).square().sum().backward()
                 out = net(x)
-                out = out * late[rank] if rank in who else Ignores.apply(out, late[rank])
+                out = out * scales[rank] if rank in users else Ignores.apply(out, scales[rank])
                 out.square().sum().backward()
             bucketer.wait()
-            assert_reduced(nets, sums_of(copies))
-            for own in late:
-                assert (own.grad is None) == (not who)
-                assert own.grad is None or torch.equal(own.grad, late[0].grad)
+            assert_reduced(nets, reduced([grads_of(net) for net in copies]))
+            for own in scales:
+                assert (own.grad is None) == (not users)
+                assert own.grad is None or torch.equal(own.grad, scales[0].grad)
 
 
-def test_frozen_parameters_are_left_alone():
-    nets = replicas_of(make_net())
-    for net in nets:
-        net[2].requires_grad_(False)
+@pytest.mark.parametrize("how", ["in place", "assign", "shape", "thawed"])
+def test_replaced_parameters_are_refused(how):
+    nets, xs = replicas_of(NETS["frozen"]()), inputs()
     with pr.GradientBucketer(nets) as bucketer:
-        backward_one_by_one(nets, inputs())
-        bucketer.wait()
-    assert all(p.grad is None for net in nets for p in net[2].parameters())
-    assert torch.equal(nets[0][0].weight.grad, nets[2][0].weight.grad)
-
-
-@pytest.mark.parametrize("how", ["assign", "double"])
-def test_parameters_that_are_replaced_or_changed_in_place(how):
-    nets, xs = replicas_of(make_net()), inputs()
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3) as bucketer:
         backward_one_by_one(nets, xs)
         bucketer.wait()
         other = make_net(seed=9).state_dict()
-        clear(nets)
         for net in nets:
-            net.load_state_dict({n: t.clone() for n, t in other.items()}, assign=how == "assign")
-        for _ in range(2):  # found in the first step, overlapped in the second
-            clear(nets)
-            expected = summed(nets, xs)
-            backward_one_by_one(nets, xs)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-
-
-def test_parameters_that_changed_their_shape_are_refused():
-    nets, xs = replicas_of(make_net()), inputs()
-    with pr.GradientBucketer(nets) as bucketer:
-        for net in nets:
-            net[4] = nn.Linear(40, 7)
-        backward_one_by_one(nets, xs)
-        with pytest.raises(pr.ArgumentError, match="make a new GradientBucketer"):
-            bucketer.wait()
-
-
-def test_a_second_backward_before_wait_is_an_error_and_the_next_step_is_right():
-    nets, xs = replicas_of(make_net()), inputs()
-    expected = summed(nets, xs)
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3) as bucketer:
-        losses = [loss_of(net, x) for net, x in zip(nets, xs, strict=True)]
-        torch.autograd.backward(losses, retain_graph=True)
-        with pytest.raises(pr.RingarError, match=r"parameter \d of rank \d.*call wait\(\)"):
-            torch.autograd.backward(losses)
-        with pytest.raises(pr.RingarError, match="backward pass failed"):
-            bucketer.wait()
-        for _ in range(2):
-            assert_next_step_is_right(nets, xs, bucketer, expected)
-
-
-def test_a_step_that_nobody_waited_for_is_forgotten_with_its_gradients():
-    nets, xs = replicas_of(make_net()), inputs()
-    expected = summed(nets, xs)
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3) as bucketer:
-        backward_one_by_one(nets, inputs(seed=5))
+            if how in ("in place", "assign"):
+                state = {n: t.clone() for n, t in other.items()}
+                net.load_state_dict(state, assign=how == "assign")
+            elif how == "shape":
+                net[4] = nn.Linear(40, 7)
+            else:
+                net[2].requires_grad_(True)
+        if how == "in place":
+            assert_next_step_is_right(nets, xs, bucketer, summed(nets, xs))
+            return
         clear(nets)
         backward_one_by_one(nets, xs)
-        bucketer.wait()
-    assert_reduced(nets, expected)
+        with pytest.raises(pr.ArgumentError, match=r"of replicas\[0\].*make a new Gradient"):
+            bucketer.wait()
 
 
 def test_loss_scaling():
@@ -374,7 +331,7 @@ def test_loss_scaling():
             torch.testing.assert_close(param.grad, want)
 
 
-def test_infinities_reach_every_replica():
+def test_infinity_reaches_all_ranks():
     nets, xs = replicas_of(make_net()), inputs()
     with pr.GradientBucketer(nets) as bucketer:
         for rank, (net, x) in enumerate(zip(nets, xs, strict=True)):
@@ -384,105 +341,126 @@ def test_infinities_reach_every_replica():
         assert not torch.isfinite(net[4].weight.grad).all()
 
 
-def test_bfloat16_parameters():
-    nets, local = (replicas_of(make_net().to(torch.bfloat16)) for _ in range(2))
-    backward_one_by_one(local, inputs())
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3) as bucketer:
-        backward_one_by_one(nets, inputs())
-        bucketer.wait()
-    assert_reduced(nets, sums_of(local))
+# -- other ways to run backward --------------------------------------------------------------------
 
 
-def test_sparse_gradients_are_refused_by_name_and_the_next_step_is_right():
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 6, sparse=True)
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor, *, look: bool = False) -> Tensor:
-            return self.layer(x + (self.table(torch.zeros(4, dtype=torch.long)) if look else 0))
-
-    nets, xs = replicas_of(Lookup(), 2), inputs(2)
-
-    def looked_up() -> None:
-        for net, x in zip(nets, xs, strict=True):
-            net(x, look=True).sum().backward()
-
-    with pr.GradientBucketer(nets, **EACH) as bucketer:
-        with pytest.raises(pr.UnsupportedError, match="sparse"):
-            looked_up()
-        clear(nets)
-        expected = summed(nets, xs)
-        backward_one_by_one(nets, xs)
-        bucketer.wait()
-        for net in nets:
-            assert torch.equal(net.layer.weight.grad, expected[1])
-
-
-def test_a_hook_that_drops_gradients_is_named():
-    nets, xs = replicas_of(make_net()), inputs()
-    for param in nets[0].parameters():
-        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with (
-        pr.GradientBucketer(nets, **EACH),
-        pytest.raises(pr.RingarError, match="was gone before it was reduced"),
-    ):
-        backward_one_by_one(nets, xs)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_backward_that_makes_a_graph():
+    nets, xs = nets_of(), vectors(1)
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets, **EARLY) as bucketer:
+        for _ in range(2):
+            clear(nets)
+            for net, x in zip(nets, xs, strict=True):
+                net(x).backward(create_graph=True)
+            bucketer.wait()
+            assert_reduced(nets, expected)
+            assert nets[0].late.grad.requires_grad
+    clear(nets)
 
 
 @pytest.mark.slow
-def test_a_compiled_module():
+@pytest.mark.parametrize("options", [{}, EARLY])
+def test_compiled_module(options):
     nets, xs = replicas_of(make_net()), inputs()
     expected = summed(nets, xs)
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3) as bucketer:
+    with pr.GradientBucketer(nets, **options) as bucketer:
         compiled = [torch.compile(net) for net in nets]
-        for _ in range(2):
-            clear(nets)
+        for step in range(3):
+            if step < 2:
+                clear(nets)
             backward_one_by_one(compiled, xs)
             bucketer.wait()
             for net in nets:
                 for param, want in zip(net.parameters(), expected, strict=True):
-                    torch.testing.assert_close(param.grad, want)
+                    torch.testing.assert_close(param.grad, want * (1 if step < 2 else 2))
     for column in zip(*(net.parameters() for net in nets), strict=True):
         assert all(torch.equal(column[0].grad, p.grad) for p in column)
+
+
+@pytest.mark.parametrize("compiler", ["identity", pytest.param("eager", marks=pytest.mark.slow)])
+def test_compiled_autograd_reduces_in_wait(compiler):
+    import torch._dynamo.compiled_autograd as compiled_autograd
+
+    def run(gm):
+        return gm if compiler == "identity" else torch.compile(gm, backend="eager")
+
+    nets, xs = [nn.Linear(6, 3) for _ in range(2)], inputs(2)
+    nets[1].load_state_dict(nets[0].state_dict())
+    expected = summed(nets, xs)
+    with pr.GradientBucketer(nets, **EARLY) as bucketer:
+        for step in range(3):
+            if step < 2:
+                clear(nets)
+            with compiled_autograd._enable(run):
+                backward_one_by_one(nets, xs)
+            bucketer.wait()
+            for net in nets:
+                for param, want in zip(net.parameters(), expected, strict=True):
+                    torch.testing.assert_close(param.grad, want * (1 if step < 2 else 2))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_hooks_that_change_gradients(is_first):
+    """Hooks made before the bucketer's count; a change by a later hook is an error."""
+    nets, xs = nets_of(), vectors(1)
+    expected = [grad * 2 for grad in summed(nets, xs)]
+
+    def add_hooks() -> None:
+        for net in nets:
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
+
+    if is_first:
+        add_hooks()
+    with pr.GradientBucketer(nets, **EARLY) as bucketer:
+        if not is_first:
+            add_hooks()
+        backward_one_by_one(nets, xs)
+        if is_first:
+            bucketer.wait()
+            assert_reduced(nets, expected)
+        else:
+            with pytest.raises(pr.RingarError, match="register hooks that change gradients"):
+                bucketer.wait()
 
 
 # -- life ------------------------------------------------------------------------------------------
 
 
-def hooks_on(net: nn.Module) -> int:
-    return sum(len(p._post_accumulate_grad_hooks or {}) for p in net.parameters())
-
-
-@pytest.mark.parametrize("how", ["close", "garbage"])
-def test_hooks_go_with_the_bucketer(how):
+@pytest.mark.parametrize("options", [{}, EARLY])
+@pytest.mark.parametrize("how", ["close", "garbage", "garbage in a step"])
+def test_hooks_go_with_bucketer(how, options):
     nets, xs = replicas_of(make_net()), inputs()
-    bucketer = pr.GradientBucketer(nets)
+    bucketer = pr.GradientBucketer(nets, **options)
     watch = weakref.ref(bucketer)
     backward_one_by_one(nets, xs)
-    bucketer.wait()
-    assert hooks_on(nets[0]) == 6
+    if how != "garbage in a step":
+        bucketer.wait()
+    assert hooks_on(nets[:1]) == 6  # one per parameter; other ranks have two
+    assert hooks_on(nets) == 6 + 2 * 12
     if how == "close":
         bucketer.close()
         bucketer.close()
+        with pytest.raises(pr.RingarError, match=r"is closed: close\(\) was called"):
+            bucketer.wait()
     else:
         del bucketer
         gc.collect()
         assert watch() is None
-    assert [hooks_on(net) for net in nets] == [0] * K
+    assert hooks_on(nets) == 0
     clear(nets)
     backward_one_by_one(nets, xs)
     assert not torch.equal(nets[0][0].weight.grad, nets[1][0].weight.grad)
 
 
-def test_garbage_in_the_middle_of_a_step_leaves_nothing_under_way():
-    nets, xs = replicas_of(make_net()), inputs()
-    bucketer = pr.GradientBucketer(nets, bucket_cap_mb=1e-6)
-    backward_one_by_one(nets, xs)
-    del bucketer
-    gc.collect()
-    assert hooks_on(nets[0]) == 0
+def test_failed_constructor_leaves_no_hook():
+    leaf = torch.ones(4, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError):
+            pr.GradientBucketer([[leaf, leaf * 2]])
+    assert not leaf._post_accumulate_grad_hooks
 
 
 @pytest.mark.parametrize(
@@ -504,7 +482,7 @@ def test_wrong_arguments(arguments, words):
         pr.GradientBucketer(**arguments(replicas_of(make_net())))
 
 
-def test_a_communicator_of_another_size_is_refused():
+def test_communicator_of_other_size_is_refused():
     with (
         pr.Communicator(["cpu"] * 2) as comm,
         pytest.raises(pr.ArgumentError, match="comm has 2 ranks for 3 replicas"),
