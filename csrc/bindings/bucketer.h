@@ -205,6 +205,8 @@ inline void launch_complete(BoundBucketer& bucketer, int bucket) {
 // hook.ref: the gradient that was there last.
 inline void count(Hook& hook, py::handle param) {
   BoundBucketer& bucketer = *hook.bucketer;
+  const bool may_launch =
+      bucketer.is_counting && !bucketer.on_complete.is_none() && begin_pass(hook.bucketer);
   if (bucketer.step.is_launched(hook.param)) {
     fail(ErrorKind::kState, "parameter ", hook.param, " of rank ", bucketer.first_rank + hook.rank,
          " got a gradient after its bucket was launched: put all backward passes of a step but the "
@@ -218,7 +220,6 @@ inline void count(Hook& hook, py::handle param) {
   }
   bucketer.held_at(hook.rank, hook.param) = Held::kPart;
   if (!bucketer.is_counting) return;
-  const bool may_launch = !bucketer.on_complete.is_none() && begin_pass(hook.bucketer);
   const Mark mark = bucketer.step.mark(hook.rank, hook.param);
   const int bucket = bucketer.step.bucket_of(hook.param);
   if (bucketer.ready_hook != nullptr) {
