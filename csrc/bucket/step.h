@@ -69,10 +69,11 @@ class Step {
   }
 
   // The next bucket of the plan if it is complete and no other thread launches one; else -1. The
-  // thread that gets a bucket launches it and asks again, with `has_launched`.
+  // thread that gets a bucket launches it and asks again, with `has_launched`. The owner launches
+  // the last bucket once it has checked the others: so no rank ends a step that fails elsewhere.
   int take_next(bool has_launched) {
     if (has_launched) is_taken_ = false;
-    if (is_taken_ || next_ == buckets_.size() || buckets_[next_].missing > 0) return -1;
+    if (is_taken_ || next_ + 1 >= buckets_.size() || buckets_[next_].missing > 0) return -1;
     is_taken_ = true;
     return static_cast<int>(next_++);
   }

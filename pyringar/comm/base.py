@@ -108,6 +108,9 @@ class RankCommunicator(Protocol):
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Any:
         """Return what an all_reduce of ``nbytes`` per rank would do, and why."""
 
+    def abort(self) -> None:
+        """Fail the calls that run, on all ranks, then `close`."""
+
     def close(self) -> None:
         """Leave the group; others that go on calling are told."""
 

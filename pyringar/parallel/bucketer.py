@@ -91,7 +91,8 @@ class GradientBucketer:
 
     **Processes.** Every rank makes a bucketer of its replica and calls `wait` once a step, also a
     rank without samples. Gradients have the bits that one process with all replicas would compute.
-    Buckets are launched in the same order on all ranks.
+    Buckets are launched in the same order on all ranks, the last one in `wait`. So no rank ends a
+    step that fails on another rank.
 
     **Cost.** A hook of about four microseconds for every parameter and rank, and two more on ranks
     above 0 for ``op="sum"``; one collective per bucket. Gradients that stay from step to step

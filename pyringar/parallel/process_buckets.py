@@ -124,8 +124,8 @@ class ProcessBuckets:
         return found
 
     def abort(self) -> None:
-        """Leave the group: no reduction writes to a gradient, and the other ranks are told."""
-        run_to_the_end(self._comm.close)
+        """Abort the group: no reduction writes to a gradient, and the other ranks are told."""
+        run_to_the_end(self._comm.abort)
 
     def close(self) -> None:
         """Do nothing: the communicator belongs to the caller."""
