@@ -1,7 +1,6 @@
-"""Do buckets leave after the streams on which their gradients came?
+"""Are buckets launched after the GPU streams of their gradients?
 
-The streams are GPUs', and this is what the bucketer asks of them;
-`tests/test_cuda_processes.py` has real ones.
+The streams are fakes that record the calls; `tests/test_cuda_processes.py` has real ones.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ Note = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int, ctypes.c_
 
 
 class ReadyHook(ctypes.Structure):
-    """That of csrc/bucket/ready_hook.h."""
+    """The struct of csrc/bucket/ready_hook.h."""
 
     _fields_ = (("self", ctypes.c_void_p), ("start_step", Start), ("note", Note))
 
 
 class FakeReady:
-    """Notes what hooks and buckets ask of the streams of GPUs."""
+    """Records the events of hooks and launches."""
 
     def __init__(self, events: list[tuple[str, int]]) -> None:
         self.events = events
@@ -49,7 +48,7 @@ class FakeReady:
 
 
 class FakeGpuGroup:
-    """An engine's group, with what only a GPU's has."""
+    """A group of the CPU engine with the GPU methods of a group."""
 
     def __init__(self, group: object, events: list[tuple[str, int]]) -> None:
         self.group, self.events = group, events
@@ -70,7 +69,7 @@ class FakeGpuGroup:
         return getattr(self.group, name)
 
 
-def test_a_bucket_leaves_after_the_streams_of_its_gradients():
+def test_bucket_waits_for_streams():
     events: list[tuple[str, int]] = []
     net = make_net()
     comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1)
@@ -84,12 +83,12 @@ def test_a_bucket_leaves_after_the_streams_of_its_gradients():
         wait = events.index(("wait", bucket))
         assert events[:wait].count(("gradient", bucket)) == len(params)
         assert events[wait + 1] == ("reduce", 0)
-    # It leaves in wait(), and torch has joined the current streams with those of backward.
+    # wait() launches the last bucket: torch has joined the current stream with those of backward.
     assert events[-2:] == [("gradient", len(buckets) - 1), ("reduce", 0)]
 
 
 class Transposed(nn.Module):
-    """Its parameter, and so its gradient, lies column by column."""
+    """Parameter and gradient are stored by columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,16 +101,19 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
-        (nn.Linear(3, 4, bias=False), [("reduce", 0)]),  # the engine waits, where it reduces
-        (Transposed(), [("wait", 0), ("wait", 0), ("reduce", -1)]),  # torch packs, here
+        (nn.Linear(3, 4, bias=False), [("reduce", 0)]),  # the engine waits for the streams
+        (
+            Transposed(),
+            [("wait", 0), ("wait", 0), ("reduce", -1)],
+        ),  # torch packs on the current stream
     ],
 )
-def test_what_torch_packs_it_packs_after_the_streams_of_gradients(net, expected):
+def test_packing_waits_for_streams(net, expected):
     events: list[tuple[str, int]] = []
     nets = [net, copy.deepcopy(net)]
     comm = pr.Communicator(["cpu"] * 2)
     comm._group = FakeGpuGroup(comm._group, events)
-    with comm, pr.GradientBucketer(nets, comm=comm) as bucketer:
+    with comm, pr.GradientBucketer(nets, comm=comm, overlap=True) as bucketer:
         for one in nets:
             one(torch.ones(2, 3)).sum().backward()
         bucketer.wait()

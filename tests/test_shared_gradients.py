@@ -1,13 +1,14 @@
-"""Gradients that backward leaves in memory of others: is every sum right, and each its own?"""
+"""Gradients that backward leaves in shared memory: sums are right, and memory is not shared."""
 
 from __future__ import annotations
 
 import copy
 import random
+import threading
 
 import pytest
 import torch
-from bucketing_nets import EACH, assert_reduced, clear
+from bucketing_nets import EARLY, assert_reduced, clear
 from cases import mostly_slow
 from ranks import Crew
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class Shared(nn.Module):
 
 
 class Positions(nn.Module):
-    """Of which a first bucket of the default size leaves while its memory is read."""
+    """A bucket of the default size is launched while backward reads its memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Positions(nn.Module):
 
 
 class TwoViews(nn.Module):
-    """Whose parameters' gradients lie in one memory."""
+    """The gradients of both parameters are views of one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class TwoViews(nn.Module):
 
 
 class OneView(TwoViews):
-    """Where torch copies one of them, if it comes while the other is computed."""
+    """torch copies one gradient if it is accumulated while the other is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ def rows(k: int, per_rank: int, *shape: int, seed: int = 1) -> Tensor:
 
 
 def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> list[Tensor]:
-    """What passes with gradients of their own give, added; ranks in their order."""
+    """The oracle: plain backward passes, added in rank order."""
     total: list[Tensor] = []
     for shard in shards:
         plain = copy.deepcopy(net)
@@ -136,42 +137,56 @@ def one_torch_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("caps", [EACH, {}], ids=["small", "default"])
-@pytest.mark.parametrize("in_turns", [True, None], ids=["turns", "threads"])
+MODES = {"each": EARLY, "one": {"overlap": True}, "late": {"overlap": False}}
+modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+
+
+def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: bool) -> None:
+    losses = [net(shard).square().sum() for net, shard in zip(nets, shards, strict=True)]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+        if not in_threads:
+            thread.join()
+    for thread in threads:
+        thread.join()
+
+
+@modes
+@pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2))
-def test_data_parallel(k, in_turns, caps):
+def test_random_nets(k, in_threads, options):
     for seed in range(8):
-        net, batch = Shared(seed), rows(k, 1 + seed % 2, N)
-        expected = of_plain_passes(net, list(batch.chunk(k)))
-        ranks = pr.DataParallel(net, ["cpu"] * k, in_turns=in_turns, gather=False, **caps)
-        with ranks:
+        nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2, N).chunk(k))
+        expected = of_plain_passes(nets[0], shards)
+        with pr.GradientBucketer(nets, **options) as bucketer:
             for step in range(4):
-                ranks.zero_grad(set_to_none=step < 2)
-                sum(out.square().sum() for out in ranks(batch)).backward()
-                ranks.wait()
-                assert_reduced(ranks.replicas, expected)
+                clear(nets, set_to_none=step < 2)
+                run_backward(nets, shards, in_threads=in_threads)
+                bucketer.wait()
+                assert_reduced(nets, expected)
 
 
-@pytest.mark.parametrize("in_turns", [True, None], ids=["turns", "threads"])
-def test_positions_with_all_defaults(in_turns):
-    net, batch = Positions(), rows(2, 1, 256, 16)
-    expected = of_plain_passes(net, list(batch.chunk(2)))
-    with pr.DataParallel(net, ["cpu"] * 2, in_turns=in_turns) as ranks:
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_bucket_of_default_size(in_threads):
+    nets, shards = [Positions() for _ in range(2)], list(rows(2, 1, 256, 16).chunk(2))
+    expected = of_plain_passes(nets[0], shards)
+    with pr.GradientBucketer(nets, overlap=True) as bucketer:
         for _ in range(5):
-            ranks.zero_grad()
-            ranks(batch).square().sum().backward()
-            ranks.wait()
-            assert_reduced(ranks.replicas, expected)
+            clear(nets)
+            run_backward(nets, shards, in_threads=in_threads)
+            bucketer.wait()
+            assert_reduced(nets, expected)
 
 
-@pytest.mark.parametrize("caps", [EACH, {}, {"overlap": False}], ids=["small", "default", "wait"])
-def test_a_bucketer_by_hand_that_accumulates(caps):
-    """Each pass has gradients of its own, where torch would add to the memory of two twice."""
+@modes
+def test_accumulation(options):
+    """Each pass has memory of its own; plain torch adds to shared memory twice."""
     for make in (TwoViews, lambda: Shared(3), lambda: Shared(4)):
         nets = [make() for _ in range(3)]
         shards = list(rows(3, 1, 4 if make is TwoViews else N).chunk(3))
         expected = of_plain_passes(nets[0], shards, passes=2)
-        with pr.GradientBucketer(nets, **caps) as bucketer:
+        with pr.GradientBucketer(nets, **options) as bucketer:
             for _ in range(3):
                 clear(nets)
                 with bucketer.no_sync():
@@ -185,29 +200,29 @@ def test_a_bucketer_by_hand_that_accumulates(caps):
                     assert_apart(net)
 
 
-@pytest.mark.parametrize("caps", [EACH, {}], ids=["small", "default"])
-@pytest.mark.parametrize("in_turns", [True, None], ids=["turns", "threads"])
+@modes
+@pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("kind", [TwoViews, OneView, Tokens])
-def test_gradients_of_two_parameters_in_one_memory(kind, in_turns, caps):
-    net, batch = kind(), rows(2, 3, 4)
-    expected = of_plain_passes(net, list(batch.chunk(2)))
-    with pr.DataParallel(net, ["cpu"] * 2, in_turns=in_turns, **caps) as ranks:
+def test_two_parameters_in_one_memory(kind, in_threads, options):
+    nets, shards = [kind() for _ in range(2)], list(rows(2, 3, 4).chunk(2))
+    expected = of_plain_passes(nets[0], shards)
+    with pr.GradientBucketer(nets, **options) as bucketer:
         for _ in range(5):
-            ranks.zero_grad()
-            ranks(batch).square().sum().backward()
-            ranks.wait()
-            assert_reduced(ranks.replicas, expected)
-            for replica in ranks.replicas:
-                assert_apart(replica)
+            clear(nets)
+            run_backward(nets, shards, in_threads=in_threads)
+            bucketer.wait()
+            assert_reduced(nets, expected)
+            for net in nets:
+                assert_apart(net)
 
 
-def as_rank(rank, world_size, store, caps):
+def as_rank(rank, world_size, store, options):
     torch.set_num_threads(1)
     found = []
     with pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm:
         for seed in range(8):
             net, shard = Shared(seed), rows(world_size, 1, N).chunk(world_size)[rank]
-            with pr.GradientBucketer([net], comm=comm, **caps) as bucketer:
+            with pr.GradientBucketer([net], comm=comm, **options) as bucketer:
                 for _ in range(3):
                     net.zero_grad()
                     net(shard).square().sum().backward()
@@ -216,21 +231,17 @@ def as_rank(rank, world_size, store, caps):
     return found
 
 
-@pytest.mark.parametrize("caps", [EACH, {}], ids=["small", "default"])
-def test_one_process_for_each_rank(caps):
-    crew = Crew(2)
-    try:
-        answers = crew.check(as_rank, caps)
-    finally:
-        crew.close()
+@modes
+def test_processes(options):
+    with Crew(2) as crew:
+        answers = crew.check(as_rank, options)
     for found in answers:
         for seed, grads in enumerate(found):
             expected = of_plain_passes(Shared(seed), list(rows(2, 1, N).chunk(2)))
             assert all(map(torch.equal, grads, expected)), seed
 
 
-def test_the_users_own_tensors_are_let_alone():
-    """Neither the gradient that backward begins with nor one that a hook kept is reduced."""
+def test_gradient_given_to_backward_is_kept():
     nets = [nn.ParameterList([torch.ones(4)]) for _ in range(2)]
     with pr.GradientBucketer(nets) as bucketer:
         given = [torch.full((4,), rank + 1.0) for rank in range(2)]
@@ -242,8 +253,8 @@ def test_the_users_own_tensors_are_let_alone():
 
 
 @pytest.mark.parametrize("of", ["views", "before", "kept"])
-def test_gradients_that_the_user_shares_stay_where_they_are(of):
-    """Parts of a flat buffer that torch knows as views, or that were there, or shared later."""
+def test_buffer_of_user_stays(of):
+    """Views of a buffer; parts that were there before the bucketer; gradients shared later."""
     nets = [Shared(0) for _ in range(2)]
     shards = list(rows(2, 2, N).chunk(2))
     expected = of_plain_passes(nets[0], shards)
@@ -260,7 +271,7 @@ def test_gradients_that_the_user_shares_stay_where_they_are(of):
 
     if of == "before":
         list(map(start, nets))
-    with pr.GradientBucketer(nets, **EACH) as bucketer:
+    with pr.GradientBucketer(nets, **EARLY) as bucketer:
         if of == "views":
             list(map(start, nets))
         kept: list[list[Tensor]] = []
@@ -280,8 +291,8 @@ def test_gradients_that_the_user_shares_stay_where_they_are(of):
                 assert torch.equal(flat, torch.cat([grad.flatten() for grad in expected]))
 
 
-def test_what_most_layers_leave_is_not_copied():
-    """Fails, too, where torch has another way to count who uses a memory."""
+def test_own_memory_is_not_copied():
+    """Fails also if torch counts the users of memory differently."""
     nets = [
         nn.Sequential(
             *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
@@ -292,7 +303,7 @@ def test_what_most_layers_leave_is_not_copied():
     left: list[Tensor] = []
     for param in nets[0].parameters():
         param.register_post_accumulate_grad_hook(lambda p: left.append(p.grad))
-    with pr.GradientBucketer(nets, **EACH) as bucketer:
+    with pr.GradientBucketer(nets, **EARLY) as bucketer:
         for _ in range(3):
             clear(nets)
             left.clear()
