@@ -45,9 +45,9 @@ def assert_equal_bits(ours, theirs):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_copies_hold_the_same_bits_and_share_no_memory(num_ranks):
+def test_copies_share_no_memory(num_ranks):
     module = Tied()
-    module(torch.rand(4, 5)).sum().backward()  # running statistics that are not the initial ones
+    module(torch.rand(4, 5)).sum().backward()  # changes the running statistics
     before = copy.deepcopy(module.state_dict())
     replicas = pr.replicate(module, ["cpu"] * num_ranks)
     assert len(replicas) == num_ranks
@@ -63,7 +63,7 @@ def test_copies_hold_the_same_bits_and_share_no_memory(num_ranks):
         assert_equal_bits(other.state_dict(), before)
 
 
-def test_what_is_shared_inside_stays_shared_and_gradients_meet_there():
+def test_tied_tensors_stay_tied():
     module = Tied()
     (replica,) = pr.replicate(module, ["cpu"])
     assert replica.decoder.weight is replica.encoder.weight
@@ -75,7 +75,7 @@ def test_what_is_shared_inside_stays_shared_and_gradients_meet_there():
     assert torch.equal(replica.encoder.weight.grad, module.encoder.weight.grad)
 
 
-def test_modes_formats_and_frozen_parameters_are_kept():
+def test_modes_and_formats_are_kept():
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout())
     module = module.to(memory_format=torch.channels_last).eval()
     module[2].train()
@@ -86,7 +86,7 @@ def test_modes_formats_and_frozen_parameters_are_kept():
     assert replica[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_lazy_parameters_are_refused_by_name_until_they_have_values():
+def test_lazy_parameters_are_refused():
     module = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(
         pr.ArgumentError, match=r"lazy parameter '0\.weight'.* call the module once"
@@ -105,14 +105,74 @@ def test_wrong_arguments_are_named():
         pr.replicate(nn.Linear(2, 2, device="meta"), ["cpu"])
 
 
-def test_a_module_that_cannot_be_copied_says_why():
+def test_failed_deepcopy_is_named():
     module = nn.Linear(2, 2)
     module.lock = threading.Lock()
     with pytest.raises(pr.UnsupportedError, match=r"a Linear, cannot be copied .*lock"):
         pr.replicate(module, ["cpu"])
 
 
-def test_one_ranks_tensors_are_given_to_all():
+class Tagged(nn.Parameter):
+    """A parameter whose constructor has another signature."""
+
+    def __new__(cls, data, tag=None, requires_grad=True):
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.tag = tag
+        return made
+
+
+def test_classes_and_attributes_of_parameters_are_kept():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    module[0].bias.no_weight_decay = True
+    module[0].bias.partner = module[1].bias
+    module[1].weight = Tagged(module[1].weight.data, tag=[1])
+    if hasattr(module[0].weight, "grad_dtype"):
+        module[0].weight.grad_dtype = torch.float64
+    for replica in pr.replicate(module, ["cpu"] * 2):
+        assert replica[0].bias.no_weight_decay
+        assert replica[0].bias.partner is replica[1].bias
+        assert not hasattr(replica[1].bias, "no_weight_decay")
+        assert type(replica[1].weight) is Tagged
+        assert replica[1].weight.tag == [1]
+        assert replica[1].weight.tag is not module[1].weight.tag
+        grad_dtype = getattr(module[0].weight, "grad_dtype", None)
+        assert getattr(replica[0].weight, "grad_dtype", None) == grad_dtype
+
+
+class Fixed(nn.Linear):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Detached(nn.Linear):
+    def __deepcopy__(self, memo):
+        made = nn.Linear(2, 2)
+        made.weight = nn.Parameter(self.weight * 1, requires_grad=False)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "in a RecursiveScriptModule.*not a leaf"),
+        (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "it is not a leaf"),
+        (lambda: Fixed(2, 2), "in a Fixed, .* it shares the memory of the original"),
+        (lambda: Detached(2, 2), "in a Detached, .* its requires_grad is False"),
+        (lambda: nn.utils.weight_norm(nn.Linear(2, 2)), "cannot be copied"),
+    ],
+    ids=["scripted", "traced", "same", "frozen", "weight_norm"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_wrong_copies_are_refused(make, words):
+    module = nn.Sequential(nn.Linear(2, 2), make())
+    with pytest.raises(pr.UnsupportedError, match=words) as caught:
+        pr.replicate(module, ["cpu"])
+    assert "cannot be copied" in words or "'1.weight'" in str(caught.value)
+    with pytest.raises(pr.UnsupportedError, match=words):
+        pr.replicate(module[1], ["cpu"])
+
+
+def test_copies_from_one_rank():
     replicas = [nn.BatchNorm1d(3) for _ in range(3)]
     for rank, replica in enumerate(replicas):
         replica(torch.rand(4, 3) + rank)

@@ -1,4 +1,4 @@
-"""Copies of a module, one per rank, that share nothing; and what they must share to agree again."""
+"""Copies of a module, one per rank, that share no memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["copy_buffers", "copy_parameters", "replicate"]
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
     """Copy a module to every rank; the copies hold the same bits and share no memory.
 
-    All of them are copies, rank 0's too: ``module`` is left as it is, and may be trained, moved or
-    dropped without the replicas noticing.
+    Rank 0 gets a copy too, so ``module`` stays as it is.
 
     Args:
-        module: Parameters and buffers may lie on any device. What is shared inside it (tied
-            weights) is shared inside every copy. ``requires_grad``, training mode, memory formats
-            and the module's own hooks are kept; gradients and hooks of parameters are not.
+        module: Parameters and buffers may be on any device. Tied weights are tied in every copy.
+            The copies keep ``requires_grad``, training mode, memory formats, hooks of modules, and
+            of parameters the class, the attributes and ``grad_dtype``. They do not keep gradients
+            and hooks of parameters.
         devices: One device per rank; ranks may share one.
 
     Returns:
@@ -34,12 +34,12 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
         copied, but stay on their device, as with ``module.to()``.
 
     Raises:
-        ArgumentError: A lazy parameter that has not seen an input yet, a tensor on the meta device
-            (both named), no module, or a device that is not there.
-        UnsupportedError: The module cannot be deep-copied; says why.
+        ArgumentError: A lazy parameter without a shape, a tensor on the meta device (both named),
+            no module, or a device that is not there.
+        UnsupportedError: ``copy.deepcopy`` fails, or its result does not have the same parameters
+            as leaves with memory of their own, as for scripted modules; names the first.
 
-    Cost: one copy of the module's memory per rank, and no other. Once: copies of later changes are
-    never made.
+    Cost: one copy of the module's memory per rank.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module is {kind_of(module)}, expected a torch.nn.Module")
@@ -50,21 +50,21 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
 
 
 def copy_buffers(replicas: Sequence[nn.Module], root: int = 0) -> None:
-    """Give all ranks the buffers of one, such as the running statistics of its batch norms.
+    """Copy the buffers of one rank, such as running statistics, to all ranks.
 
     Args:
-        replicas: Modules as `replicate` makes them.
-        root: The rank whose buffers all others get.
+        replicas: From `replicate`.
+        root: The rank whose buffers the other ranks get.
     """
     _copy_from(root, [list(replica.buffers()) for replica in replicas])
 
 
 def copy_parameters(replicas: Sequence[nn.Module], root: int = 0) -> None:
-    """Give all ranks the parameters of one, as after it was initialised again.
+    """Copy the parameters of one rank to all ranks.
 
     Args:
-        replicas: Modules as `replicate` makes them.
-        root: The rank whose parameters all others get.
+        replicas: From `replicate`.
+        root: The rank whose parameters the other ranks get.
     """
     _copy_from(root, [list(replica.parameters()) for replica in replicas])
 
@@ -98,19 +98,57 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
     """Make a deep copy whose parameters and buffers are on ``device`` from the start.
 
     ``module.to(device)`` after a plain deep copy would hold the memory twice on the first device,
-    and would cut the tie between modules that share a buffer.
+    and would untie a buffer that two modules share.
     """
-    made: dict[int, Any] = {}  # deepcopy takes from here what it finds
-    for _, tensor in _named_tensors(module):
-        twin = tensor.detach().to(device, copy=True)
-        if isinstance(tensor, nn.Parameter):
-            made[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        else:
-            made[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
     try:
-        return copy.deepcopy(module, made)
+        tensors = list(_named_tensors(module))
+        made: dict[int, Any] = {id(tensor): _twin(tensor, device) for _, tensor in tensors}
+        for _, tensor in tensors:
+            made[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, made))
+        replica = copy.deepcopy(module, made)
     # RuntimeError: tensors inside a graph (old weight norm); TypeError: locks, files, generators.
     except (RuntimeError, TypeError) as error:
         raise UnsupportedError(
             f"module, a {type(module).__name__}, cannot be copied ({error})"
         ) from error
+    _check_copy(module, replica)
+    return replica
+
+
+def _twin(tensor: Tensor, device: torch.device) -> Tensor:
+    data = tensor.detach().to(device, copy=True)
+    if not isinstance(tensor, nn.Parameter):
+        return data.requires_grad_(tensor.requires_grad)
+    if type(data) is Tensor:  # the class of a parameter may have another constructor
+        twin = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    else:
+        twin = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    grad_dtype = getattr(tensor, "grad_dtype", None)  # torch 2.14 and later
+    if grad_dtype != getattr(twin, "grad_dtype", None):
+        twin.grad_dtype = grad_dtype
+    return twin
+
+
+def _check_copy(module: nn.Module, replica: nn.Module) -> None:
+    """Look at the result of deepcopy: modules may have a ``__deepcopy__`` of their own."""
+    copies = dict(_named_tensors(replica))
+    for name, tensor in _named_tensors(module):
+        twin = copies.pop(name, None)
+        wrong = ""
+        if twin is None:
+            wrong = "it is missing"
+        elif not twin.is_leaf:
+            wrong = "it is not a leaf"
+        elif twin.requires_grad != tensor.requires_grad:
+            wrong = f"its requires_grad is {twin.requires_grad}"
+        elif type(twin) is not type(tensor):
+            wrong = f"it is a {type(twin).__name__}, not a {type(tensor).__name__}"
+        elif tensor.numel() and twin.data_ptr() == tensor.data_ptr():
+            wrong = "it shares the memory of the original"
+        if wrong:
+            owner = dict(module.named_modules())[name.rpartition(".")[0]]
+            raise UnsupportedError(
+                f"module has '{name}' in a {type(owner).__name__}, which copy.deepcopy does not "
+                f"copy right: {wrong}. Replicate the module before torch.jit, or without its own "
+                "__deepcopy__"
+            )
