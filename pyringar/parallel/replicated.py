@@ -47,11 +47,10 @@ class RankCopies:
 
     def forget_all_but(self, sources: Sequence[Tensor]) -> None:
         """Free the copies of tensors that the module has no longer."""
+        ids = set(map(id, sources))
         with self._lock:
-            if len(self._entries) > len(sources):
-                known = self._entries
-                ids = [id(source) for source in sources]
-                self._entries = {key: known[key] for key in ids if key in known}
+            for key in self._entries.keys() - ids:
+                del self._entries[key]
 
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -138,7 +137,8 @@ def _version(tensor: Tensor) -> int:
 
 def _is_fusable(tensor: Tensor) -> bool:
     is_plain = type(tensor) is Tensor or isinstance(tensor, (nn.Parameter, nn.Buffer))
-    return is_plain and tensor.layout == torch.strided and tensor.dtype in _DTYPES
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_plain and not is_wrapped and tensor.layout == torch.strided and tensor.dtype in _DTYPES
 
 
 def _without_overlap(tensor: Tensor) -> Tensor:
@@ -164,9 +164,8 @@ class _Replicate(torch.autograd.Function):
     def forward(
         owner: RankCopies, copies: Sequence[Sequence[Tensor]], *params: Tensor
     ) -> tuple[Tensor, ...]:
-        # Views share the parameters' version counters, and autograd refuses writes to them.
-        own = [param.view_as(param) for param in params]
-        return *own, *(copy.detach() for mine in copies for copy in mine)
+        # A detached tensor shares memory and version counter with its source.
+        return tuple(tensor.detach() for mine in (params, *copies) for tensor in mine)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
