@@ -173,7 +173,7 @@ def test_gradient_penalty_is_right():
         x = torch.arange(1.0, 7).requires_grad_()
         (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
         (slope - 1).square().sum().backward()
-    assert_same_grads(net, plain)
+    assert_same_grads(net, plain, atol=1e-5)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -345,7 +345,7 @@ def test_scripted_modules_are_refused(make, is_inner):
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor
-    name: str = "batch"
+    note: None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,7 +421,7 @@ def test_containers_are_gathered(make, read):
     net = parallel(Builds(lambda layer, x, _: make(x)))
     found = net(x)
     assert type(found) is type(make(x))
-    assert torch.equal(read(found), x) or isinstance(found, Batch)
+    assert torch.equal(read(found), x)
 
 
 # -- 17 pytorch#188346: load_state_dict(assign=True) of tied weights ---

@@ -138,7 +138,9 @@ def _version(tensor: Tensor) -> int:
 def _is_fusable(tensor: Tensor) -> bool:
     is_plain = type(tensor) is Tensor or isinstance(tensor, (nn.Parameter, nn.Buffer))
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return is_plain and not is_wrapped and tensor.layout == torch.strided and tensor.dtype in _DTYPES
+    return (
+        is_plain and not is_wrapped and tensor.layout == torch.strided and tensor.dtype in _DTYPES
+    )
 
 
 def _without_overlap(tensor: Tensor) -> Tensor:
