@@ -126,9 +126,7 @@ def garments():
     ],
 )
 def test_ranks_that_take_turns_are_recorded_in_turns(model, options):
-    config = TrainConfig(
-        *(3, 20), epochs=1, model=model, bucket_cap_mb=0.05, in_turns=True, **options
-    )
+    config = TrainConfig(3, 20, epochs=1, model=model, bucket_cap_mb=0.05, **options)
     trace = Trace()
     with Trainer(config, garments(), trace=trace) as trainer:
         trainer.run()
@@ -148,21 +146,6 @@ def test_ranks_that_take_turns_are_recorded_in_turns(model, options):
     assert {"lenet": "LeNet", "resnet18": "ResNet-18 of width 8"}[model] in trace.title
     hooks = [p._post_accumulate_grad_hooks for r in trainer.replicas for p in r]
     assert not any(hooks), "what marks turns is gone after the step"
-
-
-@pytest.mark.parametrize(("model", "options"), [("lenet", {}), ("resnet18", {"width": 8})])
-def test_ranks_that_compute_at_the_same_time_are_recorded_so(model, options):
-    config = TrainConfig(2, 20, epochs=1, model=model, bucket_cap_mb=0.05, **options)
-    trace = Trace()
-    with Trainer(config, garments(), trace=trace) as trainer:
-        trainer.run()
-    for step, kind in itertools.product(trace.steps(), ("forward", "backward", "optimizer")):
-        spans = [span for span in trace.of_step(step) if span.category == kind]
-        assert sorted(span.rank for span in spans) == [0, 1], "a span each, of what it really did"
-    computed = [span for span in trace.spans if span.category in ("forward", "backward")]
-    assert overlaps(computed)
-    assert any(span.category == "bucket" for span in trace.spans)
-    assert "2 ranks at the same time on" in trace.title
 
 
 def test_ranks_on_devices_of_their_own_work_side_by_side():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
 
@@ -227,6 +228,7 @@ def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) 
     """
     part: tuple[_Run, int] | None = getattr(_here, "part", None)
     if part is None:
+        empty_backward_at_exit()
         raise RingarError(
             f"'{place}' needs all ranks, but was called outside of the forward pass of "
             "batchnorm='sync' (activation checkpointing calls layers again: use batchnorm='local')"
