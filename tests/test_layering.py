@@ -51,8 +51,8 @@ ORDER = {
     "parallel": [
         *["bucket_step", "ranks", "process_buckets", "bucket_params", "broken_step"],
         *["own_memory", "reducer"],
-        *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
-        *["draws", "sharded_step", "graphs", "beside", "module"],
+        *["bucketer", "shards", "replicate", "rank_threads", "batchnorm", "nested"],
+        *["sharded_step", "replicated", "module"],
     ],
     "distributed": [],
     "predict": [],
