@@ -279,7 +279,7 @@ def test_rooted_calls_refuse_and_change_nothing(comm):
     for pair, words in (
         ([output, output], r"outputs\[1\] shares memory with outputs\[0\]"),
         ([twice[0][1], output], r"outputs\[0\] shares memory with lists\[0\]\[1\]"),
-        ([twice[0][0]] * 2, r"outputs\[1\] shares memory with lists\[0\]\[0\]"),
+        ([twice[0][0]] * 2, r"outputs\[1\] shares memory with outputs\[0\]"),
     ):
         refuse(lambda pair=pair: comm.reduce_coalesced(pair, twice), words)
     refuse(lambda: comm.broadcast_coalesced([*lists[:2], lists[2][:1]]), r"lists\[2\] has 1 entry")
@@ -292,6 +292,17 @@ def test_rooted_calls_refuse_and_change_nothing(comm):
     assert (output == 9).all()
     assert all((t == 9).all() for t in outputs)
     assert not shared.any()
+
+
+def test_sources_may_share_memory(comm):
+    lists = [[t, t[2:]] for t in ranks(3, (6,))]
+    outputs = [torch.zeros(6), torch.zeros(4)]
+    comm.reduce_coalesced(outputs, lists)
+    assert torch.equal(outputs[0], sum(ranks(3, (6,))))
+    assert torch.equal(outputs[1], outputs[0][2:])
+    copies = [[t.clone() for t in lists[1]] for _ in range(2)]
+    comm.broadcast_coalesced([copies[0], lists[1], copies[1]], 1)
+    assert all(torch.equal(t, s) for mine in copies for t, s in zip(mine, lists[1], strict=True))
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "naive", "sharded"])

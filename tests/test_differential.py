@@ -122,12 +122,14 @@ def make_call(comm, entry: str, first, placed, parameters, op: str, **options: s
 
 
 def other_collective(rng, comm, op: str, flushes: bool, context: str) -> None:
+    what = pick(rng, ("reduce_scatter", "all_gather", "broadcast", "reduce", "lists"))
+    if what in ("reduce", "lists"):
+        return rooted_collective(rng, comm, what == "lists", op, flushes, f"{context}: {what}")
     k, kind = comm.world_size, pick(rng, KINDS)
     n = int(rng.integers(0, 3000))
     inputs = [diff.values(rng, n * k, kind) for _ in range(k)]
     wholes = [Placed(rng, kind, (n, k), diff.layout_of(rng, (n, k))) for _ in range(k)]
     parts = [Placed(rng, kind, (n,), diff.layout_of(rng, (n,))) for _ in range(k)]
-    what = pick(rng, ("reduce_scatter", "all_gather", "broadcast", "reduce", "lists"))
     cuts = [slice(rank * n, (rank + 1) * n) for rank in range(k)]
     root = int(rng.integers(k))
     for rank in range(k):
@@ -142,8 +144,6 @@ def other_collective(rng, comm, op: str, flushes: bool, context: str) -> None:
         else:
             comm.broadcast(tensors[0], root)
     context = f"{context}: {what} of {n} {kind.torch}, root {root}"
-    if what in ("reduce", "lists"):
-        return rooted_collective(rng, comm, what == "lists", op, flushes, context)
     total = diff.folded(inputs, op, kind)
     for rank in range(k):
         if what == "reduce_scatter":

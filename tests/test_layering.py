@@ -50,8 +50,8 @@ ORDER = {
     "ops": [],
     "parallel": [
         *["bucket_step", "bucket_params", "local_buckets", "process_buckets", "own_memory"],
-        *["bucketer", "shards", "replicate", "lockstep", "batchnorm", "optimizer", "nested"],
-        *["draws", "sharded_step", "graphs", "beside", "module"],
+        *["bucketer", "shards", "replicate", "rank_threads", "batchnorm", "nested"],
+        *["sharded_step", "replicated", "module"],
     ],
     "distributed": [],
     "predict": [],

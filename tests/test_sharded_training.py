@@ -67,7 +67,6 @@ MORE = {
     "bfloat16": ((1, 2, 4, 8), {"dtype": "bfloat16"}),
     "float16": ((1, 2, 8), {"dtype": "float16"}),
     "without momentum": ((1, 2, 4), {"momentum": 0.0, "lr_schedule": "constant"}),
-    "in turns": ((1, 2, 8), {"in_turns": True}),
     "width 8, 3 epochs": ((1, 2, 4, 8), {"epochs": 3, "batch_size": 64}),
 }
 
@@ -175,16 +174,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, model):
             Trainer(config, data, resume=tmp_path / "run")
 
 
-@pytest.mark.parametrize("in_turns", [None, True])
-def test_a_trace_has_the_phases_of_every_shard(in_turns):
+def test_trace_has_phases_of_every_shard():
     trace = Trace()
-    config = TrainConfig(ranks=2, shards=4, epochs=1, in_turns=in_turns)
+    config = TrainConfig(ranks=2, shards=4, epochs=1)
     with Trainer(config, garments(64, 10), trace=trace) as trainer:
         trainer.run()
     counts = Counter((span.category, span.rank) for span in trace.spans)
     wanted = {"forward": 2, "backward": 2, "wait": 1, "optimizer": 1}
     assert counts == {(name, rank): n for name, n in wanted.items() for rank in range(2)}
-    assert "in turns" in trace.title if in_turns else "at the same time" in trace.title
+    assert "2 ranks in turns" in trace.title
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ def test_numbers_of_numpy_are_read_back(images, tmp_path):
 
 
 def test_other_threads_or_another_torch_are_told(images, tmp_path, caplog, monkeypatch):
-    options = {**LENET, "in_turns": True}
+    options = LENET
     go(images, options, 1, save=tmp_path)
     caplog.clear()
     go(images, options, 1, resume=tmp_path)

@@ -166,6 +166,6 @@ def test_files_are_written_and_named(tmp_path, capsys):
     assert lines[-4:-1] == [f"plot       {plot}", f"trace      {trace}", f"timeline   {timeline}"]
     assert main(["trace", str(trace)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "2 ranks at the same time on" in lines[0]
+    assert "2 ranks in turns on" in lines[0]
     assert lines[1].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "hidden"]
     assert all(float(cell) > 0 for cell in lines[2].split()[1:5])

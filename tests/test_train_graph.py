@@ -339,7 +339,7 @@ def test_step_reduces_after_join(streams, data):
     step = EagerStep(
         *(params, None, lambda: note("reduce")),
         split=lambda X, y: (X.chunk(2), y.chunk(2)),  # noqa: N803
-        beside=graph.Branches(torch.device("cuda:0"), 2, score),
+        branches=graph.Branches(torch.device("cuda:0"), 2, score),
     )
     step(data.train_images[:8], data.train_labels[:8], 0.1)
     fork, join = ("stream 1", "waits for", "stream 0"), ("stream 0", "waits for", "stream 1")

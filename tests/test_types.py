@@ -48,7 +48,7 @@ net = DataParallel(nn.Linear(2, 2), ["cpu"])
 accuracy: float = evaluate_accuracy_gpus(net, [])
 accuracy = evaluate_accuracy_gpus(replicas, [], split_batch)
 accuracy = evaluate_accuracy_gpus(lambda X: X, [])
-optimizer: torch.optim.Optimizer = net.optimizer(torch.optim.SGD, lr=0.1)
+optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 result: pr.train.TrainResult = pr.train.train(2, 64, 0.1, epochs=1)
 passed: bool = check_allreduce(pr.allreduce).passed
 try:

@@ -135,10 +135,16 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.ShardedStep, "seed", {"int", "None"}, lambda v: pr.ShardedStep([NET], 2, seed=v)),
     (pr.ShardedStep.__call__, "loss_of", set(), lambda v: pr.ShardedStep([NET], 2)(v)),
     (pr.DataParallel, "module", set(), lambda v: pr.DataParallel(v, ["cpu"])),
-    (pr.DataParallel, "devices", set(), lambda v: pr.DataParallel(NET, v)),
+    (pr.DataParallel, "devices", NOTHING, lambda v: pr.DataParallel(NET, v)),
+    (pr.DataParallel, "device_ids", NOTHING, lambda v: pr.DataParallel(NET, device_ids=v)),
+    (pr.DataParallel, "dim", {"int"}, lambda v: pr.DataParallel(NET, ["cpu"], dim=v)),
+    (pr.DataParallel, "order", set(), lambda v: pr.DataParallel(NET, ["cpu"], order=v)),
+    (
+        *(pr.DataParallel, "bucket_cap_mb", NUMBER | NOTHING),
+        lambda v: pr.DataParallel(NET, ["cpu"], bucket_cap_mb=v),
+    ),
     (pr.DataParallel, "weights", NOTHING, lambda v: pr.DataParallel(NET, ["cpu"], weights=v)),
     (pr.DataParallel, "batchnorm", set(), lambda v: pr.DataParallel(NET, ["cpu"], batchnorm=v)),
-    (pr.DataParallel, "comm", NOTHING, lambda v: pr.DataParallel(NET, ["cpu"], comm=v)),
     (
         *(pr.DataParallel, "output_device", NOTHING),
         lambda v: pr.DataParallel(NET, ["cpu"], output_device=v),
@@ -263,10 +269,9 @@ class TestTheBooksSignature:
         assert pr.evaluate_accuracy_gpus(nn.ModuleList([net, net]), self.DATA) == 0.75
         seen = []
         layer = nn.Linear(4, 4)
-        with pr.DataParallel(layer, ["cpu"] * 3) as parallel:
-            for replica in parallel.replicas:
-                replica.register_forward_hook(lambda *_: seen.append(1))
-            found = pr.evaluate_accuracy_gpus(parallel, self.DATA)
-            assert parallel.training
-        assert found == pr.evaluate_accuracy_gpus([layer], self.DATA)
+        layer.register_forward_hook(lambda *_: seen.append(1))
+        parallel = pr.DataParallel(layer, ["cpu"] * 3)
+        found = pr.evaluate_accuracy_gpus(parallel, self.DATA)
+        assert parallel.training
         assert len(seen) == 3, "every rank has its share"
+        assert found == pr.evaluate_accuracy_gpus([layer], self.DATA)

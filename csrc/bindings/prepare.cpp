@@ -404,18 +404,20 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are
   const auto [read, _] = ranks.add_to(builder, [](int) { return false; });
   const auto first_output = static_cast<std::size_t>(k) * n;
   const auto first_own = static_cast<std::size_t>(root) * n;
-  std::vector<bool> is_in_place(first_output);
+  std::vector<bool> is_in_place;
+  std::vector<bool> is_skipped(first_output);  // what the output stands for
   for (std::size_t i = 0; i < n; ++i) {
     const auto index = static_cast<int>(i);
     builder.add(outputs[index], {name, are_lists ? index : -1}, root, true);
     builder.tensors().check_agree(first_output + i, i);
     is_in_place.push_back(builder.tensors().is_same(first_output + i, first_own + i));
+    is_skipped[first_own + i] = is_in_place.back();
   }
-  builder.tensors().check_disjoint(is_in_place);
+  builder.tensors().check_disjoint(is_skipped);
   builder.choose(algorithm);
   builder.reserve_pointers(first_output + n);
   for (std::size_t i = 0; i < n; ++i) {
-    const bool in_place = is_in_place[first_output + i];
+    const bool in_place = is_in_place[i];
     const bool is_flat = !builder.all_lie_alike(i, n);
     void* const* sources = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {

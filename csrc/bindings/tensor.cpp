@@ -434,6 +434,7 @@ TensorArgs::TensorArgs(const char* operation)
 void TensorArgs::add(PyObject* object, ArgName name, int rank, int device, bool is_written) {
   TensorView& view = views_.emplace_back();
   names_.push_back(name);
+  is_written_.push_back(is_written);
   read_tensor(object, operation_, name, &view);
   if (view.device != device) {
     fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
@@ -509,6 +510,7 @@ void TensorArgs::check_disjoint(const std::vector<bool>& is_skipped) const {
     for (std::size_t b = a + 1; b < spans.size() && spans[b].first < spans[a].last; ++b) {
       const std::size_t i = std::min(spans[a].index, spans[b].index);
       const std::size_t j = std::max(spans[a].index, spans[b].index);
+      if (!is_written_[i] && !is_written_[j]) continue;
       const bool dense = views_[i].is_dense && views_[j].is_dense;
       if (!dense && !overlap(views_[i].strided(), views_[j].strided())) continue;
       fail(ErrorKind::kArgument, operation_, ": ", names_[j].text(), " shares memory with ",

@@ -130,6 +130,7 @@ class TensorArgs {
   void reserve(std::size_t num_tensors) {
     views_.reserve(num_tensors);
     names_.reserve(num_tensors);
+    is_written_.reserve(num_tensors);
   }
   // device: that of `rank`, where the tensor must be.
   void add(PyObject* object, ArgName name, int rank, int device, bool is_written);
@@ -145,8 +146,8 @@ class TensorArgs {
   void check_parts(std::size_t whole, std::size_t part, int world_size) const;
   // Whether the two, which agree, are the same elements in the same memory.
   bool is_same(std::size_t i, std::size_t j) const;
-  // No two of them share a byte, none overlaps itself. is_skipped: by index, those that are the
-  // same as another.
+  // A written tensor shares no byte with another, and none overlaps itself. is_skipped: by index,
+  // those that are the same as another.
   void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
 
  private:
@@ -155,6 +156,7 @@ class TensorArgs {
   bool is_recording_;
   std::vector<TensorView> views_;
   std::vector<ArgName> names_;
+  std::vector<bool> is_written_;
 };
 
 // A checked call, and what must live until it is done.

@@ -37,7 +37,7 @@ class Topology:
             ArgumentError: It is something else.
         """
         memories: dict[str, tuple[int, ...]] = {}
-        for rank, device in enumerate(_check_list(devices)):
+        for rank, device in enumerate(_check_list(devices, "devices")):
             if not isinstance(device, torch.device):
                 raise ArgumentError(f"devices[{rank}] is {device!r}, expected a torch.device")
             name = "host" if device.type == "cpu" else str(device)
@@ -219,25 +219,26 @@ def check_device(given: Any, name: str) -> torch.device:
     return device
 
 
-def check_devices(devices: Any) -> tuple[torch.device, ...]:
+def check_devices(devices: Any, name: str = "devices") -> tuple[torch.device, ...]:
     """Turn a list of devices, one per rank, into ``torch.device`` objects that exist.
 
     Args:
         devices: For example ``["cpu"] * 4`` or ``["cuda:0", "cuda:1"]``.
+        name: Of the argument, for messages.
 
     Raises:
         ArgumentError: Not a non-empty list of devices, or one is not on this machine; names those
             that are.
     """
-    given = enumerate(_check_list(devices))
-    return tuple(check_device(device, f"devices[{rank}]") for rank, device in given)
+    given = enumerate(_check_list(devices, name))
+    return tuple(check_device(device, f"{name}[{rank}]") for rank, device in given)
 
 
-def _check_list(devices: Any) -> Sequence[Any]:
+def _check_list(devices: Any, name: str) -> Sequence[Any]:
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentError(
-            f'devices is {devices!r}, expected a list with one device per rank, such as ["cpu"] * 4'
+            f'{name} is {devices!r}, expected a list with one device per rank, such as ["cpu"] * 4'
         )
     if not devices:
-        raise ArgumentError("devices is empty, expected one device per rank")
+        raise ArgumentError(f"{name} is empty, expected one device per rank")
     return devices

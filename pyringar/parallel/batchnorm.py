@@ -52,8 +52,8 @@ def check_batchnorm(module: nn.Module) -> None:
     for name, part in _batchnorms(module):
         if type(part).forward is not _BatchNorm.forward:
             raise UnsupportedError(
-                f"batchnorm is 'sync', but '{name}' is a {type(part).__name__}, which has a forward "
-                "pass of its own; expected nn.BatchNorm1d, 2d or 3d"
+                f"batchnorm is 'sync', but '{name}' is a {type(part).__name__}, which has a "
+                "forward pass of its own; expected nn.BatchNorm1d, 2d or 3d"
             )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from pyringar.choices import BATCHNORMS, ORDERS, check_choice, kind_of
 from pyringar.comm.topology import check_device, check_devices
@@ -113,7 +112,6 @@ class DataParallel(nn.Module):
             self._bucket_bytes = check_caps(bucket_cap_mb=cap_mb)["bucket_cap_mb"]
         self.module = module
         self._copies: tuple[int, RankCopies] | None = None  # with the process that made it
-        self._kept: list[nn.Module] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run every replica on its shard of the arguments.
@@ -163,9 +161,6 @@ class DataParallel(nn.Module):
         if replicas.is_compiled:
             return self._run_compiled(replicas, calls)
         modules = {rank: replicas.make(rank) for rank in calls}
-        # parametrize.cached() knows modules by their ids, which must not be used again meanwhile.
-        is_cached = bool(getattr(parametrize, "_cache_enabled", 0))
-        self._kept = [*self._kept, *modules.values()] if is_cached else []
         functions = {rank: partial(call, modules[rank]) for rank, call in calls.items()}
         if self._is_synced and synchronise_batchnorm([*modules.values()]):
             return run_in_lockstep(functions, self.devices)
@@ -190,7 +185,7 @@ class DataParallel(nn.Module):
         return self._copies[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_copies": None, "_kept": []}
+        return {**vars(self), "_copies": None}
 
     def extra_repr(self) -> str:
         """Describe the ranks."""
@@ -210,7 +205,8 @@ def _call(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module) -> 
 def _check_devices(devices: Any, device_ids: Any) -> tuple[torch.device, ...]:
     if devices is not None and device_ids is not None:
         raise ArgumentError("both devices and device_ids are given, which mean the same")
-    given = devices if device_ids is None else device_ids
-    if given is None:
-        given = list(range(torch.cuda.device_count())) or ["cpu"]
-    return check_devices(given)
+    if device_ids is not None:
+        return check_devices(device_ids, "device_ids")
+    if devices is None:
+        devices = list(range(torch.cuda.device_count())) or ["cpu"]
+    return check_devices(devices)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
 
@@ -139,6 +140,7 @@ class _TorchSettings:
             for kind in ("cpu", "cuda")
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
+        self._saving = _saving_hooks()
         # torch clears the casts of all threads when one leaves its outermost autocast.
         torch.autocast_increment_nesting()
         self._is_in_autocast = torch.autocast_decrement_nesting() > 0
@@ -152,6 +154,8 @@ class _TorchSettings:
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._has_grad))
             stack.enter_context(self._autocasting())
+            if self._saving is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
             return function()
 
     @contextmanager
@@ -167,6 +171,14 @@ class _TorchSettings:
         finally:
             if self._is_in_autocast:
                 torch.autocast_decrement_nesting()
+
+
+def _saving_hooks() -> tuple[Any, Any] | None:
+    """Return the hooks that this thread has on tensors that autograd saves."""
+    # torch has no public name for it; without this one, hooks stay with the caller.
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: tuple[Any, Any] | None = None if top is None else top(True)
+    return hooks
 
 
 # -- lockstep --------------------------------------------------------------------------------------
@@ -216,6 +228,7 @@ def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) 
     """
     part: tuple[_Run, int] | None = getattr(_here, "part", None)
     if part is None:
+        empty_backward_at_exit()
         raise RingarError(
             f"'{place}' needs all ranks, but was called outside of the forward pass of "
             "batchnorm='sync' (activation checkpointing calls layers again: use batchnorm='local')"

@@ -298,8 +298,7 @@ def _check_replicas(given: Any) -> Sequence[Replica]:
         return [given]
     if not isinstance(given, (list, tuple, nn.ModuleList)):
         raise ArgumentError(
-            f"replicas is {kind_of(given)}, expected a module, or a list with one module per "
-            "rank"
+            f"replicas is {kind_of(given)}, expected a module, or a list with one module per rank"
         )
     if not given:
         raise ArgumentError("replicas is empty, expected one per rank")

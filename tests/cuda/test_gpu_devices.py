@@ -78,7 +78,9 @@ def test_lists_and_the_other_collectives(devices, algorithm):
         comm.broadcast(tensors, root=1)
         gpu.assert_ranks(tensors, flat[1])
         for root, device in enumerate(comm.devices):
-            check_rooted_lists(comm, root, parts, [part.to(device) for part in parts[root]])
+            check_rooted_lists(
+                comm, root, parts, [part.to(device, copy=True) for part in parts[root]]
+            )
 
 
 def check_rooted_lists(comm, root, parts, outputs):
