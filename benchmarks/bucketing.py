@@ -121,7 +121,7 @@ def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -
 
 def bucketed(model: Model, comm: pr.Communicator, cap_mb: float) -> Candidate:
     """Return the candidate that reduces while backward runs."""
-    bucketer = pr.GradientBucketer(model.params, comm=comm, bucket_cap_mb=cap_mb)
+    bucketer = pr.GradientBucketer(model.params, comm=comm, bucket_cap_mb=cap_mb, overlap=True)
 
     def reduce() -> tuple[float, float]:
         bucketer.wait()
