@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -116,18 +117,13 @@ class HookedParams:
         """
         for rank, (replica, params) in enumerate(zip(self._replicas, self.by_rank, strict=True)):
             now = _params_of(replica) if isinstance(replica, nn.Module) else params
-            for i, (new, old) in enumerate(zip(now, params, strict=False)):
+            for i, (new, old) in enumerate(zip_longest(now, params)):
                 if new is not old:
                     raise ArgumentError(
                         f"parameter {i} of replicas[{rank}] is another tensor than when the "
                         "bucketer was made (load_state_dict(assign=True) replaces parameters, and "
                         "requires_grad_() changes which are reduced); make a new GradientBucketer"
                     )
-            if len(now) != len(params):
-                raise ArgumentError(
-                    f"replicas[{rank}] has {len(now)} parameters that require grad, but had "
-                    f"{len(params)} when the bucketer was made; make a new GradientBucketer"
-                )
 
     def _check_alike(self) -> None:
         first = self.by_rank[0]

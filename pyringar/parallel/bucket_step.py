@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_not
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +11,6 @@ from torch import Tensor
 from pyringar.comm.work import Work
 
 __all__ = ["BucketStats", "Launched", "StepStats", "measure"]
-
-_grad, _version = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Launched:
 
     def note_versions(self) -> None:
         """Let `find_changed` notice every later change."""
-        self.versions = [list(map(_version, grads)) for grads in self.lists]
+        self.versions = [[grad._version for grad in grads] for grads in self.lists]
 
     def find_changed(self, params: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:
         """Return rank and parameter of a gradient that was changed or replaced since its launch.
@@ -95,17 +92,12 @@ class Launched:
         Args:
             params: All parameters, by rank of this process.
         """
-        if self.versions is None:
-            return None
-        for rank, (mine, grads, then) in enumerate(
-            zip(params, self.lists, self.versions, strict=True)
-        ):
-            now = list(map(_grad, map(mine.__getitem__, self.params)))
-            if not any(map(is_not, now, grads)) and list(map(_version, grads)) == then:
-                continue
-            for i, found, grad, version in zip(self.params, now, grads, then, strict=True):
-                is_alone = grad.untyped_storage().nbytes() == grad.nbytes
-                if found is not grad or (grad._version != version and is_alone):
+        for rank, versions in enumerate(self.versions or ()):
+            for i, grad, version in zip(self.params, self.lists[rank], versions, strict=True):
+                is_changed = params[rank][i].grad is not grad
+                if not is_changed and grad._version != version:
+                    is_changed = grad.untyped_storage().nbytes() == grad.nbytes
+                if is_changed:
                     return rank, i
         return None
 

@@ -24,6 +24,8 @@ from pyringar.parallel.process_buckets import ProcessBuckets
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
+FAILED_PASS = "a backward pass failed"
+
 
 class GradientBucketer:
     """Reduces the gradients of replicas over all ranks, bucket by bucket.
@@ -62,46 +64,38 @@ class GradientBucketer:
         bucketer.wait()
 
     **What is reduced.** `wait` reduces each gradient to which a backward pass of any rank has added
-    since its last reduction. Ranks without such a pass count as zeros. After `wait`, ``grad`` holds
-    the reduced gradient S on all ranks. A gradient to which no pass adds stays S, with every change
-    that you make to it on all ranks, such as clipping. If passes add g to it, the next `wait` gives
-    S + sum(g) for ``op="sum"`` and S + mean(g) for ``op="mean"``: the sum of plain accumulation.
-    Until then S is in rank 0's ``grad`` only for ``op="sum"``: other ranks accumulate from zero.
+    since its last reduction; ranks without such a pass count as zeros. Then ``grad`` holds the
+    reduced gradient S on all ranks. Without further passes it stays S, with every change that you
+    make on all ranks, such as clipping. If passes add g to it, the next `wait` gives S + sum(g) for
+    ``op="sum"``, S + mean(g) for ``op="mean"``. Until then, for ``op="sum"``, only rank 0's
+    ``grad`` contains S: the other ranks accumulate from zero.
+
+    **Rules.** Put all backward passes of a step but the last into `no_sync`, or pass
+    ``overlap=False``; then call `wait` once. Do not change a gradient in between. A change after
+    the launch makes `wait` raise; of views of one buffer, only another tensor in ``grad`` is noticed.
+    ``overlap=False`` is also needed if one backward gives a parameter gradients from several
+    passes, such as a shared parameter under a reentrant checkpoint.
 
     **Memory.** If backward leaves a gradient in memory that other tensors use, as it may for
     ``param.view(...)``, the hook puts a copy into ``param.grad``. Gradients that are views of a
-    buffer of yours stay there, also those that were in ``param.grad`` when the bucketer was made
-    (but not ``.detach()`` or ``.data`` of a buffer, put there later).
+    buffer of yours stay there, and those that were in ``param.grad`` when the bucketer was made.
 
-    **Rules.** Call `wait` once after the backward passes of a step. Put all passes of the step but
-    the last into `no_sync`, or pass ``overlap=False``. Do not change a gradient between its
-    backward pass and `wait`. A change after the launch makes `wait` raise; of gradients that are
-    views of one buffer, only replacing the tensor is noticed. A parameter that gets gradients from
-    several passes inside one backward, such as a shared parameter under a reentrant checkpoint,
-    needs ``overlap=False``.
+    **Errors.** An exception or signal in `wait`, or in a backward pass with overlap, closes the
+    bucketer: launched reductions end first, so nothing writes to gradients afterwards. Every later
+    use raises `RingarError` with the reason. Clear the gradients, and make a new bucketer. Over
+    processes the communicator is aborted, and the other ranks get a `PeerLostError`. A backward
+    pass that fails without overlap, under `no_sync`, under compiled autograd or before its first
+    gradient is not noticed: the next `wait` reduces what is in ``grad``, so clear the gradients.
 
-    **Errors.** An exception or signal in `wait`, or in a backward pass while buckets may be
-    launched, closes the bucketer: launched reductions end first, so nothing writes to gradients
-    afterwards. Every later use raises `RingarError` with the reason. Clear the gradients, and make
-    a new bucketer. Over processes the communicator is closed too, and the other ranks get a
-    `PeerLostError`; make a new communicator on all ranks. With ``overlap=False`` a failed backward
-    pass is not noticed, nor is one under `no_sync`, under compiled autograd, or that fails before
-    its first parameter has a gradient: the next `wait` reduces what is in ``grad``. Clear the
-    gradients after such a failure.
+    **Processes.** Every rank calls `wait` once a step, also a rank without samples. Gradients have
+    the bits that one process with all replicas would compute. All ranks launch buckets in the same
+    order, the last one in `wait`, so no rank ends a step that fails on another rank.
 
-    **Processes.** Every rank makes a bucketer of its replica and calls `wait` once a step, also a
-    rank without samples. Gradients have the bits that one process with all replicas would compute.
-    Buckets are launched in the same order on all ranks, the last one in `wait`. So no rank ends a
-    step that fails on another rank.
-
-    **Cost.** A hook of about four microseconds for every parameter and rank, and two more on ranks
-    above 0 for ``op="sum"``; one collective per bucket. Gradients that stay from step to step
+    **Cost.** A hook of about four microseconds per parameter and rank, and two more on ranks above
+    0 for ``op="sum"``; one collective per bucket. Gradients that stay from step to step
     (``zero_grad(set_to_none=False)``) are checked once, and their memory is kept until the first
-    gradient of the bucket is freed.
-
-    With ``torch.compile`` hooks run at the end of the compiled backward, without overlap. Under
-    compiled autograd `wait` reduces everything. ``backward(create_graph=True)`` reduces values;
-    the graph remains that of the rank's own gradient.
+    gradient of the bucket is freed. With ``torch.compile`` hooks run at the end of backward,
+    without overlap. ``backward(create_graph=True)`` reduces values, and keeps the rank's own graph.
 
     Source: Li et al. 2020, "PyTorch Distributed": buckets, and the cap of the first.
     """
@@ -154,7 +148,7 @@ class GradientBucketer:
             plan=self._plan(list(reversed(range(len(self._items))))),
             in_order=ranks.in_order,
             on_complete=launch if is_overlapped else None,
-            on_failed=_method(this, GradientBucketer._end_after_failed_pass),
+            on_failed=_method(this, partial(GradientBucketer._end, reason=FAILED_PASS)),
             on_new=give_own_memory,
             make_ready=ranks.make_ready if is_overlapped else None,
         )
@@ -193,7 +187,7 @@ class GradientBucketer:
             self._wait(began_ns)
             self._is_waiting = False
         except BaseException as error:
-            self._end(f"wait() failed ({_text_of(error)})", is_failure=True)
+            self._end(f"wait() failed ({error!r})")
             raise
 
     @contextmanager
@@ -251,11 +245,8 @@ class GradientBucketer:
         try:
             self._launch(bucket, is_complete=True)
         except BaseException as error:
-            self._end(f"a backward pass failed ({_text_of(error)})", is_failure=True)
+            self._end(f"{FAILED_PASS} ({error!r})")
             raise
-
-    def _end_after_failed_pass(self) -> None:
-        self._end("a backward pass failed", is_failure=True)
 
     def _launch(self, bucket: int, *, is_complete: bool) -> None:
         native = self._native
@@ -323,7 +314,7 @@ class GradientBucketer:
                 f"new one{self._ranks.advice}"
             )
 
-    def _end(self, reason: str, *, is_failure: bool) -> None:
+    def _end(self, reason: str, *, is_failure: bool = True) -> None:
         """Close, once no launched reduction writes to a gradient.
 
         May be called again, also to repeat a call that a signal ended.
@@ -344,10 +335,6 @@ class GradientBucketer:
                 self._ranks.abort()
             self._ranks.close()
         self._is_ended = True
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _method(this: weakref.ref[GradientBucketer], method: Callable[..., Any]) -> Callable[..., Any]:

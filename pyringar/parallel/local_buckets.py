@@ -86,19 +86,17 @@ class LocalBuckets:
         """
         if not is_complete:
             wanted = [i for i in wanted if self._has_part(native, i)]
-        lists: list[list[Tensor]] = []
-        for rank, mine in enumerate(self._params):
-            for i in () if is_complete else wanted:
+        lists: list[list[Tensor]] = [[] for _ in self._params]
+        for rank, (mine, grads) in enumerate(zip(self._params, lists, strict=True)):
+            for i in wanted:
                 grad = mine[i].grad
+                if grad is None and is_complete:
+                    raise cleared(i, rank)
                 if grad is None:
-                    mine[i].grad = torch.zeros_like(mine[i])
-                elif rank >= self.first_summed and native.has_sum(rank, i):
+                    grad = mine[i].grad = torch.zeros_like(mine[i])
+                elif not is_complete and rank >= self.first_summed and native.has_sum(rank, i):
                     grad.detach().zero_()
-            grads = [mine[i].grad for i in wanted]
-            missing = next((i for i, grad in zip(wanted, grads, strict=True) if grad is None), None)
-            if missing is not None:
-                raise cleared(missing, rank)
-            lists.append([grad for grad in grads if grad is not None])
+                grads.append(grad)
         return Launched(list(wanted), lists)
 
     def _has_part(self, native: Any, param: int) -> bool:
