@@ -94,17 +94,6 @@ def plain_steps(nets, ranks, world_size, bucketer):
         yield [grads_of(net) for net in nets]
 
 
-def accumulation(nets, ranks, world_size, bucketer):
-    for seed in range(3):
-        with bucketer.no_sync():
-            for net, rank in zip(nets, ranks, strict=True):
-                loss_of(net, inputs(world_size, seed)[rank]).backward()
-        for net, rank in zip(nets, ranks, strict=True):
-            loss_of(net, inputs(world_size, seed + 1)[rank]).backward()
-        bucketer.wait()
-        yield [grads_of(net) for net in nets]
-
-
 def branches(nets, ranks, world_size, bucketer):
     for used in (("ab", "a", "b"), ("a", "a", "a"), ("abc", "ab", "c"), ("b", "", "b"), ("", "c")):
         for net, rank in zip(nets, ranks, strict=True):
@@ -132,7 +121,6 @@ def scaled(nets, ranks, world_size, bucketer):
 
 CASES = {
     **{name: (make, plain_steps) for name, make in NETS.items()},
-    "accumulation": (make_net, accumulation),
     "unused": (Branches, branches),
     "scaled": (make_net, scaled),
 }
@@ -183,7 +171,7 @@ def test_bits_of_one_process(pools, case, world_size):
 @pytest.mark.parametrize("op", ["mean", "max"])
 def test_other_reductions(pools, op):
     options = {**EACH, "op": op}
-    for case in ("unused", "accumulation", "bfloat16"):
+    for case in ("unused", "bfloat16"):
         wanted = play_alone(case, 3, options)
         for rank, (got, _) in enumerate(pools(3).check(play_as_rank, case, options)):
             assert_same(got, [step[rank] for step in wanted])

@@ -72,7 +72,7 @@ class GradientBucketer:
 
     **Rules.** Put all backward passes of a step but the last into `no_sync`, or pass
     ``overlap=False``; then call `wait` once. Do not change a gradient in between. A change after
-    the launch makes `wait` raise; of views of one buffer, only another tensor in ``grad`` is noticed.
+    the launch makes `wait` raise; of views of one buffer, only a replaced ``grad`` is noticed.
     ``overlap=False`` is also needed if one backward gives a parameter gradients from several
     passes, such as a shared parameter under a reentrant checkpoint.
 
