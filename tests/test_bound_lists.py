@@ -459,7 +459,7 @@ def test_every_algorithm_of_the_communicator(nets, algorithm):
         assert comm.remembered <= len(bucketer.buckets)
 
 
-def test_closed_communicator_raises_in_prepared_launch(nets):
+def test_closed_communicator_raises_in_launch(nets):
     comm = Counted(["cpu"] * K, order="rank")
     with bound_bucketer(nets, comm, overlap=True):
         clear(nets, set_to_none=False)

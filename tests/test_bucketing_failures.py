@@ -71,7 +71,7 @@ def test_failed_backward_closes(backward: Callable, victim, set_to_none):
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}])
-def test_failed_backward_without_overlap_goes_unnoticed(options):
+def test_failed_backward_without_overlap(options):
     """No bucket was launched: a step that begins with cleared gradients is right."""
     nets, xs = nets_of(), vectors(1)
     expected = summed(nets, xs)
@@ -141,7 +141,7 @@ def test_launched_buckets_end_first(how, monkeypatch):
         assert [work.is_completed() for work in works] == [True] * (1 + (how != "failed backward"))
 
 
-def test_bucket_of_another_thread_ends_first():
+def test_other_thread_launch_ends_first():
     """A pass fails in a thread while another thread launches a bucket."""
     ranks = [[nn.Parameter(torch.ones(8)) for _ in range(3)] for _ in range(2)]
     with slow_ring() as comm:
@@ -212,7 +212,7 @@ def test_sparse_gradients_close():
     assert_closed(bucketer, tables, "a backward pass failed.*sparse")
 
 
-def test_hook_that_drops_gradients_is_named():
+def test_dropped_gradient_is_named():
     nets, xs = nets_of(), vectors(1)
     for param in nets[0].parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -410,7 +410,7 @@ def test_real_signal_in_wait_closes(delay_s):
 
 
 @pytest.mark.parametrize("what", ["wait", "close"])
-def test_handler_that_calls_wait_or_close(monkeypatch, what):
+def test_handler_calls_wait_or_close(monkeypatch, what):
     nets, xs = nets_of(world_size=2), vectors(1, world_size=2)
     plain, errors = Work.wait, []
 
@@ -453,7 +453,7 @@ def test_close_in_a_step(is_inside):
 
 
 @pytest.mark.parametrize(("what", "has_error"), [("wait", True), ("close", False), ("pass", True)])
-def test_forked_child_does_not_hang(what, has_error):
+def test_forked_child_gets_error(what, has_error):
     """In a program: torch refuses backward in a child once it has threads for it."""
     program = """
 import os, signal, sys

@@ -349,7 +349,7 @@ def fail_as_rank(rank, world_size, store, how):
 
 
 @pytest.mark.parametrize("how", ["middle", "clear", "zero", "close", "no wait", "signal"])
-def test_failure_of_a_rank_is_told_to_all(pools, how):
+def test_failure_reaches_all_ranks(pools, how):
     ((kind, text), *others_s), (_, *own_s) = pools(2).check(fail_as_rank, how)
     assert kind is pr.PeerLostError
     assert "rank 1" in text
@@ -374,7 +374,7 @@ def fail_early_as_rank(rank, world_size, store):
         return grads_of(net)
 
 
-def test_failure_before_first_gradient_is_repeated(pools):
+def test_early_failure_can_be_repeated(pools):
     first, second = pools(2).check(fail_early_as_rank)
     assert_same([first], [second])
     assert all(grad is not None for grad in first)

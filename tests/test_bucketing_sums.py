@@ -255,3 +255,21 @@ def test_sum_stays_in_buffer_of_user():
                 one.wait()
             want = torch.cat([grad.flatten() for grad in plain.grads()])
             assert all(torch.equal(flat, want) for flat in flats)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_untouched_sum_is_not_reduced(op):
+    nets = [Linears() for _ in range(3)]
+    with (
+        pr.Communicator(["cpu"] * 3) as comm,
+        pr.GradientBucketer(nets, comm=comm, op=op, **EACH) as bucketer,
+    ):
+        num_calls, sums = [], []
+        for used in ("abc", "", "a", ""):
+            for net in nets if used else ():
+                net(torch.rand(2, 3), used).backward()
+            bucketer.wait()
+            num_calls.append(comm.stats()["fused"]["calls"])
+            sums.append(nets[2].c.weight.grad.clone())
+    assert num_calls == [3, 3, 4, 4]
+    assert all(torch.equal(one, sums[0]) for one in sums)

@@ -121,7 +121,7 @@ class Tagged(nn.Parameter):
         return made
 
 
-def test_classes_and_attributes_of_parameters_are_kept():
+def test_parameter_attributes_are_kept():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     module[0].bias.no_weight_decay = True
     module[0].bias.partner = module[1].bias
