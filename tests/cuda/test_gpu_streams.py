@@ -259,16 +259,18 @@ def test_gradients_of_other_streams(make_ranks, device):
     wanted = reduced([(x.sum(0).expand(64, 64)).cpu() for x in inputs], "sum")
     torch.cuda.synchronize()
     with pr.GradientBucketer(replicas, comm=make_ranks(2)) as bucketer:
-        losses = []
-        for replica, x in zip(replicas, inputs, strict=True):
-            with torch.cuda.stream(torch.cuda.Stream()):
-                losses.append(Late.apply(torch.nn.functional.linear(x, replica.weight)).sum())
-        for loss in losses:
-            loss.backward()
-        bucketer.wait()
-        got = [replica.weight.grad.cpu() for replica in replicas]
-    torch.testing.assert_close(got[0], wanted)
-    assert same_bits(got[0], got[1])
+        for number in (1, 2):  # the second sum is added to the first
+            losses = []
+            for replica, x in zip(replicas, inputs, strict=True):
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    out = torch.nn.functional.linear(x, replica.weight)
+                    losses.append(Late.apply(out).sum())
+            for loss in losses:
+                loss.backward()
+            bucketer.wait()
+            got = [replica.weight.grad.cpu() for replica in replicas]
+            torch.testing.assert_close(got[0], wanted * number)
+            assert same_bits(got[0], got[1])
 
 
 @gpu.only
