@@ -31,7 +31,6 @@ MODULES = (
     "pyringar.comm.ring_schedule",
     "pyringar.parallel.bucketer",
     "pyringar.grading.grader",
-    "pyringar.parallel.optimizer",
     "pyringar.train.trace",
 )
 # What a page shows before the rest, most wanted first; errors come last.

@@ -251,16 +251,16 @@ def test_results_come_by_rank():
     threads = set()
 
     def part(rank):
-        threads.add(threading.get_ident())
+        threads.add(threading.current_thread())
         return rank, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     calls = {rank: partial(part, rank) for rank in (0, 2)}
     with torch.inference_mode():
         assert run_in_lockstep(calls, CPUS) == {0: (0, False, True), 2: (2, False, True)}
     assert len(threads) == 2
-    assert threading.get_ident() not in threads
+    assert threading.current_thread() not in threads
     assert run_ranks(calls, CPUS) == {0: (0, True, False), 2: (2, True, False)}
-    assert threading.get_ident() in threads
+    assert threading.current_thread() in threads
 
 
 @pytest.mark.parametrize("run", [run_in_lockstep, run_ranks])
@@ -278,16 +278,16 @@ def test_ranks_of_gpus_run_in_threads_of_gpus(monkeypatch):
     seen = {}
 
     def part(rank):
-        seen[rank] = threading.get_ident()
+        seen[rank] = threading.current_thread()
         return rank
 
     calls = {rank: partial(part, rank) for rank in range(4)}
     assert run_ranks(calls, devices) == {rank: rank for rank in range(4)}
     assert seen[0] == seen[2] != seen[1] == seen[3]
-    assert threading.get_ident() not in seen.values()
+    assert threading.current_thread() not in seen.values()
     with torch.device("cpu"):  # a mode of the caller's thread
         run_ranks(calls, devices)
-    assert set(seen.values()) == {threading.get_ident()}
+    assert set(seen.values()) == {threading.current_thread()}
 
 
 def test_no_thread_left_for_a_rank(monkeypatch):

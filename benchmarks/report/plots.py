@@ -277,7 +277,7 @@ def _draw_medians(axes: Any, rows: Sequence[Row], places: Sequence[float], width
     axes.bar(
         *(places, [row.median_s * 1e3 for row in rows], width * 0.92),
         color=style.color,
-        alpha={"0.1 MB": 0.4, "1 MB": 0.7, "turns": 0.4}.get(variant, 1.0),
+        alpha={"0.1 MB": 0.4, "1 MB": 0.7}.get(variant, 1.0),
         label=f"{style.label}, {variant}" if variant else style.label,
         yerr=[low, high],
         error_kw={"ecolor": RED, "elinewidth": 1, "capsize": 2},

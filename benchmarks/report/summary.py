@@ -214,10 +214,7 @@ def _bucketing(sections: Sections) -> Iterator[str]:
 
 
 def _training(sections: Sections) -> Iterator[str]:
-    idle = [
-        r for r in _cases(sections, "training") if "ringar" in r and "busy" not in r["book"].case
-    ]
-    ours = [_against(r["book"], r["ringar"]) for r in idle]
+    ours = [_against(r["book"], r["ringar"]) for r in _cases(sections, "training") if "ringar" in r]
     if ours:
         yield f"A training step of `pyringar train`, against the book's loop: {_range(ours)}."
 
