@@ -421,3 +421,19 @@ def garbage_as_rank(rank, world_size, store):
 
 def test_hooks_go_with_bucketer(pools):
     assert pools(2).check(garbage_as_rank) == [(True, 0)] * 2
+
+
+def fork_as_rank(rank, world_size, store):
+    net = make_net()
+    with bucketer_of(store, rank, world_size, net, EACH, timeout=20.0) as bucketer:
+        loss_of(net, inputs(world_size, 1)[rank]).backward()
+        child = os.fork()
+        if child == 0:
+            bucketer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        bucketer.wait()
+
+
+def test_forked_child_aborts_no_rank(pools):
+    pools(2).check(fork_as_rank)
