@@ -1,4 +1,4 @@
-"""Copies of a module: equal in bits, nothing shared, everything else kept."""
+"""Copies of a module: equal bits, no shared memory, attributes kept, wrong copies refused."""
 
 from __future__ import annotations
 
