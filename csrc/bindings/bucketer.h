@@ -23,8 +23,8 @@
 
 namespace pyringar {
 
-// What the gradient of one parameter of one rank holds. A sum is added once: rank 0 accumulates on
-// top of it, the other ranks from zero.
+// What the gradient of one parameter of one rank holds, as in bucket_step.py. A sum is added once:
+// rank 0 accumulates on top of it, the other ranks from zero.
 enum class Held : std::uint8_t {
   kOther,  // no pass has added to it
   kPart,   // what this rank's passes added since the last reduction
@@ -276,16 +276,18 @@ inline void bind_bucketer(py::module_& m) {
            [](const BucketerPtr& b, int rank, int param, const py::object& grad) {
              return make_hook(b, rank, param, grad, false);
            })
-      .def_readonly("plan", &BoundBucketer::plan)
       .def_readwrite("is_counting", &BoundBucketer::is_counting)
       .def_readwrite("is_closed", &BoundBucketer::is_closed)
       .def("is_running", [](const BoundBucketer& b) { return !b.passes.empty(); })
       .def("is_marked", [](const BoundBucketer& b, int rank,
                            int param) { return b.step.is_marked(rank, param); })
-      .def("has_part", [](BoundBucketer& b, int rank,
-                          int param) { return b.held_at(rank, param) == Held::kPart; })
-      .def("has_sum", [](BoundBucketer& b, int rank,
-                         int param) { return b.held_at(rank, param) == Held::kSum; })
+      .def("held",
+           [](BoundBucketer& b, int rank, const std::vector<int>& params) {
+             std::vector<int> found;
+             for (const int param : params)
+               found.push_back(static_cast<int>(b.held_at(rank, param)));
+             return found;
+           })
       .def("launched", [](BoundBucketer& b, int bucket) { b.step.launched(bucket); })
       // What a reduction on GPUs waits for: the events of a complete bucket.
       .def("after",

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from pyringar.comm.work import Work
 
-__all__ = ["BucketStats", "Launched", "StepStats", "measure"]
+__all__ = ["PART", "SUM", "BucketStats", "Launched", "StepStats", "measure"]
+
+# What a gradient holds, from `held` of the engine's bucketer: see csrc/bindings/bucketer.h.
+PART, SUM = 1, 2
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Launched:
 
 def measure(
     native: Any,
+    buckets: Sequence[Sequence[int]],
     launched: Mapping[int, Launched],
     bytes_of: Sequence[int],
     began_ns: int,
@@ -113,6 +117,7 @@ def measure(
 
     Args:
         native: The engine's bucketer, before it ends the step.
+        buckets: The plan.
         launched: The buckets, all reduced.
         bytes_of: Bytes of each parameter.
         began_ns: When ``wait()`` was called, on the clock of ``time.perf_counter_ns``.
@@ -125,7 +130,7 @@ def measure(
 
     rows = []
     for bucket, (params, (ready_ns, launched_ns)) in enumerate(
-        zip(native.plan, native.times(), strict=True)
+        zip(buckets, native.times(), strict=True)
     ):
         work = launched[bucket].work
         rows.append(

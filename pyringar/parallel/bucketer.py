@@ -137,6 +137,8 @@ class GradientBucketer:
             first_cap_bytes=min(caps.values()),
             cap_bytes=caps["bucket_cap_mb"],
         )
+        # Backward meets parameters from last to first, more or less.
+        self._buckets: list[list[int]] = self._plan(list(reversed(range(len(self._items)))))
         is_overlapped = ranks.is_overlapped if overlap is None else bool(overlap)
         this = weakref.ref(self)  # hooks must not keep the bucketer alive
         launch = _method(this, GradientBucketer._launch_in_backward)
@@ -144,8 +146,7 @@ class GradientBucketer:
             world_size=len(params.by_rank),
             num_params=len(self._items),
             first_rank=ranks.first_rank,
-            # Backward meets parameters from last to first, more or less.
-            plan=self._plan(list(reversed(range(len(self._items))))),
+            plan=self._buckets,
             in_order=ranks.in_order,
             on_complete=launch if is_overlapped else None,
             on_failed=_method(this, partial(GradientBucketer._end, reason=FAILED_PASS)),
@@ -157,8 +158,7 @@ class GradientBucketer:
     @property
     def buckets(self) -> list[list[int]]:
         """Indices of the parameters of each bucket, in the order of the plan."""
-        plan: list[list[int]] = self._native.plan
-        return plan
+        return [list(bucket) for bucket in self._buckets]
 
     def wait(self) -> None:
         """Launch the buckets that backward has not launched, and wait for all reductions.
@@ -219,12 +219,12 @@ class GradientBucketer:
 
     @never_fails
     def __repr__(self) -> str:
-        count = f"{len(self.buckets)} bucket{'' if len(self.buckets) == 1 else 's'}"
+        count = f"{len(self._buckets)} bucket{'' if len(self._buckets) == 1 else 's'}"
         state = "waits for backward"
         if self._closed:
             state = "closed"
         elif self._launched:
-            state = f"{len(self._launched)} of {len(self.buckets)} buckets launched"
+            state = f"{len(self._launched)} of {len(self._buckets)} buckets launched"
         elif self._native.begin_ns():
             state = "backward has begun"
         return f"GradientBucketer({self._ranks}, {count}, {state})"
@@ -250,7 +250,7 @@ class GradientBucketer:
 
     def _launch(self, bucket: int, *, is_complete: bool) -> None:
         native = self._native
-        launched = self._ranks.pack(native.plan[bucket], native, is_complete=is_complete)
+        launched = self._ranks.pack(self._buckets[bucket], native, is_complete=is_complete)
         native.launched(bucket)
         self._launched[bucket] = launched
         launched.work = self._ranks.launch(launched, native.after(bucket) if is_complete else None)
@@ -263,7 +263,7 @@ class GradientBucketer:
         native, ranks = self._native, self._ranks
         self._params.check_same()
         self._check_unchanged()
-        for bucket in range(len(native.plan)):
+        for bucket in range(len(self._buckets)):
             if bucket not in self._launched:
                 self._launch(bucket, is_complete=False)
         for launched in self._launched.values():
@@ -274,14 +274,16 @@ class GradientBucketer:
         plan = None
         if self._is_first_step and reduced:
             order = native.ready()
-            order += [i for i in reversed(range(len(self._items))) if i not in set(order)]
+            came = set(order)
+            order += [i for i in reversed(range(len(self._items))) if i not in came]
             plan = self._plan(ranks.agree_on_order(order))
             self._is_first_step = False
         if native.begin_ns():
             nbytes = [nbytes for nbytes, _ in self._items]
             ended_ns = time.perf_counter_ns()
-            self._stats = measure(native, self._launched, nbytes, began_ns, ended_ns)
+            self._stats = measure(native, self._buckets, self._launched, nbytes, began_ns, ended_ns)
         self._launched = {}
+        self._buckets = plan or self._buckets
         native.finish_step(reduced, plan)
 
     def _check_unchanged(self) -> None:

@@ -15,7 +15,7 @@ from pyringar.comm.arguments import op_name
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.parallel.bucket_step import Launched
+from pyringar.parallel.bucket_step import PART, SUM, Launched
 
 __all__ = ["LocalBuckets", "Params", "cleared", "run_to_the_end"]
 
@@ -84,8 +84,11 @@ class LocalBuckets:
         Raises:
             RingarError: A gradient is missing.
         """
+        held: list[dict[int, int]] = []
         if not is_complete:
-            wanted = [i for i in wanted if self._has_part(native, i)]
+            ranks = range(len(self._params))
+            held = [dict(zip(wanted, native.held(rank, wanted), strict=True)) for rank in ranks]
+            wanted = [i for i in wanted if self._has_part(held, i)]
         lists: list[list[Tensor]] = [[] for _ in self._params]
         for rank, (mine, grads) in enumerate(zip(self._params, lists, strict=True)):
             for i in wanted:
@@ -94,15 +97,15 @@ class LocalBuckets:
                     raise cleared(i, rank)
                 if grad is None:
                     grad = mine[i].grad = torch.zeros_like(mine[i])
-                elif not is_complete and rank >= self.first_summed and native.has_sum(rank, i):
+                elif held and rank >= self.first_summed and held[rank][i] == SUM:
                     grad.detach().zero_()
                 grads.append(grad)
         return Launched(list(wanted), lists)
 
-    def _has_part(self, native: Any, param: int) -> bool:
+    def _has_part(self, held: Sequence[dict[int, int]], param: int) -> bool:
         return any(
-            native.has_part(rank, param) and mine[param].grad is not None
-            for rank, mine in enumerate(self._params)
+            one[param] == PART and mine[param].grad is not None
+            for one, mine in zip(held, self._params, strict=True)
         )
 
     def launch(self, bucket: Launched, after: Any) -> Work | None:

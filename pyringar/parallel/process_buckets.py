@@ -17,7 +17,7 @@ from pyringar.comm.arguments import OPS, op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel.bucket_step import Launched
+from pyringar.parallel.bucket_step import PART, SUM, Launched
 from pyringar.parallel.local_buckets import cleared, run_to_the_end
 
 __all__ = ["ProcessBuckets"]
@@ -75,12 +75,12 @@ class ProcessBuckets:
     def pack(self, wanted: Sequence[int], native: Any, *, is_complete: bool) -> Launched:
         """Collect the gradients of a bucket; copies or zeros for those that no pass added to."""
         grads, used = [], []
-        for i in wanted:
+        for i, held in zip(wanted, native.held(0, wanted), strict=True):
             grad, param = self._params[i].grad, self._params[i]
             if grad is None and is_complete:
                 raise cleared(i, self._comm.rank)
-            used.append(grad is not None and native.has_part(0, i))
-            if grad is None or (not used[-1] and self._is_zeroed(native, i)):
+            used.append(grad is not None and held == PART)
+            if grad is None or (held == SUM and self.first_summed == 0):
                 grad = torch.zeros_like(param)
             elif not used[-1]:
                 grad = grad.detach().clone()
@@ -88,9 +88,6 @@ class ProcessBuckets:
         first = self._params[wanted[0]]
         flags = torch.tensor(used, dtype=first.dtype, device=first.device)
         return Launched(list(wanted), [grads], flags, is_whole=all(used))
-
-    def _is_zeroed(self, native: Any, param: int) -> bool:
-        return self.first_summed == 0 and bool(native.has_sum(0, param))
 
     def launch(self, bucket: Launched, after: Any) -> Work | None:
         """Begin the reduction of a bucket and its flags."""
