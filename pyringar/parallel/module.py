@@ -60,12 +60,13 @@ class DataParallel(nn.Module):
     Raises:
         ArgumentError: A device that is not there, weights that are no shares, an unknown
             ``batchnorm`` or ``order``.
-        UnsupportedError: A batch norm with a forward pass of its own, with ``batchnorm="sync"``.
+        UnsupportedError: With ``batchnorm="sync"``, a batch norm with a forward pass of its own, or
+            a `DataParallel` inside the module.
 
     As with ``nn.DataParallel``, replicas are shallow copies made anew for every call: attributes
     that a forward pass sets on a module are lost, buffers that rank 0 changes are kept. Hooks on
-    modules run once per rank. A rank without samples does not run. With one rank the module itself
-    runs.
+    modules run once per rank. A rank without samples does not run, and the first rank with samples
+    takes the place of rank 0. With one rank the module itself runs.
 
     Ranks on one device run one after the other, ranks on several GPUs in one thread per GPU.
     Copies and pickles of ``net`` have communicators of their own.
@@ -106,6 +107,11 @@ class DataParallel(nn.Module):
         self._is_synced = check_choice("batchnorm", batchnorm, BATCHNORMS) == "sync"
         if self._is_synced:
             check_batchnorm(module)
+            if any(isinstance(part, DataParallel) for part in module.modules()):
+                raise UnsupportedError(
+                    "batchnorm is 'sync', but the module has a DataParallel inside, whose ranks "
+                    "would see a part of the batch"
+                )
         self._bucket_bytes: int | None = None
         if bucket_cap_mb is not None or len(set(self.devices)) > 1:
             cap_mb = _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
@@ -130,7 +136,8 @@ class DataParallel(nn.Module):
             ArgumentError: No tensor to split, different lengths, a container that cannot be
                 split, a module on another device than rank 0, or outputs whose structure differs
                 between ranks; names the argument, or the rank and the key.
-            UnsupportedError: A scripted module, or compiled parts with ``batchnorm="sync"``.
+            UnsupportedError: A scripted module; forward-mode gradients or ``vmap``; compiled parts
+                or modes of torch with ``batchnorm="sync"``.
         """
         if torch.compiler.is_dynamo_compiling():
             return _run_eagerly(self._forward, args, kwargs)
