@@ -234,6 +234,30 @@ def test_checkpointing_is_refused_with_a_reason():
         output.sum().backward()
 
 
+@pytest.mark.parametrize("X", [torch.rand(6, 1), torch.ones(6, 4, dtype=torch.int64)], ids=str)
+def test_inputs_that_torch_refuses_are_refused(X):  # noqa: N803
+    net = pr.DataParallel(nn.BatchNorm1d(4), ["cpu"] * 2, batchnorm="sync")
+    with pytest.raises(pr.ArgumentError, match="expected 4 channels of floating point"):
+        net(X)
+
+
+def test_modes_and_compiled_modules_are_refused():
+    net = pr.DataParallel(nn.BatchNorm1d(4), ["cpu"] * 2, batchnorm="sync")
+    with torch.device("cpu"), pytest.raises(pr.UnsupportedError, match="modes"):
+        net(torch.rand(6, 4))
+    net.module.compile(backend="eager")
+    with pytest.raises(pr.UnsupportedError, match="compiled"):
+        net(torch.rand(6, 4))
+
+
+def test_layer_with_a_function_in_place_of_forward_is_refused():
+    module = nn.BatchNorm1d(4)
+    net = pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync")
+    module.forward = lambda x: x
+    with pytest.raises(pr.UnsupportedError, match="forward pass of its own"):
+        net(torch.rand(6, 4))
+
+
 def test_a_layer_with_a_forward_pass_of_its_own_is_refused():
     class Own(nn.BatchNorm1d):
         def forward(self, x):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 import signal
 import threading
 import time
+import types
 
+import numpy as np
 import pytest
 import torch
 from parallel_nets import CAPS, assert_same, backward, images, make_conv, make_mlp, make_pair, rows
@@ -61,12 +64,16 @@ def test_writes_of_rank_0_stay(k):
 def test_memory_of_copies_is_kept():
     _, net, _ = make_pair("mlp", 3)
     net(rows(6)[0])
-    before = {id(t) for entry in net._copies[1]._entries.values() for t in entry.copies}
+
+    def memory():
+        entries = net._copies[1]._entries.values()
+        return {copy.data_ptr() for entry in entries for copy in entry.copies}
+
+    before = memory()
     for _ in range(3):
         backward(net, rows(6))
         torch.optim.SGD(net.parameters(), 0.1).step()
-    entries = net._copies[1]._entries.values()
-    assert {id(t) for entry in entries for t in entry.copies} == before
+    assert memory() == before
     net.module[2] = nn.Linear(7, 3).double()
     net(rows(6)[0])
     assert len(net._copies[1]._entries) == len(list(net.parameters()))
@@ -139,6 +146,164 @@ def test_sparse_complex_and_odd_gradients():
         torch.testing.assert_close(
             mine.grad.to_dense(), other.grad.to_dense(), rtol=1e-5, atol=1e-5
         )
+
+
+def double_weights(net):
+    for param in net.parameters():
+        param.data.mul_(2)
+
+
+@CAPS
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_values_of_pending_backward_stay(is_frozen, cap_mb):
+    """Weights are changed through .data, used, and restored, as for an average of them."""
+    plain, net, _ = make_pair("conv", 3, bucket_cap_mb=cap_mb)
+    for module in (plain, net):
+        module.requires_grad_(not is_frozen)
+        X = images(7)[0].requires_grad_()  # noqa: N806
+        pending = module(X)
+        saved = [param.data.clone() for param in module.parameters()]
+        double_weights(module)
+        module(images(7)[0])
+        for param, value in zip(module.parameters(), saved, strict=True):
+            param.data.copy_(value)
+        (pending.square().sum() + module(X).sum()).backward()
+        module.input_grad = X.grad
+    torch.testing.assert_close(net.input_grad, plain.input_grad)
+    assert_same(net, plain)
+
+
+def test_batch_written_before_backward_raises():
+    for module in make_pair("mlp", 3)[:2]:
+        X = rows(7)[0]  # noqa: N806
+        out = module(X)
+        X.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@CAPS
+def test_hooks_of_unused_parameters_stay_silent(cap_mb):
+    plain, net, _ = make_pair("branches", 2, bucket_cap_mb=cap_mb)
+    calls = {plain: [], net: []}
+    for module in (plain, net):
+        for i, param in enumerate(module.parameters()):
+            if param.requires_grad:
+                param.register_hook(lambda grad, m=module, i=i: calls[m].append(("grad", i)))
+                param.register_post_accumulate_grad_hook(
+                    lambda _, m=module, i=i: calls[m].append(("done", i))
+                )
+        backward(module, rows(6))
+    assert sorted(calls[net]) == sorted(calls[plain])
+    assert_same(net, plain)
+
+
+class Multiplies(nn.Module):
+    """Changes a buffer in place, another by assignment, and uses both."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(5, 3)
+        self.register_buffer("a", torch.ones(3))
+        self.register_buffer("b", torch.ones(3))
+
+    def forward(self, x):
+        self.a.mul_(2)
+        self.b = self.b * 3
+        return self.l(x) * self.a * self.b
+
+
+@pytest.mark.parametrize("how", [None, 1e-6, "compiled"])
+def test_ranks_begin_with_the_same_buffers(how):
+    torch.manual_seed(0)
+    plain = Multiplies()
+    net = pr.DataParallel(
+        copy.deepcopy(plain), ["cpu"] * 3, bucket_cap_mb=how if how != "compiled" else None
+    )
+    if how == "compiled":
+        net.module.compile(backend="eager")
+    for _ in range(2):
+        X = rows(7, torch.float32)[0]  # noqa: N806
+        torch.testing.assert_close(net(X), plain(X))
+    assert torch.equal(net.module.a, plain.a)
+
+
+@pytest.mark.parametrize("batchnorm", ["local", "sync"])
+def test_first_rank_with_samples_keeps_statistics(batchnorm):
+    net = pr.DataParallel(nn.BatchNorm1d(3), ["cpu"] * 3, weights=(0, 1, 1), batchnorm=batchnorm)
+    plain = nn.BatchNorm1d(3)
+    X = torch.randn(8, 3)  # noqa: N806
+    plain(X if batchnorm == "sync" else X[:4])
+    net(X)
+    torch.testing.assert_close(net.module.running_mean, plain.running_mean)
+
+
+def test_parametrized_rnn_and_sparse_buffer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(5, 4, batch_first=True)
+            self.register_buffer("graph", torch.eye(4).to_sparse())
+
+        def forward(self, x):
+            return self.rnn(x.unsqueeze(1))[0].squeeze(1) @ self.graph
+
+    torch.manual_seed(0)
+    plain = Net()
+    net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 2)
+    X = rows(6, torch.float32)[0]  # noqa: N806
+    torch.testing.assert_close(net(X), plain(X))
+    nn.utils.parametrize.register_parametrization(net.module.rnn, "weight_hh_l0", nn.Tanh())
+    assert net(X).shape == (6, 4)
+
+
+def test_gradients_that_some_ranks_lack():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e = nn.Embedding(9, 3, sparse=True)
+            self.d, self.w = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, i):
+            if i[0] == 2:
+                return self.e(i) * self.w
+            return (self.e.weight[i] if i[0] == 4 else 0) + self.d.expand(len(i), 3) * 1.5
+
+    torch.manual_seed(0)
+    plain = Sometimes()
+    net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 3)
+    indices = torch.tensor([0, 1, 2, 3, 4, 5])
+    net(indices).square().sum().backward()
+    torch.cat([plain(part) for part in indices.chunk(3)]).square().sum().backward()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
+
+
+def test_transforms_are_right_or_refused():
+    plain, net, _ = make_pair("mlp", 2)
+    X = rows(4)[0]  # noqa: N806
+    for call in (
+        lambda m: torch.func.jvp(m, (X,), (X,)),
+        lambda m: torch.func.vmap(m)(X.unsqueeze(1)),
+        lambda m: torch.func.jacfwd(m)(X),
+    ):
+        call(plain)
+        with pytest.raises(pr.UnsupportedError, match=r"forward-mode|vmap"):
+            call(net)
+    values = dict(plain.named_parameters())
+    others = {f"module.{name}": value for name, value in values.items()}
+    for call in (
+        lambda m, _: torch.func.vjp(m, X)[1](torch.ones(4, 3, dtype=torch.float64)),
+        lambda m, _: torch.func.jacrev(m)(X),
+        lambda m, given: [
+            *torch.func.jacrev(lambda g: torch.func.functional_call(m, g, (X,)))(given).values()
+        ],
+        lambda m, _: torch.autograd.grad(
+            m(X), [*m.parameters()], torch.ones(2, 4, 3, dtype=torch.float64), is_grads_batched=True
+        ),
+    ):
+        torch.testing.assert_close(call(net, others), call(plain, values))
+    torch.testing.assert_close(net(X), plain(X))
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -224,6 +389,54 @@ def test_wrong_calls_are_named():
         pr.DataParallel(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)(torch.ones(4, 2))
     with pytest.raises(pr.ArgumentError, match="both devices and device_ids"):
         pr.DataParallel(nn.Linear(2, 2), ["cpu"], device_ids=["cpu"])
+
+
+def test_one_rank_is_the_module_itself():
+    seen = []
+
+    class Takes(nn.Module):
+        def forward(self, *args, **kwargs):
+            seen.append((args, kwargs))
+            return "anything"
+
+    net = pr.DataParallel(Takes(), ["cpu"])
+    data = [torch.ones(3), {"a": torch.ones(2)}, object()]
+    assert net(*data, key=data[0]) == net() == "anything"
+    assert all(mine is given for mine, given in zip(seen[0][0], data, strict=True))
+    assert seen[0][1]["key"] is data[0]
+
+
+class AttributeDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_odd_arguments_are_read_with_care():
+    class First(nn.Module):
+        def forward(self, x, *others, **kwargs):
+            return x
+
+    net, x = pr.DataParallel(First(), ["cpu"] * 2), torch.ones(4, 2)
+    numbers = list(range(20_000))
+    begin = time.perf_counter()
+    for other in (
+        np.arange(3),
+        [np.arange(5)],
+        AttributeDict(a=1),
+        numbers,
+        dict.fromkeys(numbers),
+    ):
+        assert net(x, other, key=[other]).shape == (4, 2)
+    assert time.perf_counter() - begin < 10
+    assert isinstance(net(AttributeDict(x=x)), AttributeDict)
+    for sparse in (x.to_sparse(), torch.nested.nested_tensor([x])):
+        with pytest.raises(pr.ArgumentError, match=r"args\[1\]\['a'\] is a .* tensor"):
+            net(x, {"a": sparse})
+    hidden = collections.UserDict(y=1)
+    hidden.extra = x
+    with pytest.raises(pr.ArgumentError, match=r"args\[1\].extra is a Tensor with a tensor of 4"):
+        net(x, hidden)
+    with pytest.raises(pr.ArgumentError, match=r"args\[1\] is a mappingproxy with a tensor of 4"):
+        net(x, types.MappingProxyType({"x": x}))
 
 
 @pytest.mark.parametrize("rank", [0, 2])

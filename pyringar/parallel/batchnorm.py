@@ -50,7 +50,7 @@ def check_batchnorm(module: nn.Module) -> None:
         UnsupportedError: A batch norm with a forward pass of its own; names it.
     """
     for name, part in _batchnorms(module):
-        if type(part).forward is not _BatchNorm.forward:
+        if type(part).forward is not _BatchNorm.forward or "forward" in vars(part):
             raise UnsupportedError(
                 f"batchnorm is 'sync', but '{name}' is a {type(part).__name__}, which has a "
                 "forward pass of its own; expected nn.BatchNorm1d, 2d or 3d"
@@ -89,6 +89,11 @@ class _Layer:
         if not batchnorm.training and batchnorm.running_mean is not None:
             return type(batchnorm).forward(batchnorm, X)
         batchnorm._check_input_dim(X)  # type: ignore[no-untyped-call]
+        if X.shape[1] != batchnorm.num_features or not X.is_floating_point():
+            raise ArgumentError(
+                f"'{self._name}' got shape {tuple(X.shape)} and {X.dtype}, expected "
+                f"{batchnorm.num_features} channels of floating point"
+            )
         mean, inverse_std = meet(self._name, X, self._statistics)
         # Centred before it is scaled: x * scale + shift would lose what a large mean hides.
         Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)  # noqa: N806

@@ -16,7 +16,7 @@ from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel import nested
 from pyringar.parallel.batchnorm import check_batchnorm, synchronise_batchnorm
 from pyringar.parallel.bucket_params import check_caps
-from pyringar.parallel.rank_threads import run_in_lockstep, run_ranks
+from pyringar.parallel.rank_threads import has_modes, run_in_lockstep, run_ranks
 from pyringar.parallel.replicated import RankCopies, Replicas
 from pyringar.parallel.shards import Device, shard_sizes
 
@@ -60,12 +60,13 @@ class DataParallel(nn.Module):
     Raises:
         ArgumentError: A device that is not there, weights that are no shares, an unknown
             ``batchnorm`` or ``order``.
-        UnsupportedError: A batch norm with a forward pass of its own, with ``batchnorm="sync"``.
+        UnsupportedError: With ``batchnorm="sync"``, a batch norm with a forward pass of its own, or
+            a `DataParallel` inside the module.
 
     As with ``nn.DataParallel``, replicas are shallow copies made anew for every call: attributes
     that a forward pass sets on a module are lost, buffers that rank 0 changes are kept. Hooks on
-    modules run once per rank. A rank without samples does not run. With one rank the module itself
-    runs.
+    modules run once per rank. A rank without samples does not run, and the first rank with samples
+    takes the place of rank 0. With one rank the module itself runs.
 
     Ranks on one device run one after the other, ranks on several GPUs in one thread per GPU.
     Copies and pickles of ``net`` have communicators of their own.
@@ -106,6 +107,11 @@ class DataParallel(nn.Module):
         self._is_synced = check_choice("batchnorm", batchnorm, BATCHNORMS) == "sync"
         if self._is_synced:
             check_batchnorm(module)
+            if any(isinstance(part, DataParallel) for part in module.modules()):
+                raise UnsupportedError(
+                    "batchnorm is 'sync', but the module has a DataParallel inside, whose ranks "
+                    "would see a part of the batch"
+                )
         self._bucket_bytes: int | None = None
         if bucket_cap_mb is not None or len(set(self.devices)) > 1:
             cap_mb = _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
@@ -130,14 +136,19 @@ class DataParallel(nn.Module):
             ArgumentError: No tensor to split, different lengths, a container that cannot be
                 split, a module on another device than rank 0, or outputs whose structure differs
                 between ranks; names the argument, or the rank and the key.
-            UnsupportedError: A scripted module, or compiled parts with ``batchnorm="sync"``.
+            UnsupportedError: A scripted module; forward-mode gradients or ``vmap``; compiled parts
+                or modes of torch with ``batchnorm="sync"``.
         """
         if torch.compiler.is_dynamo_compiling():
             return _run_eagerly(self._forward, args, kwargs)
         return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
+        if len(self.devices) == 1:
+            args, kwargs = nested.move((args, kwargs), self.devices[0])
+            return self.module(*args, **kwargs)
+        _check_transforms()
+        named: list[tuple[str, Any]] = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
         named += kwargs.items()
         sizes = shard_sizes(nested.num_samples(named, self.dim), len(self.devices), self._weights)
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
@@ -152,32 +163,34 @@ class DataParallel(nn.Module):
             outputs = {rank: call(self.module) for rank, call in calls.items()}
         else:
             outputs = self._run(calls)
-        if len(self.devices) == 1:
-            return outputs[0]
         return nested.gather(outputs, self.output_device, self.dim)
 
     def _run(self, calls: Mapping[int, partial[Any]]) -> dict[int, Any]:
-        replicas = Replicas(self.module, self._rank_copies(), self._bucket_bytes)
+        home = next((rank for rank in calls if self.devices[rank] == self.devices[0]), 0)
+        replicas = Replicas(self.module, self._rank_copies(), home, self._bucket_bytes)
+        if self._is_synced:
+            check_batchnorm(self.module)
+            if replicas.is_compiled:
+                raise UnsupportedError("batchnorm is 'sync', which a compiled module cannot do")
+            if has_modes():
+                raise UnsupportedError(
+                    "batchnorm is 'sync', whose ranks run in threads that lack the caller's modes "
+                    "(a default device, a dispatch mode, torch.func)"
+                )
         if replicas.is_compiled:
-            return self._run_compiled(replicas, calls)
+            # Compiled code is bound to the module itself, which gets each rank's tensors in turn.
+            tensors = {rank: replicas.named_tensors(rank) for rank in calls}
+            return {
+                rank: torch.func.functional_call(
+                    self.module, tensors[rank], *call.args, tie_weights=False
+                )
+                for rank, call in calls.items()
+            }
         modules = {rank: replicas.make(rank) for rank in calls}
         functions = {rank: partial(call, modules[rank]) for rank, call in calls.items()}
         if self._is_synced and synchronise_batchnorm([*modules.values()]):
             return run_in_lockstep(functions, self.devices)
         return run_ranks(functions, self.devices)
-
-    def _run_compiled(
-        self, replicas: Replicas, calls: Mapping[int, partial[Any]]
-    ) -> dict[int, Any]:
-        """Run the module itself with each rank's tensors in turn: compiled code is bound to it."""
-        if self._is_synced:
-            raise UnsupportedError("batchnorm is 'sync', which compiled modules cannot do")
-        return {
-            rank: torch.func.functional_call(
-                self.module, replicas.named_tensors(rank), *call.args, tie_weights=False
-            )
-            for rank, call in calls.items()
-        }
 
     def _rank_copies(self) -> RankCopies:
         if self._copies is None or self._copies[0] != os.getpid():
@@ -200,6 +213,20 @@ def _run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
 
 def _call(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module) -> Any:
     return module(*args, **kwargs)
+
+
+def _check_transforms() -> None:
+    """Refuse forward-mode gradients and vmap, which do not reach the other ranks.
+
+    Raises:
+        UnsupportedError: One of them is active.
+    """
+    functorch: Any = torch._C._functorch
+    top = functorch.peek_interpreter_stack()
+    is_vmap = top is not None and top.key() == functorch.TransformType.Vmap
+    if is_vmap or torch.autograd.forward_ad._current_level >= 0:
+        what = "vmap" if is_vmap else "forward-mode gradients"
+        raise UnsupportedError(f"DataParallel over several ranks has no {what}; call net.module")
 
 
 def _check_devices(devices: Any, device_ids: Any) -> tuple[torch.device, ...]:

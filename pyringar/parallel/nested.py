@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
-from typing import Any
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import cut
 
-__all__ = ["gather", "num_samples", "scatter"]
+__all__ = ["gather", "move", "num_samples", "scatter"]
 
 Named = Sequence[tuple[str, Any]]  # values with their names in messages, such as "args[0]"
 
@@ -28,28 +29,35 @@ def num_samples(arguments: Named, dim: int) -> int:
     """Return the length along ``dim`` that all tensors of the arguments share.
 
     Raises:
-        ArgumentError: There is no tensor to split, or lengths differ; names the tensors.
+        ArgumentError: There is no dense tensor to split, or lengths differ; names the tensors.
     """
-    found = [(path, leaf) for name, value in arguments for path, leaf in _leaves(name, value)]
-    batches = [(path, leaf) for path, leaf in found if _has_dim(leaf, dim)]
+    tensors: list[tuple[_Path, Tensor]] = []
+    objects: list[tuple[_Path, Any]] = []
+    for name, value in arguments:
+        _collect((None, value, name), value, tensors, objects)
+    for path, tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise ArgumentError(f"{_name(path)} is a {kind} tensor, expected a dense one to split")
+    batches = [(path, tensor) for path, tensor in tensors if _has_dim(tensor, dim)]
     if not batches:
         raise ArgumentError(
             f"the call has no tensor with a dimension {dim}, expected at least one to split into "
             "shards"
         )
-    lengths = {int(leaf.shape[dim]) for _, leaf in batches}
+    lengths = {int(tensor.shape[dim]) for _, tensor in batches}
     if len(lengths) > 1:
-        shapes = ", ".join(f"{path} {tuple(leaf.shape)}" for path, leaf in batches)
+        shapes = ", ".join(f"{_name(path)} {tuple(tensor.shape)}" for path, tensor in batches)
         raise ArgumentError(
             f"the call has tensors of different lengths in dimension {dim}: {shapes}; expected the "
             "same number of samples in each"
         )
     length = lengths.pop()
-    for path, leaf in found:
-        if not isinstance(leaf, Tensor) and _hides_batch(leaf, length, dim):
+    for path, value in objects:
+        if _hides_batch(value, length, dim):
             raise ArgumentError(
-                f"{path} is {kind_of(leaf)} with a tensor of {length} samples, which cannot be "
-                "split; pass the tensor itself, or in a list, tuple, dict or dataclass"
+                f"{_name(path)} is {kind_of(value)} with a tensor of {length} samples, which "
+                "cannot be split; pass the tensor itself, or in a list, tuple, dict or dataclass"
             )
     return length
 
@@ -62,23 +70,37 @@ def scatter(
     Containers are copied. Tensors without dimension ``dim``, and objects other than tensors and
     containers, go to all ranks.
     """
-
-    def split(value: Any) -> list[Any]:
-        if isinstance(value, Tensor):
-            if _has_dim(value, dim):
-                return cut(value, sizes, devices, dim)
-            return [value.to(device) for device in devices]
-        parts = _parts(value)
-        if parts is None:
-            return [value] * len(sizes)
-        columns = {key: split(part) for key, part in parts.items()}
-        return [
-            _rebuild(value, {key: column[rank] for key, column in columns.items()})
-            for rank in range(len(sizes))
-        ]
-
-    columns = [split(value) for _, value in arguments]
+    columns = [_split(value, sizes, devices, dim) for _, value in arguments]
     return [[column[rank] for column in columns] for rank in range(len(sizes))]
+
+
+def _split(
+    value: Any, sizes: Sequence[int], devices: Sequence[torch.device], dim: int
+) -> list[Any]:
+    if isinstance(value, Tensor):
+        if _has_dim(value, dim):
+            return cut(value, sizes, devices, dim)
+        return [value.to(device) for device in devices]
+    parts = _parts(value)
+    if parts is None:
+        return [value] * len(sizes)
+    columns = {key: _split(part, sizes, devices, dim) for key, part in parts.items()}
+    return [
+        _rebuild(value, {key: column[rank] for key, column in columns.items()})
+        for rank in range(len(sizes))
+    ]
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on ``device``; the value itself if they are there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    parts = None if isinstance(value, PackedSequence) else _parts(value)
+    if parts is None:
+        return value
+    moved = {key: move(part, device) for key, part in parts.items()}
+    is_same = all(moved[key] is part for key, part in parts.items())
+    return value if is_same else _rebuild(value, moved)
 
 
 def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
@@ -91,10 +113,10 @@ def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
         ArgumentError: Structures or shapes differ, or there are objects that cannot be gathered;
             names the rank and the place in the output.
     """
-    return _gather("output", outputs, device, dim)
+    return _gather((None, None, "output"), outputs, device, dim)
 
 
-def _gather(path: str, outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
+def _gather(path: _Path, outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
     first_rank, first = next(iter(outputs.items()))
     for rank, output in outputs.items():
         are_tensors = isinstance(first, Tensor) and isinstance(output, Tensor)
@@ -107,7 +129,7 @@ def _gather(path: str, outputs: Mapping[int, Any], device: torch.device, dim: in
     parts = {rank: _parts(output) or {} for rank, output in outputs.items()}
     if _parts(first) is None:
         raise ArgumentError(
-            f"{path} is {kind_of(first)}, expected tensors, or lists, tuples, dicts and "
+            f"{_name(path)} is {kind_of(first)}, expected tensors, or lists, tuples, dicts and "
             "dataclasses of tensors"
         )
     keys = parts[first_rank].keys()
@@ -117,17 +139,18 @@ def _gather(path: str, outputs: Mapping[int, Any], device: torch.device, dim: in
     columns = {}
     for key in keys:
         column = {rank: mine[key] for rank, mine in parts.items()}
-        columns[key] = _gather(_path(path, first, key), column, device, dim)
+        columns[key] = _gather((path, first, key), column, device, dim)
     return _rebuild(first, columns)
 
 
 def _concatenate(
-    path: str, outputs: Mapping[int, Tensor], device: torch.device, dim: int
+    path: _Path, outputs: Mapping[int, Tensor], device: torch.device, dim: int
 ) -> Tensor:
     first_rank, first = next(iter(outputs.items()))
     if first.ndim and not _has_dim(first, dim):
         raise ArgumentError(
-            f"{path} has shape {tuple(first.shape)}, expected a dimension {dim} to gather along"
+            f"{_name(path)} has shape {tuple(first.shape)}, expected a dimension {dim} to gather "
+            "along"
         )
     for rank, output in outputs.items():
         if _other_dims(output, dim) != _other_dims(first, dim):
@@ -152,14 +175,16 @@ def _other_dims(tensor: Tensor, dim: int) -> tuple[int, ...] | None:
     return tuple(shape)
 
 
-def _refuse(path: str, first_rank: int, first: str, rank: int, other: str) -> None:
+def _refuse(path: _Path, first_rank: int, first: str, rank: int, other: str) -> None:
     raise ArgumentError(
-        f"{path} has {first} on rank {first_rank} and {other} on rank {rank}, expected the same "
-        "structure on every rank"
+        f"{_name(path)} has {first} on rank {first_rank} and {other} on rank {rank}, expected the "
+        "same structure on every rank"
     )
 
 
 # -- containers ------------------------------------------------------------------------------------
+
+_ITEMS = (dict, UserDict, list, tuple, deque, UserList)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
@@ -172,7 +197,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         raise ArgumentError(f"the ranks cannot split or gather a {_PACKED}")
     if isinstance(value, (dict, UserDict)):
         return dict(value.items())
-    if isinstance(value, (list, tuple, deque, UserList)) and not isinstance(value, torch.Size):
+    if isinstance(value, _ITEMS) and not isinstance(value, torch.Size):
         return dict(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
         fields = dataclasses.fields(value)
@@ -206,7 +231,7 @@ def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
         make: Callable[[Any], Any] = getattr(type(value), "_make", type(value))
         return make(parts.values())
     twin = copy.copy(value)
-    if isinstance(value, (dict, UserDict, list, deque, UserList)):
+    if isinstance(value, _ITEMS):
         for key, part in parts.items():
             twin[key] = part
     else:
@@ -215,27 +240,49 @@ def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
     return twin
 
 
-def _path(path: str, value: Any, key: Any) -> str:
-    is_attribute = _parts(value) is not None and dataclasses.is_dataclass(value)
-    if hasattr(value, "_fields"):
-        return f"{path}.{value._fields[key]}"
-    return f"{path}.{key}" if is_attribute else f"{path}[{key!r}]"
+# Where a value is: the place of its container, the container, and its key in there.
+_Path: TypeAlias = "tuple[_Path | None, Any, Any]"
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    parts = None if isinstance(value, Tensor) else _parts(value)
+def _name(path: _Path) -> str:
+    outer, container, key = path
+    if outer is None:
+        return str(key)
+    fields = getattr(type(container), "_fields", None)
+    if isinstance(container, tuple) and fields is not None:
+        return f"{_name(outer)}.{fields[key]}"
+    if isinstance(container, _ITEMS):
+        return f"{_name(outer)}[{key!r}]"
+    return f"{_name(outer)}.{key}"
+
+
+def _collect(
+    path: _Path, value: Any, tensors: list[tuple[_Path, Tensor]], objects: list[tuple[_Path, Any]]
+) -> None:
+    """Append the tensors that are split, and the objects that go to all ranks as they are."""
+    if isinstance(value, Tensor):
+        tensors.append((path, value))
+        return
+    parts = _parts(value)
     if parts is None:
-        yield path, value
+        objects.append((path, value))
         return
     for key, part in parts.items():
-        yield from _leaves(_path(path, value, key), part)
+        _collect((path, value, key), part, tensors, objects)
+    if type(value) not in _PLAIN:  # a class may have attributes beside its items
+        held = [*map(id, parts.values())]
+        for name, extra in _attributes(value).items():
+            is_payload = name == "data" and isinstance(value, (UserDict, UserList))
+            if not is_payload and id(extra) not in held:
+                objects.append(((path, None, name), extra))
 
 
 def _has_dim(value: Any, dim: int) -> bool:
     return isinstance(value, Tensor) and -value.ndim <= dim < value.ndim
 
 
-_OPAQUE = (type, ModuleType, FunctionType, nn.Module, str, bytes, range)
+_PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
+_OPAQUE = (type, ModuleType, FunctionType, nn.Module, str, bytes, int, float)
 _MAX_DEPTH = 4
 
 
@@ -245,10 +292,20 @@ def _hides_batch(value: Any, length: int, dim: int, depth: int = 0) -> bool:
         return _has_dim(value, dim) and value.shape[dim] == length
     if isinstance(value, _OPAQUE) or depth == _MAX_DEPTH:
         return False
-    inside = list(getattr(value, "__dict__", {}).values())
-    inside += [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
-    if isinstance(value, Mapping):
-        inside += value.values()
-    elif isinstance(value, Collection):
-        inside += value
+    inside = [*_attributes(value).values()]
+    if isinstance(value, (dict, MappingProxyType, ChainMap)):
+        inside.extend(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside.extend(value)
     return any(_hides_batch(part, length, dim, depth + 1) for part in inside)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, without a call of its own ``__getattr__``."""
+    found: dict[str, Any] = {}
+    names = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
+    for name in ("__dict__", *names):
+        with suppress(AttributeError):
+            held = object.__getattribute__(value, name)
+            found.update(held if name == "__dict__" else {name: held})
+    return found

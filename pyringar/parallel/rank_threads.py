@@ -15,7 +15,7 @@ from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
 
-__all__ = ["meet", "run_in_lockstep", "run_ranks"]
+__all__ = ["has_modes", "meet", "run_in_lockstep", "run_ranks"]
 
 Function = Callable[[], Any]
 
@@ -38,7 +38,7 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
     by_device: dict[torch.device, dict[int, Function]] = {}
     for rank, function in functions.items():
         by_device.setdefault(devices[rank], {})[rank] = partial(_named, rank, devices, function)
-    if len(by_device) == 1 or _has_modes():
+    if len(by_device) == 1 or has_modes():
         return {rank: _named(rank, devices, function) for rank, function in functions.items()}
     groups = [partial(_run_in_turn, mine) for mine in by_device.values()]
     results: dict[int, Any] = {}
@@ -60,7 +60,8 @@ def _run_in_turn(functions: Mapping[int, Function]) -> dict[int, Any]:
     return {rank: function() for rank, function in functions.items()}
 
 
-def _has_modes() -> bool:
+def has_modes() -> bool:
+    """Return whether this thread has entered modes of torch that other threads lack."""
     return bool(
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()

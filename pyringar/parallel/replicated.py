@@ -28,11 +28,10 @@ _DTYPES = frozenset(
 
 
 class RankCopies:
-    """Copies of a module's tensors on ranks 1, 2, ..., which stay allocated between calls.
+    """Copies of a module's tensors for the other ranks, which stay allocated between calls.
 
-    Every call writes them anew: an assignment through ``.data`` changes a parameter without a trace
-    in its version counter. Their own version counters move only with the source's, so that a second
-    forward pass before backward is allowed exactly where the plain module allows it.
+    Every call writes them anew, because an assignment through ``.data`` changes a parameter without
+    a trace. A copy that a pending backward pass has saved is left to it, and another one allocated.
 
     Args:
         devices: One per rank.
@@ -54,92 +53,100 @@ class RankCopies:
 
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return ``copies[rank - 1][i]``, which hold what ``sources[i]`` holds now."""
+        """Return ``copies[n][i]`` for ranks 1, 2, ..., which hold what ``sources[i]`` holds now."""
+        if _has_tracing_modes():
+            return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
         with self._lock, torch.inference_mode(False):
             entries = [self._entry(source) for source in sources]
             fused = [entry for entry in entries if entry.is_fused]
             if fused:
                 targets = [
-                    [entry.memory[r] for entry in fused] for r in range(len(self.devices) - 1)
+                    [entry.copies[n] for entry in fused] for n in range(len(self.devices) - 1)
                 ]
                 self._comm.broadcast_coalesced([[entry.source for entry in fused], *targets])
-            for entry in entries:
-                entry.finish()
-        return [list(column) for column in zip(*(entry.copies for entry in entries), strict=True)]
+            # Tensors of their own for every call: what a graph saves of them holds the memory.
+            copies = [[copy.detach() for copy in entry.copies] for entry in entries]
+        return [list(column) for column in zip(*copies, strict=True)]
 
     @torch.no_grad()
-    def reduce(self, lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device."""
-        sums: list[Tensor | None] = [
-            None if _is_fusable(first) else _sum([mine[i] for mine in lists])
-            for i, first in enumerate(lists[0])
-        ]
-        fused = [i for i, total in enumerate(sums) if total is None]
+    def reduce(self, lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device.
+
+        Args:
+            lists: Gradients; None stands for zeros, but not on all ranks.
+        """
+        columns = [list(column) for column in zip(*lists, strict=True)]
+        is_fused = [all(g is None or _is_fusable(g) for g in column) for column in columns]
+        fused = [i for i in range(len(columns)) if is_fused[i]]
+        sums: dict[int, Tensor] = {}
         if fused:
-            sources = [[_without_overlap(mine[i]) for i in fused] for mine in lists]
-            outputs = [torch.empty_like(tensor) for tensor in sources[0]]
-            self._comm.reduce_coalesced(outputs, sources)
-            for i, output in zip(fused, outputs, strict=True):
-                sums[i] = output
-        return [total for total in sums if total is not None]
+            full = [self._without_none(columns[i]) for i in fused]
+            outputs = [torch.empty_like(column[0]) for column in full]
+            self._comm.reduce_coalesced(outputs, [list(mine) for mine in zip(*full, strict=True)])
+            sums = dict(zip(fused, outputs, strict=True))
+        return [
+            sums[i] if i in sums else _sum(column, self.devices[0])
+            for i, column in enumerate(columns)
+        ]
+
+    def _without_none(self, column: Sequence[Tensor | None]) -> list[Tensor]:
+        some = next(grad for grad in column if grad is not None)
+        return [
+            torch.zeros_like(some, device=device) if grad is None else _without_overlap(grad)
+            for grad, device in zip(column, self.devices, strict=True)
+        ]
 
     def _entry(self, source: Tensor) -> _Entry:
         entry = self._entries.get(id(source))
-        if entry is None or not entry.fits():
+        if entry is None or not entry.is_free():
             entry = self._entries[id(source)] = _Entry(source, self.devices[1:])
         return entry
 
 
 class _Entry:
-    """The copies of one tensor.
+    """The copies of one tensor, one per rank.
 
     Attributes:
-        copies: What replicas use.
-        memory: The same memory, with version counters of its own.
-        is_fused: Whether the engine can write them.
+        is_fused: Whether the engine can write them. Other tensors are copied for every call.
     """
 
     def __init__(self, source: Tensor, devices: Sequence[torch.device]) -> None:
         self.source = source
-        self._devices = devices
         self.is_fused = _is_fusable(source) and _without_overlap(source) is source
-        self._version = _version(source)
-        self.copies: list[Tensor] = []
-        self.memory: list[Tensor] = []
         if self.is_fused:
             self.copies = [torch.empty_like(source.detach(), device=d) for d in devices]
-            self.memory = [copy.data for copy in self.copies]
+            self._storages = [copy.untyped_storage()._cdata for copy in self.copies]
+            self._num_users = [*map(torch._C._storage_Use_Count, self._storages)]
+        else:
+            self.copies = [source.detach().to(d, copy=True) for d in devices]
 
-    def fits(self) -> bool:
-        """Return whether the source still has the shape, strides and dtype of the copies."""
+    def is_free(self) -> bool:
+        """Return whether the copies fit the source, and nothing else uses their memory."""
         if not self.is_fused:
-            return True
+            return False
         source, copy = self.source, self.copies[0]
         return (
             source.dtype == copy.dtype
             and source.shape == copy.shape
             and source.stride() == copy.stride()
+            and [*map(torch._C._storage_Use_Count, self._storages)] == self._num_users
         )
 
-    def finish(self) -> None:
-        """Move the copies' version counters if the source's has moved; copy what is not fused."""
-        version = _version(self.source)
-        if not self.is_fused:
-            self.copies = [self.source.detach().to(d, copy=True) for d in self._devices]
-        elif version != self._version:
-            torch.autograd.graph.increment_version(self.copies)
-        self._version = version
 
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _has_tracing_modes() -> bool:
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _is_fusable(tensor: Tensor) -> bool:
-    is_plain = type(tensor) is Tensor or isinstance(tensor, (nn.Parameter, nn.Buffer))
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return (
-        is_plain and not is_wrapped and tensor.layout == torch.strided and tensor.dtype in _DTYPES
+        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and tensor.layout == torch.strided
+        and tensor.dtype in _DTYPES
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # of is_grads_batched=True
     )
 
 
@@ -151,11 +158,13 @@ def _without_overlap(tensor: Tensor) -> Tensor:
     return tensor if is_dense else tensor.contiguous()
 
 
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Add in rank order, on the first tensor's device."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor.to(total.device)
+def _sum(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Add in rank order."""
+    first, *others = (tensor.to(device) for tensor in tensors if tensor is not None)
+    total = first.clone()
+    for tensor in others:
+        is_sparse = total.layout != torch.strided and tensor.layout == torch.strided
+        total = tensor + total if is_sparse else total + tensor
     return total
 
 
@@ -167,32 +176,27 @@ class _Replicate(torch.autograd.Function):
         owner: RankCopies, copies: Sequence[Sequence[Tensor]], *params: Tensor
     ) -> tuple[Tensor, ...]:
         # A detached tensor shares memory and version counter with its source.
-        return tuple(tensor.detach() for mine in (params, *copies) for tensor in mine)
+        return tuple(tensor.detach() for mine in copies for tensor in mine)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.owner, ctx.copies, *ctx.params = inputs
+        ctx.owner, _, *params = inputs
+        ctx.num_params = len(params)
         ctx.streams = _current_streams(ctx.owner.devices)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        n = len(ctx.params)
+        n = ctx.num_params
         by_rank = [grads[begin : begin + n] for begin in range(0, len(grads), n)]
         used = [i for i in range(n) if any(mine[i] is not None for mine in by_rank)]
-        like = [ctx.params, *ctx.copies]
-        sources: list[Tensor] = []
-        for tensors, mine in zip(like, by_rank, strict=True):
-            for i in used:
-                grad = mine[i]
-                sources.append(torch.zeros_like(tensors[i]) if grad is None else grad)
         found: list[Tensor | None] = [None] * n
         if used:
             apply: Any = _Reduce.apply  # torch 2.13 does not type it, torch 2.15 does
             with ExitStack() as stack:
                 for stream in ctx.streams:
                     stack.enter_context(torch.cuda.stream(stream))
-                sums = apply(ctx.owner, len(used), *sources)
+                sums = apply(ctx.owner, len(used), *(mine[i] for mine in by_rank for i in used))
             for i, total in zip(used, sums, strict=True):
                 found[i] = total
         return None, None, *found
@@ -202,17 +206,35 @@ class _Reduce(torch.autograd.Function):
     """Sum over ranks; backward, for gradients of gradients, copies to all ranks."""
 
     @staticmethod
-    def forward(owner: RankCopies, num_tensors: int, *sources: Tensor) -> tuple[Tensor, ...]:
+    def forward(owner: RankCopies, num_tensors: int, *sources: Tensor | None) -> tuple[Tensor, ...]:
         starts = range(0, len(sources), num_tensors)
         return tuple(owner.reduce([sources[start : start + num_tensors] for start in starts]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.devices = inputs[0].devices
+        owner, _, *sources = inputs
+        ctx.devices = owner.devices
+        ctx.are_given = [source is not None for source in sources]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(grad.to(device) for device in ctx.devices for grad in grads)
+        copies = [grad.to(device) for device in ctx.devices for grad in grads]
+        given = zip(copies, ctx.are_given, strict=True)
+        return None, None, *(copy if is_given else None for copy, is_given in given)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, owner: RankCopies, n: int, *sources: Tensor | None) -> Any:
+        """Sum batched gradients, such as rows of a Jacobian."""
+        batched = [
+            grad
+            if grad is None or dim == 0
+            else grad.expand(info.batch_size, *grad.shape)
+            if dim is None
+            else grad.movedim(dim, 0)
+            for grad, dim in zip(sources, in_dims[2:], strict=True)
+        ]
+        apply: Any = _Reduce.apply
+        return apply(owner, n, *batched), (0,) * n
 
 
 def _current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream]:
@@ -225,8 +247,8 @@ def _current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream]
 class _Bucket:
     """Tensors of the module that are replicated by one autograd node, when first used."""
 
-    def __init__(self, owner: RankCopies) -> None:
-        self._owner = owner
+    def __init__(self, owner: RankCopies, home: int) -> None:
+        self._owner, self._home = owner, home
         self._lock = threading.RLock()
         self._by_rank: list[list[Tensor]] | None = None
         self.tensors: list[Tensor] = []
@@ -235,7 +257,7 @@ class _Bucket:
     def add(self, tensor: Tensor) -> None:
         """Add a tensor, before the first use."""
         self.tensors.append(tensor)
-        self.nbytes += tensor.nbytes
+        self.nbytes += tensor.numel() * tensor.element_size()
 
     def tensor(self, rank: int, i: int) -> Tensor:
         """Return what a rank uses in place of ``tensors[i]``."""
@@ -246,13 +268,14 @@ class _Bucket:
 
     def _replicate(self) -> list[list[Tensor]]:
         by_rank = [list(self.tensors), *self._owner.refresh(self.tensors)]
+        by_rank[self._home] = list(self.tensors)
         trained = [i for i, tensor in enumerate(self.tensors) if tensor.requires_grad]
         if trained:
-            copies = [[mine[i] for i in trained] for mine in by_rank[1:]]
+            copies = [[mine[i] for i in trained] for mine in by_rank]
             apply: Any = _Replicate.apply
             # A layer under no_grad may be the first to use the bucket, and not the last.
             with torch.enable_grad():
-                outputs = iter(apply(self._owner, copies, *(self.tensors[i] for i in trained)))
+                outputs = iter(apply(self._owner, copies, *copies[self._home]))
             for mine in by_rank:
                 for i in trained:
                     mine[i] = next(outputs)
@@ -264,11 +287,13 @@ class Replicas:
     """The replicas of a module for one forward pass.
 
     A replica is a shallow copy, as ``nn.DataParallel`` makes it: it shares everything with the
-    module but parameters, buffers and children. Rank 0 shares the buffers, too.
+    module but parameters, buffers and children. One rank, ``home``, uses the module's own memory
+    and buffers.
 
     Args:
         module: The module; its tensors are on rank 0's device.
-        owner: Holds the copies for ranks 1, 2, ...
+        owner: Holds the copies for the other ranks.
+        home: A rank on rank 0's device.
         bucket_bytes: Of the tensors of one autograd node; None: one node for all.
 
     Raises:
@@ -276,22 +301,25 @@ class Replicas:
         UnsupportedError: A scripted module; names it.
     """
 
-    def __init__(self, module: nn.Module, owner: RankCopies, bucket_bytes: int | None) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, owner: RankCopies, home: int, bucket_bytes: int | None
+    ) -> None:
+        self._module, self._owner, self._home = module, owner, home
         self._modules: list[Any] = list(module.modules())
         self._places: dict[int, tuple[_Bucket, int]] = {}  # by id of the tensor
+        self._limit = float("inf") if bucket_bytes is None else bucket_bytes
         self._buckets: list[_Bucket] = []
         for part in self._modules:
             if isinstance(part, torch.jit.ScriptModule):
                 _refuse_scripted(module, part)
-            for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is None or id(tensor) in self._places:
-                    continue
-                if nn.parameter.is_lazy(tensor) or tensor.device != owner.devices[0]:
-                    _refuse_tensor(module, tensor, owner.devices[0])
-                self._bucket(owner, bucket_bytes).add(tensor)
-                self._places[id(tensor)] = self._buckets[-1], len(self._buckets[-1].tensors) - 1
-        owner.forget_all_but([t for bucket in self._buckets for t in bucket.tensors])
+            for param in part._parameters.values():
+                self._add(param)
+        buffers = _Bucket(owner, home)
+        for part in self._modules:
+            for buffer in part._buffers.values():
+                self._add(buffer, buffers)
+        self._is_lazy = len(self._buckets) > 1
+        owner.forget_all_but([t for bucket, _ in self._places.values() for t in bucket.tensors])
 
     @property
     def is_compiled(self) -> bool:
@@ -299,43 +327,58 @@ class Replicas:
         return any(m._compiled_call_impl or "_orig_mod" in m._modules for m in self._modules)
 
     def make(self, rank: int) -> nn.Module:
-        """Return the replica of a rank."""
+        """Return the replica of a rank. Make all before the first one runs."""
         twins = {id(part): _shallow_copy(part) for part in self._modules}
         for part in self._modules:
             twin = twins[id(part)]
             for name, child in part._modules.items():
                 twin._modules[name] = None if child is None else twins[id(child)]
             state = vars(twin)
-            state["_parameters"] = self._tensors(part._parameters, rank)
-            state["_buffers"] = self._tensors(part._buffers, rank) if rank else part._buffers
-            if isinstance(part, nn.RNNBase):
-                names: list[str] = part._flat_weights_names
-                twin._flat_weights = [getattr(twin, name, None) for name in names]
+            if self._is_lazy:
+                state["_parameters"] = _WhenUsed(self, part._parameters, rank)
+            else:
+                state["_parameters"] = self._tensors(part._parameters, rank)
+            is_home = rank == self._home
+            state["_buffers"] = part._buffers if is_home else self._tensors(part._buffers, rank)
+        for twin in twins.values():
+            if isinstance(twin, nn.RNNBase):
+                twin._flat_weights = [getattr(twin, n, None) for n in twin._flat_weights_names]
         replica: nn.Module = twins[id(self._module)]
         return replica
 
     def named_tensors(self, rank: int) -> dict[str, Tensor]:
-        """Return the tensors of a rank by their names in the module, buffers only from rank 1."""
+        """Return a rank's tensors by their names in the module, without buffers for ``home``."""
         named: list[tuple[str, Tensor]]
         named = [*self._module.named_parameters(remove_duplicate=False)]
-        if rank > 0:
+        if rank != self._home:
             named += self._module.named_buffers(remove_duplicate=False)
-        return {name: self._tensor(tensor, rank) for name, tensor in named}
+        return {name: self.tensor(tensor, rank) for name, tensor in named}
 
-    def _bucket(self, owner: RankCopies, bucket_bytes: int | None) -> _Bucket:
-        is_full = bool(self._buckets) and self._buckets[-1].nbytes >= (bucket_bytes or float("inf"))
-        if is_full or not self._buckets:
-            self._buckets.append(_Bucket(owner))
-        return self._buckets[-1]
-
-    def _tensor(self, tensor: Tensor, rank: int) -> Tensor:
+    def tensor(self, tensor: Tensor, rank: int) -> Tensor:
+        """Return what a rank uses in place of one of the module's tensors."""
         bucket, i = self._places[id(tensor)]
         return bucket.tensor(rank, i)
 
     def _tensors(self, own: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        if len(self._buckets) > 1:
-            return _WhenUsed(self, own, rank)
-        return {name: None if t is None else self._tensor(t, rank) for name, t in own.items()}
+        return {name: None if t is None else self.tensor(t, rank) for name, t in own.items()}
+
+    def _add(self, tensor: Tensor | None, bucket: _Bucket | None = None) -> None:
+        if tensor is None or id(tensor) in self._places:
+            return
+        if nn.parameter.is_lazy(tensor) or tensor.device != self._owner.devices[0]:
+            _refuse_tensor(self._module, tensor, self._owner.devices[0])
+        if bucket is None:
+            bucket = self._bucket_for(tensor)
+        bucket.add(tensor)
+        self._places[id(tensor)] = bucket, len(bucket.tensors) - 1
+
+    def _bucket_for(self, param: Any) -> _Bucket:
+        # autograd runs the hooks of every parameter of a node, also of one that no rank has used.
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            return _Bucket(self._owner, self._home)
+        if not self._buckets or self._buckets[-1].nbytes >= self._limit:
+            self._buckets.append(_Bucket(self._owner, self._home))
+        return self._buckets[-1]
 
 
 def _shallow_copy(part: Any) -> Any:
@@ -348,17 +391,17 @@ def _shallow_copy(part: Any) -> Any:
 
 
 class _WhenUsed(dict[str, Any]):
-    """A replica's parameters or buffers by name, replicated when they are first read."""
+    """A replica's parameters by name, replicated when they are first read."""
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)
-        self._own = own  # a tensor that is still here has not been replicated
+        self._own = dict(own)  # a tensor that is still here has not been replicated
         self._replicas, self._rank = replicas, rank
 
     def __getitem__(self, name: str) -> Any:
-        held = super().__getitem__(name)
-        if held is not None and held is self._own[name]:
-            held = self[name] = self._replicas._tensor(held, self._rank)
+        held, own = super().__getitem__(name), self._own.get(name)
+        if own is not None and held is own:
+            held = self[name] = self._replicas.tensor(own, self._rank)
         return held
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -174,8 +174,7 @@ class ShardedStep:
         Args:
             loss_of: Called with a replica and the number of one of its shards, 0 to
                 ``num_shards - 1``; returns that shard's loss, of one element, or None for a shard
-                without samples. What it does may depend on nothing else. Ranks of one process call
-                it at the same time, each in a thread.
+                without samples. Its result may depend on nothing else.
             watch: Called with ``"forward"``, ``"backward"`` or ``"wait"`` and the indices of
                 replicas; what it returns is entered meanwhile.
 

@@ -183,9 +183,9 @@ def cut(
 ) -> list[Tensor]:
     """Split a tensor along ``dim`` into one shard per rank, each on its rank's device.
 
-    A module may write into its shard: shards share memory with ``tensor`` where they can, but not
-    its version counter, or one rank's write would invalidate what autograd saved for another rank.
-    Shards of a tensor that requires a gradient are copies.
+    A module may write into its shard. Shards share memory with ``tensor`` where they can. Only the
+    first shard with samples shares its version counter: one rank's write must not invalidate what
+    autograd saved for another rank. Shards of a tensor that requires a gradient are copies.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         apply: Any = _Cut.apply  # torch 2.13 does not type it, torch 2.15 does
@@ -193,7 +193,9 @@ def cut(
         return list(shards)
     starts = accumulate(sizes, initial=0)
     parts = [tensor.narrow(dim, *place) for place in zip(starts, sizes, strict=False)]
-    return [part.data.to(device) for part, device in zip(parts, devices, strict=True)]
+    first = next((rank for rank, size in enumerate(sizes) if size), 0)
+    own = [part.detach() if rank == first else part.data for rank, part in enumerate(parts)]
+    return [part.to(device) for part, device in zip(own, devices, strict=True)]
 
 
 class _Cut(torch.autograd.Function):
