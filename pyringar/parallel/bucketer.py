@@ -212,8 +212,8 @@ class GradientBucketer:
     def close(self) -> None:
         """Remove the hooks; close the communicator if the bucketer made it. May be called again.
 
-        Launched reductions end first. Over processes a step with launched buckets ends for all
-        ranks: the communicator is closed, and the other ranks get a `PeerLostError`.
+        Launched reductions end first. Over processes, if buckets are launched, the communicator is
+        aborted, and the other ranks get a `PeerLostError`.
         """
         self._end("close() was called", is_failure=bool(self._launched))
 
