@@ -101,7 +101,6 @@ def test_an_epoch_of_real_images(real_data_dir, model):
 
 
 _reduce = pr.Communicator.all_reduce_coalesced
-_run = sharded_step.ShardedStep.run
 
 
 def rank_order(comm, lists, order):
@@ -115,18 +114,11 @@ def left_fold(sums):
     sums.append((1, older))
 
 
-def shared_threads(step, functions):
-    """With the caller's threads, shared by the ranks, as a plain run has them."""
-    step._num_threads = max(1, torch.get_num_threads() // len(functions))
-    return _run(step, functions)
-
-
 MISTAKES = {
     "ranks are folded": (pr.Communicator, "all_reduce_coalesced", rank_order),
     "shards are folded": (sharded_step, "_add_last", left_fold),
     "rank 0's running statistics": (sharded_step._Rank, "buffers", []),
     "statistics go from shard to shard": (sharded_step._Rank, "restore", lambda rank: None),
-    "threads of the caller": (sharded_step.ShardedStep, "run", shared_threads),
 }
 
 

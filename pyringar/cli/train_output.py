@@ -43,7 +43,6 @@ def print_header(trainer: Trainer) -> None:
 def _facts(trainer: Trainer) -> dict[str, str]:
     from pyringar.train.devices import describe_devices
     from pyringar.train.models import threads_per_rank
-    from pyringar.train.step import AfterBackward
 
     config = trainer.config
     params = trainer.replicas[0]
@@ -52,8 +51,7 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     alone = config.world_size == 1
     plan = "none: one rank has nothing to add to its gradients" if alone else str(trainer.plan)
     bucketer = trainer.model.bucketer
-    is_early = config.overlap and not config.cuda_graph and not isinstance(bucketer, AfterBackward)
-    when = "each summed as soon as it is full" if is_early else "summed after backward"
+    when = "each summed as soon as it is full" if bucketer.overlap else "summed after backward"
     facts = {
         "model": f"{trainer.model.title}, {count:,} parameters in {len(params)} tensors",
         "data": trainer.description,

@@ -51,6 +51,9 @@ class GradientBucketer:
             True on GPUs and over processes, False for ranks on the CPU in one process, where
             overlap gains nothing. The bits are the same.
 
+    Attributes:
+        overlap: Whether buckets are launched during backward.
+
     Raises:
         ArgumentError: Replicas that differ, also in other processes; caps that are no positive
             numbers.
@@ -139,7 +142,7 @@ class GradientBucketer:
         )
         # Backward meets parameters from last to first, more or less.
         self._buckets: list[list[int]] = self._plan(list(reversed(range(len(self._items)))))
-        is_overlapped = ranks.is_overlapped if overlap is None else bool(overlap)
+        self.overlap = ranks.is_overlapped if overlap is None else bool(overlap)
         this = weakref.ref(self)  # hooks must not keep the bucketer alive
         launch = _method(this, GradientBucketer._launch_in_backward)
         self._native = engine.Bucketer(
@@ -148,10 +151,10 @@ class GradientBucketer:
             first_rank=ranks.first_rank,
             plan=self._buckets,
             in_order=ranks.in_order,
-            on_complete=launch if is_overlapped else None,
+            on_complete=launch if self.overlap else None,
             on_failed=_method(this, partial(GradientBucketer._end, reason=FAILED_PASS)),
             on_new=give_own_memory,
-            make_ready=ranks.make_ready if is_overlapped else None,
+            make_ready=ranks.make_ready if self.overlap else None,
         )
         params.add_hooks(self._native, ranks.first_summed)
 

@@ -87,10 +87,11 @@ class TrainConfig:
             as tensor cores read them, and leave biases out of training that batch norm subtracts
             again; see `pyringar.train.model_resnet18.fit_tensor_cores`. Changes bits by rounding.
             None: with ``amp`` on GPUs.
-        bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes, each as soon
-            as it is full; see `pyringar.GradientBucketer`.
-        overlap: False: reduce after backward instead. Changes no bit where ranks are added in
-            rank order.
+        bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes; see
+            `pyringar.GradientBucketer`.
+        overlap: True: on GPUs and over processes, reduce each bucket as soon as it is full. False:
+            reduce after backward, as for CPU ranks of one process. Changes no bit where ranks are
+            added in rank order.
         compile: Let torch compile the model, which takes a minute first. Its backward hands over
             all gradients at its end, so that nothing overlaps.
         cuda_graph: Capture the whole step in a CUDA graph, and replay it for every batch: the

@@ -181,7 +181,7 @@ class _LeNet(RankedModel):
         self.bucketer = _make_bucketer(
             *(self.params, comm, config.shards),
             bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap and not config.cuda_graph,
+            overlap=None if config.overlap and not config.cuda_graph else False,
         )
         self._lenet = torch.compile(lenet) if config.compile else lenet
 
@@ -248,7 +248,7 @@ class _ResNet18(RankedModel):
         self.bucketer = _make_bucketer(
             *(self._modules, comm, config.shards),
             bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap and not config.cuda_graph,
+            overlap=None if config.overlap and not config.cuda_graph else False,
         )
         self.replicas = self._modules
         self.params = [list(replica.parameters()) for replica in self._modules]

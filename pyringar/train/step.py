@@ -265,6 +265,8 @@ class AfterBackward:
         comm: What reduces.
     """
 
+    overlap = False
+
     def __init__(
         self, device_params: Replicas, devices: Sequence[Device], comm: Communicator
     ) -> None:
