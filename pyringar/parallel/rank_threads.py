@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,12 +25,7 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
     """Call ``functions[rank]()`` for every rank, and return the results by rank.
 
     Ranks on several GPUs run in one thread per GPU, at the same time. All other ranks run in the
-    caller's thread, one after the other in rank order, and so do all ranks under modes that only
-    the caller's thread has (a default device, a dispatch mode, ``torch.func``).
-
-    Args:
-        functions: By rank.
-        devices: One per rank.
+    caller's thread, in rank order, and so do all ranks under modes that only this thread has.
 
     Raises:
         Exception: The error of the first rank that failed, with a note that names the rank (from
@@ -40,7 +36,7 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
         by_device.setdefault(devices[rank], {})[rank] = partial(_named, rank, devices, function)
     if len(by_device) == 1 or has_modes():
         return {rank: _named(rank, devices, function) for rank, function in functions.items()}
-    groups = [partial(_run_in_turn, mine) for mine in by_device.values()]
+    groups = [partial(_run_in_order, mine) for mine in by_device.values()]
     results: dict[int, Any] = {}
     for found in _run_in_threads(groups, [*by_device]):
         results |= found
@@ -56,7 +52,7 @@ def _named(rank: int, devices: Sequence[torch.device], function: Function) -> An
         raise
 
 
-def _run_in_turn(functions: Mapping[int, Function]) -> dict[int, Any]:
+def _run_in_order(functions: Mapping[int, Function]) -> dict[int, Any]:
     return {rank: function() for rank, function in functions.items()}
 
 
@@ -70,11 +66,9 @@ def has_modes() -> bool:
 
 
 def _run_in_threads(
-    functions: Sequence[Function],
-    devices: Sequence[torch.device],
-    abandon: Function = lambda: None,
+    functions: Sequence[Function], devices: Sequence[torch.device], abandon: Function = lambda: None
 ) -> list[Any]:
-    """Call each function in a new thread that has the caller's torch settings.
+    """Call the functions at the same time, in threads with the caller's torch settings.
 
     Args:
         functions: One per thread.
@@ -86,46 +80,25 @@ def _run_in_threads(
         Exception: The error of the first function that failed, once all have ended.
     """
     settings = _TorchSettings(devices)
-    calls = [
-        _Call(partial(settings.call, device, function))
-        for function, device in zip(functions, devices, strict=True)
-    ]
-    begun = []
-    try:
-        for call in calls:
+    with ThreadPoolExecutor(len(functions), "pyringar rank") as pool:
+        try:
             with starting_thread("pyringar rank"):
-                call.thread.start()
-            begun.append(call)
-        for call in begun:
-            call.thread.join()
-    except BaseException:
-        abandon()
-        for call in begun:
-            call.thread.join()
-        raise
-    errors = [call.error for call in calls if call.error is not None]
+                futures = [
+                    pool.submit(contextvars.copy_context().run, settings.call, device, function)
+                    for function, device in zip(functions, devices, strict=True)
+                ]
+            wait(futures)
+        except BaseException:
+            abandon()
+            pool.shutdown(cancel_futures=True)
+            raise
+    errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         try:
             raise min(errors, key=lambda error: isinstance(error, _AbandonedError))
         finally:
-            del errors, calls, begun  # the error's traceback holds this frame
-    return [call.result for call in calls]
-
-
-class _Call:
-    """A function, its thread, and its result or error."""
-
-    def __init__(self, function: Function) -> None:
-        self.result: Any = None
-        self.error: BaseException | None = None
-        run = partial(contextvars.copy_context().run, self._run, function)
-        self.thread = threading.Thread(target=run, name="pyringar rank", daemon=True)
-
-    def _run(self, function: Function) -> None:
-        try:
-            self.result = function()
-        except BaseException as error:
-            self.error = error
+            del errors, futures  # the error's traceback holds this frame
+    return [future.result() for future in futures]
 
 
 class _TorchSettings:
@@ -193,15 +166,9 @@ def run_in_lockstep(
     One rank runs at a time: rank 0 until it meets, then rank 1, and so on. So random numbers are
     drawn in the same order in every run. GPUs work at the same time: a rank only enqueues.
 
-    Args:
-        functions: By rank.
-        devices: One per rank.
-
     Raises:
         RingarError: The ranks did not meet at the same places.
         Exception: The error of the rank that failed; the other ranks end where they are.
-
-    Cost: one thread per rank and call.
     """
     run = _Run(len(functions))
     parts = [
@@ -213,16 +180,12 @@ def run_in_lockstep(
 
 
 def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-    """Wait until all ranks of the run are here.
+    """Wait until all ranks of the run are here, and return this rank's answer.
 
     Args:
         place: Name of this place; must be the same for all ranks.
         offer: This rank's contribution.
-        combine: Called once, by the last rank, with all offers in rank order; returns one answer
-            per offer.
-
-    Returns:
-        This rank's answer.
+        combine: Called once, with all offers in rank order; returns one answer per offer.
 
     Raises:
         RingarError: Outside of `run_in_lockstep`, or another rank is at another place.
@@ -270,15 +233,13 @@ class _Run:
             self._wait_for(position)
             result = function()
             if self._offers:
-                raise RingarError(
-                    f"the ranks meet at different places: one at '{self._offers[0][0]}', one has "
-                    "ended"
-                )
+                self._refuse(f"one at '{self._offers[0][0]}', one has ended")
             self._num_finished += 1
         except BaseException:
             self._is_abandoned = True
             raise
         finally:
+            del _here.part
             self._pass_on(position)
         return result
 
@@ -294,7 +255,7 @@ class _Run:
             raise _AbandonedError("another rank failed")
         if self._num_finished or any(other != place for other, _ in self._offers):
             there = f"one at '{self._offers[0][0]}'" if self._offers else "one has ended"
-            raise RingarError(f"the ranks meet at different places: one at '{place}', {there}")
+            self._refuse(f"one at '{place}', {there}")
         self._offers.append((place, offer))
         if position == self._num_positions - 1:
             offers = [offer for _, offer in self._offers]
@@ -303,6 +264,9 @@ class _Run:
         self._pass_on(position)
         self._wait_for(position)
         return self._answers[position]
+
+    def _refuse(self, where: str) -> None:
+        raise RingarError(f"the ranks meet at different places: {where}")
 
     def _wait_for(self, position: int) -> None:
         with self._condition:

@@ -7,7 +7,7 @@ reduction of the ranks' gradients in rank order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -44,9 +44,8 @@ class RankCopies:
         self._entries: dict[int, _Entry] = {}  # by id of the source, which the entry holds
         self._lock = threading.RLock()
 
-    def forget_all_but(self, sources: Sequence[Tensor]) -> None:
-        """Free the copies of tensors that the module has no longer."""
-        ids = set(map(id, sources))
+    def forget_all_but(self, ids: Set[int]) -> None:
+        """Free the copies of tensors that the module has no longer, by their ids."""
         with self._lock:
             for key in self._entries.keys() - ids:
                 del self._entries[key]
@@ -319,7 +318,7 @@ class Replicas:
             for buffer in part._buffers.values():
                 self._add(buffer, buffers)
         self._is_lazy = len(self._buckets) > 1
-        owner.forget_all_but([t for bucket, _ in self._places.values() for t in bucket.tensors])
+        owner.forget_all_but(self._places.keys())
 
     @property
     def is_compiled(self) -> bool:
