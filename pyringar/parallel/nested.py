@@ -283,7 +283,7 @@ def _has_dim(value: Any, dim: int) -> bool:
 
 _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
 _OPAQUE = (type, ModuleType, FunctionType, nn.Module, str, bytes, int, float)
-_MAX_DEPTH = 4
+_MAX_DEPTH, _MAX_ITEMS = 4, 1_000  # so that a call takes no time for a vocabulary
 
 
 def _hides_batch(value: Any, length: int, dim: int, depth: int = 0) -> bool:
@@ -297,7 +297,7 @@ def _hides_batch(value: Any, length: int, dim: int, depth: int = 0) -> bool:
         inside.extend(value.values())
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         inside.extend(value)
-    return any(_hides_batch(part, length, dim, depth + 1) for part in inside)
+    return any(_hides_batch(part, length, dim, depth + 1) for part in inside[:_MAX_ITEMS])
 
 
 def _attributes(value: Any) -> dict[str, Any]:
