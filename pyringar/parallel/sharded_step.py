@@ -1,12 +1,12 @@
 """Gradients of a batch in a fixed number of shards: the same bits on any number of ranks.
 
-A sum of floats depends on how it is grouped. So the batch is cut into shards, whatever the ranks,
-every shard is computed by itself, and the shards' results are added by one tree:
+The bits of a float sum depend on its grouping. So every rank computes each shard separately, and
+one tree adds the shards' results, whatever the number of ranks:
 
     T(lo, hi) = x[lo] if hi - lo == 1 else T(lo, mid) + T(mid, hi)
 
-with mid - lo the largest power of two below hi - lo. A rank that has 2**n consecutive shards has a
-whole branch of it, and ``order="tree"`` adds the branches of all ranks to the tree.
+where mid - lo is the largest power of two below hi - lo. A rank with 2**n consecutive shards
+computes a branch of the tree. An all_reduce with ``order="tree"`` adds the branches.
 """
 
 from __future__ import annotations
@@ -35,21 +35,16 @@ __all__ = ["ShardedStep", "check_shards", "torch_threads"]
 
 logger = logging.getLogger(__name__)
 
-_SETTING_BYTES = 300  # of the text by which ranks in processes compare what they compute with
+_SETTING_BYTES = 300  # length limit of the text in _check_alike
 
 LossOf = Callable[[Any, int], Tensor | None]
 
 
 def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> None:
-    """Raise unless every rank has a branch of the tree over all shards.
-
-    Args:
-        num_shards: How many there are.
-        num_ranks: How many ranks share them.
-        name: Of the argument, for messages.
+    """Raise unless the shards per rank are a power of two, or there is a single rank.
 
     Raises:
-        ArgumentError: One rank has no power of two of them; names the numbers of ranks that fit.
+        ArgumentError: ``name`` does not fit. Names the numbers of ranks that fit.
     """
     if not is_count(num_shards, 1):
         raise ArgumentError(f"{name} is {num_shards!r}, expected a whole number, 1 or more")
@@ -64,7 +59,7 @@ def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> N
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """Let torch use as many threads in a ``with`` block."""
+    """Set the number of torch threads for a ``with`` block."""
     before = torch.get_num_threads()
     try:
         if before != num_threads:
@@ -78,11 +73,10 @@ def torch_threads(num_threads: int) -> Iterator[None]:
 class ShardedStep:
     """Computes gradients over a fixed number of shards; no bit depends on the number of ranks.
 
-    Every rank takes its consecutive shards, one after the other: forward, backward, and the result
-    is added in the order of one tree over all shards. One all_reduce with ``order="tree"`` over the
-    ranks completes it. Afterwards gradients, buffers and loss have the same bits on all ranks, and
-    the bits of one rank that has all shards, of ranks in one process, in many, on one machine or
-    several of equally many ranks, a power of two.
+    Every rank computes its consecutive shards in order and adds their results along one tree over
+    all shards. One all_reduce with ``order="tree"`` completes the tree. Then gradients, buffers and
+    loss have on all ranks the bits of one rank with all shards. Ranks may be in one process or
+    many, on one machine or several. Every machine has equally many ranks, a power of two.
 
     For example:
 
@@ -92,43 +86,37 @@ class ShardedStep:
         optimizer.step()
 
     Args:
-        replicas: One module per rank, or one list of parameters per rank, with equal numbers. With
-            one rank per process this process's alone.
-        num_shards: Into how many shards every batch is cut. Each rank gets as many, a power of two;
-            one rank alone may have any number.
-        comm: What reduces; if not given, a communicator over the replicas' devices, closed with
-            this. A `ProcessCommunicator` or `pyringar.distributed.HierarchicalCommunicator`: one
-            rank per process; all make one at the same time.
-        num_threads: Torch threads of every rank on a CPU, which decide the bits of a shard: those
-            that the caller has do not count. Threads gain less than as many ranks.
-        seed: Where the random numbers of shards come from, such as those of dropout: every shard
-            of every step has its own, on any rank. Without it a function that draws from torch's
-            generators is refused, in the first step.
+        replicas: One module, or one list of parameters, per rank of this process. Equal values.
+        num_shards: Shards per batch. Each rank gets equally many, a power of two. A single rank may
+            have any number.
+        comm: Communicator over the ranks. Default: a `Communicator` over the replicas' devices,
+            closed with this. For one rank per process: a `ProcessCommunicator` or
+            `pyringar.distributed.HierarchicalCommunicator`; all ranks make their step together.
+        num_threads: Torch threads of every CPU rank, which decide bits. The caller's setting does
+            not count. More ranks gain more speed than more threads.
+        seed: Seeds torch's generators for each shard of each step, for example for dropout. Without
+            it the first step refuses a function that draws random numbers.
 
     Attributes:
         shards: The shards of every replica.
-        num_steps: Steps done. Set it, with ``seed``, when you go on from a checkpoint.
+        num_steps: Finished steps. Set it, with ``seed``, to resume from a checkpoint.
 
     Raises:
-        ArgumentError: Replicas that differ or lie on devices of several kinds; shards that do not
-            fit the ranks; ranks that have another number of shards or threads, seed, version of
-            torch, precision of its products, or processor than rank 0, which would decide bits.
+        ArgumentError: Replicas differ or lie on devices of several kinds, the shards do not fit the
+            ranks, or a rank differs from rank 0 in a setting that decides bits: shards, threads,
+            seed, torch version, float32 matmul precision, or processor.
 
-    A shard is normalised by its own samples where there is batch norm. Every shard starts from the
-    buffers, such as running statistics, that the step began with. A buffer that shards have changed
-    becomes the mean of what they have made of it, added by the tree; of whole numbers the same,
-    rounded down, so that a counter of steps goes on by one.
+    Batch norm normalises each shard by its own samples. Every shard starts from the buffers at the
+    start of the step. A changed buffer becomes the mean over the shards that changed it, added by
+    the tree. Integer means are rounded down, so a step counter grows by one.
 
-    Equal bits need equal shards: the same sizes, dtypes and places in memory (cut from a batch on
-    all ranks, or alone on all: libraries may treat memory by its alignment); operators
-    that are deterministic (on CPUs those of torch are; on GPUs see
-    ``torch.use_deterministic_algorithms``); and processors of one kind.
+    Equal bits need shards of equal sizes, dtypes and memory alignment; deterministic operators (on
+    GPUs see ``torch.use_deterministic_algorithms``); and processors of one kind.
 
-    Ranks of one process compute one after the other: one rank per process uses more cores.
-
-    Cost: forward and backward of ``num_shards`` small batches instead of one per rank, one pass
-    over the gradients per shard, ``log2(shards per rank) + 1`` times their memory, one collective.
-    16-bit gradients are added in float32 and rounded once.
+    Cost: ``num_shards`` forward and backward passes, one pass over the gradients per shard,
+    ``log2(shards per rank) + 1`` times their memory, one collective. 16-bit gradients are added in
+    float32 and rounded once. Ranks of one process run one after the other; one rank per process
+    uses more cores.
     """
 
     def __init__(
@@ -169,28 +157,28 @@ class ShardedStep:
         *,
         watch: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> Tensor:
-        """Leave the gradient of all shards' losses, summed, in every parameter's ``grad``.
+        """Set every parameter's ``grad`` to the gradient of the sum of all shards' losses.
 
         Args:
-            loss_of: Called with a replica and the number of one of its shards, 0 to
-                ``num_shards - 1``; returns that shard's loss, of one element, or None for a shard
-                without samples. Its result may depend on nothing else.
+            loss_of: Called with a replica and a shard number, 0 to ``num_shards - 1``. Returns the
+                shard's loss, of one element, or None for a shard without samples. Its result may
+                depend on nothing else.
             watch: Called with ``"forward"``, ``"backward"`` or ``"wait"`` and the indices of
-                replicas; what it returns is entered meanwhile.
+                replicas. Returns a context manager for that phase.
 
         Returns:
-            The sum of all losses, float64, 0-dimensional, on the first replica's device. It is not
-            waited for.
+            The sum of all losses, float64, 0-dimensional, on the first replica's device. The host
+            does not wait for it.
 
         Raises:
-            ArgumentError: ``loss_of`` is no function, a loss no tensor of one element; or processes
-                begin with other parameters or buffers than rank 0's.
-            RingarError: Replicas that begin with other numbers than rank 0's.
-            UnsupportedError: Random numbers are drawn, and there is no seed.
+            ArgumentError: ``loss_of`` is not callable, a loss is not a tensor of one element, or
+                a process begins with other parameters or buffers than rank 0.
+            RingarError: A replica begins with other parameters or buffers than rank 0.
+            UnsupportedError: Random numbers are drawn without a seed.
 
-        What ``grad`` held before is dropped; a parameter that a shard does not use counts as
-        zeros there. Where a shard fails, buffers are as they were, gradients are None, and other
-        processes wait until this one calls again, ends or is late.
+        Earlier ``grad`` is dropped. A parameter that a shard does not use counts as zeros there.
+        After an error in a shard buffers are unchanged, gradients are None, and other processes
+        wait until this one calls again, ends or is late.
         """
         if not callable(loss_of):
             raise ArgumentError(
@@ -198,18 +186,13 @@ class ShardedStep:
             )
         if self._is_unchecked:
             self._check_equal()
-        ranks = [_Rank(replica, self.shards[i]) for i, replica in enumerate(self._replicas)]
-        checks_draws = self._is_first and self._seed is None
-        before = self._random_states() if checks_draws else []
+        ranks = [_Rank(replica) for replica in self._replicas]
         try:
-            with self._own_draws():
-                sums = self._sum_shards(ranks, loss_of, watch)
-            after = self._random_states() if checks_draws else []
-            if not all(map(torch.equal, before, after)):
-                raise UnsupportedError(
-                    "random numbers were drawn for a shard, in an order that depends on the number "
-                    "of ranks: give seed, from which every shard gets its own"
-                )
+            with self._isolate_draws(), torch_threads(self._num_threads):
+                sums = [
+                    _sum_tree(partial(self._run_shard, rank, i, loss_of, watch), self.shards[i])
+                    for i, rank in enumerate(ranks)
+                ]
             with watch("wait", *range(len(sums))):
                 self._reduce(sums)
         except BaseException:
@@ -235,28 +218,34 @@ class ShardedStep:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _sum_shards(
-        self, ranks: Sequence[_Rank], loss_of: LossOf, watch: Any
-    ) -> list[list[Tensor]]:
-        """Return the sum of each rank's shards, computed with as many torch threads as wanted."""
-        with torch_threads(self._num_threads):
-            return [
-                rank.sum_shards(partial(self._run_shard, rank, i, loss_of, watch))
-                for i, rank in enumerate(ranks)
-            ]
-
-    def _random_states(self) -> list[Tensor]:
-        """Return the states of torch's generators for the devices of the replicas."""
-        gpus = {d for d in map(_device_of, self._replicas) if d.type == "cuda"}
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
+    @contextmanager
+    def _isolate_draws(self) -> Iterator[None]:
+        """Restore torch's generators; without a seed refuse draws in the first step."""
+        gpus = [d for d in map(_device_of, self._replicas) if d.type == "cuda"]
+        if self._seed is not None:
+            with torch.random.fork_rng(devices=gpus):
+                yield
+        elif self._is_first:
+            before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+            yield
+            after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+            if not all(map(torch.equal, before, after)):
+                raise UnsupportedError(
+                    "random numbers were drawn for a shard, in an order that depends on the number "
+                    "of ranks: give seed, from which every shard gets its own"
+                )
+        else:
+            yield
 
     def _run_shard(
         self, rank: _Rank, index: int, loss_of: LossOf, watch: Any, shard: int
     ) -> list[Tensor]:
-        """Return all that a shard gives, and leave nothing."""
+        """Return gradients, changed buffers, flags of changed buffers, and loss of a shard."""
         rank.clear()
         if self._seed is not None:
-            torch.manual_seed(_seed_of(self._seed, self.num_steps, shard))
+            text = f"{self._seed} {self.num_steps} {shard}"
+            digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+            torch.manual_seed(int.from_bytes(digest, "big"))
         with watch("forward", index):
             loss = loss_of(rank.replica, shard)
         if loss is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
@@ -276,7 +265,6 @@ class ShardedStep:
             self._comm.all_reduce_coalesced(sums, order="tree")
 
     def _check_equal(self) -> None:
-        """Raise unless all ranks begin with the same numbers."""
         everything = [
             [*_tensors(replica), *(replica.buffers() if isinstance(replica, nn.Module) else ())]
             for replica in self._replicas
@@ -286,61 +274,30 @@ class ShardedStep:
         if isinstance(self._comm, RankCommunicator):
             _check_alike(self._comm, f"parameters and buffers {digest_of(everything[0])}")
 
-    @contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        """Leave torch's generators as they are, where shards draw from seeds of their own."""
-        if self._seed is None:
-            yield
-            return
-        gpus = [d for d in map(_device_of, self._replicas) if d.type == "cuda"]
-        with torch.random.fork_rng(devices=gpus):
-            yield
-
 
 class _Rank:
-    """A replica as a step finds it.
+    """A replica, and its buffers at the start of the step."""
 
-    Args:
-        replica: A module, or parameters.
-        shards: Those of its rank.
-
-    Attributes:
-        params: What is trained.
-        old: The buffers that the step begins with.
-    """
-
-    def __init__(self, replica: Replica, shards: Sequence[int]) -> None:
-        self.replica, self._shards = replica, shards
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
         self.params = [param for param in _tensors(replica) if param.requires_grad]
         modules = replica.modules() if isinstance(replica, nn.Module) else ()
-        every = [(part._buffers, name) for part in modules for name in part._buffers]
-        # By name: a module may put another tensor there.
+        every: list[tuple[dict[str, Any], str]] = [
+            (part._buffers, name) for part in modules for name in part._buffers
+        ]
+        # By name: a module may replace the tensor.
         self._held = [(buffers, name) for buffers, name in every if buffers[name] is not None]
         self.old = [buffer.detach().clone() for buffer in self.buffers]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffers as they are now."""
-        found: Any = [buffers[name] for buffers, name in self._held]
-        return list(found)
-
-    def sum_shards(self, run: Callable[[int], list[Tensor]]) -> list[Tensor]:
-        """Return the sum over all shards: a binary counter, in which two equals make one."""
-        sums: list[tuple[int, list[Tensor]]] = []  # of how many shards each is, the oldest first
-        for shard in self._shards:
-            sums.append((1, run(shard)))
-            while len(sums) > 1 and sums[-2][0] == sums[-1][0]:
-                _add_last(sums)
-        while len(sums) > 1:  # one rank may have no power of two of them
-            _add_last(sums)
-        return sums[0][1]
+        return [buffers[name] for buffers, name in self._held]
 
     def take(self) -> list[Tensor]:
-        """Return gradients, changed buffers, and how often each was changed; begin again."""
+        """Return gradients, changed buffers, and flags of changed buffers; reset both."""
         for param in self.params:
             give_own_memory(param)
-        grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)
-        found = [_wide(grad) for grad in grads]
+        found = [_wide(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.params]
         self.clear()
         now = self.buffers
         if now:
@@ -351,19 +308,17 @@ class _Rank:
         return found
 
     def clear(self) -> None:
-        """Drop gradients."""
         for param in self.params:
             param.grad = None
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set buffers to what the step began with."""
         if self.old:
             torch._foreach_copy_(self.buffers, self.old)
 
     @torch.no_grad()
     def finish(self, sums: Sequence[Tensor]) -> None:
-        """Set gradients, and buffers to the mean over the shards that have changed them."""
+        """Set gradients, and buffers to the mean over the shards that changed them."""
         for param, grad in zip(self.params, sums, strict=False):
             param.grad = grad.to(param.dtype)
         totals = sums[len(self.params) :]
@@ -374,17 +329,19 @@ class _Rank:
             buffer.copy_(torch.where(count > 0, mean, was))
 
 
-def _add_last(sums: list[tuple[int, list[Tensor]]]) -> None:
-    """Add the last sum to the one before it: older + newer."""
-    count, newer = sums.pop()
-    older_count, older = sums.pop()
+def _sum_tree(run: Callable[[int], list[Tensor]], shards: Sequence[int]) -> list[Tensor]:
+    """Return T over the results of the shards, in order; the module docstring defines T."""
+    if len(shards) == 1:
+        return run(shards[0])
+    mid = 2 ** ((len(shards) - 1).bit_length() - 1)
+    left, right = _sum_tree(run, shards[:mid]), _sum_tree(run, shards[mid:])
     with torch.no_grad():
-        torch._foreach_add_(older, newer)
-    sums.append((older_count + count, older))
+        torch._foreach_add_(left, right)
+    return left
 
 
 def _place(comm: Any, num_replicas: int) -> tuple[int, int]:
-    """Return the rank of the first replica that is here, and the number of ranks."""
+    """Return the rank of the first local replica, and the number of ranks."""
     if comm is None:
         return 0, num_replicas
     if not isinstance(comm, (Communicator, RankCommunicator)):
@@ -424,7 +381,7 @@ def _kind_of_device(device: torch.device) -> str:
 
 
 def _setting(num_shards: int, num_threads: int, seed: int | None, device: torch.device) -> str:
-    """Return what decides the bits of a shard beside what is given for each step."""
+    """Describe the settings that decide the bits of a shard."""
     threads = f", {num_threads} torch threads" if device.type == "cpu" else ""
     return (
         f"{num_shards} shards, seed {seed}{threads}, torch {torch.__version__} with "
@@ -433,7 +390,7 @@ def _setting(num_shards: int, num_threads: int, seed: int | None, device: torch.
 
 
 def _check_alike(comm: RankCommunicator, mine: str) -> None:
-    """Raise on all ranks if one of them has another text than rank 0."""
+    """Raise on all ranks if a rank has another text than rank 0."""
     rows = torch.zeros(comm.world_size, _SETTING_BYTES, dtype=torch.uint8)
     text = mine.encode()[:_SETTING_BYTES]
     rows[comm.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -452,13 +409,7 @@ def _tensors(replica: Replica) -> Iterator[Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in the type in which it is added up: for floats at least float32."""
+    """Convert to the dtype of the sum: at least float32, or int64."""
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor if tensor.is_floating_point() else tensor.to(torch.int64)
-
-
-def _seed_of(seed: int, step: int, shard: int) -> int:
-    """Return a number that no other shard of another step has, but by a rare chance."""
-    digest = hashlib.blake2b(f"{seed} {step} {shard}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")

@@ -1,15 +1,13 @@
-"""Data parallelism by hand: copy parameters, cut batches, count hits, compare replicas.
+"""Helpers for data parallelism by hand: copies, shards, accuracy, comparison of replicas.
 
-The helpers of the book's chapter on several GPUs, for any number of ranks on any devices. One
-process drives all ranks: lists hold one entry per rank, in rank order.
+One process drives all ranks. Lists hold one entry per rank, in rank order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from fractions import Fraction
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,19 +42,17 @@ Replica = Callable[[Tensor], Tensor]  # a module, too
 def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
     """Copy parameters to a device, as leaves that collect gradients.
 
-    Always a copy, also when a parameter lies on ``device`` already: two replicas on one device
-    would otherwise be the same tensors and receive each other's gradients.
+    Copies also on the same device: replicas that share tensors would share gradients.
 
     Args:
-        params: Floating point tensors, any shapes. Left as they are.
-        device: Where the copies go.
+        params: Floating point or complex tensors, any shapes. Not changed.
+        device: Target device.
 
     Returns:
-        One leaf tensor per parameter, in the same order, of the same shape and dtype, with
-        ``requires_grad`` set and no gradient yet.
+        One leaf per parameter, same shape and dtype, with ``requires_grad`` and no gradient.
 
     Raises:
-        ArgumentError: The device is not there, or a parameter cannot have gradients.
+        ArgumentError: The device does not exist, or a parameter cannot have gradients.
     """
     target = check_device(device, "device")
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
@@ -75,19 +71,13 @@ def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Return how many of ``n`` samples each of ``num_shards`` ranks gets; they add up to n.
+    """Return the number of samples of each rank. The numbers add up to ``n``.
 
-    Without weights the sizes differ by at most one and the larger come first, as in
-    ``torch.tensor_split``. With weights each rank gets its share rounded down, and what is left
-    goes to the largest remainders, the lower rank first among equals.
-
-    Args:
-        n: Number of samples, 0 or more.
-        num_shards: Number of ranks, 1 or more.
-        weights: One number per rank, 0 or more, not all 0. Only their ratios count.
+    Without weights the sizes are those of ``torch.tensor_split``. With weights each share is
+    rounded down. The largest remainders get the rest, the lower rank first among equals.
 
     Raises:
-        ArgumentError: A count or weight is out of range.
+        ArgumentError: A count is too small, a weight negative or not finite, or all weights are 0.
     """
     if not (is_count(n) and is_count(num_shards, 1)):
         raise ArgumentError(
@@ -96,12 +86,12 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
     if weights is None:
         small, left_over = divmod(n, num_shards)
         return [small + (rank < left_over) for rank in range(num_shards)]
-    # Fractions, because shares that are whole numbers must not be off by one through rounding.
+    # Fractions: with floats a share that is a whole number may be off by one.
     exact = _check_weights(weights, num_shards)
     total = sum(exact)
     shares = [n * weight / total for weight in exact]
     sizes = [int(share) for share in shares]
-    by_remainder = sorted(range(num_shards), key=lambda rank: (sizes[rank] - shares[rank], rank))
+    by_remainder = sorted(range(num_shards), key=lambda rank: sizes[rank] - shares[rank])
     for rank in by_remainder[: n - sum(sizes)]:
         sizes[rank] += 1
     return sizes
@@ -138,24 +128,22 @@ def split_batch(
 ) -> tuple[Shards, Shards]:
     """Cut a batch into exactly one shard per rank, each on its rank's device.
 
-    There are as many shards as ranks whatever the batch size: with fewer samples than ranks the
-    last shards are empty, and an empty shard contributes a gradient of zeros.
+    With fewer samples than ranks the last shards are empty. Their gradients are zeros.
 
     Args:
         X: Samples, ``(n, ...)``.
         y: Labels, ``(n, ...)``.
-        devices: One device per rank; ranks may share one.
-        weights: Shares of the ranks, for devices of unequal speed; see `shard_sizes`. Sum
-            the loss over the shards and divide by ``n``, and any split gives the same gradient.
+        devices: One device per rank. Ranks may share a device.
+        weights: Relative shares of the ranks, for devices of unequal speed. Sum the loss over the
+            shards and divide by ``n``: then every split gives the same gradient.
 
     Returns:
-        ``(X_shards, y_shards)``: two tuples of ``len(devices)`` tensors, in sample order.
+        ``(X_shards, y_shards)``: two tuples of ``len(devices)`` tensors, in sample order. A shard
+        on the device of the batch is a view.
 
     Raises:
-        ArgumentError: ``X`` and ``y`` differ in length, a device is not there, or the weights are
-            no shares.
-
-    Cost: a shard on the device where the batch lies is a view, without a copy.
+        ArgumentError: ``X`` and ``y`` differ in length, a device does not exist, or a weight is
+            out of range.
     """
     _check_tensor("X", X)
     _check_tensor("y", y)
@@ -173,7 +161,7 @@ def cut_batch(
     devices: Sequence[torch.device],
     weights: Sequence[float] | None = None,
 ) -> tuple[Shards, Shards]:
-    """Cut a batch as `split_batch` does, with arguments that were checked before."""
+    """Cut a batch as `split_batch` does, without checks."""
     sizes = shard_sizes(X.shape[0], len(devices), weights)
     return tuple(cut(X, sizes, devices)), tuple(cut(y, sizes, devices))
 
@@ -183,39 +171,17 @@ def cut(
 ) -> list[Tensor]:
     """Split a tensor along ``dim`` into one shard per rank, each on its rank's device.
 
-    A module may write into its shard. Shards share memory with ``tensor`` where they can. Only the
-    first shard with samples shares its version counter: one rank's write must not invalidate what
-    autograd saved for another rank. Shards of a tensor that requires a gradient are copies.
+    Shards on the tensor's device are views, which a module may write. Shards of a tensor that
+    requires a gradient are copies.
     """
+    parts = torch.split(tensor, list(sizes), dim)
     if tensor.requires_grad and torch.is_grad_enabled():
-        apply: Any = _Cut.apply  # torch 2.13 does not type it, torch 2.15 does
-        shards: tuple[Tensor, ...] = apply(tensor, sizes, devices, dim)
-        return list(shards)
-    starts = accumulate(sizes, initial=0)
-    parts = [tensor.narrow(dim, *place) for place in zip(starts, sizes, strict=False)]
+        return [part.to(d, copy=True) for part, d in zip(parts, devices, strict=True)]
+    # Only the first shard with samples shares the tensor's version counter. With a common counter
+    # a write of one rank would invalidate tensors that autograd saved for another rank.
     first = next((rank for rank, size in enumerate(sizes) if size), 0)
     own = [part.detach() if rank == first else part.data for rank, part in enumerate(parts)]
     return [part.to(device) for part, device in zip(own, devices, strict=True)]
-
-
-class _Cut(torch.autograd.Function):
-    """Copies of the shards; backward concatenates their gradients."""
-
-    @staticmethod
-    def forward(
-        tensor: Tensor, sizes: Sequence[int], devices: Sequence[torch.device], dim: int
-    ) -> tuple[Tensor, ...]:
-        parts = torch.split(tensor, list(sizes), dim)
-        return tuple(part.to(d, copy=True) for part, d in zip(parts, devices, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensor, _, _, ctx.dim = inputs
-        ctx.device = tensor.device
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return torch.cat([grad.to(ctx.device) for grad in grads], ctx.dim), None, None, None
 
 
 def evaluate_accuracy_gpus(
@@ -225,30 +191,24 @@ def evaluate_accuracy_gpus(
     *,
     devices: Sequence[Device] | None = None,
 ) -> float:
-    """Return the share of samples that the replicas classify correctly, using every rank.
+    """Return the fraction of samples that the replicas classify correctly, using every rank.
 
-    Whole numbers are counted and divided once at the end, so that any number of ranks gives the
-    very same answer as one. Modules are in eval mode meanwhile, and afterwards in the mode that
-    each of their parts had before. Batch norm then uses the running statistics of the replica that
-    sees the sample, so ranks with statistics of their own may answer differently from rank 0.
+    Hits are counted and divided once, so the result is the same for any number of ranks. Modules
+    run in eval mode, and then return to their modes. Batch norm uses the running statistics of the
+    replica that sees the sample, so replicas with unlike statistics may change the result.
 
     Args:
         replicas: One module or function per rank: samples ``(n, ...)`` to scores
-            ``(n, classes)``. Or one module alone, which may be a `pyringar.DataParallel`.
+            ``(n, classes)``. Or a single module, also a `pyringar.DataParallel`.
         data_iter: Batches ``(X, y)`` with class indices ``y`` of shape ``(n,)``.
         split_f: Cuts a batch for the ranks, called as ``split_f(X, y, devices)``.
-        devices: One device per rank. Where it is not given, a module's is that of its first
-            parameter or buffer, a function's is the CPU.
-
-    Returns:
-        Correct answers divided by samples, 0 to 1.
+        devices: One device per rank. Default: the device of a module's first parameter or buffer,
+            else the CPU.
 
     Raises:
-        ArgumentError: No replicas, no samples, shapes that do not fit, or something else than
-            batches and functions.
+        ArgumentError: No replicas, no samples, shapes that do not fit, or arguments of other types.
 
-    Cost: one pass over the data; ranks on GPUs work at the same time, and the host waits for them
-    once, at the end.
+    Cost: one pass over the data. GPUs work at the same time, and the host waits once, at the end.
     """
     correct, total = count_correct(replicas, data_iter, split_f, devices=devices)
     return correct / total
@@ -261,19 +221,10 @@ def count_correct(
     *,
     devices: Sequence[Device] | None = None,
 ) -> tuple[int, int]:
-    """Count what `evaluate_accuracy_gpus` divides.
+    """Return the numbers of correctly classified samples and of all samples.
 
-    Args:
-        replicas: One module or function per rank, or one module alone; also a part of all ranks, if
-            ``split_f`` gives the shards of that part.
-
-    Returns:
-        How many samples the replicas classify correctly, and how many there are in all.
-
-    Raises:
-        ArgumentError: What that refuses.
-
-    See `evaluate_accuracy_gpus` for the other arguments.
+    ``replicas`` may be the ranks of this process only, if ``split_f`` returns only their shards.
+    Other arguments and errors are those of `evaluate_accuracy_gpus`.
     """
     ranks = _check_replicas(replicas)
     if not callable(split_f):
@@ -285,7 +236,7 @@ def count_correct(
         for module in modules:
             module.eval()
         with torch.no_grad():
-            correct, total = _count_correct(ranks, data_iter, split_f, targets)
+            correct, total = _count_hits(ranks, data_iter, split_f, targets)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -294,8 +245,7 @@ def count_correct(
     return correct, total
 
 
-def _check_replicas(given: Any) -> Sequence[Replica]:
-    """Return one module or function per rank."""
+def _check_replicas(given: Any) -> list[Replica]:
     if callable(given) and not isinstance(given, nn.ModuleList):
         return [given]
     if not isinstance(given, (list, tuple, nn.ModuleList)):
@@ -325,65 +275,54 @@ def _replica_devices(
         return checked
     found = []
     for replica in replicas:
-        held: tuple[Tensor, ...] = ()
-        if isinstance(replica, nn.Module):
-            held = (*replica.parameters(), *replica.buffers())
+        held = [*replica.parameters(), *replica.buffers()] if isinstance(replica, nn.Module) else []
         found.append(held[0].device if held else torch.device("cpu"))
     return tuple(found)
 
 
-def _batches(data_iter: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of which it is known that they are pairs, and how many labels they have."""
-    if not isinstance(data_iter, Iterable):
-        raise ArgumentError(f"data_iter is {kind_of(data_iter)}, expected batches (X, y)")
-    for i, batch in enumerate(data_iter):
-        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
-            raise ArgumentError(f"data_iter gave {kind_of(batch)} as batch {i}, expected (X, y)")
-        _check_tensor(f"y of batch {i}", batch[1])
-        yield batch[0], batch[1]
-
-
-def _count_correct(
+def _count_hits(
     replicas: Sequence[Replica],
-    data_iter: Iterable[tuple[Tensor, Tensor]],
+    data_iter: Any,
     split_f: SplitFunction,
     devices: Sequence[torch.device],
 ) -> tuple[int, int]:
-    # The counts stay on their devices until the end: reading one would wait for its GPU.
-    counts = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
+    if not isinstance(data_iter, Iterable):
+        raise ArgumentError(f"data_iter is {kind_of(data_iter)}, expected batches (X, y)")
+    # The counts stay on their devices until the end: reading a count would wait for its GPU.
+    hits = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
     total = 0
-    for samples, labels in _batches(data_iter):
-        sample_shards, label_shards = split_f(samples, labels, devices)
-        if len(sample_shards) != len(replicas) or len(label_shards) != len(replicas):
+    for i, batch in enumerate(data_iter):
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            raise ArgumentError(f"data_iter gave {kind_of(batch)} as batch {i}, expected (X, y)")
+        samples, labels = batch
+        _check_tensor(f"y of batch {i}", labels)
+        Xs, ys = split_f(samples, labels, devices)  # noqa: N806
+        if len(Xs) != len(replicas) or len(ys) != len(replicas):
             raise ArgumentError(
-                f"split_f gave {len(sample_shards)} and {len(label_shards)} shards, expected one "
-                f"for each of {len(replicas)} replicas"
+                f"split_f gave {len(Xs)} and {len(ys)} shards, expected one for each of "
+                f"{len(replicas)} replicas"
             )
         total += labels.shape[0]
-        for rank, replica in enumerate(replicas):
-            if sample_shards[rank].shape[0]:
-                counts[rank] += _hits(replica, sample_shards[rank], label_shards[rank], rank)
-    return sum(int(count) for count in counts), total
-
-
-def _hits(replica: Replica, samples: Tensor, labels: Tensor, rank: int) -> Tensor:
-    scores = replica(samples)
-    if scores.ndim != 2 or labels.ndim != 1 or scores.shape[0] != labels.shape[0]:
-        raise ArgumentError(
-            f"replicas[{rank}] gave shape {tuple(scores.shape)} for labels of shape "
-            f"{tuple(labels.shape)}, expected (n, classes) for (n,)"
-        )
-    return (scores.argmax(dim=1) == labels).sum()
+        for rank, (X, y) in enumerate(zip(Xs, ys, strict=True)):  # noqa: N806
+            if X.shape[0] == 0:
+                continue
+            scores = replicas[rank](X)
+            if scores.ndim != 2 or y.ndim != 1 or scores.shape[0] != y.shape[0]:
+                raise ArgumentError(
+                    f"replicas[{rank}] gave shape {tuple(scores.shape)} for labels of shape "
+                    f"{tuple(y.shape)}, expected (n, classes) for (n,)"
+                )
+            hits[rank] += (scores.argmax(dim=1) == y).sum()
+    return sum(int(count) for count in hits), total
 
 
 def check_replicas_equal(replicas: Sequence[Sequence[Tensor]]) -> None:
     """Raise unless every rank holds the same bits.
 
-    Compares bits, not numbers: equal NaNs are equal, and 0.0 is not -0.0. Cheap enough for every
-    step: a pass over the memory, and one wait per device.
+    Equal NaNs are equal, and 0.0 is not -0.0. Cost: a pass over the memory, one wait per device.
 
     Args:
-        replicas: ``replicas[rank][i]``; tensor ``i`` has one shape and dtype on all ranks.
+        replicas: ``replicas[rank][i]``. Tensor ``i`` has the same shape and dtype on all ranks.
 
     Raises:
         RingarError: Names the first parameter that differs, the rank, and how many elements.
@@ -404,27 +343,24 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Compare every rank's tensors with rank 0's without waiting for the devices.
 
-    Args:
-        replicas: ``replicas[rank][i]``; tensor ``i`` has one shape and dtype on all ranks.
+    Arguments and errors are those of `check_replicas_equal`.
 
     Returns:
-        One 0-dimensional bool tensor for each rank but the first, on the rank's device: True when
-        its bits differ. Reading one waits for its device.
+        For each rank after the first a 0-dimensional bool tensor on its device: True if bits
+        differ.
 
-    Raises:
-        ArgumentError: The ranks hold different numbers, shapes or dtypes of tensors.
-
-    Cost: on a GPU, for elements of each size, one copy of all tensors of a rank into one and one
-    comparison: a handful of launches, however many tensors there are. On the CPU nothing is copied.
+    Cost on a GPU: one copy and one comparison per element size, for any number of tensors. The CPU
+    copies nothing.
     """
     _check_alike(replicas)
-    packed: dict[torch.device, list[Tensor]] = {}  # rank 0's, wherever others are
+    packed: dict[torch.device, list[Tensor]] = {}  # rank 0's tensors, on each rank's device
     flags = []
     for tensors in replicas[1:]:
         device = tensors[0].device if tensors else torch.device("cpu")
         if _stops_early(device):
             pairs = zip(tensors, replicas[0], strict=True)
-            flags.append(torch.tensor(not all(_is_equal(ours, theirs) for ours, theirs in pairs)))
+            is_equal = all(torch.equal(_bits(a), _bits(b).to(a.device)) for a, b in pairs)
+            flags.append(torch.tensor(not is_equal))
             continue
         if device not in packed:
             packed[device] = [bits.to(device) for bits in _pack(replicas[0], replicas[0])]
@@ -435,18 +371,14 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _stops_early(device: torch.device) -> bool:
-    """Return whether tensors there are best compared one by one, up to the first that differs."""
+    """Return whether to compare tensors one by one, up to the first difference."""
     return device.type == "cpu"
 
 
-def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(_bits(ours), _bits(theirs).to(ours.device))
-
-
 def _pack(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bits of all tensors, end to end, in a flat tensor for elements of each size.
+    """Return all bits in one flat tensor per element size.
 
-    Elements come as they lie in the tensors of ``like``: if both lie alike, nothing is transposed.
+    Elements are in the memory order of ``like``: replicas of equal strides need no transposition.
     """
     by_size: dict[torch.dtype, list[Tensor]] = {}
     for tensor, other in zip(tensors, like, strict=True):
@@ -480,13 +412,12 @@ def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
                 f"replicas[{rank}] is {kind_of(tensors)}, expected a list of tensors, such as "
                 "list(module.parameters())"
             )
-        for i, tensor in enumerate(tensors):
-            _check_tensor(f"replicas[{rank}][{i}]", tensor)
         if len(tensors) != len(first):
             raise ArgumentError(
                 f"replicas[{rank}] has {len(tensors)} tensors, rank 0 has {len(first)}"
             )
         for i, (ours, theirs) in enumerate(zip(tensors, first, strict=True)):
+            _check_tensor(f"replicas[{rank}][{i}]", ours)
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
                 raise ArgumentError(
                     f"replicas[{rank}][{i}] is {tuple(ours.shape)} {ours.dtype}, on rank 0 it is "
@@ -495,7 +426,7 @@ def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
-    """Say where the replicas differ first, in the order of parameters, then of ranks."""
+    """Describe the first difference, in the order of parameters, then of ranks."""
     for i, reference in enumerate(replicas[0]):
         for rank in range(1, len(replicas)):
             ours = _reals(replicas[rank][i])
