@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as num_modes
 from torch.compiler import is_dynamo_compiling
 
+from pyringar.comm import exits  # noqa: F401  its exit handler ends the engine's use of torch
 from pyringar.comm.orders import Guarantee
 from pyringar.comm.work import Work
 from pyringar.errors import CollectiveTimeout, PeerLostError, RingarError
