@@ -201,23 +201,17 @@ def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor], op: str = "sum") -> 
     copies = [copy.deepcopy(net) for net in nets]
     clear(copies)
     backward_one_by_one(copies, xs)
-    return reduced([[p.grad for p in net.parameters()] for net in copies], op)
-
-
-def reduced(grads: Sequence[Sequence[Tensor | None]], op: str = "sum") -> list[Tensor | None]:
-    """The oracle: gradients by rank, reduced in rank order; 16-bit floats are rounded once."""
     found: list[Tensor | None] = []
-    for column in zip(*grads, strict=True):
-        some = next((grad for grad in column if grad is not None), None)
-        if some is None:
+    for column in zip(*(net.parameters() for net in copies), strict=True):
+        grads = [param.grad for param in column]
+        if grads[0] is None:
             found.append(None)
             continue
-        wide = [torch.zeros_like(some) if grad is None else grad for grad in column]
-        wide = [g.float() if g.dtype == torch.bfloat16 else g for g in wide]
-        total = wide[0].clone()
-        for grad in wide[1:]:
+        is_narrow = grads[0].dtype == torch.bfloat16  # rounded once
+        total, *others = [grad.float() for grad in grads] if is_narrow else grads
+        for grad in others:
             total = torch.maximum(total, grad) if op == "max" else total + grad
-        found.append((total / len(column) if op == "mean" else total).to(some.dtype))
+        found.append((total / len(column) if op == "mean" else total).to(grads[0].dtype))
     return found
 
 
@@ -228,14 +222,8 @@ def assert_reduced(nets: Sequence[nn.Module], expected: Sequence[Tensor | None])
             assert want is None or torch.equal(param.grad, want), (rank, i)
 
 
-def assert_next_step_is_right(
-    nets: Sequence[nn.Module],
-    xs: Sequence[Tensor],
-    bucketer: pr.GradientBucketer,
-    expected: Sequence[Tensor | None],
-    *,
-    set_to_none: bool = True,
-) -> None:
+def assert_next_step_is_right(nets, xs, bucketer, *, set_to_none: bool = True) -> None:
+    expected = summed(nets, xs)
     clear(nets, set_to_none=set_to_none)
     backward_one_by_one(nets, xs)
     bucketer.wait()

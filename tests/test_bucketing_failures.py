@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import signal
 import sys
 import threading
@@ -13,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from bucketing_nets import (
-    EACH,
     EARLY,
     Explode,
-    Net,
     armed,
     assert_closed,
     assert_next_step_is_right,
@@ -25,14 +22,13 @@ from bucketing_nets import (
     backward_together,
     clear,
     error_of,
-    loss_of,
     make_net,
     nets_of,
     summed,
     vectors,
 )
 from programs import run_programs
-from torch import Tensor, nn
+from torch import nn
 
 import pyringar as pr
 from pyringar.comm.work import Work
@@ -47,9 +43,8 @@ def backward_in_reverse(nets, xs):
 
 def assert_new_bucketer_works(nets, xs, *, set_to_none: bool = True) -> None:
     clear(nets, set_to_none=set_to_none)
-    expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **EARLY) as bucketer:
-        assert_next_step_is_right(nets, xs, bucketer, expected, set_to_none=set_to_none)
+        assert_next_step_is_right(nets, xs, bucketer, set_to_none=set_to_none)
 
 
 # -- a backward pass that fails --------------------------------------------------------------------
@@ -74,16 +69,11 @@ def test_failed_backward_closes(backward: Callable, victim, set_to_none):
 def test_failed_backward_without_overlap(options):
     """No bucket was launched: a step that begins with cleared gradients is right."""
     nets, xs = nets_of(), vectors(1)
-    expected = summed(nets, xs)
     with pr.GradientBucketer(nets, **options) as bucketer:
         for set_to_none in (True, False, True):
             with armed(1):
                 backward_one_by_one(nets, xs)
-            clear(nets, set_to_none=set_to_none)
-            backward_one_by_one(nets, xs)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-            clear(nets, set_to_none=set_to_none)
+            assert_next_step_is_right(nets, xs, bucketer, set_to_none=set_to_none)
 
 
 def slow_ring(delay_s: float = 0.5) -> pr.Communicator:
@@ -105,7 +95,7 @@ def works_of(comm: pr.Communicator) -> list[Work]:
 
 
 @pytest.mark.parametrize("how", ["failed backward", "close", "failed wait", "garbage"])
-def test_launched_buckets_end_first(how, monkeypatch):
+def test_launched_buckets_end_first(how):
     nets, xs = nets_of(world_size=2), vectors(1, world_size=2)
     with slow_ring() as comm:
         works = works_of(comm)
@@ -163,7 +153,10 @@ def test_backward_after_launch_raises(clears):
     backward_one_by_one(nets, xs)
     if clears:
         clear(nets)
-    with pytest.raises(pr.RingarError, match=r"parameter 1 of rank 0 got a .*no_sync\(\)"):
+    error = r"parameter 1 of rank 0 got a .*no_sync\(\)"
+    with bucketer.no_sync(), pytest.raises(pr.RingarError, match=error):
+        backward_one_by_one(nets, xs)
+    with pytest.raises(pr.RingarError, match=error):
         backward_one_by_one(nets, xs)
     assert_closed(bucketer, nets, "a backward pass failed")
     assert_new_bucketer_works(nets, xs)
@@ -216,63 +209,24 @@ def test_cleared_gradient_closes(rank, options):
     assert_new_bucketer_works(nets, xs)
 
 
-@pytest.mark.parametrize("how", ["zero_grad", "replace", "clip", "no_sync"])
-def test_changed_gradient_closes(how):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net.zero_grad(set_to_none=False),
+        lambda net: setattr(net.late, "grad", net.late.grad.clone()),
+        lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+    ],
+    ids=["zero_grad", "replace", "clip"],
+)
+def test_changed_gradient_closes(change):
     nets, xs = nets_of(), vectors(1)
     bucketer = pr.GradientBucketer(nets, **EARLY)
     backward_one_by_one(nets, xs)
-    if how == "zero_grad":
-        nets[1].zero_grad(set_to_none=False)
-    elif how == "replace":
-        nets[1].late.grad = nets[1].late.grad.clone()
-    elif how == "clip":
-        nn.utils.clip_grad_norm_(nets[1].parameters(), 1e-3)
-    else:
-        with bucketer.no_sync(), pytest.raises(pr.RingarError, match="of rank 1 got a gradient"):
-            loss_of(nets[1], xs[1]).backward()
-        return
+    change(nets[1])
     with pytest.raises(pr.RingarError, match="parameter 1 of rank 1 was changed or cleared"):
         bucketer.wait()
     assert_closed(bucketer, nets, "changed or cleared")
     assert_new_bucketer_works(nets, xs, set_to_none=False)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("of", ["one buffer", "concatenated parameters"])
-def test_gradients_in_one_storage(of, overlap):
-    """torch counts changes by storage: an addition to one view is no change of the others."""
-    nets, xs = nets_of(), vectors(1)
-    expected = []
-
-    def loss(net: Net, x: Tensor) -> Tensor:
-        if of == "one buffer":
-            return net(x)
-        return (torch.cat([net.early, net.late]) * torch.cat([x, x.square()])).sin().sum()
-
-    def start(net: Net) -> None:
-        if of == "one buffer":
-            flat = torch.zeros(80)
-            net.early.grad, net.late.grad = flat[:40], flat[40:]
-
-    for net, x in zip(copy.deepcopy(nets), xs, strict=True):
-        start(net)
-        for _ in range(2):
-            loss(net, x).backward()
-        expected.append([net.early.grad, net.late.grad])
-    expected = [a + b + c for a, b, c in zip(*expected, strict=True)]
-    with pr.GradientBucketer(nets, overlap=overlap, **EACH) as bucketer:
-        for net, x in zip(nets, xs, strict=True):
-            start(net)
-            with bucketer.no_sync():
-                loss(net, x).backward()
-        late = nets[0].late.grad
-        storages = {g.untyped_storage().data_ptr() for g in (late, nets[0].early.grad)}
-        assert len(storages) == (1 if of == "one buffer" else 2)
-        for net, x in zip(nets, xs, strict=True):
-            loss(net, x).backward()
-        bucketer.wait()
-        assert nets[0].late.grad is late
-    assert_reduced(nets, expected)
 
 
 # -- signals ---------------------------------------------------------------------------------------
@@ -330,39 +284,35 @@ def assert_done_or_closed(bucketer, nets, xs, works) -> bool:
     return bool(bucketer._closed)
 
 
-@pytest.mark.parametrize("options", [{}, EARLY])
-def test_signal_in_wait_closes(options):
+@pytest.mark.parametrize(
+    ("where", "options", "victim", "num_lines"),
+    [
+        ("wait", {}, None, 70),
+        ("wait", EARLY, None, 70),
+        ("backward", EARLY, None, 30),
+        ("backward", EARLY, 1, 30),  # while a failed pass waits for its launched buckets
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signal_at_any_line_closes(where, options, victim, num_lines):
     xs, num_closed = vectors(1, world_size=2), 0
     with pr.Communicator(["cpu"] * 2, order="rank") as comm:
         works = works_of(comm)
-        for interrupt in at_every_line(at_least=80):
+        for interrupt in at_every_line(at_least=num_lines):
             nets = nets_of(world_size=2)
             bucketer = pr.GradientBucketer(nets, comm=comm, **options)
-            backward_one_by_one(nets, xs)
-            with contextlib.suppress(KeyboardInterrupt), interrupt:
-                bucketer.wait()
-            num_closed += assert_done_or_closed(bucketer, nets, xs, works)
-            bucketer.close()
-    assert num_closed > 70
-
-
-@pytest.mark.parametrize("victim", [None, 1])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_signal_in_backward_closes(victim):
-    """Also while a failed pass waits for its launched buckets."""
-    xs, num_closed = vectors(1, world_size=2), 0
-    with pr.Communicator(["cpu"] * 2, order="rank") as comm:
-        works = works_of(comm)
-        for interrupt in at_every_line(at_least=30):
-            nets = nets_of(world_size=2)
-            bucketer = pr.GradientBucketer(nets, comm=comm, **EARLY)
             Explode.armed = victim
-            with contextlib.suppress(KeyboardInterrupt, ValueError), interrupt:
+            if where == "wait":
                 backward_one_by_one(nets, xs)
+            with contextlib.suppress(KeyboardInterrupt, ValueError), interrupt:
+                if where == "wait":
+                    bucketer.wait()
+                else:
+                    backward_one_by_one(nets, xs)
             Explode.armed = None
             num_closed += assert_done_or_closed(bucketer, nets, xs, works)
             bucketer.close()
-    assert num_closed > 30
+    assert num_closed > num_lines - 10
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
@@ -373,8 +323,7 @@ def test_real_signals_in_wait_close(num_signals):
     def stop(*_) -> None:
         nonlocal left
         left -= 1
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1 if left else 0)
         raise KeyboardInterrupt
 
     nets, xs = nets_of(world_size=2), vectors(1, world_size=2)
@@ -391,7 +340,6 @@ def test_real_signals_in_wait_close(num_signals):
             assert [work.is_completed() for work in works] == [True]
             assert_closed(bucketer, nets, "KeyboardInterrupt")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
@@ -399,41 +347,35 @@ def test_real_signals_in_wait_close(num_signals):
 def test_handler_calls_wait_or_close(monkeypatch, what):
     nets, xs = nets_of(world_size=2), vectors(1, world_size=2)
     plain, errors = Work.wait, []
+    bucketer = pr.GradientBucketer(nets, **EARLY)
+    backward_one_by_one(nets, xs)
 
     def handled(self, *arguments):
         monkeypatch.setattr(Work, "wait", plain)
-        if what == "wait":
-            errors.append(error_of(bucketer.wait)[1])
-        else:
+        if what == "close":
             bucketer.close()
+        else:
+            errors.append(error_of(bucketer.wait)[1])
         return plain(self, *arguments)
 
-    bucketer = pr.GradientBucketer(nets, **EARLY)
-    backward_one_by_one(nets, xs)
     monkeypatch.setattr(Work, "wait", handled)
-    if what == "wait":
+    if what == "close":
+        with pytest.raises(pr.RingarError, match=r"is closed: close\(\) was called"):
+            bucketer.wait()
+    else:
         bucketer.wait()
         assert "wait() runs already" in errors[0]
         assert_reduced(nets, summed(nets, xs))
-    else:
-        with pytest.raises(pr.RingarError, match=r"is closed: close\(\) was called"):
-            bucketer.wait()
 
 
 # -- close, fork, garbage --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_close_in_a_step(is_inside):
+def test_close_inside_backward():
     nets, xs = nets_of(), vectors(1)
     bucketer = pr.GradientBucketer(nets, **EARLY)
-    if is_inside:
-        nets[1].late.register_hook(lambda _: bucketer.close())
-        backward_one_by_one(nets, xs)
-    else:
-        backward_one_by_one(nets[:2], xs[:2])
-        bucketer.close()
-        backward_one_by_one(nets[2:], xs[2:])
+    nets[1].late.register_hook(lambda _: bucketer.close())
+    backward_one_by_one(nets, xs)
     with pytest.raises(pr.RingarError, match=r"is closed: close\(\) was called"):
         bucketer.wait()
 

@@ -101,12 +101,10 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
-        (nn.Linear(3, 4, bias=False), [("reduce", 0)]),  # the engine waits for the streams
-        (
-            Transposed(),
-            [("wait", 0), ("wait", 0), ("reduce", -1)],
-        ),  # torch packs on the current stream
+        (nn.Linear(3, 4, bias=False), [("reduce", 0)]),
+        (Transposed(), [("wait", 0), ("wait", 0), ("reduce", -1)]),
     ],
+    ids=["the engine waits", "torch packs on the current stream"],
 )
 def test_packing_waits_for_streams(net, expected):
     events: list[tuple[str, int]] = []

@@ -93,7 +93,6 @@ def calls_of_threads(group, two, four) -> dict:
         ),
         "bind": lambda: group.bind(two, "sum", "fused", "rank"),
         "bind_coalesced": lambda: group.bind_coalesced([[t] for t in two], "sum", "fused", "rank"),
-        "remember": lambda: group.remember([[t] for t in two], "sum", "fused", "rank"),
         "check": lambda: group.check(two),
         "check_usable": group.check_usable,
         "check_coalesced": lambda: group.check_coalesced([[t] for t in two]),
@@ -116,10 +115,7 @@ def test_every_method_of_a_group_of_threads():
     work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
     group_calls = calls_of_threads(group, two, four)
     assert set(group_calls) == methods_of(group)
-    lists = [[t] for t in two]
-    remembered = group.remember(lists, "sum", "fused", "rank")
     others = {
-        "remembered": lambda: remembered.begin(lists, {}),
         "work.wait": work.wait,
         "work.is_completed": work.is_completed,
         "work.exception": work.exception,

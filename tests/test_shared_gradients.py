@@ -100,19 +100,6 @@ def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> li
     return total
 
 
-def assert_apart(net: nn.Module) -> None:
-    storages = {param.grad.untyped_storage().data_ptr() for param in net.parameters()}
-    assert len(storages) == len(list(net.parameters()))
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 MODES = {"each": EARLY, "one": {"overlap": True}, "late": {"overlap": False}}
 modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
@@ -128,55 +115,42 @@ def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: boo
         thread.join()
 
 
+def check_steps(nets, shards, options, *, in_threads=True, passes=1, set_to_none=True) -> None:
+    """All passes of a step but the last are in ``no_sync``."""
+    expected = of_plain_passes(nets[0], shards, passes)
+    with pr.GradientBucketer(nets, **options) as bucketer:
+        for step in range(4):
+            clear(nets, set_to_none=set_to_none or step < 2)
+            for _ in range(passes - 1):
+                with bucketer.no_sync():
+                    run_backward(nets, shards, in_threads=in_threads)
+            run_backward(nets, shards, in_threads=in_threads)
+            bucketer.wait()
+            assert_reduced(nets, expected)
+
+
 @modes
 @pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2))
 def test_random_nets(k, in_threads, options):
     for seed in range(8):
         nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2, N).chunk(k))
-        expected = of_plain_passes(nets[0], shards)
-        with pr.GradientBucketer(nets, **options) as bucketer:
-            for step in range(4):
-                clear(nets, set_to_none=step < 2)
-                run_backward(nets, shards, in_threads=in_threads)
-                bucketer.wait()
-                assert_reduced(nets, expected)
+        check_steps(nets, shards, options, in_threads=in_threads, set_to_none=False)
 
 
 @modes
-def test_accumulation(options):
-    """Each pass has memory of its own; plain torch adds to shared memory twice."""
-    for make in (TwoViews, lambda: Shared(3), lambda: Shared(4)):
-        nets = [make() for _ in range(3)]
-        shards = list(rows(3, 1, 4 if make is TwoViews else N).chunk(3))
-        expected = of_plain_passes(nets[0], shards, passes=2)
-        with pr.GradientBucketer(nets, **options) as bucketer:
-            for _ in range(3):
-                clear(nets)
-                with bucketer.no_sync():
-                    for net, shard in zip(nets, shards, strict=True):
-                        net(shard).square().sum().backward()
-                for net, shard in zip(nets, shards, strict=True):
-                    net(shard).square().sum().backward()
-                bucketer.wait()
-                assert_reduced(nets, expected)
-                for net in nets:
-                    assert_apart(net)
-
-
-@modes
-@pytest.mark.parametrize("kind", [TwoViews, OneView])
-def test_two_parameters_in_one_memory(kind, options):
-    nets, shards = [kind() for _ in range(2)], list(rows(2, 3, 4).chunk(2))
-    expected = of_plain_passes(nets[0], shards)
-    with pr.GradientBucketer(nets, **options) as bucketer:
-        for _ in range(5):
-            clear(nets)
-            run_backward(nets, shards, in_threads=True)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-            for net in nets:
-                assert_apart(net)
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    "make", [TwoViews, OneView, lambda: Shared(3), lambda: Shared(4)], ids=["two", "one", "3", "4"]
+)
+def test_parameters_share_no_memory(make, passes, options):
+    """With two passes, plain torch adds to shared memory twice."""
+    nets = [make() for _ in range(3)]
+    shards = list(rows(3, 1, 4 if isinstance(nets[0], TwoViews) else N).chunk(3))
+    check_steps(nets, shards, options, passes=passes)
+    for net in nets:
+        storages = {param.grad.untyped_storage().data_ptr() for param in net.parameters()}
+        assert len(storages) == len(list(net.parameters()))
 
 
 def as_rank(rank, world_size, store, options):
@@ -215,41 +189,27 @@ def test_gradient_given_to_backward_is_kept():
     assert [grad[0].item() for grad in given] == [1, 2]
 
 
-@pytest.mark.parametrize("of", ["views", "before", "kept"])
-def test_buffer_of_user_stays(of):
-    """Views of a buffer; parts that were there before the bucketer; gradients shared later."""
-    nets = [Shared(0) for _ in range(2)]
-    shards = list(rows(2, 2, N).chunk(2))
+@pytest.mark.parametrize("is_view", [True, False])
+@pytest.mark.parametrize("options", [{}, EARLY])
+def test_buffer_of_user_stays(is_view, options):
+    """``grad`` is a view of a buffer, or was there when the bucketer was made."""
+    nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2, N).chunk(2))
     expected = of_plain_passes(nets[0], shards)
     flats = []
-
-    def start(net: nn.Module) -> None:
+    for net in nets:
         params = list(net.parameters())
-        flat = torch.zeros(sum(map(Tensor.numel, params)))
-        flats.append(flat)
-        parts = flat.split([param.numel() for param in params])
+        flats.append(torch.zeros(sum(map(Tensor.numel, params))))
+        parts = flats[-1].split([param.numel() for param in params])
         for param, part in zip(params, parts, strict=True):
             grad = part.view_as(param)
-            param.grad = grad.detach() if of == "before" else grad
-
-    if of == "before":
-        list(map(start, nets))
-    with pr.GradientBucketer(nets, **EARLY) as bucketer:
-        if of == "views":
-            list(map(start, nets))
-        kept: list[list[Tensor]] = []
+            param.grad = grad if is_view else grad.detach()
+    with pr.GradientBucketer(nets, **options) as bucketer:
         for _ in range(4):
             for flat in flats:
                 flat.zero_()
-            for net, shard in zip(nets, shards, strict=True):
-                if of == "kept":
-                    net.zero_grad(set_to_none=False)
-                net(shard).square().sum().backward()
+            run_backward(nets, shards, in_threads=False)
             bucketer.wait()
             assert_reduced(nets, expected)
-            if of == "kept":
-                kept = kept or [[p.grad.detach() for p in net.parameters()] for net in nets]
-                flats = [torch.cat([part.flatten() for part in parts]) for parts in kept]
             for flat in flats:
                 assert torch.equal(flat, torch.cat([grad.flatten() for grad in expected]))
 

@@ -1,13 +1,12 @@
 // bucketer: the Python class `Bucketer`, and the hooks that parameters call.
 //
 // Floor     bindings; included by module.cpp alone, after pybind11.
-// Contract  a hook is a plain C function. The hook after accumulation marks the gradient, counts
-// it,
-//           and launches its bucket when that is complete. The hook before accumulation sets a
-//           gradient to zero that holds the sum of an earlier step: see Held.
+// Contract  the hook after accumulation counts the gradient, and launches its bucket when that is
+//           complete. The hook before accumulation sets a gradient to zero that holds the sum of
+//           an earlier step: see Held.
 // Threads   with the GIL held.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_failures.py,
-//           tests/test_shared_gradients.py
+//           tests/test_bucketing_sums.py
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,8 +22,8 @@
 
 namespace pyringar {
 
-// What the gradient of one parameter of one rank holds, as in bucket_step.py. A sum is added once:
-// rank 0 accumulates on top of it, the other ranks from zero.
+// What a gradient holds, as in bucket_step.py. A sum is added once: rank 0 accumulates on top of
+// it, the other ranks from zero.
 enum class Held : std::uint8_t {
   kOther,  // no pass has added to it
   kPart,   // what this rank's passes added since the last reduction
@@ -34,7 +33,7 @@ enum class Held : std::uint8_t {
 struct BoundBucketer {
   const int world_size;  // ranks of this process
   const int num_params;
-  const int first_rank;    // for messages: the first of them in the group
+  const int first_rank;    // of this process in the group, for messages
   const bool in_order;     // buckets are launched in the order of the plan
   py::object on_complete;  // (bucket): launches it; None: wait() launches all buckets
   py::object on_failed;    // (): a backward pass has failed
@@ -63,10 +62,8 @@ inline void start_ready(BoundBucketer& bucketer, bool is_new_plan) {
     py::list sizes;
     for (const Bucket& bucket : bucketer.plan) sizes.append(bucket.size());
     bucketer.ready = bucketer.make_ready(sizes);
-    const py::object capsule = bucketer.ready.attr("hook")();
-    bucketer.ready_hook =
-        static_cast<const ReadyHook*>(PyCapsule_GetPointer(capsule.ptr(), ReadyHook::kCapsule));
-    if (bucketer.ready_hook == nullptr) throw_python_error();
+    const py::capsule hook = bucketer.ready.attr("hook")();
+    bucketer.ready_hook = hook.get_pointer<const ReadyHook>();
   }
   bucketer.ready_hook->start_step(bucketer.ready_hook->self);
 }
@@ -84,35 +81,25 @@ inline void finish_step(BoundBucketer& bucketer, const std::vector<int>& reduced
 
 // -- backward passes ------------------------------------------------------------------------------
 
-// torch calls pass_end after a pass that succeeded. It drops the callback of a pass that failed
-// before backward() raises, except that a thread of a GPU may be a little late.
+// torch calls a callback after a pass that succeeded. After a failed pass, torch drops it uncalled.
 struct PassEnd {
   BucketerPtr bucketer;
   std::int64_t pass;
-};
 
-inline constexpr const char* kPassEndCapsule = "pyringar.pass_end";
-
-inline PyObject* call_pass_end(PyObject* capsule, PyObject*) {
-  const auto* end = static_cast<PassEnd*>(PyCapsule_GetPointer(capsule, kPassEndCapsule));
-  end->bucketer->passes.erase(end->pass);
-  Py_RETURN_NONE;
-}
-
-inline void drop_pass_end(PyObject* capsule) {
-  const std::unique_ptr<PassEnd> end(
-      static_cast<PassEnd*>(PyCapsule_GetPointer(capsule, kPassEndCapsule)));
-  if (end->bucketer->passes.erase(end->pass) == 0) return;  // it succeeded
-  const py::error_scope error_of_backward;
-  for (int attempt = 0; attempt < 2; ++attempt) {  // a signal may end the first
-    try {
-      end->bucketer->on_failed();
-      return;
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("the end of a backward pass that failed");
+  void succeed() const { bucketer->passes.erase(pass); }
+  ~PassEnd() {
+    if (bucketer->passes.erase(pass) == 0) return;  // it succeeded
+    const py::error_scope error_of_backward;
+    for (int attempt = 0; attempt < 2; ++attempt) {  // a signal may end the first
+      try {
+        bucketer->on_failed();
+        return;
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("the end of a backward pass that failed");
+      }
     }
   }
-}
+};
 
 // Compiled autograd calls no callback at the end of a pass.
 inline bool in_compiled_autograd() {
@@ -123,15 +110,13 @@ inline bool in_compiled_autograd() {
                                   .cast<bool>();
 }
 
-// Returns whether the end of the pass that calls this hook will be noticed.
+// Returns whether the end of the running pass will be noticed.
 inline bool begin_pass(const BucketerPtr& bucketer) {
   const auto pass = bucketer->current_task().cast<std::int64_t>();
   if (bucketer->passes.count(pass) > 0) return true;
   if (in_compiled_autograd()) return false;
-  static PyMethodDef method = {"pass_end", &call_pass_end, METH_NOARGS, "The pass succeeded."};
-  const py::capsule capsule(new PassEnd{bucketer, pass}, kPassEndCapsule, &drop_pass_end);
-  const auto end = py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
-  bucketer->queue_callback(end);
+  const std::shared_ptr<PassEnd> end(new PassEnd{bucketer, pass});
+  bucketer->queue_callback(py::cpp_function([end] { end->succeed(); }));
   bucketer->passes.insert(pass);
   return true;
 }
@@ -145,49 +130,20 @@ struct Hook {
   py::object ref;  // a weak reference, or None; see the two hooks
 };
 
-inline constexpr const char* kHookCapsule = "pyringar.hook";
-
 inline py::object weak(const py::object& object) {
   if (object.is_none()) return object;
-  const auto ref = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
-  if (!ref) throw_python_error();
-  return ref;
-}
-
-// Runs a hook unless the bucketer is closed; turns C++ exceptions into Python's.
-template <typename Function>
-PyObject* call_hook(PyObject* capsule, const Function& function) {
-  try {
-    auto* hook = static_cast<Hook*>(PyCapsule_GetPointer(capsule, kHookCapsule));
-    if (!hook->bucketer->is_closed) function(*hook);
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return nullptr;
-  } catch (...) {
-    set_python_error(std::current_exception());
-    return nullptr;
-  }
-  Py_RETURN_NONE;
+  return py::weakref(object);
 }
 
 // Before accumulation: the sum of an earlier step must not be added once for each rank.
 // hook.ref: the parameter.
-inline PyObject* call_before(PyObject* capsule, PyObject*) {
-  return call_hook(capsule, [](const Hook& hook) {
-    Held& held = hook.bucketer->held_at(hook.rank, hook.param);
-    if (held != Held::kSum) return;
-    held = Held::kPart;
-    const py::object param = hook.ref();
-    const py::object grad = param.is_none() ? param : param.attr("grad");
-    if (!grad.is_none()) grad.attr("detach")().attr("zero_")();
-  });
-}
-
-// torch calls hooks also of a parameter for which a pass has no gradient. If there are other hooks,
-// one of them may have removed the gradient, which is an error.
-inline bool has_no_gradient(py::handle param) {
-  if (!param.attr("grad").is_none()) return false;
-  return py::len(param.attr("_post_accumulate_grad_hooks")) == 1;
+inline void zero_sum(Hook& hook, py::handle) {
+  Held& held = hook.bucketer->held_at(hook.rank, hook.param);
+  if (held != Held::kSum) return;
+  held = Held::kPart;
+  const py::object param = hook.ref();
+  const py::object grad = param.is_none() ? param : param.attr("grad");
+  if (!grad.is_none()) grad.attr("detach")().attr("zero_")();
 }
 
 inline void launch_complete(BoundBucketer& bucketer, int bucket) {
@@ -202,12 +158,20 @@ inline void launch_complete(BoundBucketer& bucketer, int bucket) {
   }
 }
 
+// torch calls the hook also if a pass has no gradient for the parameter. If there are other hooks,
+// a hook may have removed the gradient, which is an error.
+inline bool has_no_gradient(py::handle param) {
+  return param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1;
+}
+
 // hook.ref: the gradient that was there last.
 inline void count(Hook& hook, py::handle param) {
+  if (has_no_gradient(param)) return;
   BoundBucketer& bucketer = *hook.bucketer;
+  const int bucket = bucketer.step.bucket_of(hook.param);
   const bool may_launch =
       bucketer.is_counting && !bucketer.on_complete.is_none() && begin_pass(hook.bucketer);
-  if (bucketer.step.is_launched(hook.param)) {
+  if (bucketer.step.is_launched(bucket)) {
     fail(ErrorKind::kState, "parameter ", hook.param, " of rank ", bucketer.first_rank + hook.rank,
          " got a gradient after its bucket was launched: put all backward passes of a step but the "
          "last into no_sync(), call wait() before the next step begins, or make the bucketer with "
@@ -221,7 +185,6 @@ inline void count(Hook& hook, py::handle param) {
   bucketer.held_at(hook.rank, hook.param) = Held::kPart;
   if (!bucketer.is_counting) return;
   const Mark mark = bucketer.step.mark(hook.rank, hook.param);
-  const int bucket = bucketer.step.bucket_of(hook.param);
   if (bucketer.ready_hook != nullptr) {
     const ReadyHook& ready = *bucketer.ready_hook;
     if (!ready.note(ready.self, bucket, hook.rank, mark != Mark::kAgain)) throw_python_error();
@@ -229,19 +192,27 @@ inline void count(Hook& hook, py::handle param) {
   if (mark == Mark::kComplete && may_launch) launch_complete(bucketer, bucket);
 }
 
-inline PyObject* call_after(PyObject* capsule, PyObject* param) {
-  return call_hook(capsule, [param](Hook& hook) {
-    if (!has_no_gradient(param)) count(hook, param);
-  });
+// A C function: the calls of a py::cpp_function cost a microsecond more per gradient.
+template <void (*kFunction)(Hook&, py::handle)>
+PyObject* call_hook(PyObject* capsule, PyObject* tensor) {
+  try {
+    auto* hook = static_cast<Hook*>(PyCapsule_GetPointer(capsule, nullptr));
+    if (!hook->bucketer->is_closed) kFunction(*hook, tensor);
+    Py_RETURN_NONE;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (...) {
+    set_python_error(std::current_exception());
+  }
+  return nullptr;
 }
 
 inline py::object make_hook(const BucketerPtr& bucketer, int rank, int param,
                             const py::object& object, bool is_before) {
-  static PyMethodDef before = {"before_gradient", &call_before, METH_O, "Set a sum to zero."};
-  static PyMethodDef after = {"gradient_ready", &call_after, METH_O, "Count one gradient."};
-  const py::capsule capsule(
-      new Hook{bucketer, rank, param, weak(object)}, kHookCapsule,
-      [](PyObject* c) { delete static_cast<Hook*>(PyCapsule_GetPointer(c, kHookCapsule)); });
+  static PyMethodDef before = {"before_gradient", &call_hook<&zero_sum>, METH_O, nullptr};
+  static PyMethodDef after = {"gradient_ready", &call_hook<&count>, METH_O, nullptr};
+  const py::capsule capsule(new Hook{bucketer, rank, param, weak(object)},
+                            [](void* hook) { delete static_cast<Hook*>(hook); });
   return py::reinterpret_steal<py::object>(
       PyCFunction_New(is_before ? &before : &after, capsule.ptr()));
 }
@@ -263,57 +234,43 @@ inline BucketerPtr make_bucketer(int world_size, int num_params, int first_rank,
   return bucketer;
 }
 
+inline std::vector<int> held_of(BoundBucketer& bucketer, int rank, const std::vector<int>& params) {
+  std::vector<int> found;
+  for (const int param : params) {
+    found.push_back(static_cast<int>(bucketer.held_at(rank, param)));
+  }
+  return found;
+}
+
+inline std::vector<std::pair<std::int64_t, std::int64_t>> times_of(const BoundBucketer& bucketer) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> rows;
+  for (const auto& bucket : bucketer.step.buckets()) {
+    rows.emplace_back(bucket.ready_ns, bucket.launched_ns);
+  }
+  return rows;
+}
+
 inline void bind_bucketer(py::module_& m) {
+  using Self = const BoundBucketer&;
   py::class_<BoundBucketer, BucketerPtr>(m, "Bucketer")
       .def(py::init(&make_bucketer), py::arg("world_size"), py::arg("num_params"),
            py::arg("first_rank"), py::arg("plan"), py::arg("in_order"), py::arg("on_complete"),
            py::arg("on_failed"), py::arg("on_new"), py::arg("make_ready"))
-      .def("hook_before",
-           [](const BucketerPtr& b, int rank, int param, const py::object& tensor) {
-             return make_hook(b, rank, param, tensor, true);
-           })
-      .def("hook_after",
-           [](const BucketerPtr& b, int rank, int param, const py::object& grad) {
-             return make_hook(b, rank, param, grad, false);
-           })
+      .def("make_hook", &make_hook, py::arg("rank"), py::arg("param"), py::arg("object"),
+           py::arg("is_before"))
       .def_readwrite("is_counting", &BoundBucketer::is_counting)
       .def_readwrite("is_closed", &BoundBucketer::is_closed)
-      .def("is_running", [](const BoundBucketer& b) { return !b.passes.empty(); })
-      .def("is_marked", [](const BoundBucketer& b, int rank,
-                           int param) { return b.step.is_marked(rank, param); })
-      .def("held",
-           [](BoundBucketer& b, int rank, const std::vector<int>& params) {
-             std::vector<int> found;
-             for (const int param : params)
-               found.push_back(static_cast<int>(b.held_at(rank, param)));
-             return found;
-           })
-      .def("launched", [](BoundBucketer& b, int bucket) { b.step.launched(bucket); })
-      // What a reduction on GPUs waits for: the events of a complete bucket.
-      .def("after",
-           [](const BoundBucketer& b, int bucket) -> py::object {
-             if (b.ready.is_none()) return py::none();
-             return py::make_tuple(b.ready, bucket);
-           })
+      .def_readonly("ready", &BoundBucketer::ready)
+      .def("is_running", [](Self b) { return !b.passes.empty(); })
+      .def("is_marked", [](Self b, int rank, int param) { return b.step.is_marked(rank, param); })
+      .def("held", &held_of)
+      .def("set_launched", [](BoundBucketer& b, int bucket) { b.step.set_launched(bucket); })
       .def("finish_step", &finish_step, py::arg("reduced"), py::arg("plan"))
-      .def("ready", [](const BoundBucketer& b) { return b.step.ready(); })
-      .def("begin_ns", [](const BoundBucketer& b) { return b.step.begin_ns(); })
-      .def("times", [](const BoundBucketer& b) {
-        py::list rows;
-        for (const BucketProgress& bucket : b.step.buckets()) {
-          rows.append(py::make_tuple(bucket.ready_ns, bucket.launched_ns));
-        }
-        return rows;
-      });
-  m.def(
-      "plan_buckets",
-      [](const std::vector<std::pair<std::size_t, int>>& items, const std::vector<int>& order,
-         std::size_t first_cap_bytes, std::size_t cap_bytes) {
-        std::vector<BucketItem> parsed;
-        for (const auto& [bytes, kind] : items) parsed.push_back({bytes, kind});
-        return plan_buckets(parsed, order, first_cap_bytes, cap_bytes);
-      },
-      py::arg("items"), py::arg("order"), py::arg("first_cap_bytes"), py::arg("cap_bytes"));
+      .def("order", [](Self b) { return b.step.order(); })
+      .def("begin_ns", [](Self b) { return b.step.begin_ns(); })
+      .def("times", &times_of);
+  m.def("plan_buckets", &plan_buckets, py::arg("items"), py::arg("order"),
+        py::arg("first_cap_bytes"), py::arg("cap_bytes"));
 }
 
 }  // namespace pyringar

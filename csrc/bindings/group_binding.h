@@ -210,47 +210,6 @@ py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prep
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
-// A reduction of lists that may be made again, in the background, while the tensors lie where they
-// did: the memory stays, the tensors may go.
-template <typename Engine>
-struct Remembered {
-  typename Engine::GroupPtr group;
-  std::shared_ptr<const Collective> call;
-  py::list storages;
-  std::vector<Place> places;
-
-  // lists: one for each rank, as many tensors in each.
-  bool holds(const std::vector<py::list>& lists) const {
-    const Reading reading;
-    auto place = places.begin();
-    for (const py::list& list : lists) {
-      for (const py::handle tensor : list) {
-        if (place == places.end() || !(place++)->is_of(tensor.ptr())) return false;
-      }
-    }
-    return place == places.end();
-  }
-
-  py::object begin(const std::vector<py::list>& lists, py::handle in_flight,
-                   py::handle after) const {
-    Engine::host(*group).check_usable();
-    for (const py::list& list : lists) mark_written(list.ptr());
-    return keep_until_done(in_flight, submit<Engine>(group, call, after), storages);
-  }
-};
-
-// Null where tensors are copied for the call.
-template <typename Engine>
-std::unique_ptr<Remembered<Engine>> remember(const typename Engine::GroupPtr& group,
-                                             Prepared<Collective> prepared) {
-  if (py::len(prepared.copies) > 0) return nullptr;
-  std::vector<Place> places;
-  for (const py::handle tensor : prepared.written) places.emplace_back(tensor.ptr());
-  auto call = std::make_shared<const Collective>(std::move(prepared.call));
-  return std::unique_ptr<Remembered<Engine>>(new Remembered<Engine>{
-      group, std::move(call), storages_of({prepared.written}), std::move(places)});
-}
-
 // {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
 template <typename Algorithm, int kNum>
 py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorithm),
@@ -286,19 +245,7 @@ void def_bound_calls(Class& cls) {
                  group, prepare_all_reduce_coalesced(lists, parse_reduction(op, order),
                                                      parse_algorithm(algorithm),
                                                      Engine::ranks(*group), "bind_coalesced"));
-           })
-      .def("remember",
-           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order) {
-             Engine::host(*group).check_usable();
-             return remember<Engine>(
-                 group, prepare_all_reduce_coalesced(
-                            lists, parse_reduction(op, order), parse_algorithm(algorithm),
-                            Engine::ranks(*group), "all_reduce_coalesced"));
            });
-  py::class_<Remembered<Engine>>(cls, "Remembered", py::module_local())
-      .def("holds", &Remembered<Engine>::holds)
-      .def("begin", &Remembered<Engine>::begin, py::arg("lists"), py::arg("in_flight"),
-           py::arg("after") = py::none());
 }
 
 // Engine brings, besides:

@@ -1,8 +1,8 @@
-// ready_hook: how hooks of the CPU engine's module tell the CUDA engine's that a gradient has come.
+// ready_hook: hooks of the CPU engine's module tell the CUDA engine's module of a gradient.
 //
 // Floor     bucket: core and the standard library.
-// Contract  the two modules share no code, so they share this structure of C, in a capsule. note()
-//           returns false where it has set Python's error.
+// Contract  the modules share no code, only this C structure in a capsule. note() returns false if
+//           it has set a Python error.
 // Threads   with the GIL held.
 // Tests     tests/cuda/test_gpu_streams.py
 #pragma once

@@ -2,9 +2,9 @@
 //
 // Floor     bucket: core and the standard library.
 // Units     nanoseconds on the steady clock; 0: not yet.
-// Contract  mark() is called for each gradient that a backward pass has accumulated. A bucket is
-//           complete when all its parameters are marked on all ranks. Where buckets must be
-//           launched in the order of the plan, take_next() returns the next complete one.
+// Contract  mark() is called for each accumulated gradient. A bucket is complete when all its
+//           parameters are marked on all ranks. take_next() returns complete buckets in the order
+//           of the plan.
 // Threads   one call at a time (the owner holds the GIL).
 // Tests     tests/test_bucketing.py, tests/test_bucketing_failures.py
 #pragma once
@@ -47,30 +47,30 @@ class Step {
     return static_cast<int>(bucket_of_[static_cast<std::size_t>(param)]);
   }
   bool is_marked(int rank, int param) const { return is_marked_[at(rank, param)]; }
-  bool is_launched(int param) const {
-    return buckets_[bucket_of_[static_cast<std::size_t>(param)]].launched_ns != 0;
-  }
   // Parameters of the first rank in the order of their gradients.
-  const std::vector<int>& ready() const { return ready_; }
+  const std::vector<int>& order() const { return order_; }
 
   Mark mark(int rank, int param) {
     BucketProgress& bucket = buckets_[bucket_of_[static_cast<std::size_t>(param)]];
     if (is_marked_[at(rank, param)]) return Mark::kAgain;
     is_marked_[at(rank, param)] = true;
     if (begin_ns_ == 0) begin_ns_ = now_ns();
-    if (rank == 0) ready_.push_back(param);
+    if (rank == 0) order_.push_back(param);
     if (--bucket.missing > 0) return Mark::kFirst;
     bucket.ready_ns = now_ns();
     return Mark::kComplete;
   }
 
-  void launched(int bucket) {
+  void set_launched(int bucket) {
     buckets_.at(static_cast<std::size_t>(bucket)).launched_ns = now_ns();
   }
+  bool is_launched(int bucket) const {
+    return buckets_[static_cast<std::size_t>(bucket)].launched_ns != 0;
+  }
 
-  // The next bucket of the plan if it is complete and no other thread launches one; else -1. The
-  // thread that gets a bucket launches it and asks again, with `has_launched`. The owner launches
-  // the last bucket once it has checked the others: so no rank ends a step that fails elsewhere.
+  // The next bucket of the plan if it is complete and no other thread launches a bucket; else -1.
+  // A thread that has launched its bucket calls again, with `has_launched`. wait() launches the
+  // last bucket after all checks, so no rank ends a step that fails on another rank.
   int take_next(bool has_launched) {
     if (has_launched) is_taken_ = false;
     if (is_taken_ || next_ + 1 >= buckets_.size() || buckets_[next_].missing > 0) return -1;
@@ -89,7 +89,7 @@ class Step {
   std::vector<std::size_t> bucket_of_;  // by parameter
   std::vector<bool> is_marked_;         // by rank and parameter
   std::vector<BucketProgress> buckets_;
-  std::vector<int> ready_;
+  std::vector<int> order_;
   std::int64_t begin_ns_ = 0;
   std::size_t next_ = 0;
   bool is_taken_ = false;

@@ -432,24 +432,6 @@ class Communicator(EngineCommunicator):
         bound: Callable[[], None] = self._group.bind_coalesced(lists, op_name(op), *chosen)
         return bound
 
-    def _remember(self, lists: list[list[Tensor]], op: str) -> Any:
-        """Return a reduction that can be begun again while these tensors lie where they do now.
-
-        Unlike `bind_coalesced` it does not keep the tensors, only their memory.
-
-        Returns:
-            The engine's; None where it cannot be.
-        """
-        chosen, order = self._resolve(None, None)
-        if chosen in _PYTHON_ALGORITHMS:
-            return None
-        return self._group.remember(lists, op, chosen, order)
-
-    def _begin(self, remembered: Any, lists: list[list[Tensor]], after: Any) -> Work:
-        """Begin a reduction of `_remember`, which holds ``lists``; see `_begin_bucket`."""
-        native = remembered.begin(lists, self._in_flight, after)
-        return self._begun(native, "all_reduce_coalesced")
-
     def _begin_bucket(self, lists: list[list[Tensor]], op: str, after: Any) -> Work | None:
         """Begin an `all_reduce_coalesced`.
 

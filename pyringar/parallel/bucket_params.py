@@ -17,11 +17,7 @@ Replica = nn.Module | Sequence[Tensor]
 
 
 def check_replicas(replicas: Any) -> list[Replica]:
-    """Return one module, or one list of parameters, per rank.
-
-    Raises:
-        ArgumentError: It is something else, or empty.
-    """
+    """Return one module, or one list of parameters, per rank; raise `ArgumentError` else."""
     if isinstance(replicas, nn.Module) or not isinstance(replicas, Sequence) or not replicas:
         raise ArgumentError(
             f"replicas is {kind_of(replicas)}, expected a list with one module, or one list of "
@@ -45,11 +41,7 @@ def _check_replica(name: str, replica: Any) -> Replica:
 
 
 def check_caps(**caps: Any) -> dict[str, int]:
-    """Return the bytes of caps in megabytes, by name.
-
-    Raises:
-        ArgumentError: A cap is not a positive number; names it.
-    """
+    """Return caps in bytes; raise `ArgumentError` for a cap that is no positive number."""
     for name, value in caps.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ArgumentError(f"{name} is {value!r}, expected a positive number of megabytes")
@@ -59,27 +51,22 @@ def check_caps(**caps: Any) -> dict[str, int]:
 class HookedParams:
     """The parameters of all replicas that require grad, and their hooks.
 
-    Args:
-        replicas: From `check_replicas`.
-
     Attributes:
         by_rank: Parameters of each rank.
 
     Raises:
-        ArgumentError: Numbers, shapes or dtypes differ between ranks; names the first.
+        ArgumentError: Numbers, shapes or dtypes differ between ranks.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
         self._handles: list[Any] = []
         self.by_rank = [_params_of(replica) for replica in replicas]
-        self._check_alike()
+        for rank, params in enumerate(self.by_rank):
+            _check_same_shapes(rank, params, self.by_rank[0])
 
     def items(self) -> list[tuple[int, int]]:
-        """Return bytes and kind of each parameter; a bucket holds one kind.
-
-        A kind is a dtype and the devices of all ranks.
-        """
+        """Return bytes and kind of each parameter: the dtype and the devices of all ranks."""
         kinds: dict[Any, int] = {}
         items = []
         for column in zip(*self.by_rank, strict=True):
@@ -91,18 +78,17 @@ class HookedParams:
     def add_hooks(self, native: Any, first_summed: int) -> None:
         """Give every parameter the hooks of the engine's bucketer.
 
-        Args:
-            native: The engine's bucketer.
-            first_summed: The first rank that sets the sums of earlier steps to zero.
+        Ranks from ``first_summed`` on set the sums of earlier steps to zero.
         """
         for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
-                hook = native.hook_after(rank, i, param.grad if param.is_leaf else None)
-                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+                tensor: Any = param  # torch's stubs have no types here
+                grad = param.grad if param.is_leaf else None
+                hook = native.make_hook(rank, i, grad, is_before=False)
+                self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
                 if rank >= first_summed:
-                    hook = native.hook_before(rank, i, param)
-                    self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+                    hook = native.make_hook(rank, i, param, is_before=True)
+                    self._handles.append(tensor.register_hook(hook))
 
     def remove_hooks(self) -> None:
         """Remove the hooks. May be called again."""
@@ -110,11 +96,7 @@ class HookedParams:
             self._handles.pop().remove()
 
     def check_same(self) -> None:
-        """Refuse parameters that were replaced: they have no hooks.
-
-        Raises:
-            ArgumentError: Names the first rank, and the parameter by its index.
-        """
+        """Raise `ArgumentError` for a parameter that was replaced: it has no hooks."""
         for rank, (replica, params) in enumerate(zip(self._replicas, self.by_rank, strict=True)):
             now = _params_of(replica) if isinstance(replica, nn.Module) else params
             for i, (new, old) in enumerate(zip_longest(now, params)):
@@ -125,20 +107,19 @@ class HookedParams:
                         "requires_grad_() changes which are reduced); make a new GradientBucketer"
                     )
 
-    def _check_alike(self) -> None:
-        first = self.by_rank[0]
-        for rank, params in enumerate(self.by_rank):
-            if len(params) != len(first):
-                raise ArgumentError(
-                    f"replicas[{rank}] has {len(params)} parameters that require grad, replicas[0] "
-                    f"has {len(first)}"
-                )
-            for i, (param, other) in enumerate(zip(params, first, strict=True)):
-                if param.shape != other.shape or param.dtype != other.dtype:
-                    raise ArgumentError(
-                        f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} {param.dtype}, "
-                        f"of replicas[0] {tuple(other.shape)} {other.dtype}"
-                    )
+
+def _check_same_shapes(rank: int, params: list[Tensor], first: list[Tensor]) -> None:
+    if len(params) != len(first):
+        raise ArgumentError(
+            f"replicas[{rank}] has {len(params)} parameters that require grad, replicas[0] has "
+            f"{len(first)}"
+        )
+    for i, (param, other) in enumerate(zip(params, first, strict=True)):
+        if param.shape != other.shape or param.dtype != other.dtype:
+            raise ArgumentError(
+                f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} {param.dtype}, of "
+                f"replicas[0] {tuple(other.shape)} {other.dtype}"
+            )
 
 
 def _params_of(replica: Replica) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,10 +60,9 @@ class Launched:
     """One bucket of one step.
 
     Attributes:
-        params: Indices of its parameters, without those that are not reduced.
+        params: Indices of the parameters to reduce.
         lists: Their gradients by rank of this process, or the tensors reduced in their place.
-        flags: Between processes, reduced with them: for each parameter 1 if this rank has a
-            gradient, else 0.
+        flags: Between processes: for each parameter 1 if this rank has a gradient, else 0.
         is_whole: This rank has a gradient for every parameter.
         work: The reduction; None if there is nothing to reduce.
         versions: Version counters of ``lists`` at launch; None if `wait` launched the bucket.
@@ -82,25 +82,17 @@ class Launched:
             found[0].append(self.flags)
         return found
 
-    def note_versions(self) -> None:
-        """Let `find_changed` notice every later change."""
-        self.versions = [[grad._version for grad in grads] for grads in self.lists]
-
     def find_changed(self, params: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:
         """Return rank and parameter of a gradient that was changed or replaced since its launch.
 
         Views of one storage share a version counter, which backward advances when it adds to one
-        of them. A changed counter of such a gradient counts as no change.
-
-        Args:
-            params: All parameters, by rank of this process.
+        of them. So the counter of a view is ignored.
         """
         for rank, versions in enumerate(self.versions or ()):
             for i, grad, version in zip(self.params, self.lists[rank], versions, strict=True):
-                is_changed = params[rank][i].grad is not grad
-                if not is_changed and grad._version != version:
-                    is_changed = grad.untyped_storage().nbytes() == grad.nbytes
-                if is_changed:
+                if params[rank][i].grad is not grad or (
+                    grad._version != version and grad.untyped_storage().nbytes() == grad.nbytes
+                ):
                     return rank, i
         return None
 
@@ -111,37 +103,28 @@ def measure(
     launched: Mapping[int, Launched],
     bytes_of: Sequence[int],
     began_ns: int,
-    ended_ns: int,
 ) -> StepStats:
-    """Return the statistics of a step.
+    """Return the statistics of a step whose buckets are all reduced.
 
-    Args:
-        native: The engine's bucketer, before it ends the step.
-        buckets: The plan.
-        launched: The buckets, all reduced.
-        bytes_of: Bytes of each parameter.
-        began_ns: When ``wait()`` was called, on the clock of ``time.perf_counter_ns``.
-        ended_ns: When all buckets were reduced.
+    ``native`` has not ended the step. ``began_ns`` is when ``wait()`` was called.
     """
+    ended_ns = time.perf_counter_ns()
     first_ns: int = native.begin_ns()
 
     def since(time_ns: int) -> float | None:
         return (time_ns - first_ns) * 1e-9 if time_ns else None
 
     rows = []
-    for bucket, (params, (ready_ns, launched_ns)) in enumerate(
-        zip(buckets, native.times(), strict=True)
-    ):
+    for bucket, (ready_ns, launched_ns) in enumerate(native.times()):
         work = launched[bucket].work
-        rows.append(
-            BucketStats(
-                params=tuple(params),
-                nbytes=sum(bytes_of[i] for i in params),
-                ready_s=since(ready_ns),
-                launched_s=since(launched_ns if work else 0),
-                done_s=since(work.finished_ns() if work else 0),
-            )
+        row = BucketStats(
+            params=tuple(buckets[bucket]),
+            nbytes=sum(bytes_of[i] for i in buckets[bucket]),
+            ready_s=since(ready_ns),
+            launched_s=since(launched_ns if work else 0),
+            done_s=since(work.finished_ns() if work else 0),
         )
+        rows.append(row)
     spent = [b.done_s - b.launched_s for b in rows if b.done_s and b.launched_s is not None]
     return StepStats(
         begin_ns=first_ns,

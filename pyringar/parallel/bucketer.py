@@ -30,26 +30,23 @@ FAILED_PASS = "a backward pass failed"
 class GradientBucketer:
     """Reduces the gradients of replicas over all ranks, bucket by bucket.
 
-    Every parameter gets a hook that counts its gradient. When all ranks have all gradients of a
-    bucket, the bucket is launched: it is reduced in the background, in place. Buckets follow the
-    order of rank 0's gradients in the first step; in the first step itself, the reverse order of
-    the parameters.
+    A hook on every parameter counts gradients. When all ranks have all gradients of a bucket, the
+    bucket is launched: it is reduced in the background, in place. Buckets follow the order of
+    rank 0's gradients in the first step, and the reverse order of the parameters before.
 
     Args:
-        replicas: One module per rank, or one list of parameters per rank, with equal shapes and
-            dtypes. Parameters that do not require grad are left alone.
-        comm: The communicator. None: make one in rank order over the devices of the replicas, and
-            close it with the bucketer. A `ProcessCommunicator`: ``replicas`` has one entry, the
-            replica of this process.
+        replicas: One module or list of parameters per rank, with equal shapes and dtypes.
+            Parameters that do not require grad are left alone.
+        comm: None: make one in rank order over the devices of the replicas, and close it with the
+            bucketer. Over a `ProcessCommunicator`, ``replicas`` has the replica of this process.
         bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of the
             gradients of one rank. Parameters are never split.
         first_bucket_mb: The cap of the first bucket, at most ``bucket_cap_mb``. A small first
             bucket is launched early.
-        op: How gradients are reduced; see `Communicator.all_reduce`. Over processes sum, mean or
-            max.
-        overlap: True: launch buckets during backward. False: launch all of them in `wait`. None:
-            True on GPUs and over processes, False for ranks on the CPU in one process, where
-            overlap gains nothing. The bits are the same.
+        op: See `Communicator.all_reduce`. Over processes sum, mean or max.
+        overlap: Launch buckets during backward, else in `wait`, with the same bits. None: True on
+            GPUs and over processes. False for ranks on the CPU in one process, where overlap gains
+            nothing.
 
     Attributes:
         overlap: Whether buckets are launched during backward.
@@ -68,10 +65,9 @@ class GradientBucketer:
 
     **What is reduced.** `wait` reduces each gradient to which a backward pass of any rank has added
     since its last reduction; ranks without such a pass count as zeros. Then ``grad`` holds the
-    reduced gradient S on all ranks. Without further passes it stays S, with every change that you
-    make on all ranks, such as clipping. If passes add g to it, the next `wait` gives S + sum(g) for
-    ``op="sum"``, S + mean(g) for ``op="mean"``. Until then, for ``op="sum"``, only rank 0's
-    ``grad`` contains S: the other ranks accumulate from zero.
+    reduced gradient S on all ranks, and keeps every change that you make on all ranks, such as
+    clipping. If later passes add g, the next `wait` gives S + sum(g) for ``op="sum"``, S + mean(g)
+    for ``op="mean"``. Until then, for ``op="sum"``, only rank 0's ``grad`` contains S.
 
     **Rules.** Put all backward passes of a step but the last into `no_sync`, or pass
     ``overlap=False``; then call `wait` once. Do not change a gradient in between. A change after
@@ -80,8 +76,8 @@ class GradientBucketer:
     passes, such as a shared parameter under a reentrant checkpoint.
 
     **Memory.** If backward leaves a gradient in memory that other tensors use, as it may for
-    ``param.view(...)``, the hook puts a copy into ``param.grad``. Gradients that are views of a
-    buffer of yours stay there, and those that were in ``param.grad`` when the bucketer was made.
+    ``param.view(...)``, the hook puts a copy into ``param.grad``. A gradient stays where it is if
+    it is a view of your buffer, or was in ``param.grad`` when the bucketer was made.
 
     **Errors.** An exception or signal in `wait`, or in a backward pass with overlap, closes the
     bucketer: launched reductions end first, so nothing writes to gradients afterwards. Every later
@@ -95,10 +91,9 @@ class GradientBucketer:
     order, the last one in `wait`, so no rank ends a step that fails on another rank.
 
     **Cost.** A hook of about four microseconds per parameter and rank, and two more on ranks above
-    0 for ``op="sum"``; one collective per bucket. Gradients that stay from step to step
-    (``zero_grad(set_to_none=False)``) are checked once, and their memory is kept until the first
-    gradient of the bucket is freed. With ``torch.compile`` hooks run at the end of backward,
-    without overlap. ``backward(create_graph=True)`` reduces values, and keeps the rank's own graph.
+    0 for ``op="sum"``; one collective per bucket. With ``torch.compile`` hooks run at the end of
+    backward, without overlap. ``backward(create_graph=True)`` reduces values, and keeps the rank's
+    own graph.
 
     Source: Li et al. 2020, "PyTorch Distributed": buckets, and the cap of the first.
     """
@@ -129,25 +124,28 @@ class GradientBucketer:
         engine = load.engine()
         self._params, self._ranks = params, ranks
         self._process = os.getpid()
-        self._closed, self._is_ended = "", False  # why it is closed; all of it is done
-        self._is_waiting, self._is_first_step = False, True
+        self._closed = ""  # the reason
+        self._is_ended = self._is_waiting = False
+        self._is_first_step = True
         self._launched: dict[int, Launched] = {}
         self._stats = StepStats()
-        self._items = params.items()
+        items = params.items()
+        self._bytes_of = [nbytes for nbytes, _ in items]
         self._plan = partial(
             engine.plan_buckets,
-            self._items,
+            items,
             first_cap_bytes=min(caps.values()),
             cap_bytes=caps["bucket_cap_mb"],
         )
-        # Backward meets parameters from last to first, more or less.
-        self._buckets: list[list[int]] = self._plan(list(reversed(range(len(self._items)))))
+        # Backward usually meets parameters from last to first.
+        self._last_to_first = list(reversed(range(len(items))))
+        self._buckets: list[list[int]] = self._plan(self._last_to_first)
         self.overlap = ranks.is_overlapped if overlap is None else bool(overlap)
         this = weakref.ref(self)  # hooks must not keep the bucketer alive
         launch = _method(this, GradientBucketer._launch_in_backward)
         self._native = engine.Bucketer(
             world_size=len(params.by_rank),
-            num_params=len(self._items),
+            num_params=len(items),
             first_rank=ranks.first_rank,
             plan=self._buckets,
             in_order=ranks.in_order,
@@ -167,15 +165,13 @@ class GradientBucketer:
         """Launch the buckets that backward has not launched, and wait for all reductions.
 
         On GPUs the current streams are ordered after the reductions, and the host does not wait.
-        Over processes this is a collective: a rank without a backward pass calls it too.
 
         Raises:
-            RingarError: The bucketer is closed, a backward pass or another call of `wait` still
-                runs, or this is a forked child. Or a gradient was changed after its launch.
+            RingarError: A backward pass or another `wait` still runs, or this is a forked child.
+                These errors do not close the bucketer. Or it is closed, or a gradient was changed
+                after its launch.
             ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: See
                 ``all_reduce_coalesced`` of the communicator. Also parameters that were replaced.
-
-        All errors but a running pass, a running `wait` and a forked child close the bucketer.
         """
         self._check_open()
         if self._native.is_running():
@@ -195,11 +191,7 @@ class GradientBucketer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate in the backward passes inside; a later `wait` reduces.
-
-        Raises:
-            RingarError: The bucketer is closed.
-        """
+        """Only accumulate in the backward passes inside; a later `wait` reduces."""
         self._check_open()
         before = self._native.is_counting
         try:
@@ -222,15 +214,14 @@ class GradientBucketer:
 
     @never_fails
     def __repr__(self) -> str:
-        count = f"{len(self._buckets)} bucket{'' if len(self._buckets) == 1 else 's'}"
-        state = "waits for backward"
+        count = len(self._buckets)
+        state = "backward has begun" if self._native.begin_ns() else "waits for backward"
         if self._closed:
             state = "closed"
         elif self._launched:
-            state = f"{len(self._launched)} of {len(self._buckets)} buckets launched"
-        elif self._native.begin_ns():
-            state = "backward has begun"
-        return f"GradientBucketer({self._ranks}, {count}, {state})"
+            state = f"{len(self._launched)} of {count} buckets launched"
+        plural = "" if count == 1 else "s"
+        return f"GradientBucketer({self._ranks}, {count} bucket{plural}, {state})"
 
     def __enter__(self) -> GradientBucketer:
         return self
@@ -254,11 +245,12 @@ class GradientBucketer:
     def _launch(self, bucket: int, *, is_complete: bool) -> None:
         native = self._native
         launched = self._ranks.pack(self._buckets[bucket], native, is_complete=is_complete)
-        native.launched(bucket)
+        native.set_launched(bucket)
         self._launched[bucket] = launched
-        launched.work = self._ranks.launch(launched, native.after(bucket) if is_complete else None)
+        has_events = is_complete and native.ready is not None
+        launched.work = self._ranks.launch(launched, (native.ready, bucket) if has_events else None)
         if is_complete:
-            launched.note_versions()
+            launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
         if self._closed:  # by another thread, meanwhile
             self._ranks.abort()
 
@@ -276,15 +268,11 @@ class GradientBucketer:
         reduced = [i for launched in self._launched.values() for i in ranks.finish(launched)]
         plan = None
         if self._is_first_step and reduced:
-            order = native.ready()
-            came = set(order)
-            order += [i for i in reversed(range(len(self._items))) if i not in came]
+            order = list(dict.fromkeys([*native.order(), *self._last_to_first]))
             plan = self._plan(ranks.agree_on_order(order))
             self._is_first_step = False
         if native.begin_ns():
-            nbytes = [nbytes for nbytes, _ in self._items]
-            ended_ns = time.perf_counter_ns()
-            self._stats = measure(native, self._buckets, self._launched, nbytes, began_ns, ended_ns)
+            self._stats = measure(native, self._buckets, self._launched, self._bytes_of, began_ns)
         self._launched = {}
         self._buckets = plan or self._buckets
         native.finish_step(reduced, plan)
@@ -322,11 +310,8 @@ class GradientBucketer:
     def _end(self, reason: str, *, is_failure: bool = True) -> None:
         """Close, once no launched reduction writes to a gradient.
 
-        May be called again, also to repeat a call that a signal ended.
-
-        Args:
-            reason: Why, for messages.
-            is_failure: Reductions may run, or other processes may wait for this rank.
+        May be called again, also to repeat a call that a signal ended. ``is_failure``: reductions
+        may run, or other processes may wait for this rank.
         """
         if self._is_ended:
             return

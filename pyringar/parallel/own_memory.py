@@ -1,8 +1,8 @@
 """Gives gradients memory of their own.
 
-Backward of ``p.view(...)``, ``p.unsqueeze(0)`` and the like returns a view of the gradient of the
-result. torch stores that view as ``p.grad``, even if backward goes on to read its memory, or if it
-is also the memory of another parameter's ``grad``. A reduction in place would corrupt both.
+Backward of ``p.view(...)`` and similar functions returns a view of the gradient of the result.
+torch stores that view as ``p.grad``, even if another ``grad`` or the rest of backward uses the
+memory. A reduction in place would corrupt both.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ _ALONE = 2  # the tensor, and the temporary storage object of the call
 def give_own_memory(param: Tensor) -> None:
     """Copy the gradient of a parameter if other tensors use its memory.
 
-    A view in the sense of torch does not come from backward: it is part of a buffer of the user,
-    and stays there.
-
-    Cost: a microsecond, and the copy.
+    A gradient with ``_is_view()`` is part of a buffer of the user, and stays there.
     """
     grad = param.grad
     if grad is None or grad.layout is not torch.strided or grad._is_view():

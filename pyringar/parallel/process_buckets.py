@@ -27,19 +27,9 @@ _OPS = ("sum", "mean", "max")
 
 
 class ProcessBuckets:
-    """Reduces buckets of this rank with those of the other processes.
+    """Reduces buckets of this rank with the buckets of the other processes.
 
-    See `LocalBuckets` for the attributes and for the methods that both have.
-
-    Args:
-        comm: This rank of the group.
-        op: How gradients are reduced: sum, mean or max.
-        params: Parameters of this rank.
-        caps: The caps of buckets, by name.
-
-    Raises:
-        ArgumentError: Ranks have different parameters, caps or reductions; on every rank.
-        UnsupportedError: Another reduction.
+    See `LocalBuckets` for the attributes and the methods that both have.
 
     Cost: two small collectives when it is made, one after the first step, and one element per
     parameter in every bucket.
@@ -59,7 +49,11 @@ class ProcessBuckets:
             )
         self._comm, self._params = comm, params
         self._device = params[0].device if params else torch.device("cpu")
-        self._check_alike({**caps, "op": OPS.index(self._op)})
+        settings = {"number of parameters": len(params), **caps, "op": OPS.index(self._op)}
+        self._compare(list(settings.values()), [f"its {name}" for name in settings])
+        kinds = [f"{tuple(param.shape)} {param.dtype}" for param in params]
+        names = [f"the shape or dtype of parameter {i} ({kind})" for i, kind in enumerate(kinds)]
+        self._compare([_digest(kind) for kind in kinds], names)
         self.first_rank = comm.rank
         self.first_summed = 0 if self._op == "sum" and comm.rank > 0 else 1
 
@@ -69,7 +63,7 @@ class ProcessBuckets:
     @property
     def make_ready(self) -> Any:
         """Return the factory of GPU events that follow gradients; None on the CPU."""
-        inside = getattr(self._comm, "_intra", self._comm)  # of several machines, this one
+        inside = getattr(self._comm, "_intra", self._comm)  # the group inside this machine
         return getattr(getattr(inside, "_group", None), "make_ready", None)
 
     def pack(self, wanted: Sequence[int], native: Any, *, is_complete: bool) -> Launched:
@@ -113,12 +107,11 @@ class ProcessBuckets:
                 param.grad.detach().copy_(grad)
         return reduced
 
-    def agree_on_order(self, order: list[int]) -> list[int]:
+    def agree_on_order(self, order: list[int]) -> Any:
         """Return the order of gradients on rank 0."""
         agreed = torch.tensor(order, dtype=torch.int64, device=self._device)
         self._comm.broadcast(agreed, 0)
-        found: list[int] = agreed.tolist()
-        return found
+        return agreed.tolist()
 
     def abort(self) -> None:
         """Abort the group: no reduction writes to a gradient, and the other ranks are told."""
@@ -127,18 +120,8 @@ class ProcessBuckets:
     def close(self) -> None:
         """Do nothing: the communicator belongs to the caller."""
 
-    # -- before the first step ---------------------------------------------------------------------
-
-    def _check_alike(self, settings: dict[str, int]) -> None:
-        settings = {"number of parameters": len(self._params), **settings}
-        self._compare(list(settings.values()), [f"its {name}" for name in settings])
-        kinds = [f"{tuple(param.shape)} {param.dtype}" for param in self._params]
-        self._compare(
-            [_digest(kind) for kind in kinds],
-            [f"the shape or dtype of parameter {i} ({kind})" for i, kind in enumerate(kinds)],
-        )
-
     def _compare(self, own: list[int], names: list[str]) -> None:
+        """Raise on every rank if ranks have different numbers; the error has the name."""
         cpu = torch.device("cpu")  # whatever torch.set_default_device says
         rows = torch.zeros(self._comm.world_size, len(own), dtype=torch.int64, device=cpu)
         rows[self._comm.rank] = torch.tensor(own, dtype=torch.int64, device=cpu)
@@ -154,6 +137,5 @@ class ProcessBuckets:
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True
-    )
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)

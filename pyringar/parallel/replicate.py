@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.shards import Device
 
-__all__ = ["copy_buffers", "copy_parameters", "replicate"]
+__all__ = ["copy_buffers", "replicate"]
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
@@ -34,76 +35,46 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
         copied, but stay on their device, as with ``module.to()``.
 
     Raises:
-        ArgumentError: A lazy parameter without a shape, a tensor on the meta device (both named),
-            no module, or a device that is not there.
+        ArgumentError: A lazy parameter without a shape, a tensor on the meta device, no module, or
+            a device that is not there.
         UnsupportedError: ``copy.deepcopy`` fails, or its result does not have the same parameters
-            as leaves with memory of their own, as for scripted modules; names the first.
-
-    Cost: one copy of the module's memory per rank.
+            as leaves with their own memory, as for scripted modules.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module is {kind_of(module)}, expected a torch.nn.Module")
     targets = check_devices(devices)
     for name, tensor in _named_tensors(module):
-        _check_initialised(name, tensor)
+        if nn.parameter.is_lazy(tensor):
+            raise ArgumentError(
+                f"module has the lazy parameter '{name}', which has no shape and no values yet: "
+                "call the module once on a sample, so that all replicas start from the same numbers"
+            )
+        if tensor.is_meta:
+            raise ArgumentError(
+                f"module has '{name}' on the meta device, expected one with values to copy"
+            )
     return [_copy(module, device) for device in targets]
 
 
-def copy_buffers(replicas: Sequence[nn.Module], root: int = 0) -> None:
-    """Copy the buffers of one rank, such as running statistics, to all ranks.
-
-    Args:
-        replicas: From `replicate`.
-        root: The rank whose buffers the other ranks get.
-    """
-    _copy_from(root, [list(replica.buffers()) for replica in replicas])
-
-
-def copy_parameters(replicas: Sequence[nn.Module], root: int = 0) -> None:
-    """Copy the parameters of one rank to all ranks.
-
-    Args:
-        replicas: From `replicate`.
-        root: The rank whose parameters the other ranks get.
-    """
-    _copy_from(root, [list(replica.parameters()) for replica in replicas])
-
-
 @torch.no_grad()
-def _copy_from(root: int, tensors: Sequence[Sequence[Tensor]]) -> None:
-    for rank, mine in enumerate(tensors):
-        if rank != root:
-            for target, source in zip(mine, tensors[root], strict=True):
-                target.copy_(source)
+def copy_buffers(replicas: Sequence[nn.Module]) -> None:
+    """Copy the buffers of rank 0, such as running statistics, to all ranks."""
+    for replica in replicas[1:]:
+        for target, source in zip(replica.buffers(), replicas[0].buffers(), strict=True):
+            target.copy_(source)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _check_initialised(name: str, tensor: Tensor) -> None:
-    if nn.parameter.is_lazy(tensor):
-        raise ArgumentError(
-            f"module has the lazy parameter '{name}', which has no shape and no values yet: call "
-            "the module once on a sample, so that all replicas start from the same numbers"
-        )
-    if tensor.is_meta:
-        raise ArgumentError(
-            f"module has '{name}' on the meta device, expected one with values to copy"
-        )
+    return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """Make a deep copy whose parameters and buffers are on ``device`` from the start.
-
-    ``module.to(device)`` after a plain deep copy would hold the memory twice on the first device,
-    and would untie a buffer that two modules share.
-    """
+    # A deep copy and then `to(device)` would hold the memory twice on the first device, and would
+    # untie a buffer that two modules share. So deepcopy gets parameters and buffers ready-made.
+    tensors = [tensor for _, tensor in _named_tensors(module)]
     try:
-        tensors = list(_named_tensors(module))
-        made: dict[int, Any] = {id(tensor): _twin(tensor, device) for _, tensor in tensors}
-        for _, tensor in tensors:
+        made: dict[int, Any] = {id(tensor): _twin(tensor, device) for tensor in tensors}
+        for tensor in tensors:
             made[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, made))
         replica = copy.deepcopy(module, made)
     # RuntimeError: tensors inside a graph (old weight norm); TypeError: locks, files, generators.
@@ -130,11 +101,10 @@ def _twin(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_copy(module: nn.Module, replica: nn.Module) -> None:
-    """Look at the result of deepcopy: modules may have a ``__deepcopy__`` of their own."""
+    """Check the result of deepcopy: a module may have its own ``__deepcopy__``."""
     copies = dict(_named_tensors(replica))
     for name, tensor in _named_tensors(module):
         twin = copies.pop(name, None)
-        wrong = ""
         if twin is None:
             wrong = "it is missing"
         elif not twin.is_leaf:
@@ -145,10 +115,11 @@ def _check_copy(module: nn.Module, replica: nn.Module) -> None:
             wrong = f"it is a {type(twin).__name__}, not a {type(tensor).__name__}"
         elif tensor.numel() and twin.data_ptr() == tensor.data_ptr():
             wrong = "it shares the memory of the original"
-        if wrong:
-            owner = dict(module.named_modules())[name.rpartition(".")[0]]
-            raise UnsupportedError(
-                f"module has '{name}' in a {type(owner).__name__}, which copy.deepcopy does not "
-                f"copy right: {wrong}. Replicate the module before torch.jit, or without its own "
-                "__deepcopy__"
-            )
+        else:
+            continue
+        owner = dict(module.named_modules())[name.rpartition(".")[0]]
+        raise UnsupportedError(
+            f"module has '{name}' in a {type(owner).__name__}, which copy.deepcopy does not copy "
+            f"right: {wrong}. Replicate the module before torch.jit, or without its own "
+            "__deepcopy__"
+        )
