@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -66,9 +65,13 @@ def has_modes() -> bool:
 
 
 def _run_in_threads(
-    functions: Sequence[Function], devices: Sequence[torch.device], abandon: Function = lambda: None
+    functions: Sequence[Function],
+    devices: Sequence[torch.device],
+    abandon: Function = lambda: None,
 ) -> list[Any]:
-    """Call the functions at the same time, in threads with the caller's torch settings.
+    """Call the functions at the same time, each in a new thread with the caller's torch settings.
+
+    No executor: its locks would hang a signal handler that interrupts this, and calls it again.
 
     Args:
         functions: One per thread.
@@ -80,25 +83,46 @@ def _run_in_threads(
         Exception: The error of the first function that failed, once all have ended.
     """
     settings = _TorchSettings(devices)
-    with ThreadPoolExecutor(len(functions), "pyringar rank") as pool:
-        try:
+    calls = [
+        _Call(partial(settings.call, device, function))
+        for function, device in zip(functions, devices, strict=True)
+    ]
+    begun = []
+    try:
+        for call in calls:
             with starting_thread("pyringar rank"):
-                futures = [
-                    pool.submit(contextvars.copy_context().run, settings.call, device, function)
-                    for function, device in zip(functions, devices, strict=True)
-                ]
-            wait(futures)
-        except BaseException:
-            abandon()
-            pool.shutdown(cancel_futures=True)
-            raise
-    errors = [error for future in futures if (error := future.exception()) is not None]
+                call.thread.start()
+            begun.append(call)
+        for call in begun:
+            call.thread.join()
+    except BaseException:
+        abandon()
+        for call in begun:
+            call.thread.join()
+        raise
+    errors = [call.error for call in calls if call.error is not None]
     if errors:
         try:
             raise min(errors, key=lambda error: isinstance(error, _AbandonedError))
         finally:
-            del errors, futures  # the error's traceback holds this frame
-    return [future.result() for future in futures]
+            del errors, calls, begun  # the error's traceback holds this frame
+    return [call.result for call in calls]
+
+
+class _Call:
+    """A function, its thread, and its result or error."""
+
+    def __init__(self, function: Function) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        run = partial(contextvars.copy_context().run, self._run, function)
+        self.thread = threading.Thread(target=run, name="pyringar rank", daemon=True)
+
+    def _run(self, function: Function) -> None:
+        try:
+            self.result = function()
+        except BaseException as error:
+            self.error = error
 
 
 class _TorchSettings:
