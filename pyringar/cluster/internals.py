@@ -255,6 +255,10 @@ _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_read_plans, _write_plans),
     (_get_region, _set_region),
     (_read_stance, _write_stance),
+    (  # the module whose forward pass runs, which torch.compile asks for
+        lambda: DistributedDataParallel._active_ddp_module,
+        lambda module: setattr(DistributedDataParallel, "_active_ddp_module", module),
+    ),
     *interpreter.PARTS,
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
