@@ -38,7 +38,7 @@ def render(sections: Sections, figures: Sequence[Figure], folder: str, gpu_notes
             busy = results.disturbed_by
             parts += [f"**Busy machine: other programs used {busy}.**"] if busy else []
             parts += [] if name in on_gpu else [_elsewhere(results, measured)]
-            parts += [SECTIONS[name].about, results.facts.get("note", "")]
+            parts += [SECTIONS[name].about]
             parts += [_libraries(results), table(results)]
     parts += ["## auto against the best algorithm", auto_table(measured)]
     parts += _not_run(measured)
