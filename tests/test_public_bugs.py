@@ -438,16 +438,32 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_tied_weights_load_and_train(assign):
-    plain, i = Tied(), torch.tensor([1, 2, 3, 4])
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_tied_weights_load_and_train(assign, has_prefix):
+    source, i = Tied(), torch.tensor([1, 2, 3, 4])
     net = parallel(Tied())
-    state = Tied().state_dict()
-    plain.load_state_dict(state, assign=assign)
-    net.module.load_state_dict(copy.deepcopy(state), assign=assign)
-    for module in (plain, net):
+    state = (parallel(source) if has_prefix else source).state_dict()
+    assert not net.load_state_dict(state, assign=assign).missing_keys
+    assert net.module.o.weight is net.module.e.weight
+    for module in (source, net):
         module(i).square().sum().backward()
-    assert (net.module.o.weight is net.module.e.weight) == (plain.o.weight is plain.e.weight)
-    assert_same_grads(net, plain)
+    assert_same_grads(net, source)
+
+
+def test_unknown_names_are_refused():
+    net = parallel(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r'"module\.weight"'):
+        net.load_state_dict({"w": torch.ones(2, 2), "bias": torch.ones(2)})
+    assert net.load_state_dict({}, strict=False).missing_keys == ["module.weight", "module.bias"]
+
+
+def test_versions_of_plain_states_count():
+    """Statistics of before version 2 have no count of batches."""
+    state = nn.BatchNorm1d(2).state_dict()
+    del state["num_batches_tracked"]
+    state._metadata[""]["version"] = 1
+    net = parallel(nn.BatchNorm1d(2))
+    assert not net.load_state_dict(state).missing_keys
 
 
 # -- 25 pytorch#36035, transformers#3936, pytorch#10537, #102981: modules that keep parameters ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -143,6 +144,23 @@ class DataParallel(nn.Module):
             return _run_eagerly(self._forward, args, kwargs)
         return self._forward(args, kwargs)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state of ``net`` or of the plain module, whose names lack ``module.``.
+
+        See ``nn.Module.load_state_dict``. With ``assign=True`` tied parameters stay tied.
+        """
+        ties = _tied_names(self) if assign else []
+        if not any(name.startswith("module.") for name in state_dict):
+            state_dict = _with_prefix(state_dict)
+        result = super().load_state_dict(state_dict, strict, assign)
+        for first, *others in ties:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+        return result
+
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.devices) == 1:
             args, kwargs = nested.move((args, kwargs), self.devices[0])
@@ -203,6 +221,22 @@ class DataParallel(nn.Module):
     def extra_repr(self) -> str:
         """Describe the ranks."""
         return f"devices={[str(device) for device in self.devices]}"
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _with_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a plain module with ``module.`` before every name."""
+    found: Any = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
+    versions = getattr(state_dict, "_metadata", {})  # by module, "" for the outermost
+    found._metadata = {f"module.{name}".rstrip("."): entry for name, entry in versions.items()}
+    renamed: dict[str, Any] = found
+    return renamed
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
