@@ -417,3 +417,26 @@ def test_nothing_of_a_run_is_kept():
     pr.launch(program, 3)
     gc.collect()
     assert [ref() for ref in made] == [None] * 6
+
+
+def test_forward_of_ddp_leaves_no_module_active():
+    """torch 2.14 puts back what was active, which another rank's forward may have set."""
+
+    class Waits(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            active = DistributedDataParallel._active_ddp_module
+            for _ in range(dist.get_rank() + 1):
+                dist.barrier()
+            assert DistributedDataParallel._active_ddp_module is active
+            assert active is not None
+            assert active.module is self
+            dist.barrier() if dist.get_rank() == 0 else None
+            return super().forward(x)
+
+    def program() -> None:
+        dist.init_process_group()
+        DistributedDataParallel(Waits(2, 1))(torch.ones(1, 2))
+
+    for seed in range(8):
+        pr.launch(program, 2, seed=seed)
+        assert DistributedDataParallel._active_ddp_module is None

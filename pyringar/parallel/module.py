@@ -149,7 +149,12 @@ class DataParallel(nn.Module):
     ) -> Any:
         """Load a state of ``net`` or of the plain module, whose names lack ``module.``.
 
-        See ``nn.Module.load_state_dict``. With ``assign=True`` tied parameters stay tied.
+        See ``nn.Module.load_state_dict``, also for the result.
+
+        Args:
+            state_dict: Tensors by name.
+            strict: Whether missing and unexpected names raise.
+            assign: Whether the tensors replace the module's. Tied parameters stay tied.
         """
         ties = _tied_names(self) if assign else []
         if not any(name.startswith("module.") for name in state_dict):
