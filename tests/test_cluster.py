@@ -422,7 +422,7 @@ def test_nothing_of_a_run_is_kept():
 def test_forward_of_ddp_leaves_no_module_active():
     """torch 2.14 puts back what was active, which another rank's forward may have set."""
 
-    class Waits(nn.Linear):
+    class Waits(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             active = DistributedDataParallel._active_ddp_module
             for _ in range(dist.get_rank() + 1):
