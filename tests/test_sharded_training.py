@@ -107,16 +107,16 @@ def rank_order(comm, lists, order):
     _reduce(comm, lists, order="rank")
 
 
-def left_fold(sums):
-    """As `_add_last`, but it goes on with the sum as if it were one shard."""
-    (_, newer), (_, older) = sums.pop(), sums.pop()
-    torch._foreach_add_(older, newer)
-    sums.append((1, older))
+def left_fold(run, shards):
+    total = run(shards[0])
+    for shard in shards[1:]:
+        torch._foreach_add_(total, run(shard))
+    return total
 
 
 MISTAKES = {
     "ranks are folded": (pr.Communicator, "all_reduce_coalesced", rank_order),
-    "shards are folded": (sharded_step, "_add_last", left_fold),
+    "shards are folded": (sharded_step, "_sum_tree", left_fold),
     "rank 0's running statistics": (sharded_step._Rank, "buffers", []),
     "statistics go from shard to shard": (sharded_step._Rank, "restore", lambda rank: None),
 }
