@@ -252,7 +252,7 @@ def test_modes_and_compiled_modules_are_refused():
         net(torch.rand(6, 4))
 
 
-def test_layer_with_a_function_in_place_of_forward_is_refused():
+def test_replaced_forward_is_refused():
     module = nn.BatchNorm1d(4)
     net = pr.DataParallel(module, ["cpu"] * 2, batchnorm="sync")
     module.forward = lambda x: x
@@ -297,7 +297,7 @@ def test_first_error_in_rank_order_is_raised(run):
         run({rank: partial(fail, rank) for rank in range(2)}, CPUS)
 
 
-def test_ranks_of_gpus_run_in_threads_of_gpus(monkeypatch):
+def test_each_gpu_has_one_thread(monkeypatch):
     """One thread per device, whose ranks run in order; devices stand for GPUs."""
     devices = [torch.device("meta", rank % 2) for rank in range(4)]
     seen = {}
@@ -355,7 +355,7 @@ def test_ranks_meet_in_order_at_every_place():
     assert seen == [(place, rank) for place in ("a", "b") for rank in range(3)]
 
 
-def test_signal_handler_may_call_the_module_that_runs():
+def test_signal_handler_may_call_module():
     class Raises(nn.Module):
         def forward(self, x):
             if not calls:

@@ -140,7 +140,9 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.DataParallel, "dim", {"int"}, lambda v: pr.DataParallel(NET, ["cpu"], dim=v)),
     (pr.DataParallel, "order", set(), lambda v: pr.DataParallel(NET, ["cpu"], order=v)),
     (
-        *(pr.DataParallel, "bucket_cap_mb", NUMBER | NOTHING),
+        pr.DataParallel,
+        "bucket_cap_mb",
+        NUMBER | NOTHING,
         lambda v: pr.DataParallel(NET, ["cpu"], bucket_cap_mb=v),
     ),
     (pr.DataParallel, "weights", NOTHING, lambda v: pr.DataParallel(NET, ["cpu"], weights=v)),

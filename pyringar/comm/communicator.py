@@ -484,7 +484,7 @@ class Communicator(EngineCommunicator):
     def plan(
         self, nbytes: int, dtype: torch.dtype = torch.float32, operation: str = "all_reduce"
     ) -> Plan:
-        """Return what a collective of ``nbytes`` per rank would do, and why.
+        """Describe a collective of ``nbytes`` per rank: algorithm, order, traffic, reason.
 
         Args:
             nbytes: Bytes of one rank's tensor.
@@ -498,7 +498,7 @@ class Communicator(EngineCommunicator):
         check_plan(nbytes, dtype, operation)
         algorithm, order = self._resolve(None, None)
         reason = self._why if self._algorithm == "auto" else "asked for"
-        if operation == "broadcast":  # whatever the algorithm
+        if operation == "broadcast":  # every algorithm does the same
             algorithm, reason = self._auto, self._why
         elif operation == "reduce":
             self._resolve_reduce(operation, 0, None, None)

@@ -188,7 +188,7 @@ _ITEMS = (dict, UserDict, list, tuple, deque, UserList)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return what a container holds, by key; None for other objects.
+    """Return the items of a container by key, or None for other objects.
 
     Raises:
         ArgumentError: A PackedSequence, whose tensors are not one row per sample.
@@ -216,7 +216,7 @@ def _rebuild(value: Any, parts: Mapping[Any, Any]) -> Any:
         held = _parts(twin) or {}
         is_same = held.keys() == parts.keys() and all(held[key] is parts[key] for key in parts)
         problem = "" if is_same else "a copy does not hold what it is given"
-    except Exception as error:  # whatever a class of the user's raises
+    except Exception as error:  # a user's class may raise anything
         problem = f"{type(error).__name__}: {error}"
     if problem:
         raise ArgumentError(
@@ -301,7 +301,7 @@ def _hides_batch(value: Any, length: int, dim: int, depth: int = 0) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes, without a call of its own ``__getattr__``."""
+    """Return an object's attributes without calling its ``__getattr__``."""
     found: dict[str, Any] = {}
     names = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
     for name in ("__dict__", *names):

@@ -19,12 +19,8 @@ from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = ["RankCopies", "Replicas"]
 
-_DTYPES = frozenset(
-    [
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    ]
-)
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_DTYPES = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}  # of the engine
 
 
 class RankCopies:
@@ -259,7 +255,7 @@ class _Bucket:
         self.nbytes += tensor.numel() * tensor.element_size()
 
     def tensor(self, rank: int, i: int) -> Tensor:
-        """Return what a rank uses in place of ``tensors[i]``."""
+        """Return a rank's copy of ``tensors[i]``."""
         with self._lock:
             if self._by_rank is None:
                 self._by_rank = self._replicate()
@@ -354,7 +350,7 @@ class Replicas:
         return {name: self.tensor(tensor, rank) for name, tensor in named}
 
     def tensor(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return what a rank uses in place of one of the module's tensors."""
+        """Return a rank's copy of one of the module's tensors."""
         bucket, i = self._places[id(tensor)]
         return bucket.tensor(rank, i)
 

@@ -25,7 +25,11 @@ from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
 from pyringar.train.step import AfterBackward, Mark
 
 __all__ = [
-    *("RankedModel", "autocast", "build_model", "plain_model", "threads_per_rank"),
+    "RankedModel",
+    "autocast",
+    "build_model",
+    "plain_model",
+    "threads_per_rank",
 ]
 
 _NUM_CLASSES = 10
@@ -246,7 +250,9 @@ class _ResNet18(RankedModel):
             for replica in self._modules:
                 replica.compile()
         self.bucketer = _make_bucketer(
-            *(self._modules, comm, config.shards),
+            self._modules,
+            comm,
+            config.shards,
             bucket_cap_mb=config.bucket_cap_mb,
             overlap=None if config.overlap and not config.cuda_graph else False,
         )

@@ -79,7 +79,9 @@ class BusyCores:
             logger.warning(
                 "%.0f s of training had %.0f s of processor time: this machine is busy, and %d "
                 "torch threads wait for each other; try OMP_NUM_THREADS=1",
-                *(wall_s, processor_s, self._num_threads),
+                wall_s,
+                processor_s,
+                self._num_threads,
             )
 
     @staticmethod

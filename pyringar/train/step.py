@@ -21,7 +21,10 @@ from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
 __all__ = [
-    *("AfterBackward", "EagerStep", "Momentum", "RankBranches"),
+    "AfterBackward",
+    "EagerStep",
+    "Momentum",
+    "RankBranches",
     *("reduce_gradients", "sgd", "sum_loss", "train_batch", "update_rank"),
 ]
 
@@ -391,7 +394,12 @@ class EagerStep:
         losses = _train_shards(
             self._split(X, y),
             self._replicas,
-            *(self._scores, self._reduce, step_size, trace, self._branches, self.momentum),
+            self._scores,
+            self._reduce,
+            step_size,
+            trace,
+            self._branches,
+            self.momentum,
         )
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss

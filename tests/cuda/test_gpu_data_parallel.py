@@ -129,9 +129,9 @@ def test_side_stream_is_waited_for(device, where):
 
 @gpu.only
 def test_graph_captures_step(device):
-    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to(device)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(device)
     net = pr.DataParallel(copy.deepcopy(plain), [device] * 3)
-    X = torch.randn(6, 4, device=device)  # noqa: N806
+    X = torch.randn(6, 4, dtype=torch.float64, device=device)  # noqa: N806
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -143,7 +143,7 @@ def test_graph_captures_step(device):
     with torch.cuda.graph(graph):
         net(X).square().mean().backward()
     for _ in range(2):
-        values = torch.randn(6, 4, device=device)
+        values = torch.randn(6, 4, dtype=torch.float64, device=device)
         X.copy_(values)
         with torch.no_grad():
             for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
@@ -154,7 +154,7 @@ def test_graph_captures_step(device):
         plain.zero_grad()
         plain(values).square().mean().backward()
         for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-12)
 
 
 @gpu.only
