@@ -59,6 +59,19 @@ def test_gradients_have_bits_of_order(k, dtype, order, add, cap_mb):
         assert torch.equal(buffer, wanted)
 
 
+def test_rnn_gradients_have_bits_of_order():
+    """A replica that kept the module's own weights would add in the order of autograd."""
+    torch.manual_seed(0)
+    module, X = nn.GRU(5, 6, batch_first=True), torch.randn(9, 4, 5)  # noqa: N806
+    copies = [copy.deepcopy(module) for _ in range(3)]
+    for mine, shard in zip(copies, X.chunk(3), strict=True):
+        mine(shard)[0].square().sum().backward()
+    net = pr.DataParallel(module, ["cpu"] * 3)
+    net(X)[0].square().sum().backward()
+    for param, *parts in zip(net.parameters(), *(m.parameters() for m in copies), strict=True):
+        assert torch.equal(param.grad, rank_sum([part.grad for part in parts]))
+
+
 # -- the plain module, ten steps -------------------------------------------------------------------
 
 OPTIMIZERS = {

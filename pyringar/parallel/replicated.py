@@ -335,9 +335,6 @@ class Replicas:
                 state["_parameters"] = self._tensors(part._parameters, rank)
             is_home = rank == self._home
             state["_buffers"] = part._buffers if is_home else self._tensors(part._buffers, rank)
-        for twin in twins.values():
-            if isinstance(twin, nn.RNNBase):
-                twin._flat_weights = [getattr(twin, n, None) for n in twin._flat_weights_names]
         replica: nn.Module = twins[id(self._module)]
         return replica
 
