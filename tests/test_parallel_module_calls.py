@@ -433,7 +433,7 @@ def test_odd_arguments_are_read_with_care():
             net(x, {"a": sparse})
     hidden = collections.UserDict(y=1)
     hidden.extra = x
-    with pytest.raises(pr.ArgumentError, match=r"args\[1\].extra is a Tensor with a tensor of 4"):
+    with pytest.raises(pr.ArgumentError, match=r"args\[1\] is an UserDict with a tensor of 4"):
         net(x, hidden)
     with pytest.raises(pr.ArgumentError, match=r"args\[1\] is a mappingproxy with a tensor of 4"):
         net(x, types.MappingProxyType({"x": x}))

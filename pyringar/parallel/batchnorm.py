@@ -39,7 +39,7 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     for name in layers[0]:
         layer = _Layer(name, [mine[name] for mine in layers])
         for rank, batchnorm in enumerate(layer.siblings):
-            vars(batchnorm)["forward"] = _Forward(layer, rank)
+            vars(batchnorm)["forward"] = partial(layer.forward, rank)
     return len(layers[0])
 
 
@@ -59,21 +59,6 @@ def check_batchnorm(module: nn.Module) -> None:
 
 def _batchnorms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((n, part) for n, part in module.named_modules() if isinstance(part, _BatchNorm))
-
-
-class _Forward:
-    """Stands in for the ``forward`` of one rank's batch norm; a copy has its own again."""
-
-    def __init__(self, layer: _Layer, rank: int) -> None:
-        self._layer = layer
-        self._rank = rank
-
-    def __call__(self, X: Tensor) -> Tensor:  # noqa: N803
-        return self._layer.forward(self._rank, X)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        batchnorm = self._layer.siblings[self._rank]
-        return partial, (type(batchnorm).forward, batchnorm)
 
 
 class _Layer:

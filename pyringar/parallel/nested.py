@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from types import FunctionType, MappingProxyType, ModuleType
+import gc
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -54,7 +54,8 @@ def num_samples(arguments: Named, dim: int) -> int:
         )
     length = lengths.pop()
     for path, value in objects:
-        if _hides_batch(value, length, dim):
+        items = {id(part) for part in (_parts(value) or {}).values()}
+        if _hides_batch(value, length, dim, items):
             raise ArgumentError(
                 f"{_name(path)} is {kind_of(value)} with a tensor of {length} samples, which "
                 "cannot be split; pass the tensor itself, or in a list, tuple, dict or dataclass"
@@ -259,22 +260,15 @@ def _name(path: _Path) -> str:
 def _collect(
     path: _Path, value: Any, tensors: list[tuple[_Path, Tensor]], objects: list[tuple[_Path, Any]]
 ) -> None:
-    """Append the tensors that are split, and the objects that go to all ranks as they are."""
+    """Append the tensors that are split, and the objects that may hold more of them."""
     if isinstance(value, Tensor):
         tensors.append((path, value))
         return
     parts = _parts(value)
-    if parts is None:
+    if gc.is_tracked(value) and type(value) not in _PLAIN:  # else it refers to no tensor but items
         objects.append((path, value))
-        return
-    for key, part in parts.items():
+    for key, part in (parts or {}).items():
         _collect((path, value, key), part, tensors, objects)
-    if type(value) not in _PLAIN:  # a class may have attributes beside its items
-        held = [*map(id, parts.values())]
-        for name, extra in _attributes(value).items():
-            is_payload = name == "data" and isinstance(value, (UserDict, UserList))
-            if not is_payload and id(extra) not in held:
-                objects.append(((path, None, name), extra))
 
 
 def _has_dim(value: Any, dim: int) -> bool:
@@ -282,30 +276,15 @@ def _has_dim(value: Any, dim: int) -> bool:
 
 
 _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
-_OPAQUE = (type, ModuleType, FunctionType, nn.Module, str, bytes, int, float)
-_MAX_DEPTH, _MAX_ITEMS = 4, 1_000  # so that a call takes no time for a vocabulary
+_OPAQUE = (type, ModuleType, FunctionType, nn.Module)
+_MAX_DEPTH, _MAX_ITEMS = 7, 1_000  # so that a call takes no time for a vocabulary
 
 
-def _hides_batch(value: Any, length: int, dim: int, depth: int = 0) -> bool:
-    """Return whether an object has a tensor of ``length`` samples in its attributes or items."""
+def _hides_batch(value: Any, length: int, dim: int, items: Set[int], depth: int = 0) -> bool:
+    """Return whether an object refers to a tensor of ``length`` samples, but for its items."""
+    if id(value) in items or isinstance(value, _OPAQUE) or depth == _MAX_DEPTH:
+        return False
     if isinstance(value, Tensor):
         return _has_dim(value, dim) and value.shape[dim] == length
-    if isinstance(value, _OPAQUE) or depth == _MAX_DEPTH:
-        return False
-    inside = [*_attributes(value).values()]
-    if isinstance(value, (dict, MappingProxyType, ChainMap)):
-        inside.extend(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        inside.extend(value)
-    return any(_hides_batch(part, length, dim, depth + 1) for part in inside[:_MAX_ITEMS])
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes without calling its ``__getattr__``."""
-    found: dict[str, Any] = {}
-    names = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
-    for name in ("__dict__", *names):
-        with suppress(AttributeError):
-            held = object.__getattribute__(value, name)
-            found.update(held if name == "__dict__" else {name: held})
-    return found
+    inside = gc.get_referents(value)[:_MAX_ITEMS]  # attributes, slots and items of any class
+    return any(_hides_batch(part, length, dim, items, depth + 1) for part in inside)

@@ -83,46 +83,36 @@ def _run_in_threads(
         Exception: The error of the first function that failed, once all have ended.
     """
     settings = _TorchSettings(devices)
-    calls = [
-        _Call(partial(settings.call, device, function))
-        for function, device in zip(functions, devices, strict=True)
-    ]
+    results: list[Any] = [None] * len(functions)
+    errors: dict[int, BaseException] = {}
+
+    def run(i: int) -> None:
+        try:
+            results[i] = settings.call(devices[i], functions[i])
+        except BaseException as error:
+            errors[i] = error
+
     begun = []
     try:
-        for call in calls:
+        for i in range(len(functions)):
+            in_context = partial(contextvars.copy_context().run, run, i)
+            thread = threading.Thread(target=in_context, name="pyringar rank", daemon=True)
             with starting_thread("pyringar rank"):
-                call.thread.start()
-            begun.append(call)
-        for call in begun:
-            call.thread.join()
+                thread.start()
+            begun.append(thread)
+        for thread in begun:
+            thread.join()
     except BaseException:
         abandon()
-        for call in begun:
-            call.thread.join()
+        for thread in begun:
+            thread.join()
         raise
-    errors = [call.error for call in calls if call.error is not None]
     if errors:
         try:
-            raise min(errors, key=lambda error: isinstance(error, _AbandonedError))
+            raise errors[min(errors, key=lambda i: (isinstance(errors[i], _AbandonedError), i))]
         finally:
-            del errors, calls, begun  # the error's traceback holds this frame
-    return [call.result for call in calls]
-
-
-class _Call:
-    """A function, its thread, and its result or error."""
-
-    def __init__(self, function: Function) -> None:
-        self.result: Any = None
-        self.error: BaseException | None = None
-        run = partial(contextvars.copy_context().run, self._run, function)
-        self.thread = threading.Thread(target=run, name="pyringar rank", daemon=True)
-
-    def _run(self, function: Function) -> None:
-        try:
-            self.result = function()
-        except BaseException as error:
-            self.error = error
+            errors.clear()  # the error's traceback holds this frame
+    return results
 
 
 class _TorchSettings:
@@ -233,15 +223,15 @@ class _AbandonedError(RingarError):
 
 
 class _Run:
-    """One run in lockstep."""
+    """One run in lockstep; at most one rank, the current one, is not waiting."""
 
-    def __init__(self, num_positions: int) -> None:
-        self._num_positions = num_positions
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._condition = threading.Condition()
         self._current = 0
-        self._num_finished = 0
         self._is_abandoned = False
-        self._offers: list[tuple[str, Any]] = []
+        self._place = ""
+        self._offers: list[Any] = []
         self._answers: Sequence[Any] = ()
 
     def abandon(self) -> None:
@@ -256,11 +246,9 @@ class _Run:
         try:
             self._wait_for(position)
             result = function()
-            if self._offers:
-                self._refuse(f"one at '{self._offers[0][0]}', one has ended")
-            self._num_finished += 1
+            self.meet(position, "the end", None, lambda offers: offers)
         except BaseException:
-            self._is_abandoned = True
+            self.abandon()
             raise
         finally:
             del _here.part
@@ -274,31 +262,27 @@ class _Run:
         offer: Any,
         combine: Callable[[list[Any]], Sequence[Any]],
     ) -> Any:
-        """Wait until all positions are here; see the function `meet`."""
+        """Wait until all ranks are here; see the function `meet`."""
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
-        if self._num_finished or any(other != place for other, _ in self._offers):
-            there = f"one at '{self._offers[0][0]}'" if self._offers else "one has ended"
-            self._refuse(f"one at '{place}', {there}")
-        self._offers.append((place, offer))
-        if position == self._num_positions - 1:
-            offers = [offer for _, offer in self._offers]
-            self._offers = []
+        if self._offers and place != self._place:
+            raise RingarError(f"the ranks meet at different places: {self._place!r}, {place!r}")
+        self._place = place
+        self._offers.append(offer)
+        if len(self._offers) == self._num_ranks:
+            offers, self._offers = self._offers, []
             self._answers = combine(offers)
         self._pass_on(position)
         self._wait_for(position)
         return self._answers[position]
 
-    def _refuse(self, where: str) -> None:
-        raise RingarError(f"the ranks meet at different places: {where}")
+    def _pass_on(self, position: int) -> None:
+        with self._condition:
+            self._current = (position + 1) % self._num_ranks
+            self._condition.notify_all()
 
     def _wait_for(self, position: int) -> None:
         with self._condition:
             self._condition.wait_for(lambda: self._current == position or self._is_abandoned)
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
-
-    def _pass_on(self, position: int) -> None:
-        with self._condition:
-            self._current = (position + 1) % self._num_positions
-            self._condition.notify_all()
