@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from pyringar.parallel.shards import Device, shard_sizes
 __all__ = ["DataParallel"]
 
 _DEFAULT_CAP_MB = 10
+
+_Calls: TypeAlias = "dict[int, tuple[tuple[Any, ...], dict[str, Any]]]"  # arguments by rank
 
 
 class DataParallel(nn.Module):
@@ -176,19 +178,17 @@ class DataParallel(nn.Module):
         sizes = shard_sizes(nested.num_samples(named, self.dim), len(self.devices), self._weights)
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
         shards = nested.scatter(named, sizes, self.devices, self.dim)
-        calls = {}
+        calls: _Calls = {}
         for rank in ranks:
-            mine = shards[rank]
-            own_args = tuple(mine[: len(args)])
-            own_kwargs = dict(zip(kwargs, mine[len(args) :], strict=True))
-            calls[rank] = partial(_call, own_args, own_kwargs)
+            mine, n = shards[rank], len(args)
+            calls[rank] = tuple(mine[:n]), dict(zip(kwargs, mine[n:], strict=True))
         if len(ranks) == 1 and self.devices[ranks[0]] == self.devices[0]:
-            outputs = {rank: call(self.module) for rank, call in calls.items()}
+            outputs = {rank: self.module(*args, **kwargs) for rank, (args, kwargs) in calls.items()}
         else:
             outputs = self._run(calls)
         return nested.gather(outputs, self.output_device, self.dim)
 
-    def _run(self, calls: Mapping[int, partial[Any]]) -> dict[int, Any]:
+    def _run(self, calls: _Calls) -> dict[int, Any]:
         home = next((rank for rank in calls if self.devices[rank] == self.devices[0]), 0)
         replicas = Replicas(self.module, self._rank_copies(), home, self._bucket_bytes)
         if self._is_synced:
@@ -205,12 +205,14 @@ class DataParallel(nn.Module):
             tensors = {rank: replicas.named_tensors(rank) for rank in calls}
             return {
                 rank: torch.func.functional_call(
-                    self.module, tensors[rank], *call.args, tie_weights=False
+                    self.module, tensors[rank], args, kwargs, tie_weights=False
                 )
-                for rank, call in calls.items()
+                for rank, (args, kwargs) in calls.items()
             }
         modules = {rank: replicas.make(rank) for rank in calls}
-        functions = {rank: partial(call, modules[rank]) for rank, call in calls.items()}
+        functions = {
+            rank: partial(modules[rank], *args, **kwargs) for rank, (args, kwargs) in calls.items()
+        }
         if self._is_synced and synchronise_batchnorm([*modules.values()]):
             return run_in_lockstep(functions, self.devices)
         return run_ranks(functions, self.devices)
@@ -248,10 +250,6 @@ def _with_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
     """Keep torch.compile out: the engine and the autograd nodes cannot be traced."""
     return function(*args)
-
-
-def _call(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module) -> Any:
-    return module(*args, **kwargs)
 
 
 def _check_transforms() -> None:

@@ -7,12 +7,13 @@ reduction of the ranks' gradients in rank order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError, UnsupportedError
@@ -37,28 +38,20 @@ class RankCopies:
     def __init__(self, devices: Sequence[torch.device], order: str) -> None:
         self.devices = tuple(devices)
         self._comm = Communicator(self.devices, order=order)
-        self._entries: dict[int, _Entry] = {}  # by id of the source, which the entry holds
-        self._lock = threading.RLock()
-
-    def forget_all_but(self, ids: Set[int]) -> None:
-        """Free the copies of tensors that the module has no longer, by their ids."""
-        with self._lock:
-            for key in self._entries.keys() - ids:
-                del self._entries[key]
+        self._entries: Any = WeakTensorKeyDictionary()  # from tensors of the module to _Entry
+        self.lock = threading.RLock()
 
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return ``copies[n][i]`` for ranks 1, 2, ..., which hold what ``sources[i]`` holds now."""
         if _has_tracing_modes():
             return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
-        with self._lock, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False):
             entries = [self._entry(source) for source in sources]
-            fused = [entry for entry in entries if entry.is_fused]
+            fused = [i for i, entry in enumerate(entries) if entry.is_fused]
             if fused:
-                targets = [
-                    [entry.copies[n] for entry in fused] for n in range(len(self.devices) - 1)
-                ]
-                self._comm.broadcast_coalesced([[entry.source for entry in fused], *targets])
+                columns = [[sources[i], *entries[i].copies] for i in fused]
+                self._comm.broadcast_coalesced([list(mine) for mine in zip(*columns, strict=True)])
             # Tensors of their own for every call: what a graph saves of them holds the memory.
             copies = [[copy.detach() for copy in entry.copies] for entry in entries]
         return [list(column) for column in zip(*copies, strict=True)]
@@ -92,9 +85,9 @@ class RankCopies:
         ]
 
     def _entry(self, source: Tensor) -> _Entry:
-        entry = self._entries.get(id(source))
-        if entry is None or not entry.is_free():
-            entry = self._entries[id(source)] = _Entry(source, self.devices[1:])
+        entry: _Entry | None = self._entries.get(source)
+        if entry is None or not entry.is_free_for(source):
+            entry = self._entries[source] = _Entry(source, self.devices[1:])
         return entry
 
 
@@ -106,7 +99,6 @@ class _Entry:
     """
 
     def __init__(self, source: Tensor, devices: Sequence[torch.device]) -> None:
-        self.source = source
         self.is_fused = _is_fusable(source) and _without_overlap(source) is source
         if self.is_fused:
             self.copies = [torch.empty_like(source.detach(), device=d) for d in devices]
@@ -115,13 +107,12 @@ class _Entry:
         else:
             self.copies = [source.detach().to(d, copy=True) for d in devices]
 
-    def is_free(self) -> bool:
+    def is_free_for(self, source: Tensor) -> bool:
         """Return whether the copies fit the source, and nothing else uses their memory."""
-        if not self.is_fused:
-            return False
-        source, copy = self.source, self.copies[0]
+        copy = self.copies[0]
         return (
-            source.dtype == copy.dtype
+            self.is_fused
+            and source.dtype == copy.dtype
             and source.shape == copy.shape
             and source.stride() == copy.stride()
             and [*map(torch._C._storage_Use_Count, self._storages)] == self._num_users
@@ -200,6 +191,8 @@ class _Replicate(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     """Sum over ranks; backward, for gradients of gradients, copies to all ranks."""
 
+    generate_vmap_rule = True  # for batched gradients, such as the rows of a Jacobian
+
     @staticmethod
     def forward(owner: RankCopies, num_tensors: int, *sources: Tensor | None) -> tuple[Tensor, ...]:
         starts = range(0, len(sources), num_tensors)
@@ -217,20 +210,6 @@ class _Reduce(torch.autograd.Function):
         given = zip(copies, ctx.are_given, strict=True)
         return None, None, *(copy if is_given else None for copy, is_given in given)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, owner: RankCopies, n: int, *sources: Tensor | None) -> Any:
-        """Sum batched gradients, such as rows of a Jacobian."""
-        batched = [
-            grad
-            if grad is None or dim == 0
-            else grad.expand(info.batch_size, *grad.shape)
-            if dim is None
-            else grad.movedim(dim, 0)
-            for grad, dim in zip(sources, in_dims[2:], strict=True)
-        ]
-        apply: Any = _Reduce.apply
-        return apply(owner, n, *batched), (0,) * n
-
 
 def _current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream]:
     """Return the current streams of all GPUs, rank 0's last."""
@@ -244,7 +223,6 @@ class _Bucket:
 
     def __init__(self, owner: RankCopies, home: int) -> None:
         self._owner, self._home = owner, home
-        self._lock = threading.RLock()
         self._by_rank: list[list[Tensor]] | None = None
         self.tensors: list[Tensor] = []
         self.nbytes = 0
@@ -256,7 +234,7 @@ class _Bucket:
 
     def tensor(self, rank: int, i: int) -> Tensor:
         """Return a rank's copy of ``tensors[i]``."""
-        with self._lock:
+        with self._owner.lock:
             if self._by_rank is None:
                 self._by_rank = self._replicate()
         return self._by_rank[rank][i]
@@ -304,17 +282,15 @@ class Replicas:
         self._places: dict[int, tuple[_Bucket, int]] = {}  # by id of the tensor
         self._limit = float("inf") if bucket_bytes is None else bucket_bytes
         self._buckets: list[_Bucket] = []
-        for part in self._modules:
+        for name, part in module.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
-                _refuse_scripted(module, part)
+                _refuse_scripted(name, part)
             for param in part._parameters.values():
                 self._add(param)
         buffers = _Bucket(owner, home)
         for part in self._modules:
             for buffer in part._buffers.values():
                 self._add(buffer, buffers)
-        self._is_lazy = len(self._buckets) > 1
-        owner.forget_all_but(self._places.keys())
 
     @property
     def is_compiled(self) -> bool:
@@ -328,13 +304,9 @@ class Replicas:
             twin = twins[id(part)]
             for name, child in part._modules.items():
                 twin._modules[name] = None if child is None else twins[id(child)]
-            state = vars(twin)
-            if self._is_lazy:
-                state["_parameters"] = _WhenUsed(self, part._parameters, rank)
-            else:
-                state["_parameters"] = self._tensors(part._parameters, rank)
-            is_home = rank == self._home
-            state["_buffers"] = part._buffers if is_home else self._tensors(part._buffers, rank)
+            vars(twin)["_parameters"] = _WhenUsed(self, part._parameters, rank)
+            if rank != self._home:
+                vars(twin)["_buffers"] = dict(_WhenUsed(self, part._buffers, rank).items())
         replica: nn.Module = twins[id(self._module)]
         return replica
 
@@ -350,9 +322,6 @@ class Replicas:
         """Return a rank's copy of one of the module's tensors."""
         bucket, i = self._places[id(tensor)]
         return bucket.tensor(rank, i)
-
-    def _tensors(self, own: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        return {name: None if t is None else self.tensor(t, rank) for name, t in own.items()}
 
     def _add(self, tensor: Tensor | None, bucket: _Bucket | None = None) -> None:
         if tensor is None or id(tensor) in self._places:
@@ -383,7 +352,7 @@ def _shallow_copy(part: Any) -> Any:
 
 
 class _WhenUsed(dict[str, Any]):
-    """A replica's parameters by name, replicated when they are first read."""
+    """A replica's tensors by name, replicated when they are first read."""
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)
@@ -411,13 +380,9 @@ class _WhenUsed(dict[str, Any]):
         return [(name, self[name]) for name in self]
 
 
-def _names(module: nn.Module, wanted: object) -> Iterator[str]:
-    for named in (module.named_parameters(), module.named_buffers(), module.named_modules()):
-        yield from (name for name, value in named if value is wanted)
-
-
 def _refuse_tensor(module: nn.Module, tensor: Tensor, device: torch.device) -> None:
-    name = next(_names(module, tensor))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    name = next(name for name, other in named if other is tensor)
     if nn.parameter.is_lazy(tensor):
         raise ArgumentError(
             f"module has the lazy parameter '{name}', which has no shape and no values yet: call "
@@ -429,8 +394,7 @@ def _refuse_tensor(module: nn.Module, tensor: Tensor, device: torch.device) -> N
     )
 
 
-def _refuse_scripted(module: nn.Module, part: nn.Module) -> None:
-    name = next(_names(module, part))
+def _refuse_scripted(name: str, part: nn.Module) -> None:
     where = f"the module '{name}'" if name else "the module"
     raise UnsupportedError(
         f"{where} is scripted or traced (a {type(part).__name__}), whose parameters cannot be "
