@@ -117,7 +117,7 @@ def test_ranks_agree_bit_for_bit(data):
 @pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "as on a GPU"])
 def test_replicas_of_two_layouts_compare(monkeypatch, is_gpu):
     if is_gpu:
-        monkeypatch.setattr(shards, "_stops_early", lambda _: False)
+        monkeypatch.setattr(shards, "_are_on_cpu", lambda _: False)
     weight = torch.randn(6, 5, 3, 3)
     other = weight.to(memory_format=torch.channels_last)
     odd = other.clone()

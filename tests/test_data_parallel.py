@@ -199,7 +199,7 @@ class TestReplicasEqual:
 
     @pytest.mark.parametrize("place", ["cpu", "as on a GPU"])
     def test_flags_find_one_bit(self, monkeypatch, place):
-        monkeypatch.setattr(data_parallel, "_stops_early", lambda _: place == "cpu")
+        monkeypatch.setattr(data_parallel, "_are_on_cpu", lambda _: place == "cpu")
         generator = torch.Generator().manual_seed(7)
         shapes = {
             torch.float32: (3, 5),
@@ -227,7 +227,7 @@ class TestReplicasEqual:
 
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_launches_are_few(self, monkeypatch, ranks):
-        monkeypatch.setattr(data_parallel, "_stops_early", lambda _: False)
+        monkeypatch.setattr(data_parallel, "_are_on_cpu", lambda _: False)
 
         def launches(num_tensors):
             replicas = [[torch.ones(3) for _ in range(num_tensors)] for _ in range(ranks)]

@@ -349,43 +349,28 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         For each rank after the first a 0-dimensional bool tensor on its device: True if bits
         differ.
 
-    Cost on a GPU: one copy and one comparison per element size, for any number of tensors. The CPU
-    copies nothing.
+    Cost on a GPU: one copy and one comparison, for any number of tensors. The CPU copies nothing.
     """
     _check_alike(replicas)
-    packed: dict[torch.device, list[Tensor]] = {}  # rank 0's tensors, on each rank's device
-    flags = []
-    for tensors in replicas[1:]:
-        device = tensors[0].device if tensors else torch.device("cpu")
-        if _stops_early(device):
-            pairs = zip(tensors, replicas[0], strict=True)
-            is_equal = all(torch.equal(_bits(a), _bits(b).to(a.device)) for a, b in pairs)
-            flags.append(torch.tensor(not is_equal))
-            continue
-        if device not in packed:
-            packed[device] = [bits.to(device) for bits in _pack(replicas[0], replicas[0])]
-        compared = zip(_pack(tensors, replicas[0]), packed[device], strict=True)
-        different = [(ours != theirs).any() for ours, theirs in compared]
-        flags.append(different[0] if len(different) == 1 else torch.stack(different).any())
-    return flags
+    first, *others = replicas
+    if _are_on_cpu(replicas):
+        pairs = [zip(tensors, first, strict=True) for tensors in others]
+        return [
+            torch.tensor(not all(torch.equal(_bits(a), _bits(b)) for a, b in mine))
+            for mine in pairs
+        ]
+    wanted = _pack(first)
+    packed = [_pack(tensors) for tensors in others]
+    return [(mine != wanted.to(mine.device)).any() for mine in packed]
 
 
-def _stops_early(device: torch.device) -> bool:
-    """Return whether to compare tensors one by one, up to the first difference."""
-    return device.type == "cpu"
+def _are_on_cpu(replicas: Sequence[Sequence[Tensor]]) -> bool:
+    return all(tensor.device.type == "cpu" for tensors in replicas for tensor in tensors)
 
 
-def _pack(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return all bits in one flat tensor per element size.
-
-    Elements are in the memory order of ``like``: replicas of equal strides need no transposition.
-    """
-    by_size: dict[torch.dtype, list[Tensor]] = {}
-    for tensor, other in zip(tensors, like, strict=True):
-        bits = _bits(tensor)
-        order = sorted(range(bits.ndim), key=_bits(other).stride, reverse=True)
-        by_size.setdefault(bits.dtype, []).append(bits.permute(order).reshape(-1))
-    return [torch.cat(parts) for parts in by_size.values()]
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of all tensors in one flat tensor."""
+    return torch.cat([_bits(t).contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
 def _bits(tensor: Tensor) -> Tensor:
