@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -124,12 +124,12 @@ class _TorchSettings:
         self._has_grad = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            (kind, torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._saving = _saving_hooks()
-        # torch clears the casts of all threads when one leaves its outermost autocast.
         torch.autocast_increment_nesting()
         self._is_in_autocast = torch.autocast_decrement_nesting() > 0
 
@@ -141,24 +141,15 @@ class _TorchSettings:
                 stack.enter_context(torch.cuda.stream(self._streams[gpu]))
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._has_grad))
-            stack.enter_context(self._autocasting())
+            if self._is_in_autocast:
+                # torch clears the casts of all threads when one leaves its outermost autocast.
+                torch.autocast_increment_nesting()
+            for kind, dtype in self._autocast:
+                cast = torch.autocast(kind, dtype, cache_enabled=self._caches_casts)
+                stack.enter_context(cast)
             if self._saving is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
             return function()
-
-    @contextmanager
-    def _autocasting(self) -> Iterator[None]:
-        for kind, is_enabled, dtype in self._autocast:  # the thread is new: nothing to restore
-            torch.set_autocast_enabled(kind, is_enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self._caches_casts)
-        if self._is_in_autocast:
-            torch.autocast_increment_nesting()
-        try:
-            yield
-        finally:
-            if self._is_in_autocast:
-                torch.autocast_decrement_nesting()
 
 
 def _saving_hooks() -> tuple[Any, Any] | None:
