@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import gc
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence, Set
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -54,8 +54,7 @@ def num_samples(arguments: Named, dim: int) -> int:
         )
     length = lengths.pop()
     for path, value in objects:
-        items = {id(part) for part in (_parts(value) or {}).values()}
-        if _hides_batch(value, length, dim, items):
+        if _hides_batch(value, length, dim):
             raise ArgumentError(
                 f"{_name(path)} is {kind_of(value)} with a tensor of {length} samples, which "
                 "cannot be split; pass the tensor itself, or in a list, tuple, dict or dataclass"
@@ -276,15 +275,25 @@ def _has_dim(value: Any, dim: int) -> bool:
 
 
 _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
-_OPAQUE = (type, ModuleType, FunctionType, nn.Module)
-_MAX_DEPTH, _MAX_ITEMS = 7, 1_000  # so that a call takes no time for a vocabulary
+_OPAQUE = (type, ModuleType, FunctionType, MethodType, FrameType, nn.Module)
+_MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
 
 
-def _hides_batch(value: Any, length: int, dim: int, items: Set[int], depth: int = 0) -> bool:
-    """Return whether an object refers to a tensor of ``length`` samples, but for its items."""
-    if id(value) in items or isinstance(value, _OPAQUE) or depth == _MAX_DEPTH:
-        return False
-    if isinstance(value, Tensor):
-        return _has_dim(value, dim) and value.shape[dim] == length
-    inside = gc.get_referents(value)[:_MAX_ITEMS]  # attributes, slots and items of any class
-    return any(_hides_batch(part, length, dim, items, depth + 1) for part in inside)
+def _hides_batch(value: Any, length: int, dim: int) -> bool:
+    """Return whether an object refers to a tensor of ``length`` samples, but for its items.
+
+    Looks at the nearest objects, `_MAX_OBJECTS` of them, through attributes and items of any class.
+    """
+    skipped = {id(part) for part in (_parts(value) or {}).values()}
+    limit = len(skipped) + _MAX_OBJECTS
+    queue = deque([value])
+    while queue and len(skipped) < limit:
+        found = queue.popleft()
+        if id(found) in skipped or not gc.is_tracked(found) or isinstance(found, _OPAQUE):
+            continue
+        skipped.add(id(found))
+        if not isinstance(found, Tensor):
+            queue.extend(gc.get_referents(found)[:_MAX_OBJECTS])
+        elif _has_dim(found, dim) and found.shape[dim] == length:
+            return True
+    return False
