@@ -154,7 +154,7 @@ def recorder(monkeypatch, caller) -> Recorder:
 
     monkeypatch.setattr(Communicator, "all_reduce_coalesced", all_reduce_coalesced)
     # Replicas are compared as on a GPU, where nobody waits.
-    monkeypatch.setattr(shards, "_stops_early", lambda _: False)
+    monkeypatch.setattr(shards, "_are_on_cpu", lambda _: False)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made
 

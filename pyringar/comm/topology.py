@@ -198,18 +198,19 @@ def check_device(given: Any, name: str) -> torch.device:
     Raises:
         ArgumentError: It is no device, or not on this machine; names those that are.
     """
-    num_gpus = torch.cuda.device_count()
-    there = ["cpu", *(f"cuda:{i}" for i in range(num_gpus))]
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
-        known = ["cpu", "cuda", *there[1:]] if num_gpus else ["cpu", "cuda", "cuda:0"]
+        there = _devices_here()
+        known = ["cpu", "cuda", *(there[1:] or ["cuda:0"])]
         raise ArgumentError(
             f"{name} is {given!r}, expected a device such as 'cpu' or 'cuda:0'; on this machine "
             f"there are: {', '.join(there)}{did_you_mean(given, known)}"
         ) from error
-    is_there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < num_gpus)
-    if not is_there:
+    if device.type == "cpu":  # without a GPU, counting GPUs takes 0.1 ms
+        return device
+    there = _devices_here()
+    if device.type != "cuda" or (device.index or 0) >= len(there) - 1:
         raise ArgumentError(
             f"{name} is {str(device)!r}, which is not on this machine; "
             f"there are: {', '.join(there)}"
@@ -217,6 +218,10 @@ def check_device(given: Any, name: str) -> torch.device:
     if device == torch.device("cuda"):  # torch's current one; a name for every rank's memory
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _devices_here() -> list[str]:
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
 def check_devices(devices: Any, name: str = "devices") -> tuple[torch.device, ...]:

@@ -22,7 +22,6 @@ __all__ = [
     "check_replicas_equal",
     "count_correct",
     "cut",
-    "cut_batch",
     "digest_of",
     "evaluate_accuracy_gpus",
     "get_params",
@@ -152,18 +151,9 @@ def split_batch(
             f"X has shape {tuple(X.shape)} and y {tuple(y.shape)}, expected as many labels as "
             "samples in their first dimension"
         )
-    return cut_batch(X, y, check_devices(devices), weights)
-
-
-def cut_batch(
-    X: Tensor,  # noqa: N803
-    y: Tensor,
-    devices: Sequence[torch.device],
-    weights: Sequence[float] | None = None,
-) -> tuple[Shards, Shards]:
-    """Cut a batch as `split_batch` does, without checks."""
-    sizes = shard_sizes(X.shape[0], len(devices), weights)
-    return tuple(cut(X, sizes, devices)), tuple(cut(y, sizes, devices))
+    checked = check_devices(devices)
+    sizes = shard_sizes(X.shape[0], len(checked), weights)
+    return tuple(cut(X, sizes, checked)), tuple(cut(y, sizes, checked))
 
 
 def cut(

@@ -21,7 +21,7 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import PatientStore, checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
-from pyringar.parallel.shards import Shards, cut_batch, digest_of, shard_sizes
+from pyringar.parallel.shards import Shards, digest_of, shard_sizes, split_batch
 from pyringar.train.checkpoint import to_file
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
@@ -85,7 +85,7 @@ class TrainGroup:
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
         """Cut a batch as `split_batch` does, and return the shards of ranks that are here."""
-        return cut_batch(X, y, devices, weights)
+        return split_batch(X, y, devices, weights)
 
     def total(self, value: float) -> Any:
         """Return the sum of a number over all processes: exact, in rank order."""
