@@ -62,8 +62,19 @@ class HookedParams:
         self._replicas = replicas
         self._handles: list[Any] = []
         self.by_rank = [_params_of(replica) for replica in replicas]
+        first = self.by_rank[0]
         for rank, params in enumerate(self.by_rank):
-            _check_same_shapes(rank, params, self.by_rank[0])
+            if len(params) != len(first):
+                raise ArgumentError(
+                    f"replicas[{rank}] has {len(params)} parameters that require grad, "
+                    f"replicas[0] has {len(first)}"
+                )
+            for i, (param, other) in enumerate(zip(params, first, strict=True)):
+                if param.shape != other.shape or param.dtype != other.dtype:
+                    raise ArgumentError(
+                        f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} "
+                        f"{param.dtype}, of replicas[0] {tuple(other.shape)} {other.dtype}"
+                    )
 
     def items(self) -> list[tuple[int, int]]:
         """Return bytes and kind of each parameter: the dtype and the devices of all ranks."""
@@ -71,8 +82,7 @@ class HookedParams:
         items = []
         for column in zip(*self.by_rank, strict=True):
             key = (column[0].dtype, tuple(param.device for param in column))
-            kind = kinds.setdefault(key, len(kinds))
-            items.append((column[0].numel() * column[0].element_size(), kind))
+            items.append((column[0].nbytes, kinds.setdefault(key, len(kinds))))
         return items
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
@@ -83,11 +93,10 @@ class HookedParams:
         for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
                 tensor: Any = param  # torch's stubs have no types here
-                grad = param.grad if param.is_leaf else None
-                hook = native.make_hook(rank, i, grad, is_before=False)
+                hook = native.make_hook(rank, i, param, False)
                 self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
                 if rank >= first_summed:
-                    hook = native.make_hook(rank, i, param, is_before=True)
+                    hook = native.make_hook(rank, i, param, True)
                     self._handles.append(tensor.register_hook(hook))
 
     def remove_hooks(self) -> None:
@@ -106,20 +115,6 @@ class HookedParams:
                         "bucketer was made (load_state_dict(assign=True) replaces parameters, and "
                         "requires_grad_() changes which are reduced); make a new GradientBucketer"
                     )
-
-
-def _check_same_shapes(rank: int, params: list[Tensor], first: list[Tensor]) -> None:
-    if len(params) != len(first):
-        raise ArgumentError(
-            f"replicas[{rank}] has {len(params)} parameters that require grad, replicas[0] has "
-            f"{len(first)}"
-        )
-    for i, (param, other) in enumerate(zip(params, first, strict=True)):
-        if param.shape != other.shape or param.dtype != other.dtype:
-            raise ArgumentError(
-                f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} {param.dtype}, of "
-                f"replicas[0] {tuple(other.shape)} {other.dtype}"
-            )
 
 
 def _params_of(replica: Replica) -> list[Tensor]:

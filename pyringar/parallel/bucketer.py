@@ -5,26 +5,27 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
+
+import torch
 
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.shown import never_fails
 from pyringar.engine import load
-from pyringar.errors import ArgumentError, RingarError
+from pyringar.errors import RingarError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
 from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
-from pyringar.parallel.local_buckets import LocalBuckets, cleared
+from pyringar.parallel.local_buckets import LocalBuckets
 from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.process_buckets import ProcessBuckets
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
-FAILED_PASS = "a backward pass failed"
+_FIRST_CAP_BYTES = 10**6  # a small first bucket is launched early
 
 
 class GradientBucketer:
@@ -40,9 +41,7 @@ class GradientBucketer:
         comm: None: make one in rank order over the devices of the replicas, and close it with the
             bucketer. Over a `ProcessCommunicator`, ``replicas`` has the replica of this process.
         bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of the
-            gradients of one rank. Parameters are never split.
-        first_bucket_mb: The cap of the first bucket, at most ``bucket_cap_mb``. A small first
-            bucket is launched early.
+            gradients of one rank. Parameters are never split. The first bucket is full at 1 MB.
         op: See `Communicator.all_reduce`. Over processes sum, mean or max.
         overlap: Launch buckets during backward, else in `wait`, with the same bits. None: True on
             GPUs and over processes. False for ranks on the CPU in one process, where overlap gains
@@ -104,57 +103,44 @@ class GradientBucketer:
         *,
         comm: Communicator | RankCommunicator | None = None,
         bucket_cap_mb: float = 10,
-        first_bucket_mb: float = 1,
         op: Any = "sum",
         overlap: bool | None = None,
     ) -> None:
-        checked = check_replicas(replicas)
-        caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        params = HookedParams(checked)
+        params = HookedParams(check_replicas(replicas))
+        by_rank = params.by_rank
+        self._cap_bytes = check_caps(bucket_cap_mb=bucket_cap_mb)["bucket_cap_mb"]
         ranks: LocalBuckets | ProcessBuckets
         if isinstance(comm, RankCommunicator):
-            if len(checked) != 1:
-                raise ArgumentError(
-                    f"replicas has {len(checked)} entries, but comm is one rank of "
-                    f"{comm.world_size}, each in a process of its own: expected one replica"
-                )
-            ranks = ProcessBuckets(comm, op, params.by_rank[0], caps)
+            ranks = ProcessBuckets(by_rank, comm, op, self._cap_bytes)
         else:
-            ranks = LocalBuckets(params.by_rank, comm, op)
-        engine = load.engine()
+            ranks = LocalBuckets(by_rank, comm, op)
         self._params, self._ranks = params, ranks
+        self.overlap = ranks.is_overlapped if overlap is None else bool(overlap)
         self._process = os.getpid()
         self._closed = ""  # the reason
-        self._is_ended = self._is_waiting = False
-        self._is_first_step = True
+        self._is_waiting = False
         self._launched: dict[int, Launched] = {}
         self._stats = StepStats()
-        items = params.items()
-        self._bytes_of = [nbytes for nbytes, _ in items]
-        self._plan = partial(
-            engine.plan_buckets,
-            items,
-            first_cap_bytes=min(caps.values()),
-            cap_bytes=caps["bucket_cap_mb"],
-        )
-        # Backward usually meets parameters from last to first.
-        self._last_to_first = list(reversed(range(len(items))))
-        self._buckets: list[list[int]] = self._plan(self._last_to_first)
-        self.overlap = ranks.is_overlapped if overlap is None else bool(overlap)
-        this = weakref.ref(self)  # hooks must not keep the bucketer alive
-        launch = _method(this, GradientBucketer._launch_in_backward)
-        self._native = engine.Bucketer(
-            world_size=len(params.by_rank),
-            num_params=len(items),
+        self._items = params.items()
+        self._is_planned = False
+        self._ready: Any = None  # the GPU events of gradients
+        self._plan(self._last_to_first())
+        # Rank 0 keeps the sum of the last step, the other ranks add to zero.
+        first_summed = int(ranks.first_rank == 0) if ranks.op == "sum" else len(by_rank)
+        # Hooks must not keep the bucketer alive.
+        launch = weakref.WeakMethod(self._launch_in_backward) if self.overlap else None
+        self._native = load.engine().Bucketer(
+            world_size=len(by_rank),
+            num_params=len(self._items),
             first_rank=ranks.first_rank,
-            plan=self._buckets,
+            first_summed=first_summed,
             in_order=ranks.in_order,
-            on_complete=launch if self.overlap else None,
-            on_failed=_method(this, partial(GradientBucketer._end, reason=FAILED_PASS)),
+            on_complete=launch,
+            on_failed=weakref.WeakMethod(self._end),
             on_new=give_own_memory,
-            make_ready=ranks.make_ready if self.overlap else None,
         )
-        params.add_hooks(self._native, ranks.first_summed)
+        self._native.start_step(self._buckets, [], self._ready)
+        params.add_hooks(self._native, first_summed)
 
     @property
     def buckets(self) -> list[list[int]]:
@@ -235,72 +221,117 @@ class GradientBucketer:
 
     # -- one step ----------------------------------------------------------------------------------
 
+    def _last_to_first(self) -> Iterable[int]:
+        return reversed(range(len(self._items)))  # usually the order of gradients
+
+    def _plan(self, order: Iterable[int]) -> None:
+        self._buckets: list[list[int]] = load.engine().plan_buckets(
+            self._items,
+            list(order),
+            first_cap_bytes=min(_FIRST_CAP_BYTES, self._cap_bytes),
+            cap_bytes=self._cap_bytes,
+        )
+        inside = getattr(self._ranks.comm, "_intra", self._ranks.comm)  # inside this machine
+        make_ready = getattr(getattr(inside, "_group", None), "make_ready", None)
+        if self.overlap and make_ready is not None:
+            self._ready = make_ready([len(bucket) for bucket in self._buckets])
+
+    def _is_used(self, rank: int, i: int) -> bool:
+        """Return whether a pass has added to a gradient since its last reduction."""
+        if self._params.by_rank[rank][i].grad is not None:
+            return bool(self._native.has_part(rank, i))
+        if self._native.is_counted(rank, i):
+            raise self._changed(rank, i)
+        return False
+
+    def _pack(self, bucket: int) -> Launched:
+        """Collect the gradients of a bucket, with copies or zeros for the unused ones."""
+        by_rank = self._params.by_rank
+        packed = Launched([[] for _ in by_rank])
+        for i in self._buckets[bucket]:
+            used = [self._is_used(rank, i) for rank in range(len(by_rank))]
+            if not (any(used) or self._ranks.in_order):
+                continue
+            packed.params.append(i)
+            packed.used.append(any(used))
+            packed.is_whole = packed.is_whole and all(used)
+            for rank, params in enumerate(by_rank):
+                grad = params[i].grad
+                if grad is None or (not used[rank] and self._native.has_sum(rank, i)):
+                    grad = torch.zeros_like(params[i] if grad is None else grad)
+                elif not used[rank]:
+                    grad = grad.detach().clone()
+                packed.lists[rank].append(grad)
+        return packed
+
     def _launch_in_backward(self, bucket: int) -> None:
         try:
-            self._launch(bucket, is_complete=True)
+            self._launch(bucket, in_backward=True)
         except BaseException as error:
-            self._end(f"{FAILED_PASS} ({error!r})")
+            self._end(f"a backward pass failed ({error!r})")
             raise
 
-    def _launch(self, bucket: int, *, is_complete: bool) -> None:
-        native = self._native
-        launched = self._ranks.pack(self._buckets[bucket], native, is_complete=is_complete)
-        native.set_launched(bucket)
+    def _launch(self, bucket: int, *, in_backward: bool) -> None:
+        launched = self._pack(bucket)
+        self._native.set_launched(bucket)
         self._launched[bucket] = launched
-        has_events = is_complete and native.ready is not None
-        launched.work = self._ranks.launch(launched, (native.ready, bucket) if has_events else None)
-        if is_complete:
+        has_events = in_backward and self._ready is not None
+        launched.work = self._ranks.launch(launched, (self._ready, bucket) if has_events else None)
+        if in_backward:
             launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
         if self._closed:  # by another thread, meanwhile
             self._ranks.abort()
 
     def _wait(self, began_ns: int) -> None:
-        native, ranks = self._native, self._ranks
+        native, by_rank = self._native, self._params.by_rank
         self._params.check_same()
-        self._check_unchanged()
+        for launched in self._launched.values():
+            self._check_unchanged(launched)
         for bucket in range(len(self._buckets)):
             if bucket not in self._launched:
-                self._launch(bucket, is_complete=False)
+                self._launch(bucket, in_backward=False)
         for launched in self._launched.values():
             if launched.work is not None:
                 launched.work.wait()
         self._check_open()  # a signal handler may have closed it
-        reduced = [i for launched in self._launched.values() for i in ranks.finish(launched)]
-        plan = None
-        if self._is_first_step and reduced:
-            order = list(dict.fromkeys([*native.order(), *self._last_to_first]))
-            plan = self._plan(ranks.agree_on_order(order))
-            self._is_first_step = False
+        reduced = [i for launched in self._launched.values() for i in launched.finish(by_rank)]
         if native.begin_ns():
-            self._stats = measure(native, self._buckets, self._launched, self._bytes_of, began_ns)
+            self._stats = measure(native, self._buckets, self._items, self._launched, began_ns)
         self._launched = {}
-        self._buckets = plan or self._buckets
-        native.finish_step(reduced, plan)
+        if reduced and not self._is_planned:
+            order = list(dict.fromkeys([*native.order(), *self._last_to_first()]))
+            self._plan(self._ranks.agree_on_order(order))
+            self._is_planned = True
+        native.start_step(self._buckets, reduced, self._ready)
 
-    def _check_unchanged(self) -> None:
-        first_rank, by_rank = self._ranks.first_rank, self._params.by_rank
-        for launched in self._launched.values():
-            found = launched.find_changed(by_rank)
-            if found is not None:
-                raise RingarError(
-                    f"the gradient of parameter {found[1]} of rank {first_rank + found[0]} was "
-                    "changed or cleared after its launch: call wait() before zero_grad, clipping, "
-                    "unscaling or an optimizer step, and register hooks that change gradients "
-                    "before the bucketer is made"
-                )
-        for rank, params in enumerate(by_rank):
-            for i, param in enumerate(params):
-                if param.grad is None and self._native.is_marked(rank, i):
-                    raise cleared(i, first_rank + rank)
+    def _check_unchanged(self, launched: Launched) -> None:
+        """Raise if a gradient was changed or replaced since its launch.
+
+        Views of one storage share a version counter, which backward advances when it adds to one
+        of them. So the counter of a view is ignored.
+        """
+        for rank, versions in enumerate(launched.versions):
+            for i, grad, version in zip(
+                launched.params, launched.lists[rank], versions, strict=True
+            ):
+                is_view = grad.untyped_storage().nbytes() != grad.nbytes
+                is_same = self._params.by_rank[rank][i].grad is grad
+                if not is_same or (grad._version != version and not is_view):
+                    raise self._changed(rank, i)
+
+    def _changed(self, rank: int, i: int) -> RingarError:
+        return RingarError(
+            f"the gradient of parameter {i} of rank {self._ranks.first_rank + rank} was changed or "
+            "cleared after its backward pass and before it was reduced: call wait() before "
+            "zero_grad, clipping, unscaling or an optimizer step, register hooks that change "
+            "gradients before the bucketer is made, and let no hook set a gradient to None"
+        )
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._process != os.getpid():
-            raise RingarError(
-                "this bucketer was made before fork(), and its reductions run in the parent "
-                "process; make a new GradientBucketer in the child"
-            )
+            self._closed = "it was made before fork(), and reduces in the parent process"
         if self._closed:
             raise RingarError(
                 f"this GradientBucketer is closed: {self._closed}. Clear the gradients and make a "
@@ -308,28 +339,19 @@ class GradientBucketer:
             )
 
     def _end(self, reason: str, *, is_failure: bool = True) -> None:
-        """Close, once no launched reduction writes to a gradient.
+        """Close, once no launched reduction writes to a gradient. May be called again.
 
-        May be called again, also to repeat a call that a signal ended. ``is_failure``: reductions
-        may run, or other processes may wait for this rank.
+        ``is_failure``: reductions may run, or other processes may wait for this rank.
         """
-        if self._is_ended:
-            return
         try:
             self._closed = self._closed or reason
             self._native.is_closed = True
             self._params.remove_hooks()
-        finally:
             if is_failure and self._process == os.getpid():
                 empty_backward_at_exit()
                 self._ranks.abort()
+            self._launched = {}
             self._ranks.close()
-        self._is_ended = True
-
-
-def _method(this: weakref.ref[GradientBucketer], method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        bucketer = this()
-        return None if bucketer is None else method(bucketer, *arguments)
-
-    return call
+        except (KeyboardInterrupt, SystemExit):  # reductions may still run
+            self._end(reason, is_failure=is_failure)
+            raise

@@ -1,4 +1,4 @@
-"""Buckets of one rank whose other ranks are in other processes.
+"""Reductions of buckets over ranks in other processes.
 
 A rank does not see the gradients of the other ranks before the reduction. So each bucket carries
 one small tensor more, with one flag per parameter: does this rank have a gradient?
@@ -6,8 +6,9 @@ one small tensor more, with one flag per parameter: does this rank have a gradie
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import contextlib
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor
 from pyringar.comm.arguments import OPS, op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.work import Work
-from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel.bucket_step import PART, SUM, Launched
-from pyringar.parallel.local_buckets import cleared, run_to_the_end
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.parallel.bucket_step import Launched
 
 __all__ = ["ProcessBuckets"]
 
@@ -39,49 +39,38 @@ class ProcessBuckets:
     advice = ", with a new communicator, on all ranks"
 
     def __init__(
-        self, comm: RankCommunicator, op: Any, params: Sequence[Tensor], caps: dict[str, int]
+        self, by_rank: Sequence[Sequence[Tensor]], comm: RankCommunicator, op: Any, cap_bytes: int
     ) -> None:
-        self._op = op_name(op)
-        if self._op not in _OPS:
+        self.op = op_name(op)
+        if self.op not in _OPS:
             raise UnsupportedError(
-                f"op is {self._op!r}, but over processes a GradientBucketer knows "
+                f"op is {self.op!r}, but over processes a GradientBucketer knows "
                 f"{', '.join(_OPS)}: other reductions cannot tell that no rank used a parameter"
             )
-        self._comm, self._params = comm, params
+        if len(by_rank) != 1:
+            raise ArgumentError(
+                f"replicas has {len(by_rank)} entries, but comm is one rank of {comm.world_size}, "
+                "each in a process of its own: expected one replica"
+            )
+        params = by_rank[0]
+        self.comm, self.first_rank = comm, comm.rank
         self._device = params[0].device if params else torch.device("cpu")
-        settings = {"number of parameters": len(params), **caps, "op": OPS.index(self._op)}
-        self._compare(list(settings.values()), [f"its {name}" for name in settings])
+        self._text = f"rank {comm.rank} of {comm.world_size}, {len(params)} parameters"
+        settings = {
+            "its number of parameters": len(params),
+            "its bucket_cap_mb": cap_bytes,
+            "its op": OPS.index(self.op),
+        }
+        self._compare(settings)
         kinds = [f"{tuple(param.shape)} {param.dtype}" for param in params]
-        names = [f"the shape or dtype of parameter {i} ({kind})" for i, kind in enumerate(kinds)]
-        self._compare([_digest(kind) for kind in kinds], names)
-        self.first_rank = comm.rank
-        self.first_summed = 0 if self._op == "sum" and comm.rank > 0 else 1
+        hashes = {
+            f"the shape or dtype of parameter {i} ({kind})": zlib.crc32(kind.encode())
+            for i, kind in enumerate(kinds)
+        }
+        self._compare(hashes)
 
     def __str__(self) -> str:
-        return f"rank {self._comm.rank} of {self._comm.world_size}, {len(self._params)} parameters"
-
-    @property
-    def make_ready(self) -> Any:
-        """Return the factory of GPU events that follow gradients; None on the CPU."""
-        inside = getattr(self._comm, "_intra", self._comm)  # the group inside this machine
-        return getattr(getattr(inside, "_group", None), "make_ready", None)
-
-    def pack(self, wanted: Sequence[int], native: Any, *, is_complete: bool) -> Launched:
-        """Collect the gradients of a bucket; copies or zeros for those that no pass added to."""
-        grads, used = [], []
-        for i, held in zip(wanted, native.held(0, wanted), strict=True):
-            grad, param = self._params[i].grad, self._params[i]
-            if grad is None and is_complete:
-                raise cleared(i, self._comm.rank)
-            used.append(grad is not None and held == PART)
-            if grad is None or (held == SUM and self.first_summed == 0):
-                grad = torch.zeros_like(param)
-            elif not used[-1]:
-                grad = grad.detach().clone()
-            grads.append(grad)
-        first = self._params[wanted[0]]
-        flags = torch.tensor(used, dtype=first.dtype, device=first.device)
-        return Launched(list(wanted), [grads], flags, is_whole=all(used))
+        return self._text
 
     def launch(self, bucket: Launched, after: Any) -> Work | None:
         """Begin the reduction of a bucket and its flags."""
@@ -89,53 +78,33 @@ class ProcessBuckets:
             ready, index = after
             ready.make_wait(index, 0)
         (tensors,) = bucket.tensors()
-        return self._comm.all_reduce_coalesced(tensors, self._op, async_op=True)
-
-    def finish(self, bucket: Launched) -> list[int]:
-        """Put results that are in other tensors into ``grad``; return the reduced parameters."""
-        if bucket.is_whole or bucket.flags is None:
-            return bucket.params  # reading flags would wait for a GPU
-        reduced, flags = [], bucket.flags.tolist()
-        for i, grad, flag in zip(bucket.params, bucket.lists[0], flags, strict=True):
-            if not flag > 0:
-                continue
-            reduced.append(i)
-            param = self._params[i]
-            if param.grad is None:
-                param.grad = grad
-            elif param.grad is not grad:
-                param.grad.detach().copy_(grad)
-        return reduced
+        first = tensors[0]
+        bucket.flags = torch.tensor(bucket.used, dtype=first.dtype, device=first.device)
+        return self.comm.all_reduce_coalesced([*tensors, bucket.flags], self.op, async_op=True)
 
     def agree_on_order(self, order: list[int]) -> Any:
         """Return the order of gradients on rank 0."""
         agreed = torch.tensor(order, dtype=torch.int64, device=self._device)
-        self._comm.broadcast(agreed, 0)
+        self.comm.broadcast(agreed, 0)
         return agreed.tolist()
 
     def abort(self) -> None:
         """Abort the group: no reduction writes to a gradient, and the other ranks are told."""
-        run_to_the_end(self._comm.abort)
+        with contextlib.suppress(RingarError):
+            self.comm.abort()
 
     def close(self) -> None:
         """Do nothing: the communicator belongs to the caller."""
 
-    def _compare(self, own: list[int], names: list[str]) -> None:
+    def _compare(self, own: Mapping[str, int]) -> None:
         """Raise on every rank if ranks have different numbers; the error has the name."""
-        cpu = torch.device("cpu")  # whatever torch.set_default_device says
-        rows = torch.zeros(self._comm.world_size, len(own), dtype=torch.int64, device=cpu)
-        rows[self._comm.rank] = torch.tensor(own, dtype=torch.int64, device=cpu)
-        rows = rows.to(self._device)
-        self._comm.all_reduce_coalesced([rows])
+        rows = torch.zeros(self.comm.world_size, len(own), dtype=torch.int64, device=self._device)
+        rows[self.comm.rank] = torch.tensor(list(own.values()), device=self._device)
+        self.comm.all_reduce_coalesced([rows])
         for rank, row in enumerate(rows.tolist()):
-            for ours, theirs, name in zip(own, row, names, strict=True):
+            for (name, ours), theirs in zip(own.items(), row, strict=True):
                 if ours != theirs:
                     raise ArgumentError(
-                        f"rank {self._comm.rank} of the bucketer and rank {rank} differ in {name}"
+                        f"rank {self.comm.rank} of the bucketer and rank {rank} differ in {name}"
                         + ("" if "dtype" in name else f": {ours} here, {theirs} there")
                     )
-
-
-def _digest(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
