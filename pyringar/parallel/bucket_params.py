@@ -23,21 +23,23 @@ def check_replicas(replicas: Any) -> list[Replica]:
             f"replicas is {kind_of(replicas)}, expected a list with one module, or one list of "
             "parameters, per rank"
         )
-    return [_check_replica(f"replicas[{rank}]", replica) for rank, replica in enumerate(replicas)]
-
-
-def _check_replica(name: str, replica: Any) -> Replica:
-    if isinstance(replica, nn.Module):
-        return replica
-    if isinstance(replica, Tensor) or not isinstance(replica, Iterable):
-        raise ArgumentError(
-            f"{name} is {kind_of(replica)}, expected a module or a list of parameters"
-        )
-    params = list(replica)
-    for i, param in enumerate(params):
-        if not isinstance(param, Tensor):
-            raise ArgumentError(f"{name}[{i}] is {kind_of(param)}, expected a parameter")
-    return params
+    checked: list[Replica] = []
+    for rank, replica in enumerate(replicas):
+        if isinstance(replica, nn.Module):
+            checked.append(replica)
+            continue
+        if isinstance(replica, Tensor) or not isinstance(replica, Iterable):
+            raise ArgumentError(
+                f"replicas[{rank}] is {kind_of(replica)}, expected a module or a list of parameters"
+            )
+        params = list(replica)
+        for i, param in enumerate(params):
+            if not isinstance(param, Tensor):
+                raise ArgumentError(
+                    f"replicas[{rank}][{i}] is {kind_of(param)}, expected a parameter"
+                )
+        checked.append(params)
+    return checked
 
 
 def check_caps(**caps: Any) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,6 @@ class Launched:
         is_whole: All tensors are gradients.
         flags: Between processes: ``used``, reduced over the ranks.
         work: The reduction; None if there is nothing to reduce.
-        versions: Version counters of ``lists`` at launch; empty if `wait` launched the bucket.
     """
 
     lists: list[list[Tensor]]
@@ -72,7 +71,6 @@ class Launched:
     is_whole: bool = True
     flags: Tensor | None = None
     work: Work | None = None
-    versions: Sequence[Sequence[int]] = ()
 
     def tensors(self) -> list[list[Tensor]]:
         """Return the tensors to reduce, without the graph of ``create_graph=True``."""
@@ -97,8 +95,8 @@ class Launched:
 def measure(
     native: Any,
     buckets: Sequence[Sequence[int]],
-    items: Sequence[tuple[int, int]],
-    launched: Mapping[int, Launched],
+    nbytes: Sequence[int],
+    works: Sequence[Work | None],
     began_ns: int,
 ) -> StepStats:
     """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
@@ -111,10 +109,10 @@ def measure(
     rows = []
     times = zip(native.ready_ns(), native.launched_ns(), strict=True)
     for bucket, (ready_ns, launched_ns) in enumerate(times):
-        work = launched[bucket].work
+        work = works[bucket]
         row = BucketStats(
             params=tuple(buckets[bucket]),
-            nbytes=sum(items[i][0] for i in buckets[bucket]),
+            nbytes=nbytes[bucket],
             ready_s=since(ready_ns),
             launched_s=since(launched_ns if work else 0),
             done_s=since(work.finished_ns() if work else 0),

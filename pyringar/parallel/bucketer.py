@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
@@ -18,10 +18,9 @@ from pyringar.comm.shown import never_fails
 from pyringar.engine import load
 from pyringar.errors import RingarError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
+from pyringar.parallel.bucket_ranks import LocalRanks, ProcessRanks
 from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
-from pyringar.parallel.local_buckets import LocalBuckets
 from pyringar.parallel.own_memory import give_own_memory
-from pyringar.parallel.process_buckets import ProcessBuckets
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
@@ -32,8 +31,8 @@ class GradientBucketer:
     """Reduces the gradients of replicas over all ranks, bucket by bucket.
 
     A hook on every parameter counts gradients. When all ranks have all gradients of a bucket, the
-    bucket is launched: it is reduced in the background, in place. Buckets follow the order of
-    rank 0's gradients in the first step, and the reverse order of the parameters before.
+    bucket is launched: it is reduced in the background, in place. Buckets follow the reverse order
+    of the parameters in the first step, and then the order of rank 0's gradients in that step.
 
     Args:
         replicas: One module or list of parameters per rank, with equal shapes and dtypes.
@@ -69,14 +68,10 @@ class GradientBucketer:
     for ``op="mean"``. Until then, for ``op="sum"``, only rank 0's ``grad`` contains S.
 
     **Rules.** Put all backward passes of a step but the last into `no_sync`, or pass
-    ``overlap=False``; then call `wait` once. Do not change a gradient in between. A change after
-    the launch makes `wait` raise; of views of one buffer, only a replaced ``grad`` is noticed.
-    ``overlap=False`` is also needed if one backward gives a parameter gradients from several
-    passes, such as a shared parameter under a reentrant checkpoint.
-
-    **Memory.** If backward leaves a gradient in memory that other tensors use, as it may for
-    ``param.view(...)``, the hook puts a copy into ``param.grad``. A gradient stays where it is if
-    it is a view of your buffer, or was in ``param.grad`` when the bucketer was made.
+    ``overlap=False``; then call `wait` once. Do not change a gradient in between: `wait` raises if
+    a gradient was changed after its launch, but of views of one buffer it notices only a replaced
+    ``grad``. The hook moves a gradient into memory of its own if other tensors use the memory. A
+    gradient that is a view of your buffer stays there.
 
     **Errors.** An exception or signal in `wait`, or in a backward pass with overlap, closes the
     bucketer: launched reductions end first, so nothing writes to gradients afterwards. Every later
@@ -90,9 +85,7 @@ class GradientBucketer:
     order, the last one in `wait`, so no rank ends a step that fails on another rank.
 
     **Cost.** A hook of about four microseconds per parameter and rank, and two more on ranks above
-    0 for ``op="sum"``; one collective per bucket. With ``torch.compile`` hooks run at the end of
-    backward, without overlap. ``backward(create_graph=True)`` reduces values, and keeps the rank's
-    own graph.
+    0 for ``op="sum"``; one collective per bucket. With ``torch.compile`` there is no overlap.
 
     Source: Li et al. 2020, "PyTorch Distributed": buckets, and the cap of the first.
     """
@@ -109,32 +102,38 @@ class GradientBucketer:
         params = HookedParams(check_replicas(replicas))
         by_rank = params.by_rank
         self._cap_bytes = check_caps(bucket_cap_mb=bucket_cap_mb)["bucket_cap_mb"]
-        ranks: LocalBuckets | ProcessBuckets
+        self._owned: Communicator | None = None
+        if comm is None:
+            devices = [mine[0].device if mine else "cpu" for mine in by_rank]
+            comm = self._owned = Communicator(devices, order="rank")
+        ranks: LocalRanks | ProcessRanks
         if isinstance(comm, RankCommunicator):
-            ranks = ProcessBuckets(by_rank, comm, op, self._cap_bytes)
+            ranks, is_on_gpu = ProcessRanks(by_rank, comm, op, self._cap_bytes), False
         else:
-            ranks = LocalBuckets(by_rank, comm, op)
+            ranks = LocalRanks(by_rank, comm, op)
+            is_on_gpu = any(device.type != "cpu" for device in comm.devices)
+        self.overlap = ranks.are_remote or is_on_gpu if overlap is None else bool(overlap)
         self._params, self._ranks = params, ranks
-        self.overlap = ranks.is_overlapped if overlap is None else bool(overlap)
-        self._process = os.getpid()
         self._closed = ""  # the reason
         self._is_waiting = False
-        self._launched: dict[int, Launched] = {}
         self._stats = StepStats()
+        self._launched: dict[int, Launched] = {}
+        self._versions: list[tuple[int, int, Tensor, int]] = []  # of gradients at launch
         self._items = params.items()
+        self._order = list(reversed(range(len(self._items))))  # usually the order of gradients
         self._is_planned = False
         self._ready: Any = None  # the GPU events of gradients
-        self._plan(self._last_to_first())
+        self._plan()
         # Rank 0 keeps the sum of the last step, the other ranks add to zero.
         first_summed = int(ranks.first_rank == 0) if ranks.op == "sum" else len(by_rank)
         # Hooks must not keep the bucketer alive.
-        launch = weakref.WeakMethod(self._launch_in_backward) if self.overlap else None
+        launch = weakref.WeakMethod(self._launch) if self.overlap else None
         self._native = load.engine().Bucketer(
             world_size=len(by_rank),
             num_params=len(self._items),
             first_rank=ranks.first_rank,
             first_summed=first_summed,
-            in_order=ranks.in_order,
+            in_order=ranks.are_remote,
             on_complete=launch,
             on_failed=weakref.WeakMethod(self._end),
             on_new=give_own_memory,
@@ -153,18 +152,16 @@ class GradientBucketer:
         On GPUs the current streams are ordered after the reductions, and the host does not wait.
 
         Raises:
-            RingarError: A backward pass or another `wait` still runs, or this is a forked child.
-                These errors do not close the bucketer. Or it is closed, or a gradient was changed
-                after its launch.
+            RingarError: A backward pass or another `wait` still runs; this does not close the
+                bucketer. Or it is closed, or a gradient was changed after its launch.
             ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: See
                 ``all_reduce_coalesced`` of the communicator. Also parameters that were replaced.
         """
         self._check_open()
-        if self._native.is_running():
-            raise RingarError("a backward pass still runs: call wait() after all passes have ended")
-        if self._is_waiting:
+        if self._is_waiting or self._native.is_running():
             raise RingarError(
-                "wait() runs already: a signal handler, a callback or another thread called it too"
+                "wait() runs already, or a backward pass still runs: call wait() once, after all "
+                "backward passes have ended"
             )
         began_ns = time.perf_counter_ns()
         try:
@@ -200,14 +197,16 @@ class GradientBucketer:
 
     @never_fails
     def __repr__(self) -> str:
-        count = len(self._buckets)
         state = "backward has begun" if self._native.begin_ns() else "waits for backward"
         if self._closed:
             state = "closed"
         elif self._launched:
-            state = f"{len(self._launched)} of {count} buckets launched"
-        plural = "" if count == 1 else "s"
-        return f"GradientBucketer({self._ranks}, {count} bucket{plural}, {state})"
+            state = f"{len(self._launched)} of {len(self._buckets)} buckets launched"
+        world_size, count = len(self._params.by_rank), len(self._buckets)
+        return (
+            f"GradientBucketer({world_size} replica{'s' * (world_size > 1)} with "
+            f"{len(self._items)} parameters, {count} bucket{'s' * (count > 1)}, {state})"
+        )
 
     def __enter__(self) -> GradientBucketer:
         return self
@@ -221,23 +220,20 @@ class GradientBucketer:
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def _last_to_first(self) -> Iterable[int]:
-        return reversed(range(len(self._items)))  # usually the order of gradients
-
-    def _plan(self, order: Iterable[int]) -> None:
+    def _plan(self) -> None:
         self._buckets: list[list[int]] = load.engine().plan_buckets(
             self._items,
-            list(order),
+            self._order,
             first_cap_bytes=min(_FIRST_CAP_BYTES, self._cap_bytes),
             cap_bytes=self._cap_bytes,
         )
-        inside = getattr(self._ranks.comm, "_intra", self._ranks.comm)  # inside this machine
-        make_ready = getattr(getattr(inside, "_group", None), "make_ready", None)
-        if self.overlap and make_ready is not None:
-            self._ready = make_ready([len(bucket) for bucket in self._buckets])
+        comm = self._ranks.comm
+        group: Any = getattr(getattr(comm, "_intra", comm), "_group", None)  # in this machine
+        if self.overlap and hasattr(group, "make_ready"):
+            self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
 
     def _is_used(self, rank: int, i: int) -> bool:
-        """Return whether a pass has added to a gradient since its last reduction."""
+        """Return whether a backward pass has added to a gradient since its last reduction."""
         if self._params.by_rank[rank][i].grad is not None:
             return bool(self._native.has_part(rank, i))
         if self._native.is_counted(rank, i):
@@ -250,7 +246,7 @@ class GradientBucketer:
         packed = Launched([[] for _ in by_rank])
         for i in self._buckets[bucket]:
             used = [self._is_used(rank, i) for rank in range(len(by_rank))]
-            if not (any(used) or self._ranks.in_order):
+            if not (any(used) or self._ranks.are_remote):
                 continue
             packed.params.append(i)
             packed.used.append(any(used))
@@ -264,60 +260,55 @@ class GradientBucketer:
                 packed.lists[rank].append(grad)
         return packed
 
-    def _launch_in_backward(self, bucket: int) -> None:
-        try:
-            self._launch(bucket, in_backward=True)
-        except BaseException as error:
-            self._end(f"a backward pass failed ({error!r})")
-            raise
-
-    def _launch(self, bucket: int, *, in_backward: bool) -> None:
+    def _launch(self, bucket: int, *, in_backward: bool = True) -> None:
         launched = self._pack(bucket)
         self._native.set_launched(bucket)
         self._launched[bucket] = launched
         has_events = in_backward and self._ready is not None
         launched.work = self._ranks.launch(launched, (self._ready, bucket) if has_events else None)
         if in_backward:
-            launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
+            for rank, grads in enumerate(launched.lists):
+                for i, grad in zip(launched.params, grads, strict=True):
+                    self._versions.append((rank, i, grad, grad._version))
         if self._closed:  # by another thread, meanwhile
             self._ranks.abort()
 
     def _wait(self, began_ns: int) -> None:
-        native, by_rank = self._native, self._params.by_rank
+        native, launched = self._native, self._launched
         self._params.check_same()
-        for launched in self._launched.values():
-            self._check_unchanged(launched)
+        self._check_unchanged()
         for bucket in range(len(self._buckets)):
-            if bucket not in self._launched:
+            if bucket not in launched:
                 self._launch(bucket, in_backward=False)
-        for launched in self._launched.values():
-            if launched.work is not None:
-                launched.work.wait()
+        works = [launched[bucket].work for bucket in range(len(self._buckets))]
+        for work in works:
+            if work is not None:
+                work.wait()
         self._check_open()  # a signal handler may have closed it
-        reduced = [i for launched in self._launched.values() for i in launched.finish(by_rank)]
+        by_rank = self._params.by_rank
+        reduced = [i for bucket in launched.values() for i in bucket.finish(by_rank)]
         if native.begin_ns():
-            self._stats = measure(native, self._buckets, self._items, self._launched, began_ns)
-        self._launched = {}
+            nbytes = [sum(self._items[i][0] for i in bucket) for bucket in self._buckets]
+            self._stats = measure(native, self._buckets, nbytes, works, began_ns)
         if reduced and not self._is_planned:
-            order = list(dict.fromkeys([*native.order(), *self._last_to_first()]))
-            self._plan(self._ranks.agree_on_order(order))
+            order = list(dict.fromkeys([*native.order(), *self._order]))
+            self._order = self._ranks.agree_on_order(order)
+            self._plan()
             self._is_planned = True
+        self._launched, self._versions = {}, []
         native.start_step(self._buckets, reduced, self._ready)
 
-    def _check_unchanged(self, launched: Launched) -> None:
+    def _check_unchanged(self) -> None:
         """Raise if a gradient was changed or replaced since its launch.
 
         Views of one storage share a version counter, which backward advances when it adds to one
         of them. So the counter of a view is ignored.
         """
-        for rank, versions in enumerate(launched.versions):
-            for i, grad, version in zip(
-                launched.params, launched.lists[rank], versions, strict=True
-            ):
-                is_view = grad.untyped_storage().nbytes() != grad.nbytes
-                is_same = self._params.by_rank[rank][i].grad is grad
-                if not is_same or (grad._version != version and not is_view):
-                    raise self._changed(rank, i)
+        for rank, i, grad, version in self._versions:
+            is_view = grad.untyped_storage().nbytes() != grad.nbytes
+            is_same = self._params.by_rank[rank][i].grad is grad
+            if not is_same or (grad._version != version and not is_view):
+                raise self._changed(rank, i)
 
     def _changed(self, rank: int, i: int) -> RingarError:
         return RingarError(
@@ -330,8 +321,6 @@ class GradientBucketer:
     # -- the end -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._process != os.getpid():
-            self._closed = "it was made before fork(), and reduces in the parent process"
         if self._closed:
             raise RingarError(
                 f"this GradientBucketer is closed: {self._closed}. Clear the gradients and make a "
@@ -347,11 +336,12 @@ class GradientBucketer:
             self._closed = self._closed or reason
             self._native.is_closed = True
             self._params.remove_hooks()
-            if is_failure and self._process == os.getpid():
+            if is_failure:
                 empty_backward_at_exit()
                 self._ranks.abort()
             self._launched = {}
-            self._ranks.close()
+            if self._owned is not None:
+                self._owned.close()
         except (KeyboardInterrupt, SystemExit):  # reductions may still run
             self._end(reason, is_failure=is_failure)
             raise
