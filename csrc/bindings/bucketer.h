@@ -102,6 +102,7 @@ struct Hook {
   BucketerPtr bucketer;
   std::size_t rank;
   std::size_t index;
+  void (*function)(Hook&, py::handle);
   py::object ref;  // zero_sum: the parameter. count: a weak reference to its last gradient, or None
 };
 
@@ -118,10 +119,8 @@ inline void launch_complete(BoundBucketer& bucketer, std::size_t bucket) {
   if (!bucketer.in_order) return call_if_alive(bucketer.on_complete, bucket);
   if (bucketer.is_launching) return;  // another thread, which goes on with this bucket
   bucketer.is_launching = true;
-  while (!bucketer.is_closed) {
-    const auto next = bucketer.step.take_next();
-    if (!next) break;
-    call_if_alive(bucketer.on_complete, *next);
+  while (!bucketer.is_closed && bucketer.step.is_next_complete()) {
+    call_if_alive(bucketer.on_complete, bucketer.step.next++);
   }
   bucketer.is_launching = false;
 }
@@ -154,7 +153,9 @@ inline void count(Hook& hook, py::handle param) {
     bucketer.on_new(param);
     hook.ref = weak_grad(param);
   }
-  if (!bucketer.is_counting) return step.note_part(hook.rank, hook.index);
+  Held& held = step.at(hook.rank, hook.index);
+  if (held != Held::kCounted) held = Held::kPart;
+  if (!bucketer.is_counting) return;
   const bool is_new = step.count(hook.rank, hook.index);
   if (const ReadyHook* ready = bucketer.ready_hook) {
     const int rank = static_cast<int>(hook.rank);
@@ -164,11 +165,10 @@ inline void count(Hook& hook, py::handle param) {
 }
 
 // A C function: the calls of a py::cpp_function cost a microsecond more per gradient.
-template <void (*kFunction)(Hook&, py::handle)>
-PyObject* call_hook(PyObject* capsule, PyObject* tensor) {
+inline PyObject* call_hook(PyObject* capsule, PyObject* tensor) {
   try {
     auto* hook = static_cast<Hook*>(PyCapsule_GetPointer(capsule, nullptr));
-    if (!hook->bucketer->is_closed) kFunction(*hook, tensor);
+    if (!hook->bucketer->is_closed) hook->function(*hook, tensor);
     Py_RETURN_NONE;
   } catch (py::error_already_set& error) {
     error.restore();
@@ -180,13 +180,11 @@ PyObject* call_hook(PyObject* capsule, PyObject* tensor) {
 
 inline py::object make_hook(const BucketerPtr& bucketer, std::size_t rank, std::size_t index,
                             const py::object& param, bool is_before) {
-  static PyMethodDef before = {"before_gradient", &call_hook<&zero_sum>, METH_O, nullptr};
-  static PyMethodDef after = {"gradient_ready", &call_hook<&count>, METH_O, nullptr};
-  const py::object ref = is_before ? param : weak_grad(param);
-  const py::capsule capsule(new Hook{bucketer, rank, index, ref},
-                            [](void* hook) { delete static_cast<Hook*>(hook); });
-  return py::reinterpret_steal<py::object>(
-      PyCFunction_New(is_before ? &before : &after, capsule.ptr()));
+  static PyMethodDef method = {"gradient_hook", &call_hook, METH_O, nullptr};
+  auto* hook = is_before ? new Hook{bucketer, rank, index, &zero_sum, param}
+                         : new Hook{bucketer, rank, index, &count, weak_grad(param)};
+  const py::capsule capsule(hook, [](void* hook) { delete static_cast<Hook*>(hook); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
 }
 
 // -- the Python class -----------------------------------------------------------------------------

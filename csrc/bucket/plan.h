@@ -16,7 +16,7 @@
 
 namespace pyringar {
 
-using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: dtype and devices
+using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: a dtype
 using Bucket = std::vector<std::size_t>;
 
 inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,

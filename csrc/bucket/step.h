@@ -10,7 +10,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "bucket/plan.h"
@@ -42,8 +41,8 @@ struct Step {
   // reduced: the parameters that the last step has reduced.
   void start(const std::vector<Bucket>& plan, const std::vector<std::size_t>& reduced) {
     for (std::size_t rank = 0; rank < world_size; ++rank) {
-      for (const std::size_t i : reduced)
-        at(rank, i) = rank < first_summed ? Held::kKept : Held::kSum;
+      const Held after = rank < first_summed ? Held::kKept : Held::kSum;
+      for (const std::size_t param : reduced) at(rank, param) = after;
     }
     missing.assign(plan.size(), 0);
     for (std::size_t bucket = 0; bucket < plan.size(); ++bucket) {
@@ -57,10 +56,6 @@ struct Step {
     next = 0;
   }
 
-  void note_part(std::size_t rank, std::size_t param) {
-    if (at(rank, param) != Held::kCounted) at(rank, param) = Held::kPart;
-  }
-
   // Returns whether the gradient is new in this step.
   bool count(std::size_t rank, std::size_t param) {
     if (at(rank, param) == Held::kCounted) return false;
@@ -72,12 +67,9 @@ struct Step {
     return true;
   }
 
-  // Returns the next bucket of the plan if it is complete. wait() launches the last bucket after
-  // all checks, so no rank ends a step that fails on another rank.
-  std::optional<std::size_t> take_next() {
-    if (next + 1 >= missing.size() || missing[next] > 0) return std::nullopt;
-    return next++;
-  }
+  // Whether the next bucket of the plan can be launched during backward. wait() launches the last
+  // bucket after all checks, so no rank ends a step that fails on another rank.
+  bool is_next_complete() const { return next + 1 < missing.size() && missing[next] == 0; }
 
   static std::int64_t now_ns() {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);

@@ -79,13 +79,10 @@ class HookedParams:
                     )
 
     def items(self) -> list[tuple[int, int]]:
-        """Return bytes and kind of each parameter: the dtype and the devices of all ranks."""
-        kinds: dict[Any, int] = {}
-        items = []
-        for column in zip(*self.by_rank, strict=True):
-            key = (column[0].dtype, tuple(param.device for param in column))
-            items.append((column[0].nbytes, kinds.setdefault(key, len(kinds))))
-        return items
+        """Return bytes and kind of each parameter. A bucket holds one kind: one dtype."""
+        params = self.by_rank[0]
+        dtypes = list({param.dtype: None for param in params})
+        return [(param.nbytes, dtypes.index(param.dtype)) for param in params]
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
         """Give every parameter the hooks of the engine's bucketer.

@@ -59,8 +59,8 @@ class Launched:
     Attributes:
         lists: The tensors to reduce, by rank of this process.
         params: Indices of their parameters.
-        used: For each parameter, whether a rank of this process has added to its gradient.
-        is_whole: All tensors are gradients.
+        used: For each of ``params``, whether a rank of this process has added to its gradient.
+        copies: Tensors that are no gradients: index in ``params``, parameter, tensor.
         flags: Between processes: ``used``, reduced over the ranks.
         work: The reduction; None if there is nothing to reduce.
     """
@@ -68,28 +68,23 @@ class Launched:
     lists: list[list[Tensor]]
     params: list[int] = field(default_factory=list)
     used: list[bool] = field(default_factory=list)
-    is_whole: bool = True
+    copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     flags: Tensor | None = None
     work: Work | None = None
 
-    def tensors(self) -> list[list[Tensor]]:
-        """Return the tensors to reduce, without the graph of ``create_graph=True``."""
-        return [[g.detach() if g.requires_grad else g for g in grads] for grads in self.lists]
-
-    def finish(self, by_rank: Sequence[Sequence[Tensor]]) -> list[int]:
-        """Put results that are in other tensors into ``grad``; return the reduced parameters."""
-        if self.is_whole:
+    def finish(self) -> list[int]:
+        """Write results that are in copies to ``grad``; return the reduced parameters."""
+        if not self.copies:
             return self.params  # reading flags would wait for a GPU
         flags = self.used if self.flags is None else self.flags.tolist()
-        reduced = [at for at, flag in enumerate(flags) if flag > 0]
-        for params, grads in zip(by_rank, self.lists, strict=True):
-            for at in reduced:
-                param = params[self.params[at]]
-                if param.grad is None:
-                    param.grad = grads[at]
-                elif param.grad is not grads[at]:
-                    param.grad.detach().copy_(grads[at])
-        return [self.params[at] for at in reduced]
+        for at, param, copy in self.copies:
+            if not flags[at] > 0:
+                continue
+            if param.grad is None:
+                param.grad = copy
+            else:
+                param.grad.detach().copy_(copy)
+        return [i for i, flag in zip(self.params, flags, strict=True) if flag > 0]
 
 
 def measure(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.comm.arguments import op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
@@ -18,7 +19,7 @@ from pyringar.comm.shown import never_fails
 from pyringar.engine import load
 from pyringar.errors import RingarError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
-from pyringar.parallel.bucket_ranks import LocalRanks, ProcessRanks
+from pyringar.parallel.bucket_ranks import Comm, abort, agree_on_order, check_ranks, launch
 from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
 from pyringar.parallel.own_memory import give_own_memory
 
@@ -77,8 +78,8 @@ class GradientBucketer:
     bucketer: launched reductions end first, so nothing writes to gradients afterwards. Every later
     use raises `RingarError` with the reason. Clear the gradients, and make a new bucketer. Over
     processes the communicator is aborted, and the other ranks get a `PeerLostError`. A backward
-    pass that fails without overlap, under `no_sync`, under compiled autograd or before its first
-    gradient is not noticed: the next `wait` reduces what is in ``grad``, so clear the gradients.
+    pass that fails without overlap, or before its first gradient, is not noticed: clear the
+    gradients.
 
     **Processes.** Every rank calls `wait` once a step, also a rank without samples. Gradients have
     the bits that one process with all replicas would compute. All ranks launch buckets in the same
@@ -94,52 +95,50 @@ class GradientBucketer:
         self,
         replicas: Sequence[Replica],
         *,
-        comm: Communicator | RankCommunicator | None = None,
+        comm: Comm | None = None,
         bucket_cap_mb: float = 10,
         op: Any = "sum",
         overlap: bool | None = None,
     ) -> None:
-        params = HookedParams(check_replicas(replicas))
-        by_rank = params.by_rank
+        self._params = HookedParams(check_replicas(replicas))
+        self._by_rank = by_rank = self._params.by_rank
         self._cap_bytes = check_caps(bucket_cap_mb=bucket_cap_mb)["bucket_cap_mb"]
+        self._op = op_name(op)
         self._owned: Communicator | None = None
         if comm is None:
-            devices = [mine[0].device if mine else "cpu" for mine in by_rank]
+            devices = [params[0].device if params else "cpu" for params in by_rank]
             comm = self._owned = Communicator(devices, order="rank")
-        ranks: LocalRanks | ProcessRanks
-        if isinstance(comm, RankCommunicator):
-            ranks, is_on_gpu = ProcessRanks(by_rank, comm, op, self._cap_bytes), False
-        else:
-            ranks = LocalRanks(by_rank, comm, op)
-            is_on_gpu = any(device.type != "cpu" for device in comm.devices)
-        self.overlap = ranks.are_remote or is_on_gpu if overlap is None else bool(overlap)
-        self._params, self._ranks = params, ranks
+        check_ranks(comm, self._op, by_rank, self._cap_bytes)
+        self._comm = comm
+        self._is_remote = isinstance(comm, RankCommunicator)
+        self._first_rank = comm.rank if isinstance(comm, RankCommunicator) else 0
+        has_gpus = any(param.device.type != "cpu" for params in by_rank for param in params)
+        self.overlap = self._is_remote or has_gpus if overlap is None else bool(overlap)
         self._closed = ""  # the reason
         self._is_waiting = False
         self._stats = StepStats()
         self._launched: dict[int, Launched] = {}
         self._versions: list[tuple[int, int, Tensor, int]] = []  # of gradients at launch
-        self._items = params.items()
+        self._items = self._params.items()
         self._order = list(reversed(range(len(self._items))))  # usually the order of gradients
         self._is_planned = False
         self._ready: Any = None  # the GPU events of gradients
         self._plan()
         # Rank 0 keeps the sum of the last step, the other ranks add to zero.
-        first_summed = int(ranks.first_rank == 0) if ranks.op == "sum" else len(by_rank)
+        first_summed = int(self._first_rank == 0) if self._op == "sum" else len(by_rank)
         # Hooks must not keep the bucketer alive.
-        launch = weakref.WeakMethod(self._launch) if self.overlap else None
         self._native = load.engine().Bucketer(
             world_size=len(by_rank),
             num_params=len(self._items),
-            first_rank=ranks.first_rank,
+            first_rank=self._first_rank,
             first_summed=first_summed,
-            in_order=ranks.are_remote,
-            on_complete=launch,
+            in_order=self._is_remote,
+            on_complete=weakref.WeakMethod(self._launch) if self.overlap else None,
             on_failed=weakref.WeakMethod(self._end),
             on_new=give_own_memory,
         )
         self._native.start_step(self._buckets, [], self._ready)
-        params.add_hooks(self._native, first_summed)
+        self._params.add_hooks(self._native, first_summed)
 
     @property
     def buckets(self) -> list[list[int]]:
@@ -163,10 +162,9 @@ class GradientBucketer:
                 "wait() runs already, or a backward pass still runs: call wait() once, after all "
                 "backward passes have ended"
             )
-        began_ns = time.perf_counter_ns()
         try:
             self._is_waiting = True
-            self._wait(began_ns)
+            self._wait()
             self._is_waiting = False
         except BaseException as error:
             self._end(f"wait() failed ({error!r})")
@@ -202,7 +200,7 @@ class GradientBucketer:
             state = "closed"
         elif self._launched:
             state = f"{len(self._launched)} of {len(self._buckets)} buckets launched"
-        world_size, count = len(self._params.by_rank), len(self._buckets)
+        world_size, count = len(self._by_rank), len(self._buckets)
         return (
             f"GradientBucketer({world_size} replica{'s' * (world_size > 1)} with "
             f"{len(self._items)} parameters, {count} bucket{'s' * (count > 1)}, {state})"
@@ -227,14 +225,14 @@ class GradientBucketer:
             first_cap_bytes=min(_FIRST_CAP_BYTES, self._cap_bytes),
             cap_bytes=self._cap_bytes,
         )
-        comm = self._ranks.comm
-        group: Any = getattr(getattr(comm, "_intra", comm), "_group", None)  # in this machine
+        inside = getattr(self._comm, "_intra", self._comm)  # of several machines: this one
+        group: Any = getattr(inside, "_group", None)
         if self.overlap and hasattr(group, "make_ready"):
             self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
 
     def _is_used(self, rank: int, i: int) -> bool:
         """Return whether a backward pass has added to a gradient since its last reduction."""
-        if self._params.by_rank[rank][i].grad is not None:
+        if self._by_rank[rank][i].grad is not None:
             return bool(self._native.has_part(rank, i))
         if self._native.is_counted(rank, i):
             raise self._changed(rank, i)
@@ -242,21 +240,21 @@ class GradientBucketer:
 
     def _pack(self, bucket: int) -> Launched:
         """Collect the gradients of a bucket, with copies or zeros for the unused ones."""
-        by_rank = self._params.by_rank
+        by_rank = self._by_rank
         packed = Launched([[] for _ in by_rank])
         for i in self._buckets[bucket]:
             used = [self._is_used(rank, i) for rank in range(len(by_rank))]
-            if not (any(used) or self._ranks.are_remote):
+            if not (any(used) or self._is_remote):
                 continue
             packed.params.append(i)
             packed.used.append(any(used))
-            packed.is_whole = packed.is_whole and all(used)
             for rank, params in enumerate(by_rank):
                 grad = params[i].grad
-                if grad is None or (not used[rank] and self._native.has_sum(rank, i)):
-                    grad = torch.zeros_like(params[i] if grad is None else grad)
-                elif not used[rank]:
-                    grad = grad.detach().clone()
+                if grad is None or not used[rank]:
+                    is_zero = grad is None or self._native.has_sum(rank, i)
+                    like = params[i] if grad is None else grad.detach()
+                    grad = torch.zeros_like(like) if is_zero else like.clone()
+                    packed.copies.append((len(packed.params) - 1, params[i], grad))
                 packed.lists[rank].append(grad)
         return packed
 
@@ -264,16 +262,17 @@ class GradientBucketer:
         launched = self._pack(bucket)
         self._native.set_launched(bucket)
         self._launched[bucket] = launched
-        has_events = in_backward and self._ready is not None
-        launched.work = self._ranks.launch(launched, (self._ready, bucket) if has_events else None)
+        ready = self._ready if in_backward else None
+        launched.work = launch(self._comm, self._op, launched, ready, bucket)
         if in_backward:
             for rank, grads in enumerate(launched.lists):
                 for i, grad in zip(launched.params, grads, strict=True):
                     self._versions.append((rank, i, grad, grad._version))
         if self._closed:  # by another thread, meanwhile
-            self._ranks.abort()
+            abort(self._comm)
 
-    def _wait(self, began_ns: int) -> None:
+    def _wait(self) -> None:
+        began_ns = time.perf_counter_ns()
         native, launched = self._native, self._launched
         self._params.check_same()
         self._check_unchanged()
@@ -285,14 +284,13 @@ class GradientBucketer:
             if work is not None:
                 work.wait()
         self._check_open()  # a signal handler may have closed it
-        by_rank = self._params.by_rank
-        reduced = [i for bucket in launched.values() for i in bucket.finish(by_rank)]
+        reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
             nbytes = [sum(self._items[i][0] for i in bucket) for bucket in self._buckets]
             self._stats = measure(native, self._buckets, nbytes, works, began_ns)
         if reduced and not self._is_planned:
             order = list(dict.fromkeys([*native.order(), *self._order]))
-            self._order = self._ranks.agree_on_order(order)
+            self._order = agree_on_order(self._comm, order, self._by_rank[0][0].device)
             self._plan()
             self._is_planned = True
         self._launched, self._versions = {}, []
@@ -306,13 +304,13 @@ class GradientBucketer:
         """
         for rank, i, grad, version in self._versions:
             is_view = grad.untyped_storage().nbytes() != grad.nbytes
-            is_same = self._params.by_rank[rank][i].grad is grad
+            is_same = self._by_rank[rank][i].grad is grad
             if not is_same or (grad._version != version and not is_view):
                 raise self._changed(rank, i)
 
     def _changed(self, rank: int, i: int) -> RingarError:
         return RingarError(
-            f"the gradient of parameter {i} of rank {self._ranks.first_rank + rank} was changed or "
+            f"the gradient of parameter {i} of rank {self._first_rank + rank} was changed or "
             "cleared after its backward pass and before it was reduced: call wait() before "
             "zero_grad, clipping, unscaling or an optimizer step, register hooks that change "
             "gradients before the bucketer is made, and let no hook set a gradient to None"
@@ -322,9 +320,10 @@ class GradientBucketer:
 
     def _check_open(self) -> None:
         if self._closed:
+            advice = ", with a new communicator, on all ranks" if self._is_remote else ""
             raise RingarError(
                 f"this GradientBucketer is closed: {self._closed}. Clear the gradients and make a "
-                f"new one{self._ranks.advice}"
+                f"new one{advice}"
             )
 
     def _end(self, reason: str, *, is_failure: bool = True) -> None:
@@ -338,8 +337,7 @@ class GradientBucketer:
             self._params.remove_hooks()
             if is_failure:
                 empty_backward_at_exit()
-                self._ranks.abort()
-            self._launched = {}
+                abort(self._comm)
             if self._owned is not None:
                 self._owned.close()
         except (KeyboardInterrupt, SystemExit):  # reductions may still run
