@@ -195,12 +195,9 @@ inline void bind_bucketer(py::module_& m) {
   const auto make = [](Index world_size, Index num_params, Index first_rank, Index first_summed,
                        bool in_order, const py::object& on_complete, const py::object& on_failed,
                        const py::object& on_new) {
-    return BucketerPtr(new BoundBucketer{{world_size, num_params, first_summed},
-                                         first_rank,
-                                         in_order,
-                                         on_complete,
-                                         on_failed,
-                                         on_new});
+    const Step step{world_size, num_params, first_summed};
+    return BucketerPtr(
+        new BoundBucketer{step, first_rank, in_order, on_complete, on_failed, on_new});
   };
   py::class_<BoundBucketer, BucketerPtr>(m, "Bucketer")
       .def(py::init(make), py::arg("world_size"), py::arg("num_params"), py::arg("first_rank"),

@@ -41,7 +41,7 @@ class GradientBucketer:
         comm: None: make one in rank order over the devices of the replicas, and close it with the
             bucketer. Over a `ProcessCommunicator`, ``replicas`` has the replica of this process.
         bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of the
-            gradients of one rank. Parameters are never split. The first bucket is full at 1 MB.
+            gradients of one rank, and the first bucket already at 1 MB. Parameters are never split.
         op: See `Communicator.all_reduce`. Over processes sum, mean or max.
         overlap: Launch buckets during backward, else in `wait`, with the same bits. None: True on
             GPUs and over processes. False for ranks on the CPU in one process, where overlap gains
@@ -51,8 +51,7 @@ class GradientBucketer:
         overlap: Whether buckets are launched during backward.
 
     Raises:
-        ArgumentError: Replicas that differ, also in other processes; caps that are no positive
-            numbers.
+        ArgumentError: Replicas differ, also between processes; or the cap is no positive number.
         UnsupportedError: Over processes, another ``op``.
 
     For example:
