@@ -51,14 +51,7 @@ def check_caps(**caps: Any) -> dict[str, int]:
 
 
 class HookedParams:
-    """The parameters of all replicas that require grad, and their hooks.
-
-    Attributes:
-        by_rank: Parameters of each rank.
-
-    Raises:
-        ArgumentError: Numbers, shapes or dtypes differ between ranks.
-    """
+    """The parameters of all replicas that require grad, and their hooks."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
@@ -85,10 +78,7 @@ class HookedParams:
         return [(param.nbytes, dtypes.index(param.dtype)) for param in params]
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
-        """Give every parameter the hooks of the engine's bucketer.
-
-        Ranks from ``first_summed`` on set the sums of earlier steps to zero.
-        """
+        """Count gradients; ranks from ``first_summed`` on set earlier sums to zero."""
         for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
                 tensor: Any = param  # torch's stubs have no types here

@@ -31,10 +31,7 @@ _PROCESS_OPS = ("sum", "mean", "max")  # these reductions of flags are > 0 if a 
 
 
 def check_ranks(comm: Comm, op: str, by_rank: Sequence[Sequence[Tensor]], cap_bytes: int) -> None:
-    """Raise unless the communicator fits the parameters, and all processes gave the same.
-
-    Cost: two small collectives over processes.
-    """
+    """Raise unless the communicator fits the parameters, and all processes gave the same."""
     num_replicas = len(by_rank)
     if isinstance(comm, Communicator):
         if comm.world_size != num_replicas:

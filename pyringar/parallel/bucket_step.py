@@ -54,23 +54,15 @@ class StepStats:
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """One bucket of one step.
+    """One bucket of one step."""
 
-    Attributes:
-        lists: The tensors to reduce, by rank of this process.
-        params: Indices of their parameters.
-        used: For each of ``params``, whether a rank of this process has added to its gradient.
-        copies: Tensors that are no gradients: index in ``params``, parameter, tensor.
-        flags: Between processes: ``used``, reduced over the ranks.
-        work: The reduction; None if there is nothing to reduce.
-    """
-
-    lists: list[list[Tensor]]
-    params: list[int] = field(default_factory=list)
-    used: list[bool] = field(default_factory=list)
+    lists: list[list[Tensor]]  # the tensors to reduce, by rank of this process
+    params: list[int] = field(default_factory=list)  # indices of their parameters
+    used: list[bool] = field(default_factory=list)  # has a rank of this process added to them?
+    # Tensors that are no gradients: index in `params`, parameter, tensor.
     copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    flags: Tensor | None = None
-    work: Work | None = None
+    flags: Tensor | None = None  # between processes: `used`, reduced over the ranks
+    work: Work | None = None  # None: nothing to reduce
 
     def finish(self) -> list[int]:
         """Write results that are in copies to ``grad``; return the reduced parameters."""

@@ -279,9 +279,8 @@ class GradientBucketer:
             if bucket not in launched:
                 self._launch(bucket, in_backward=False)
         works = [launched[bucket].work for bucket in range(len(self._buckets))]
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         self._check_open()  # a signal handler may have closed it
         reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
