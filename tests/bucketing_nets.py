@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyringar as pr
 
-EACH = {"bucket_cap_mb": 1e-6, "first_bucket_mb": 1e-6}  # one bucket per parameter
+EACH = {"bucket_cap_mb": 1e-6}  # one bucket per parameter
 EARLY = {**EACH, "overlap": True}  # launched during backward, also on the CPU
 
 

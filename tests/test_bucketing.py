@@ -105,7 +105,7 @@ def test_bucket_has_one_dtype():
 def test_bits_do_not_depend_on_buckets(net, world_size, cap, overlap):
     nets = [NETS[net]() for _ in range(world_size)]
     xs = inputs(world_size)
-    options = {"bucket_cap_mb": cap, "first_bucket_mb": cap / 2, "overlap": overlap}
+    options = {"bucket_cap_mb": cap, "overlap": overlap}
     with pr.GradientBucketer(nets, **options) as bucketer:
         for set_to_none in (True, False, False):
             assert_next_step_is_right(nets, xs, bucketer, set_to_none=set_to_none)
@@ -115,7 +115,7 @@ def test_bits_do_not_depend_on_buckets(net, world_size, cap, overlap):
 def test_order_of_backward_does_not_matter(order):
     nets, xs = replicas_of(make_net()), inputs()
     expected = summed(nets, xs)
-    options = {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-3, "overlap": True}
+    options = {"bucket_cap_mb": 1e-3, "overlap": True}
     with pr.GradientBucketer(nets, **options) as bucketer:
         for _ in range(5):
             clear(nets)
@@ -162,7 +162,7 @@ def test_cpu_lists_overlap_on_request(overlap, is_early):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stats_of_a_step(overlap):
     nets = replicas_of(make_net())
-    options = {"bucket_cap_mb": 2e-3, "first_bucket_mb": 1e-3, "overlap": overlap}
+    options = {"bucket_cap_mb": 2e-3, "overlap": overlap}
     with pr.GradientBucketer(nets, **options) as bucketer:
         assert bucketer.stats().buckets == ()
         backward_one_by_one(nets, inputs())
@@ -338,7 +338,6 @@ def test_failed_constructor_leaves_no_hook():
             r"parameter 0 of replicas\[1\] is \(2, 3\)",
         ),
         (lambda n: {"replicas": n, "bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive"),
-        (lambda n: {"replicas": n, "first_bucket_mb": "1"}, "first_bucket_mb is '1'"),
         (lambda n: {"replicas": n, "comm": pr.Communicator(["cpu"])}, "comm has 1 ranks for 3"),
     ],
 )

@@ -180,7 +180,7 @@ def test_sparse_gradients_close():
     losses = [table(torch.zeros(4, dtype=torch.long)).sum() for table in tables]
     with pytest.raises(pr.UnsupportedError, match="sparse"):
         torch.autograd.backward(losses)
-    assert_closed(bucketer, tables, "a backward pass failed.*sparse")
+    assert_closed(bucketer, tables, "a backward pass failed")
 
 
 def test_dropped_gradient_is_named():
@@ -188,7 +188,7 @@ def test_dropped_gradient_is_named():
     for param in nets[0].parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     bucketer = pr.GradientBucketer(nets, **EARLY)
-    with pytest.raises(pr.RingarError, match="of parameter 1 of rank 0 was cleared after"):
+    with pytest.raises(pr.RingarError, match="of parameter 1 of rank 0 was changed or cleared"):
         backward_one_by_one(nets, xs)
     assert bucketer._closed
 
@@ -380,7 +380,7 @@ def test_close_inside_backward():
         bucketer.wait()
 
 
-@pytest.mark.parametrize(("what", "has_error"), [("wait", True), ("close", False), ("pass", True)])
+@pytest.mark.parametrize(("what", "has_error"), [("close", False), ("pass", True)])
 def test_forked_child_gets_error(what, has_error):
     """In a program: torch refuses backward in a child once it has threads for it."""
     program = """
@@ -394,8 +394,7 @@ with pr.GradientBucketer(nets, **EARLY) as bucketer:
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        calls = {"wait": bucketer.wait, "close": bucketer.close}
-        calls.get(sys.argv[1], lambda: backward_one_by_one(nets, xs))()
+        bucketer.close() if sys.argv[1] == "close" else backward_one_by_one(nets, xs)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     bucketer.wait()

@@ -111,7 +111,7 @@ def test_bits_of_one_process(pools, name, world_size):
         {},
         EACH,
         {**EACH, "overlap": False},
-        {"bucket_cap_mb": 2e-3, "first_bucket_mb": 1e-3, "op": "mean"},
+        {"bucket_cap_mb": 2e-3, "op": "mean"},
         {**EACH, "op": "max"},
     ):
         nets = [NETS[name]() for _ in range(world_size)]

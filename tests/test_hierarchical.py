@@ -518,7 +518,7 @@ def backward(net: nn.Module, seed: int, rank: int) -> None:
 
 def bucketer_as_rank(rank, world_size, store):
     net, found = make_net(), []
-    options = {"bucket_cap_mb": 1e-3, "first_bucket_mb": 1e-4}
+    options = {"bucket_cap_mb": 1e-3}
     with (
         join(rank, world_size, store, piece_bytes=3000) as comm,
         pr.GradientBucketer([net], comm=comm, **options) as bucketer,

@@ -49,7 +49,7 @@ ORDER = {
     ],
     "ops": [],
     "parallel": [
-        *["bucket_step", "bucket_params", "local_buckets", "process_buckets", "own_memory"],
+        *["bucket_step", "bucket_params", "bucket_ranks", "own_memory"],
         *["bucketer", "shards", "replicate", "rank_threads", "batchnorm", "nested"],
         *["sharded_step", "replicated", "module"],
     ],

@@ -256,7 +256,7 @@ def test_buckets_are_added_in_the_order_of_the_communicator(order):
     terms = [
         [random(289, torch.float32, 9 * r + i, specials=False) for i in range(4)] for r in range(k)
     ]
-    caps = {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.001}
+    caps = {"bucket_cap_mb": 0.002}
     with (
         pr.Communicator(["cpu"] * k, order=order) as comm,
         pr.GradientBucketer(replicas, comm=comm, **caps) as buckets,

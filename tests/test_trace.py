@@ -304,7 +304,7 @@ def test_buckets_of_a_real_step():
     nets = [nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))]
     nets += [copy.deepcopy(nets[0])]
     trace = Trace()
-    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3, first_bucket_mb=1e-3) as bucketer:
+    with pr.GradientBucketer(nets, bucket_cap_mb=1e-3) as bucketer:
         for rank, net in enumerate(nets):
             with trace.span("forward", rank):
                 loss = net(torch.randn(4, 20)).square().sum()
@@ -325,7 +325,7 @@ def test_first_bucket_of_resnet_launches_early():
     nets = [resnet18(width=8, seed=0) for _ in range(2)]
     images = [torch.randn(16, 1, 28, 28) for _ in nets]
     shares = []
-    options = {"bucket_cap_mb": 0.1, "first_bucket_mb": 0.05, "overlap": True}
+    options = {"bucket_cap_mb": 0.05, "overlap": True}
     with pr.GradientBucketer(nets, **options) as bucketer:
         for _ in range(4):
             trace = Trace()

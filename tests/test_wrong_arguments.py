@@ -119,14 +119,11 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.GradientBucketer, "replicas", set(), lambda v: pr.GradientBucketer(v)),
     (pr.GradientBucketer, "comm", NOTHING, lambda v: pr.GradientBucketer([NET], comm=v)),
     (pr.GradientBucketer, "op", set(), lambda v: pr.GradientBucketer([NET], op=v)),
-    *(
-        (
-            pr.GradientBucketer,
-            cap,
-            NUMBER,
-            lambda v, cap=cap: pr.GradientBucketer([NET], **{cap: v}),
-        )
-        for cap in ("bucket_cap_mb", "first_bucket_mb")
+    (
+        pr.GradientBucketer,
+        "bucket_cap_mb",
+        NUMBER,
+        lambda v: pr.GradientBucketer([NET], bucket_cap_mb=v),
     ),
     (pr.ShardedStep, "replicas", set(), lambda v: pr.ShardedStep(v, 2)),
     (pr.ShardedStep, "num_shards", {"int"}, lambda v: pr.ShardedStep([NET], v)),

@@ -16,12 +16,12 @@
 
 namespace pyringar {
 
-using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: dtype and devices
-using Bucket = std::vector<int>;
+using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: a dtype
+using Bucket = std::vector<std::size_t>;
 
 inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
-                                        const std::vector<int>& order, std::size_t first_cap_bytes,
-                                        std::size_t cap_bytes) {
+                                        const std::vector<std::size_t>& order,
+                                        std::size_t first_cap_bytes, std::size_t cap_bytes) {
   struct Open {
     int kind;
     std::size_t bytes;
@@ -29,8 +29,8 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
   };
   std::vector<Bucket> closed;
   std::vector<Open> open;  // one per kind, in the order of their first parameters
-  for (const int index : order) {
-    const auto& [bytes, kind] = items.at(static_cast<std::size_t>(index));
+  for (const std::size_t index : order) {
+    const auto& [bytes, kind] = items.at(index);
     std::size_t at = 0;
     while (at < open.size() && open[at].kind != kind) ++at;
     if (at == open.size()) open.push_back({kind, 0, {}});

@@ -23,21 +23,23 @@ def check_replicas(replicas: Any) -> list[Replica]:
             f"replicas is {kind_of(replicas)}, expected a list with one module, or one list of "
             "parameters, per rank"
         )
-    return [_check_replica(f"replicas[{rank}]", replica) for rank, replica in enumerate(replicas)]
-
-
-def _check_replica(name: str, replica: Any) -> Replica:
-    if isinstance(replica, nn.Module):
-        return replica
-    if isinstance(replica, Tensor) or not isinstance(replica, Iterable):
-        raise ArgumentError(
-            f"{name} is {kind_of(replica)}, expected a module or a list of parameters"
-        )
-    params = list(replica)
-    for i, param in enumerate(params):
-        if not isinstance(param, Tensor):
-            raise ArgumentError(f"{name}[{i}] is {kind_of(param)}, expected a parameter")
-    return params
+    checked: list[Replica] = []
+    for rank, replica in enumerate(replicas):
+        if isinstance(replica, nn.Module):
+            checked.append(replica)
+            continue
+        if isinstance(replica, Tensor) or not isinstance(replica, Iterable):
+            raise ArgumentError(
+                f"replicas[{rank}] is {kind_of(replica)}, expected a module or a list of parameters"
+            )
+        params = list(replica)
+        for i, param in enumerate(params):
+            if not isinstance(param, Tensor):
+                raise ArgumentError(
+                    f"replicas[{rank}][{i}] is {kind_of(param)}, expected a parameter"
+                )
+        checked.append(params)
+    return checked
 
 
 def check_caps(**caps: Any) -> dict[str, int]:
@@ -49,45 +51,41 @@ def check_caps(**caps: Any) -> dict[str, int]:
 
 
 class HookedParams:
-    """The parameters of all replicas that require grad, and their hooks.
-
-    Attributes:
-        by_rank: Parameters of each rank.
-
-    Raises:
-        ArgumentError: Numbers, shapes or dtypes differ between ranks.
-    """
+    """The parameters of all replicas that require grad, and their hooks."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
         self._handles: list[Any] = []
         self.by_rank = [_params_of(replica) for replica in replicas]
+        first = self.by_rank[0]
         for rank, params in enumerate(self.by_rank):
-            _check_same_shapes(rank, params, self.by_rank[0])
+            if len(params) != len(first):
+                raise ArgumentError(
+                    f"replicas[{rank}] has {len(params)} parameters that require grad, "
+                    f"replicas[0] has {len(first)}"
+                )
+            for i, (param, other) in enumerate(zip(params, first, strict=True)):
+                if param.shape != other.shape or param.dtype != other.dtype:
+                    raise ArgumentError(
+                        f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} "
+                        f"{param.dtype}, of replicas[0] {tuple(other.shape)} {other.dtype}"
+                    )
 
     def items(self) -> list[tuple[int, int]]:
-        """Return bytes and kind of each parameter: the dtype and the devices of all ranks."""
-        kinds: dict[Any, int] = {}
-        items = []
-        for column in zip(*self.by_rank, strict=True):
-            key = (column[0].dtype, tuple(param.device for param in column))
-            kind = kinds.setdefault(key, len(kinds))
-            items.append((column[0].numel() * column[0].element_size(), kind))
-        return items
+        """Return bytes and kind of each parameter. A bucket holds one kind: one dtype."""
+        params = self.by_rank[0]
+        dtypes = list({param.dtype: None for param in params})
+        return [(param.nbytes, dtypes.index(param.dtype)) for param in params]
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
-        """Give every parameter the hooks of the engine's bucketer.
-
-        Ranks from ``first_summed`` on set the sums of earlier steps to zero.
-        """
+        """Count gradients; ranks from ``first_summed`` on set earlier sums to zero."""
         for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
                 tensor: Any = param  # torch's stubs have no types here
-                grad = param.grad if param.is_leaf else None
-                hook = native.make_hook(rank, i, grad, is_before=False)
+                hook = native.make_hook(rank, i, param, False)
                 self._handles.append(tensor.register_post_accumulate_grad_hook(hook))
                 if rank >= first_summed:
-                    hook = native.make_hook(rank, i, param, is_before=True)
+                    hook = native.make_hook(rank, i, param, True)
                     self._handles.append(tensor.register_hook(hook))
 
     def remove_hooks(self) -> None:
@@ -106,20 +104,6 @@ class HookedParams:
                         "bucketer was made (load_state_dict(assign=True) replaces parameters, and "
                         "requires_grad_() changes which are reduced); make a new GradientBucketer"
                     )
-
-
-def _check_same_shapes(rank: int, params: list[Tensor], first: list[Tensor]) -> None:
-    if len(params) != len(first):
-        raise ArgumentError(
-            f"replicas[{rank}] has {len(params)} parameters that require grad, replicas[0] has "
-            f"{len(first)}"
-        )
-    for i, (param, other) in enumerate(zip(params, first, strict=True)):
-        if param.shape != other.shape or param.dtype != other.dtype:
-            raise ArgumentError(
-                f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} {param.dtype}, of "
-                f"replicas[0] {tuple(other.shape)} {other.dtype}"
-            )
 
 
 def _params_of(replica: Replica) -> list[Tensor]:

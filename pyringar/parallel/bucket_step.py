@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from pyringar.comm.work import Work
 
-__all__ = ["PART", "SUM", "BucketStats", "Launched", "StepStats", "measure"]
-
-# What a gradient holds, from `held` of the engine's bucketer: see csrc/bindings/bucketer.h.
-PART, SUM = 1, 2
+__all__ = ["BucketStats", "Launched", "StepStats", "measure"]
 
 
 @dataclass(frozen=True)
@@ -57,57 +54,39 @@ class StepStats:
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """One bucket of one step.
+    """One bucket of one step."""
 
-    Attributes:
-        params: Indices of the parameters to reduce.
-        lists: Their gradients by rank of this process, or the tensors reduced in their place.
-        flags: Between processes: for each parameter 1 if this rank has a gradient, else 0.
-        is_whole: This rank has a gradient for every parameter.
-        work: The reduction; None if there is nothing to reduce.
-        versions: Version counters of ``lists`` at launch; None if `wait` launched the bucket.
-    """
+    lists: list[list[Tensor]]  # the tensors to reduce, by rank of this process
+    params: list[int] = field(default_factory=list)  # indices of their parameters
+    used: list[bool] = field(default_factory=list)  # has a rank of this process added to them?
+    # Tensors that are no gradients: index in `params`, parameter, tensor.
+    copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    flags: Tensor | None = None  # between processes: `used`, reduced over the ranks
+    work: Work | None = None  # None: nothing to reduce
 
-    params: list[int]
-    lists: list[list[Tensor]]
-    flags: Tensor | None = None
-    is_whole: bool = True
-    work: Work | None = None
-    versions: list[list[int]] | None = None
-
-    def tensors(self) -> list[list[Tensor]]:
-        """Return the tensors to reduce, without the graph of ``create_graph=True``."""
-        found = [[g.detach() if g.requires_grad else g for g in grads] for grads in self.lists]
-        if self.flags is not None:
-            found[0].append(self.flags)
-        return found
-
-    def find_changed(self, params: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:
-        """Return rank and parameter of a gradient that was changed or replaced since its launch.
-
-        Views of one storage share a version counter, which backward advances when it adds to one
-        of them. So the counter of a view is ignored.
-        """
-        for rank, versions in enumerate(self.versions or ()):
-            for i, grad, version in zip(self.params, self.lists[rank], versions, strict=True):
-                if params[rank][i].grad is not grad or (
-                    grad._version != version and grad.untyped_storage().nbytes() == grad.nbytes
-                ):
-                    return rank, i
-        return None
+    def finish(self) -> list[int]:
+        """Write results that are in copies to ``grad``; return the reduced parameters."""
+        if not self.copies:
+            return self.params  # reading flags would wait for a GPU
+        flags = self.used if self.flags is None else self.flags.tolist()
+        for at, param, copy in self.copies:
+            if not flags[at] > 0:
+                continue
+            if param.grad is None:
+                param.grad = copy
+            else:
+                param.grad.detach().copy_(copy)
+        return [i for i, flag in zip(self.params, flags, strict=True) if flag > 0]
 
 
 def measure(
     native: Any,
     buckets: Sequence[Sequence[int]],
-    launched: Mapping[int, Launched],
-    bytes_of: Sequence[int],
+    nbytes: Sequence[int],
+    works: Sequence[Work | None],
     began_ns: int,
 ) -> StepStats:
-    """Return the statistics of a step whose buckets are all reduced.
-
-    ``native`` has not ended the step. ``began_ns`` is when ``wait()`` was called.
-    """
+    """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
     ended_ns = time.perf_counter_ns()
     first_ns: int = native.begin_ns()
 
@@ -115,11 +94,12 @@ def measure(
         return (time_ns - first_ns) * 1e-9 if time_ns else None
 
     rows = []
-    for bucket, (ready_ns, launched_ns) in enumerate(native.times()):
-        work = launched[bucket].work
+    times = zip(native.ready_ns(), native.launched_ns(), strict=True)
+    for bucket, (ready_ns, launched_ns) in enumerate(times):
+        work = works[bucket]
         row = BucketStats(
             params=tuple(buckets[bucket]),
-            nbytes=sum(bytes_of[i] for i in buckets[bucket]),
+            nbytes=nbytes[bucket],
             ready_s=since(ready_ns),
             launched_s=since(launched_ns if work else 0),
             done_s=since(work.finished_ns() if work else 0),

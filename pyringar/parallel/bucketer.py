@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from pyringar.comm.arguments import op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.shown import never_fails
 from pyringar.engine import load
-from pyringar.errors import ArgumentError, RingarError
+from pyringar.errors import RingarError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
+from pyringar.parallel.bucket_ranks import Comm, abort, agree_on_order, check_ranks, launch
 from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
-from pyringar.parallel.local_buckets import LocalBuckets, cleared
 from pyringar.parallel.own_memory import give_own_memory
-from pyringar.parallel.process_buckets import ProcessBuckets
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
-FAILED_PASS = "a backward pass failed"
+_FIRST_CAP_BYTES = 10**6  # a small first bucket is launched early
 
 
 class GradientBucketer:
     """Reduces the gradients of replicas over all ranks, bucket by bucket.
 
     A hook on every parameter counts gradients. When all ranks have all gradients of a bucket, the
-    bucket is launched: it is reduced in the background, in place. Buckets follow the order of
-    rank 0's gradients in the first step, and the reverse order of the parameters before.
+    bucket is launched: it is reduced in the background, in place. Buckets follow the reverse order
+    of the parameters in the first step, and then the order of rank 0's gradients in that step.
 
     Args:
         replicas: One module or list of parameters per rank, with equal shapes and dtypes.
@@ -40,9 +41,7 @@ class GradientBucketer:
         comm: None: make one in rank order over the devices of the replicas, and close it with the
             bucketer. Over a `ProcessCommunicator`, ``replicas`` has the replica of this process.
         bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of the
-            gradients of one rank. Parameters are never split.
-        first_bucket_mb: The cap of the first bucket, at most ``bucket_cap_mb``. A small first
-            bucket is launched early.
+            gradients of one rank, and the first bucket already at 1 MB. Parameters are never split.
         op: See `Communicator.all_reduce`. Over processes sum, mean or max.
         overlap: Launch buckets during backward, else in `wait`, with the same bits. None: True on
             GPUs and over processes. False for ranks on the CPU in one process, where overlap gains
@@ -52,8 +51,7 @@ class GradientBucketer:
         overlap: Whether buckets are launched during backward.
 
     Raises:
-        ArgumentError: Replicas that differ, also in other processes; caps that are no positive
-            numbers.
+        ArgumentError: Replicas differ, also between processes; or the cap is no positive number.
         UnsupportedError: Over processes, another ``op``.
 
     For example:
@@ -70,30 +68,24 @@ class GradientBucketer:
     for ``op="mean"``. Until then, for ``op="sum"``, only rank 0's ``grad`` contains S.
 
     **Rules.** Put all backward passes of a step but the last into `no_sync`, or pass
-    ``overlap=False``; then call `wait` once. Do not change a gradient in between. A change after
-    the launch makes `wait` raise; of views of one buffer, only a replaced ``grad`` is noticed.
-    ``overlap=False`` is also needed if one backward gives a parameter gradients from several
-    passes, such as a shared parameter under a reentrant checkpoint.
-
-    **Memory.** If backward leaves a gradient in memory that other tensors use, as it may for
-    ``param.view(...)``, the hook puts a copy into ``param.grad``. A gradient stays where it is if
-    it is a view of your buffer, or was in ``param.grad`` when the bucketer was made.
+    ``overlap=False``; then call `wait` once. Do not change a gradient in between: `wait` raises if
+    a gradient was changed after its launch, but of views of one buffer it notices only a replaced
+    ``grad``. The hook moves a gradient into memory of its own if other tensors use the memory. A
+    gradient that is a view of your buffer stays there.
 
     **Errors.** An exception or signal in `wait`, or in a backward pass with overlap, closes the
     bucketer: launched reductions end first, so nothing writes to gradients afterwards. Every later
     use raises `RingarError` with the reason. Clear the gradients, and make a new bucketer. Over
     processes the communicator is aborted, and the other ranks get a `PeerLostError`. A backward
-    pass that fails without overlap, under `no_sync`, under compiled autograd or before its first
-    gradient is not noticed: the next `wait` reduces what is in ``grad``, so clear the gradients.
+    pass that fails without overlap, or before its first gradient, is not noticed: clear the
+    gradients.
 
     **Processes.** Every rank calls `wait` once a step, also a rank without samples. Gradients have
     the bits that one process with all replicas would compute. All ranks launch buckets in the same
     order, the last one in `wait`, so no rank ends a step that fails on another rank.
 
     **Cost.** A hook of about four microseconds per parameter and rank, and two more on ranks above
-    0 for ``op="sum"``; one collective per bucket. With ``torch.compile`` hooks run at the end of
-    backward, without overlap. ``backward(create_graph=True)`` reduces values, and keeps the rank's
-    own graph.
+    0 for ``op="sum"``; one collective per bucket. With ``torch.compile`` there is no overlap.
 
     Source: Li et al. 2020, "PyTorch Distributed": buckets, and the cap of the first.
     """
@@ -102,59 +94,50 @@ class GradientBucketer:
         self,
         replicas: Sequence[Replica],
         *,
-        comm: Communicator | RankCommunicator | None = None,
+        comm: Comm | None = None,
         bucket_cap_mb: float = 10,
-        first_bucket_mb: float = 1,
         op: Any = "sum",
         overlap: bool | None = None,
     ) -> None:
-        checked = check_replicas(replicas)
-        caps = check_caps(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb)
-        params = HookedParams(checked)
-        ranks: LocalBuckets | ProcessBuckets
-        if isinstance(comm, RankCommunicator):
-            if len(checked) != 1:
-                raise ArgumentError(
-                    f"replicas has {len(checked)} entries, but comm is one rank of "
-                    f"{comm.world_size}, each in a process of its own: expected one replica"
-                )
-            ranks = ProcessBuckets(comm, op, params.by_rank[0], caps)
-        else:
-            ranks = LocalBuckets(params.by_rank, comm, op)
-        engine = load.engine()
-        self._params, self._ranks = params, ranks
-        self._process = os.getpid()
+        self._params = HookedParams(check_replicas(replicas))
+        self._by_rank = by_rank = self._params.by_rank
+        self._cap_bytes = check_caps(bucket_cap_mb=bucket_cap_mb)["bucket_cap_mb"]
+        self._op = op_name(op)
+        self._owned: Communicator | None = None
+        if comm is None:
+            devices = [params[0].device if params else "cpu" for params in by_rank]
+            comm = self._owned = Communicator(devices, order="rank")
+        check_ranks(comm, self._op, by_rank, self._cap_bytes)
+        self._comm = comm
+        self._is_remote = isinstance(comm, RankCommunicator)
+        self._first_rank = comm.rank if isinstance(comm, RankCommunicator) else 0
+        has_gpus = any(param.device.type != "cpu" for params in by_rank for param in params)
+        self.overlap = self._is_remote or has_gpus if overlap is None else bool(overlap)
         self._closed = ""  # the reason
-        self._is_ended = self._is_waiting = False
-        self._is_first_step = True
-        self._launched: dict[int, Launched] = {}
+        self._is_waiting = False
         self._stats = StepStats()
-        items = params.items()
-        self._bytes_of = [nbytes for nbytes, _ in items]
-        self._plan = partial(
-            engine.plan_buckets,
-            items,
-            first_cap_bytes=min(caps.values()),
-            cap_bytes=caps["bucket_cap_mb"],
-        )
-        # Backward usually meets parameters from last to first.
-        self._last_to_first = list(reversed(range(len(items))))
-        self._buckets: list[list[int]] = self._plan(self._last_to_first)
-        self.overlap = ranks.is_overlapped if overlap is None else bool(overlap)
-        this = weakref.ref(self)  # hooks must not keep the bucketer alive
-        launch = _method(this, GradientBucketer._launch_in_backward)
-        self._native = engine.Bucketer(
-            world_size=len(params.by_rank),
-            num_params=len(items),
-            first_rank=ranks.first_rank,
-            plan=self._buckets,
-            in_order=ranks.in_order,
-            on_complete=launch if self.overlap else None,
-            on_failed=_method(this, partial(GradientBucketer._end, reason=FAILED_PASS)),
+        self._launched: dict[int, Launched] = {}
+        self._versions: list[tuple[int, int, Tensor, int]] = []  # of gradients at launch
+        self._items = self._params.items()
+        self._order = list(reversed(range(len(self._items))))  # usually the order of gradients
+        self._is_planned = False
+        self._ready: Any = None  # the GPU events of gradients
+        self._plan()
+        # Rank 0 keeps the sum of the last step, the other ranks add to zero.
+        first_summed = int(self._first_rank == 0) if self._op == "sum" else len(by_rank)
+        # Hooks must not keep the bucketer alive.
+        self._native = load.engine().Bucketer(
+            world_size=len(by_rank),
+            num_params=len(self._items),
+            first_rank=self._first_rank,
+            first_summed=first_summed,
+            in_order=self._is_remote,
+            on_complete=weakref.WeakMethod(self._launch) if self.overlap else None,
+            on_failed=weakref.WeakMethod(self._end),
             on_new=give_own_memory,
-            make_ready=ranks.make_ready if self.overlap else None,
         )
-        params.add_hooks(self._native, ranks.first_summed)
+        self._native.start_step(self._buckets, [], self._ready)
+        self._params.add_hooks(self._native, first_summed)
 
     @property
     def buckets(self) -> list[list[int]]:
@@ -167,23 +150,20 @@ class GradientBucketer:
         On GPUs the current streams are ordered after the reductions, and the host does not wait.
 
         Raises:
-            RingarError: A backward pass or another `wait` still runs, or this is a forked child.
-                These errors do not close the bucketer. Or it is closed, or a gradient was changed
-                after its launch.
+            RingarError: A backward pass or another `wait` still runs; this does not close the
+                bucketer. Or it is closed, or a gradient was changed after its launch.
             ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: See
                 ``all_reduce_coalesced`` of the communicator. Also parameters that were replaced.
         """
         self._check_open()
-        if self._native.is_running():
-            raise RingarError("a backward pass still runs: call wait() after all passes have ended")
-        if self._is_waiting:
+        if self._is_waiting or self._native.is_running():
             raise RingarError(
-                "wait() runs already: a signal handler, a callback or another thread called it too"
+                "wait() runs already, or a backward pass still runs: call wait() once, after all "
+                "backward passes have ended"
             )
-        began_ns = time.perf_counter_ns()
         try:
             self._is_waiting = True
-            self._wait(began_ns)
+            self._wait()
             self._is_waiting = False
         except BaseException as error:
             self._end(f"wait() failed ({error!r})")
@@ -214,14 +194,16 @@ class GradientBucketer:
 
     @never_fails
     def __repr__(self) -> str:
-        count = len(self._buckets)
         state = "backward has begun" if self._native.begin_ns() else "waits for backward"
         if self._closed:
             state = "closed"
         elif self._launched:
-            state = f"{len(self._launched)} of {count} buckets launched"
-        plural = "" if count == 1 else "s"
-        return f"GradientBucketer({self._ranks}, {count} bucket{plural}, {state})"
+            state = f"{len(self._launched)} of {len(self._buckets)} buckets launched"
+        world_size, count = len(self._by_rank), len(self._buckets)
+        return (
+            f"GradientBucketer({world_size} replica{'s' * (world_size > 1)} with "
+            f"{len(self._items)} parameters, {count} bucket{'s' * (count > 1)}, {state})"
+        )
 
     def __enter__(self) -> GradientBucketer:
         return self
@@ -235,101 +217,127 @@ class GradientBucketer:
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def _launch_in_backward(self, bucket: int) -> None:
-        try:
-            self._launch(bucket, is_complete=True)
-        except BaseException as error:
-            self._end(f"{FAILED_PASS} ({error!r})")
-            raise
+    def _plan(self) -> None:
+        self._buckets: list[list[int]] = load.engine().plan_buckets(
+            self._items,
+            self._order,
+            first_cap_bytes=min(_FIRST_CAP_BYTES, self._cap_bytes),
+            cap_bytes=self._cap_bytes,
+        )
+        inside = getattr(self._comm, "_intra", self._comm)  # of several machines: this one
+        group: Any = getattr(inside, "_group", None)
+        if self.overlap and hasattr(group, "make_ready"):
+            self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
 
-    def _launch(self, bucket: int, *, is_complete: bool) -> None:
-        native = self._native
-        launched = self._ranks.pack(self._buckets[bucket], native, is_complete=is_complete)
-        native.set_launched(bucket)
+    def _is_used(self, rank: int, i: int) -> bool:
+        """Return whether a backward pass has added to a gradient since its last reduction."""
+        if self._by_rank[rank][i].grad is not None:
+            return bool(self._native.has_part(rank, i))
+        if self._native.is_counted(rank, i):
+            raise self._changed(rank, i)
+        return False
+
+    def _pack(self, bucket: int) -> Launched:
+        """Collect the gradients of a bucket, with copies or zeros for the unused ones."""
+        by_rank = self._by_rank
+        packed = Launched([[] for _ in by_rank])
+        for i in self._buckets[bucket]:
+            used = [self._is_used(rank, i) for rank in range(len(by_rank))]
+            if not (any(used) or self._is_remote):
+                continue
+            packed.params.append(i)
+            packed.used.append(any(used))
+            for rank, params in enumerate(by_rank):
+                grad = params[i].grad
+                if grad is None or not used[rank]:
+                    is_zero = grad is None or self._native.has_sum(rank, i)
+                    like = params[i] if grad is None else grad.detach()
+                    grad = torch.zeros_like(like) if is_zero else like.clone()
+                    packed.copies.append((len(packed.params) - 1, params[i], grad))
+                packed.lists[rank].append(grad)
+        return packed
+
+    def _launch(self, bucket: int, *, in_backward: bool = True) -> None:
+        launched = self._pack(bucket)
+        self._native.set_launched(bucket)
         self._launched[bucket] = launched
-        has_events = is_complete and native.ready is not None
-        launched.work = self._ranks.launch(launched, (native.ready, bucket) if has_events else None)
-        if is_complete:
-            launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
+        ready = self._ready if in_backward else None
+        launched.work = launch(self._comm, self._op, launched, ready, bucket)
+        if in_backward:
+            for rank, grads in enumerate(launched.lists):
+                for i, grad in zip(launched.params, grads, strict=True):
+                    self._versions.append((rank, i, grad, grad._version))
         if self._closed:  # by another thread, meanwhile
-            self._ranks.abort()
+            abort(self._comm)
 
-    def _wait(self, began_ns: int) -> None:
-        native, ranks = self._native, self._ranks
+    def _wait(self) -> None:
+        began_ns = time.perf_counter_ns()
+        native, launched = self._native, self._launched
         self._params.check_same()
         self._check_unchanged()
         for bucket in range(len(self._buckets)):
-            if bucket not in self._launched:
-                self._launch(bucket, is_complete=False)
-        for launched in self._launched.values():
-            if launched.work is not None:
-                launched.work.wait()
+            if bucket not in launched:
+                self._launch(bucket, in_backward=False)
+        works = [launched[bucket].work for bucket in range(len(self._buckets))]
+        for work in filter(None, works):
+            work.wait()
         self._check_open()  # a signal handler may have closed it
-        reduced = [i for launched in self._launched.values() for i in ranks.finish(launched)]
-        plan = None
-        if self._is_first_step and reduced:
-            order = list(dict.fromkeys([*native.order(), *self._last_to_first]))
-            plan = self._plan(ranks.agree_on_order(order))
-            self._is_first_step = False
+        reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
-            self._stats = measure(native, self._buckets, self._launched, self._bytes_of, began_ns)
-        self._launched = {}
-        self._buckets = plan or self._buckets
-        native.finish_step(reduced, plan)
+            nbytes = [sum(self._items[i][0] for i in bucket) for bucket in self._buckets]
+            self._stats = measure(native, self._buckets, nbytes, works, began_ns)
+        if reduced and not self._is_planned:
+            order = list(dict.fromkeys([*native.order(), *self._order]))
+            self._order = agree_on_order(self._comm, order, self._by_rank[0][0].device)
+            self._plan()
+            self._is_planned = True
+        self._launched, self._versions = {}, []
+        native.start_step(self._buckets, reduced, self._ready)
 
     def _check_unchanged(self) -> None:
-        first_rank, by_rank = self._ranks.first_rank, self._params.by_rank
-        for launched in self._launched.values():
-            found = launched.find_changed(by_rank)
-            if found is not None:
-                raise RingarError(
-                    f"the gradient of parameter {found[1]} of rank {first_rank + found[0]} was "
-                    "changed or cleared after its launch: call wait() before zero_grad, clipping, "
-                    "unscaling or an optimizer step, and register hooks that change gradients "
-                    "before the bucketer is made"
-                )
-        for rank, params in enumerate(by_rank):
-            for i, param in enumerate(params):
-                if param.grad is None and self._native.is_marked(rank, i):
-                    raise cleared(i, first_rank + rank)
+        """Raise if a gradient was changed or replaced since its launch.
+
+        Views of one storage share a version counter, which backward advances when it adds to one
+        of them. So the counter of a view is ignored.
+        """
+        for rank, i, grad, version in self._versions:
+            is_view = grad.untyped_storage().nbytes() != grad.nbytes
+            is_same = self._by_rank[rank][i].grad is grad
+            if not is_same or (grad._version != version and not is_view):
+                raise self._changed(rank, i)
+
+    def _changed(self, rank: int, i: int) -> RingarError:
+        return RingarError(
+            f"the gradient of parameter {i} of rank {self._first_rank + rank} was changed or "
+            "cleared after its backward pass and before it was reduced: call wait() before "
+            "zero_grad, clipping, unscaling or an optimizer step, register hooks that change "
+            "gradients before the bucketer is made, and let no hook set a gradient to None"
+        )
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._process != os.getpid():
-            raise RingarError(
-                "this bucketer was made before fork(), and its reductions run in the parent "
-                "process; make a new GradientBucketer in the child"
-            )
         if self._closed:
+            advice = ", with a new communicator, on all ranks" if self._is_remote else ""
             raise RingarError(
                 f"this GradientBucketer is closed: {self._closed}. Clear the gradients and make a "
-                f"new one{self._ranks.advice}"
+                f"new one{advice}"
             )
 
     def _end(self, reason: str, *, is_failure: bool = True) -> None:
-        """Close, once no launched reduction writes to a gradient.
+        """Close, once no launched reduction writes to a gradient. May be called again.
 
-        May be called again, also to repeat a call that a signal ended. ``is_failure``: reductions
-        may run, or other processes may wait for this rank.
+        ``is_failure``: reductions may run, or other processes may wait for this rank.
         """
-        if self._is_ended:
-            return
         try:
             self._closed = self._closed or reason
             self._native.is_closed = True
             self._params.remove_hooks()
-        finally:
-            if is_failure and self._process == os.getpid():
+            if is_failure:
                 empty_backward_at_exit()
-                self._ranks.abort()
-            self._ranks.close()
-        self._is_ended = True
-
-
-def _method(this: weakref.ref[GradientBucketer], method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        bucketer = this()
-        return None if bucketer is None else method(bucketer, *arguments)
-
-    return call
+                abort(self._comm)
+            if self._owned is not None:
+                self._owned.close()
+        except (KeyboardInterrupt, SystemExit):  # reductions may still run
+            self._end(reason, is_failure=is_failure)
+            raise

@@ -24,7 +24,7 @@ class Workload:
         tensors: Their numbers of float32 elements, in the order of the parameters.
         backward: When they are ready; None: only the all-reduce is predicted.
         bucket_cap_mb: See `pyringar.GradientBucketer`.
-        first_bucket_mb: See `pyringar.GradientBucketer`.
+        first_bucket_mb: The cap of the first bucket, at most ``bucket_cap_mb``.
         is_packed: The tensors of a call travel as one, packed at no cost. Otherwise algorithms
             that take one tensor at a time do so.
     """

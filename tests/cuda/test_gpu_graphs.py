@@ -223,7 +223,7 @@ def test_graph_of_a_training_step(make_ranks, device, algorithm):
 def test_graph_of_a_step_with_buckets(make_ranks, device, overlap):
     """Three replays with other inputs have the bits of three eager steps, gradients included."""
     ours = Replicas(device, 3)
-    options = {"bucket_cap_mb": 3e-4, "first_bucket_mb": 1e-4, "overlap": overlap}  # three buckets
+    options = {"bucket_cap_mb": 1e-4, "overlap": overlap}  # several buckets
 
     def step(replicas, bucketer):
         for network in replicas.networks:

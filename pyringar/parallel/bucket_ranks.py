@@ -1,0 +1,124 @@
+"""The communicator of a bucketer: its ranks are in this process, or each in its own.
+
+A rank does not see the gradients of ranks in other processes before the reduction. So each bucket
+carries one small tensor more, with one flag per parameter: does this rank have a gradient?
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.choices import kind_of
+from pyringar.comm.arguments import OPS
+from pyringar.comm.base import RankCommunicator
+from pyringar.comm.communicator import Communicator
+from pyringar.comm.work import Work
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.parallel.bucket_step import Launched
+
+__all__ = ["Comm", "abort", "agree_on_order", "check_ranks", "launch"]
+
+Comm = Communicator | RankCommunicator
+
+_PROCESS_OPS = ("sum", "mean", "max")  # these reductions of flags are > 0 if a rank set the flag
+
+
+def check_ranks(comm: Comm, op: str, by_rank: Sequence[Sequence[Tensor]], cap_bytes: int) -> None:
+    """Raise unless the communicator fits the parameters, and all processes gave the same."""
+    num_replicas = len(by_rank)
+    if isinstance(comm, Communicator):
+        if comm.world_size != num_replicas:
+            raise ArgumentError(f"comm has {comm.world_size} ranks for {num_replicas} replicas")
+        return
+    if not isinstance(comm, RankCommunicator):
+        raise ArgumentError(
+            f"comm is {kind_of(comm)}, expected a Communicator, or a ProcessCommunicator"
+        )
+    if num_replicas != 1:
+        raise ArgumentError(
+            f"replicas has {num_replicas} entries, but comm is one rank of {comm.world_size}, "
+            "each in a process of its own: expected one replica"
+        )
+    if op not in _PROCESS_OPS:
+        raise UnsupportedError(
+            f"op is {op!r}, but over processes a GradientBucketer knows {', '.join(_PROCESS_OPS)}: "
+            "other reductions cannot tell that no rank used a parameter"
+        )
+    params = by_rank[0]
+    device = params[0].device if params else torch.device("cpu")
+    settings = {
+        "its number of parameters": len(params),
+        "its bucket_cap_mb": cap_bytes,
+        "its op": OPS.index(op),
+    }
+    _compare(comm, settings, device)
+    kinds = [f"{tuple(param.shape)} {param.dtype}" for param in params]
+    hashes = {
+        f"the shape or dtype of parameter {i} ({kind})": zlib.crc32(kind.encode())
+        for i, kind in enumerate(kinds)
+    }
+    _compare(comm, hashes, device)
+
+
+def _compare(comm: RankCommunicator, own: Mapping[str, int], device: torch.device) -> None:
+    """Raise on every rank if ranks have different numbers; the error has the name."""
+    rows = torch.zeros(comm.world_size, len(own), dtype=torch.int64, device=device)
+    rows[comm.rank] = torch.tensor(list(own.values()), device=device)
+    comm.all_reduce_coalesced([rows])
+    for rank, row in enumerate(rows.tolist()):
+        for (name, ours), theirs in zip(own.items(), row, strict=True):
+            if ours != theirs:
+                values = "" if "dtype" in name else f": {ours} here, {theirs} there"
+                raise ArgumentError(
+                    f"rank {comm.rank} of the bucketer and rank {rank} differ in {name}{values}"
+                )
+
+
+def launch(comm: Comm, op: str, bucket: Launched, ready: Any, index: int) -> Work | None:
+    """Begin the reduction of a bucket; return None if there is nothing to reduce.
+
+    ``ready``: the GPU events of its gradients. None: the current streams have the gradients.
+    """
+    lists = [[g.detach() if g.requires_grad else g for g in grads] for grads in bucket.lists]
+    if isinstance(comm, RankCommunicator):
+        if ready is not None:
+            ready.make_wait(index, 0)
+        first = lists[0][0]
+        bucket.flags = torch.tensor(bucket.used, dtype=first.dtype, device=first.device)
+        return comm.all_reduce_coalesced([*lists[0], bucket.flags], op, async_op=True)
+    if not bucket.params:
+        return None
+    if ready is not None:
+        return comm._begin_bucket(lists, op, (ready, index))
+    return comm.all_reduce_coalesced(lists, op, async_op=True)
+
+
+def agree_on_order(comm: Comm, order: list[int], device: torch.device) -> list[int]:
+    """Return the order of gradients on rank 0."""
+    if isinstance(comm, RankCommunicator):
+        agreed = torch.tensor(order, device=device)
+        comm.broadcast(agreed, 0)
+        order = agreed.tolist()
+    return order
+
+
+def abort(comm: Comm) -> None:
+    """Return when no reduction writes to a gradient. Over processes, abort the group."""
+    if isinstance(comm, RankCommunicator):
+        with contextlib.suppress(RingarError):
+            comm.abort()
+        return
+    for work in list(comm._in_flight):
+        with contextlib.suppress(RingarError):
+            work.wait(math.inf)
+    # The current streams are those of another thread.
+    for device in {device for device in comm.devices if device.type == "cuda"}:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)
