@@ -64,7 +64,7 @@ MAKES = {
     "no bias": partial(without, "bias"),  # pytorch#54495
     "frozen": frozen,
 }
-SPLITS = [(2, 7, None), (3, 9, (1, 5, 0)), (4, 2, None)]
+SPLITS = [(2, 7, None), (3, 9, (0, 5, 1)), (4, 2, None)]
 
 
 @pytest.mark.parametrize(("num_ranks", "n", "weights"), SPLITS)

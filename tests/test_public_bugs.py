@@ -390,6 +390,12 @@ class Recurrent(nn.Module):
         return self.l(x.unsqueeze(1).repeat(1, 3, 1))[0]
 
 
+def parametrized():
+    net = Recurrent()
+    nn.utils.parametrize.register_parametrization(net.l, "weight_hh_l0", nn.Tanh())
+    return net
+
+
 def spectral(wrap):
     torch.manual_seed(3)
     layer = wrap(nn.Linear(3, 2))
@@ -399,6 +405,7 @@ def spectral(wrap):
 KEEP = {
     "parameter lists": Lists,
     "LSTM": Recurrent,
+    "parametrized LSTM": parametrized,
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
     "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
     "spectral_norm": lambda: spectral(nn.utils.parametrizations.spectral_norm),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -115,42 +116,35 @@ def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: boo
         thread.join()
 
 
-def check_steps(nets, shards, options, *, in_threads=True, passes=1, set_to_none=True) -> None:
+def check_steps(nets, shards, options, in_threads: bool, passes: int) -> None:
     """All passes of a step but the last are in ``no_sync``."""
     expected = of_plain_passes(nets[0], shards, passes)
     with pr.GradientBucketer(nets, **options) as bucketer:
         for step in range(4):
-            clear(nets, set_to_none=set_to_none or step < 2)
+            clear(nets, set_to_none=step < 2)
             for _ in range(passes - 1):
                 with bucketer.no_sync():
                     run_backward(nets, shards, in_threads=in_threads)
             run_backward(nets, shards, in_threads=in_threads)
             bucketer.wait()
             assert_reduced(nets, expected)
+            for grads in ([param.grad for param in net.parameters()] for net in nets):
+                assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
+
+
+NETS = {"two": TwoViews, "one": OneView, **{f"{i}": partial(Shared, i) for i in range(8)}}
 
 
 @modes
 @pytest.mark.parametrize("in_threads", [False, True])
-@pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2))
-def test_random_nets(k, in_threads, options):
-    for seed in range(8):
-        nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2, N).chunk(k))
-        check_steps(nets, shards, options, in_threads=in_threads, set_to_none=False)
-
-
-@modes
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize(
-    "make", [TwoViews, OneView, lambda: Shared(3), lambda: Shared(4)], ids=["two", "one", "3", "4"]
-)
-def test_parameters_share_no_memory(make, passes, options):
+@pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2, 3))
+def test_sums_are_right_in_own_memory(k, passes, in_threads, options):
     """With two passes, plain torch adds to shared memory twice."""
-    nets = [make() for _ in range(3)]
-    shards = list(rows(3, 1, 4 if isinstance(nets[0], TwoViews) else N).chunk(3))
-    check_steps(nets, shards, options, passes=passes)
-    for net in nets:
-        storages = {param.grad.untyped_storage().data_ptr() for param in net.parameters()}
-        assert len(storages) == len(list(net.parameters()))
+    for seed, make in enumerate(NETS.values()):
+        nets = [make() for _ in range(k)]
+        width = 4 if isinstance(nets[0], TwoViews) else N
+        check_steps(nets, list(rows(k, 1 + seed % 2, width).chunk(k)), options, in_threads, passes)
 
 
 def as_rank(rank, world_size, store, options):
