@@ -113,18 +113,6 @@ class Mixed(TwoLayers):
         return self.two(self.one(x).double())
 
 
-class Branches(nn.Module):
-    """Three layers; a call names the layers that it uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor, used: str) -> Tensor:
-        return sum(getattr(self, name)(x).square().sum() for name in used)
-
-
 class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()

@@ -334,7 +334,6 @@ def test_odd_arguments_are_read_with_care():
 
     net, x = pr.DataParallel(First(), ["cpu"] * 2), torch.ones(4, 2)
     numbers = list(range(20_000))
-    begin = time.perf_counter()
     for other in (
         np.arange(3),
         [np.arange(5)],
@@ -343,7 +342,6 @@ def test_odd_arguments_are_read_with_care():
         dict.fromkeys(numbers),
     ):
         assert net(x, other, key=[other]).shape == (4, 2)
-    assert time.perf_counter() - begin < 10
     assert isinstance(net(AttributeDict(x=x)), AttributeDict)
     for sparse in (x.to_sparse(), torch.nested.nested_tensor([x])):
         with pytest.raises(pr.ArgumentError, match=r"args\[1\]\['a'\] is a .* tensor"):
