@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from oracle import reduced
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -113,6 +114,18 @@ class Mixed(TwoLayers):
         return self.two(self.one(x).double())
 
 
+class Views(nn.Module):
+    """Backward stores both gradients in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(6.0).view(1, 6))
+        self.b = nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.a.view(6) + self.b.view(6))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -141,6 +154,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "backwards": Backwards,
     "tied": Tied,
     "mixed": Mixed,
+    "views": Views,
     "frozen": frozen,
     "bfloat16": lambda: make_net().to(torch.bfloat16),
     "channels_last": channels_last,
@@ -192,14 +206,7 @@ def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor], op: str = "sum") -> 
     found: list[Tensor | None] = []
     for column in zip(*(net.parameters() for net in copies), strict=True):
         grads = [param.grad for param in column]
-        if grads[0] is None:
-            found.append(None)
-            continue
-        is_narrow = grads[0].dtype == torch.bfloat16  # rounded once
-        total, *others = [grad.float() for grad in grads] if is_narrow else grads
-        for grad in others:
-            total = torch.maximum(total, grad) if op == "max" else total + grad
-        found.append((total / len(column) if op == "mean" else total).to(grads[0].dtype))
+        found.append(None if grads[0] is None else reduced(grads, op))
     return found
 
 

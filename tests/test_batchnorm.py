@@ -264,20 +264,6 @@ def test_modules_that_cannot_be_synced_raise():
 # -- threads of ranks ------------------------------------------------------------------------------
 
 
-def test_results_come_by_rank():
-    threads = set()
-
-    def part(rank):
-        threads.add(threading.current_thread())
-        return rank
-
-    calls = {rank: partial(part, rank) for rank in (0, 2)}
-    assert run_in_lockstep(calls, CPUS) == {0: 0, 2: 2}
-    assert threading.current_thread() not in threads
-    assert run_ranks(calls, CPUS) == {0: 0, 2: 2}
-    assert threading.current_thread() in threads
-
-
 @pytest.mark.parametrize("run", [run_in_lockstep, run_ranks])
 def test_first_error_in_rank_order_is_raised(run):
     def fail(rank):

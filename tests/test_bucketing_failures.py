@@ -22,7 +22,6 @@ from bucketing_nets import (
     backward_together,
     clear,
     error_of,
-    make_net,
     nets_of,
     summed,
     vectors,
@@ -417,14 +416,3 @@ def test_bucketer_dropped_in_its_hook(monkeypatch):
     monkeypatch.setattr(pr.Communicator, "all_reduce_coalesced", drop_and_reduce)
     losses[1].backward()
     assert not held
-
-
-def test_closed_communicator_closes_bucketer():
-    nets = [make_net() for _ in range(2)]
-    comm = pr.Communicator(["cpu"] * 2)
-    bucketer = pr.GradientBucketer(nets, comm=comm)
-    backward_one_by_one(nets, [torch.ones(4, 6)] * 2)
-    comm.close()
-    with pytest.raises(pr.RingarError, match="this communicator is closed"):
-        bucketer.wait()
-    assert_closed(bucketer, nets, "this communicator is closed")

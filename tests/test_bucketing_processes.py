@@ -25,7 +25,7 @@ from bucketing_nets import (
     step_of,
 )
 from cases import mostly_slow
-from ranks import Crew, Died
+from ranks import Crew
 from torch import Tensor, nn
 
 import pyringar as pr
@@ -308,28 +308,6 @@ def test_early_failure_can_be_repeated(pools):
     first, second = pools(2).check(fail_early_as_rank)
     assert_same([first], [second])
     assert all(grad is not None for grad in first)
-
-
-def die_as_rank(rank, world_size, store):
-    net = make_net()
-    comm = pr.ProcessCommunicator(store, rank, world_size, timeout=20.0)
-    bucketer = pr.GradientBucketer([net], comm=comm, **EACH)
-    step_of(net, bucketer, inputs(world_size, 1)[rank])
-    if rank == 1:
-        net[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    began = time.monotonic()
-    error = error_of(lambda: step_of(net, bucketer, inputs(world_size, 2)[rank]))
-    return error, time.monotonic() - began
-
-
-def test_rank_that_dies_in_backward_is_named():
-    with Crew(3) as pool:
-        answers = pool.results(die_as_rank)
-    assert isinstance(answers[1], Died)
-    for (kind, text), seconds in (answers[0], answers[2]):
-        assert kind is pr.PeerLostError
-        assert "rank 1" in text
-        assert seconds < 10
 
 
 def fork_as_rank(rank, world_size, store):

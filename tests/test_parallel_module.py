@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from oracle import reduced, tree_reduced
 from parallel_nets import (
     CAPS,
     NETS,
@@ -31,21 +32,10 @@ from pyringar.parallel.shards import shard_sizes
 # -- bits ------------------------------------------------------------------------------------------
 
 
-def tree_sum(parts):
-    if len(parts) == 1:
-        return parts[0]
-    mid = 1 << (len(parts) - 1).bit_length() - 1
-    return tree_sum(parts[:mid]) + tree_sum(parts[mid:])
-
-
-def rank_sum(parts):
-    return sum(parts[1:], start=parts[0])
-
-
 @CAPS
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("order", "add"), [("rank", rank_sum), ("tree", tree_sum)])
+@pytest.mark.parametrize(("order", "add"), [("rank", reduced), ("tree", tree_reduced)])
 @pytest.mark.parametrize(("make", "batch"), [(make_conv, images), (Tied, tokens)])
 def test_gradients_have_bits_of_order(make, batch, k, dtype, order, add, cap_mb):
     torch.manual_seed(0)
@@ -60,7 +50,7 @@ def test_gradients_have_bits_of_order(make, batch, k, dtype, order, add, cap_mb)
     assert torch.equal(found, by_hand)
     F.cross_entropy(found, y).backward()
     for param, *parts in zip(net.parameters(), *(m.parameters() for m in copies), strict=True):
-        assert torch.equal(param.grad, add([part.grad for part in parts]))
+        assert torch.equal(param.grad, add([part.grad for part in parts], "sum"))
     for buffer, wanted in zip(net.buffers(), copies[0].buffers(), strict=True):
         assert torch.equal(buffer, wanted)
 

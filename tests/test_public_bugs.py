@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -153,7 +154,8 @@ def test_grad_of_parameters_is_the_whole_batchs(create_graph):
     torch.testing.assert_close(net.module.weight.grad, wanted)
 
 
-# -- 11 pytorch#37410, 13 #117275 and #136929: optimizers; 05 is in test_parallel_module.py ---
+# -- 11 pytorch#37410, 13 #117275: optimizers; 05 is in test_parallel_module.py, #136929 in
+# -- test_replicate.py and test_parallel_module_calls.py ---
 
 
 def test_optimizer_state_can_be_reset():
@@ -167,29 +169,6 @@ def test_optimizer_state_can_be_reset():
         assert [*optimizer.state[net.module.weight]] == ["momentum_buffer"]
         optimizer.state = collections.defaultdict(dict)
     assert torch.equal(net.module.weight, torch.full((1, 4), -2.0))
-
-
-class Tagged(nn.Parameter):
-    pass
-
-
-def tagged_net():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    net[0].bias.no_weight_decay = True
-    net[1].weight = Tagged(net[1].weight.data)
-    return net
-
-
-def replica_of(net):
-    return pr.replicate(net, ["cpu"])[0]
-
-
-@pytest.mark.parametrize("wrap", [parallel, replica_of])
-def test_parameters_keep_class_and_attributes(wrap):
-    net = wrap(tagged_net())
-    free = [p for p in net.parameters() if getattr(p, "no_weight_decay", False)]
-    assert [p.shape for p in free] == [(2,)]
-    assert [type(p) for p in net.parameters()].count(Tagged) == 1
 
 
 # -- 07 pytorch#65907, #22095, #175024: buffers between forward and backward ---
@@ -277,16 +256,15 @@ class Encoding(collections.UserDict):  # as of transformers: takes other argumen
         self.note = note
 
 
-class Holds:
-    def __init__(self, x):
-        self.x = x
-
-
 class Slots:
     __slots__ = ("x",)
 
     def __init__(self, x):
         self.x = x
+
+
+def hold(x):
+    return types.SimpleNamespace(x=x)
 
 
 Named = collections.namedtuple("Named", "x y")
@@ -303,11 +281,11 @@ SPLIT = {
     "nested": (lambda x: [({"a": Batch(x)},)], lambda b: b[0][0]["a"].x),
 }
 REFUSED = {
-    "object": (Holds, lambda b: b.x),
+    "object": (hold, lambda b: b.x),
     "slots": (Slots, lambda b: b.x),
     "set": (lambda x: {x}, lambda b: next(iter(b))),
-    "object in a list": (lambda x: [Holds(x)], lambda b: b[0].x),
-    "list in an object": (lambda x: Holds([x]), lambda b: b.x[0]),
+    "object in a list": (lambda x: [hold(x)], lambda b: b[0].x),
+    "list in an object": (lambda x: hold([x]), lambda b: b.x[0]),
 }
 
 

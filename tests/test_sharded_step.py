@@ -158,18 +158,11 @@ def test_shared_gradient_memory():
 
 
 def test_caller_threads_do_not_matter(two_torch_threads):
-    net = nn.Conv2d(8, 8, 3)
-    x = torch.randn(8, 8, 40, 40)
     seen = []
-
-    def loss_of(net, shard):
-        seen.append(torch.get_num_threads())
-        return net(x[shard : shard + 1]).square().sum()
-
     for options in ({}, {"num_threads": 2}):
         for k in (1, 2):
-            with pr.ShardedStep(pr.replicate(net, ["cpu"] * k), 8, **options) as step:
-                step(loss_of)
+            with pr.ShardedStep(make(k), 8, **options) as step:
+                step(lambda net, shard: seen.append(torch.get_num_threads()))
             assert torch.get_num_threads() == 2
     assert seen == [1] * 16 + [2] * 16
 

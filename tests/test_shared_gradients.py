@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from functools import partial
 
 import pytest
 import torch
 from bucketing_nets import EARLY, assert_reduced, clear
 from cases import mostly_slow
-from ranks import Crew
 from torch import Tensor, nn
 
 import pyringar as pr
@@ -62,32 +60,8 @@ class Shared(nn.Module):
         return x + torch.cat([self.a, self.b])
 
 
-class TwoViews(nn.Module):
-    """The gradients of both parameters are views of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(4.0).view(1, 4))
-        self.b = nn.Parameter(torch.arange(4.0).view(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.a.view(4) + self.b.view(4))
-
-
-class OneView(TwoViews):
-    """torch copies one gradient if it is accumulated while the other is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(4.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.a + self.b.view(4))
-
-
-def rows(k: int, per_rank: int, *shape: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(k * per_rank, *shape, generator=generator)
+def rows(k: int, per_rank: int) -> Tensor:
+    return torch.randn(k * per_rank, N, generator=torch.Generator().manual_seed(1))
 
 
 def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> list[Tensor]:
@@ -101,10 +75,6 @@ def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> li
     return total
 
 
-MODES = {"each": EARLY, "one": {"overlap": True}, "late": {"overlap": False}}
-modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-
-
 def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: bool) -> None:
     losses = [net(shard).square().sum() for net, shard in zip(nets, shards, strict=True)]
     threads = [threading.Thread(target=loss.backward) for loss in losses]
@@ -116,60 +86,26 @@ def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: boo
         thread.join()
 
 
-def check_steps(nets, shards, options, in_threads: bool, passes: int) -> None:
-    """All passes of a step but the last are in ``no_sync``."""
-    expected = of_plain_passes(nets[0], shards, passes)
-    with pr.GradientBucketer(nets, **options) as bucketer:
-        for step in range(4):
-            clear(nets, set_to_none=step < 2)
-            for _ in range(passes - 1):
-                with bucketer.no_sync():
-                    run_backward(nets, shards, in_threads=in_threads)
-            run_backward(nets, shards, in_threads=in_threads)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-            for grads in ([param.grad for param in net.parameters()] for net in nets):
-                assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
-
-
-NETS = {"two": TwoViews, "one": OneView, **{f"{i}": partial(Shared, i) for i in range(8)}}
-
-
-@modes
+@pytest.mark.parametrize("options", [EARLY, {"overlap": True}, {"overlap": False}])
 @pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2, 3))
 def test_sums_are_right_in_own_memory(k, passes, in_threads, options):
     """With two passes, plain torch adds to shared memory twice."""
-    for seed, make in enumerate(NETS.values()):
-        nets = [make() for _ in range(k)]
-        width = 4 if isinstance(nets[0], TwoViews) else N
-        check_steps(nets, list(rows(k, 1 + seed % 2, width).chunk(k)), options, in_threads, passes)
-
-
-def as_rank(rank, world_size, store, options):
-    torch.set_num_threads(1)
-    found = []
-    with pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm:
-        for seed in range(8):
-            net, shard = Shared(seed), rows(world_size, 1, N).chunk(world_size)[rank]
-            with pr.GradientBucketer([net], comm=comm, **options) as bucketer:
-                for _ in range(3):
-                    net.zero_grad()
-                    net(shard).square().sum().backward()
-                    bucketer.wait()
-            found.append([param.grad for param in net.parameters()])
-    return found
-
-
-@modes
-def test_processes(options):
-    with Crew(2) as crew:
-        answers = crew.check(as_rank, options)
-    for found in answers:
-        for seed, grads in enumerate(found):
-            expected = of_plain_passes(Shared(seed), list(rows(2, 1, N).chunk(2)))
-            assert all(map(torch.equal, grads, expected)), seed
+    for seed in range(10):
+        nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2).chunk(k))
+        expected = of_plain_passes(nets[0], shards, passes)
+        with pr.GradientBucketer(nets, **options) as bucketer:
+            for step in range(4):
+                clear(nets, set_to_none=step < 2)
+                for _ in range(passes - 1):
+                    with bucketer.no_sync():
+                        run_backward(nets, shards, in_threads=in_threads)
+                run_backward(nets, shards, in_threads=in_threads)
+                bucketer.wait()
+                assert_reduced(nets, expected)
+                for grads in ([param.grad for param in net.parameters()] for net in nets):
+                    assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
 
 
 def test_gradient_given_to_backward_is_kept():
@@ -187,7 +123,7 @@ def test_gradient_given_to_backward_is_kept():
 @pytest.mark.parametrize("options", [{}, EARLY])
 def test_buffer_of_user_stays(is_view, options):
     """``grad`` is a view of a buffer, or was there when the bucketer was made."""
-    nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2, N).chunk(2))
+    nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2).chunk(2))
     expected = of_plain_passes(nets[0], shards)
     flats = []
     for net in nets:
