@@ -97,11 +97,8 @@ def test_ten_steps_are_the_plain_modules(name, kind, k, cap_mb):
     assert states[1]["param_groups"] == states[0]["param_groups"]
 
 
-DEVICES = {"devices": ["cpu"] * 2}
-
-
 @pytest.mark.parametrize(
-    "options", [{}, {"device_ids": ["cpu"] * 2}, {**DEVICES, "weights": (3, 1)}], ids=str
+    "options", [{}, {"device_ids": ["cpu"] * 2}, {"devices": ["cpu"] * 2, "weights": (3, 1)}]
 )
 def test_fallback_of_torchs_is_this(options):
     module = make_mlp()

@@ -350,13 +350,12 @@ def test_odd_arguments_are_read_with_care():
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_error_names_rank(rank):
-    class Fails(nn.Module):
-        def forward(self, x):
-            if x[0, 0] == 2 * rank:
-                raise ValueError("planted")
-            return x
+    def fail(part, args):
+        if args[0][0, 0] == 2 * rank:
+            raise ValueError("planted")
 
-    net = pr.DataParallel(Fails(), ["cpu"] * 3)
+    net = pr.DataParallel(nn.Identity(), ["cpu"] * 3)
+    net.module.register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="planted") as failed:
         net(torch.arange(6.0).view(6, 1))
     if sys.version_info >= (3, 11):
@@ -413,24 +412,20 @@ def test_calls_from_several_threads():
 
 @pytest.mark.parametrize("batchnorm", ["local", "sync"])
 def test_interrupted_call_leaves_net_usable(batchnorm):
-    class Waits(nn.Module):
-        def forward(self, x):
-            if self.waits:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.05)
-            return x
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
 
-    net = pr.DataParallel(
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Waits()), ["cpu"] * 2, batchnorm=batchnorm
-    )
-    net.module[2].waits = True
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Identity())
+    net = pr.DataParallel(module, ["cpu"] * 2, batchnorm=batchnorm)
+    handle = module[2].register_forward_hook(interrupt)
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         net(torch.rand(4, 2))
     assert time.monotonic() - begin < 5
-    net.module[2].waits = False
+    handle.remove()
     net(torch.rand(4, 2)).sum().backward()
-    assert net.module[0].weight.grad is not None
+    assert module[0].weight.grad is not None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

@@ -124,9 +124,8 @@ def test_result_is_one_tree(num_shards, num_ranks):
 
 @pytest.mark.parametrize(("num_shards", "num_ranks"), [c for c in CASES if c not in FITTING])
 def test_ranks_without_a_branch_raise(num_shards, num_ranks):
-    fitting = [k for S, k in FITTING if num_shards == S]
-    words = f"num_shards is {num_shards} on {num_ranks} ranks, .* "
-    words += f"fit on {', '.join(map(str, fitting))} ranks"
+    fitting = ", ".join(str(k) for S, k in FITTING if num_shards == S)
+    words = f"num_shards is {num_shards} on {num_ranks} ranks, .* fit on {fitting} ranks"
     with pytest.raises(pr.ArgumentError, match=words):
         pr.ShardedStep(make(num_ranks), num_shards)
 
