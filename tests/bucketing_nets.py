@@ -51,25 +51,25 @@ def armed(rank: object):
 class Net(nn.Module):
     """Backward reaches ``late``, then may explode, then reaches ``early``."""
 
-    def __init__(self, rank: int, numel: int = 40) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.rank = rank
-        self.early = nn.Parameter(torch.randn(numel, generator=generator))
-        self.late = nn.Parameter(torch.randn(numel, generator=generator))
+        self.early = nn.Parameter(torch.randn(40, generator=generator))
+        self.late = nn.Parameter(torch.randn(40, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
         return (Explode.apply((self.early * x).tanh(), self.rank) * self.late).sum()
 
 
-def nets_of(numel: int = 40, world_size: int = 3) -> list[Net]:
-    return [Net(rank, numel) for rank in range(world_size)]
+def nets_of(world_size: int = 3) -> list[Net]:
+    return [Net(rank) for rank in range(world_size)]
 
 
-def vectors(seed: int, numel: int = 40, world_size: int = 3) -> list[Tensor]:
+def vectors(seed: int, world_size: int = 3) -> list[Tensor]:
     """One input for each :class:`Net`."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=generator) for _ in range(world_size)]
+    return [torch.randn(40, generator=generator) for _ in range(world_size)]
 
 
 # -- nets of layers: 4 rows of 6 numbers -----------------------------------------------------------

@@ -270,7 +270,7 @@ def test_first_error_in_rank_order_is_raised(run):
         run({rank: partial(fail, rank) for rank in range(2)}, CPUS)
 
 
-def test_each_gpu_has_one_thread(monkeypatch):
+def test_each_gpu_has_one_thread():
     """One thread per device, whose ranks run in order; devices stand for GPUs."""
     devices = [torch.device("meta", rank % 2) for rank in range(4)]
     seen = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -162,10 +162,8 @@ def test_two_threads_launch_each_bucket_once():
     def launch(tensors, *arguments, **options):
         sizes.append(len(tensors))
         if len(sizes) == 1:
-            thread = threading.Thread(target=lambda: torch.stack(params[:4]).sum().backward())
-            thread.start()
-            thread.join(60)
-            assert not thread.is_alive()
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(lambda: torch.stack(params[:4]).sum().backward()).result(60)
         return plain(tensors, *arguments, **options)
 
     with comm, pr.GradientBucketer([params], comm=comm, **EACH) as bucketer:
@@ -231,10 +229,6 @@ def test_wrong_arguments_raise():
 # -- failures: the bucketer is closed, and the other ranks are told --------------------------------
 
 
-def stop(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def fail_step(net: Fragile, bucketer: pr.GradientBucketer, x: Tensor, how: str) -> None:
     """The step of the rank that fails."""
     net.zero_grad()
@@ -246,7 +240,7 @@ def fail_step(net: Fragile, bucketer: pr.GradientBucketer, x: Tensor, how: str) 
     if how == "close":
         bucketer.close()
     elif how == "signal":
-        signal.signal(signal.SIGALRM, stop)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             bucketer.wait()

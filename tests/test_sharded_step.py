@@ -19,10 +19,6 @@ from pyringar.distributed.hierarchical import communicator_for
 from pyringar.parallel.shards import check_replicas_equal
 
 
-def tree(parts):
-    return tree_reduced(parts, "sum")
-
-
 class Net(nn.Module):
     """Batch norm, constants that overflow in a sum, a parameter that only some shards use."""
 
@@ -72,21 +68,21 @@ def expected(net, loss_of, num_shards):
         if params[0].requires_grad:
             wide = torch.promote_types(params[0].dtype, torch.float32)
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            grads.append(tree([part.to(wide) for part in parts]).to(params[0].dtype))
+            grads.append(tree_reduced([p.to(wide) for p in parts], "sum").to(params[0].dtype))
     buffers = []
     for was, *now in zip(net.buffers(), *(own.buffers() for own in nets), strict=True):
         is_float = was.is_floating_point()
         wide = torch.promote_types(was.dtype, torch.float32) if is_float else torch.int64
         unchanged = torch.zeros_like(was, dtype=wide)
         parts = [unchanged if torch.equal(new, was) else new.to(wide) for new in now]
-        total, count = tree(parts), sum(part is not unchanged for part in parts)
+        total, count = tree_reduced(parts, "sum"), sum(part is not unchanged for part in parts)
         if count == 0:
             buffers.append(was.clone())
         else:
             buffers.append((total / count if is_float else total // count).to(was.dtype))
     no_loss = torch.zeros((), dtype=torch.float64)
-    loss = tree([no_loss if x is None else x.detach().double() for x in losses])
-    return grads, buffers, loss
+    wide_losses = [no_loss if x is None else x.detach().double() for x in losses]
+    return grads, buffers, tree_reduced(wide_losses, "sum")
 
 
 def check(replicas, loss, wanted):
@@ -144,6 +140,7 @@ def test_shared_gradient_memory():
     """Backward stores the gradients of both views in the same memory."""
     params = [torch.randn(6, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
     factors = [torch.randn(3, 2) for _ in range(4)]
+    wanted = tree_reduced(factors, "sum")
 
     def loss_of(own, shard):
         return ((own[0].view(3, 2) + own[1].view(3, 2)) * factors[shard]).sum()
@@ -152,8 +149,8 @@ def test_shared_gradient_memory():
         with pr.ShardedStep(replicas, 4) as step:
             step(loss_of)
         for own in replicas:
-            assert_bits(own[0].grad, tree(factors).view(6))
-            assert_bits(own[1].grad, tree(factors).view(2, 3))
+            assert_bits(own[0].grad, wanted.view(6))
+            assert_bits(own[1].grad, wanted.view(2, 3))
 
 
 def test_caller_threads_do_not_matter(two_torch_threads):
@@ -225,11 +222,6 @@ def test_failed_shard_changes_nothing(num_ranks):
         check(replicas, step(loss_of), wanted)
 
 
-def step_with_loss(loss):
-    with pr.ShardedStep(make(1), 2) as step:
-        step(lambda net, shard: loss)
-
-
 def step_with_three_ranks():
     with pr.Communicator(["cpu"] * 3) as comm:
         pr.ShardedStep(make(2), 4, comm=comm)
@@ -246,8 +238,11 @@ LINEAR = nn.Linear(1, 1)
         (lambda: pr.ShardedStep([LINEAR], 4, num_threads=0), "num_threads is 0"),
         (lambda: pr.ShardedStep([LINEAR], 4, seed=-1), "seed is -1"),
         (step_with_three_ranks, "replicas has 2 entries, but comm has 3 of its 3 ranks"),
-        (lambda: step_with_loss(torch.ones(2)), r"loss of shard 0 is of \(2,\)"),
-        (lambda: step_with_loss(1.0), "loss of shard 0 is a float"),
+        (
+            lambda: pr.ShardedStep([LINEAR], 2)(lambda *_: torch.ones(2)),
+            r"loss of shard 0 is of \(2,\)",
+        ),
+        (lambda: pr.ShardedStep([LINEAR], 2)(lambda *_: 1.0), "loss of shard 0 is a float"),
     ],
 )
 def test_wrong_arguments_raise(call, message):

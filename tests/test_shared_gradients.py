@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -77,13 +77,8 @@ def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> li
 
 def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: bool) -> None:
     losses = [net(shard).square().sum() for net, shard in zip(nets, shards, strict=True)]
-    threads = [threading.Thread(target=loss.backward) for loss in losses]
-    for thread in threads:
-        thread.start()
-        if not in_threads:
-            thread.join()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(nets) if in_threads else 1) as threads:
+        list(threads.map(Tensor.backward, losses))
 
 
 @pytest.mark.parametrize("options", [EARLY, {"overlap": True}, {"overlap": False}])
