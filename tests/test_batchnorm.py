@@ -121,8 +121,10 @@ def settings_here():
 @contextmanager
 def flushed_denormals():
     torch.set_flush_denormal(True)
-    yield
-    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize(

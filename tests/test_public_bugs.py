@@ -104,7 +104,7 @@ class Writes(nn.Module):
 
 
 WRITES = {
-    "token": lambda x, token: x.__setitem__(0, token),
+    "token": lambda x, token: x[0].copy_(token),
     "arithmetic": lambda x, token: x.sub_(0.5).div_(2),
     "relu": lambda x, token: x.relu_(),
 }
@@ -154,8 +154,8 @@ def test_grad_of_parameters_is_the_whole_batchs(create_graph):
     torch.testing.assert_close(net.module.weight.grad, wanted)
 
 
-# -- 11 pytorch#37410, 13 #117275: optimizers; 05 is in test_parallel_module.py, #136929 in
-# -- test_replicate.py and test_parallel_module_calls.py ---
+# -- 11 pytorch#37410: states of optimizers; 05 pytorch#30439 is in test_parallel_module.py ---
+# -- 13 pytorch#117275 and #136929: see test_parameter_attributes_are_kept in test_replicate.py ---
 
 
 def test_optimizer_state_can_be_reset():
