@@ -144,12 +144,6 @@ def test_settings_reach_ranks(setting):
         assert run_in_lockstep(dict.fromkeys((0, 2), settings_here), CPUS) == wanted
 
 
-def test_autocast_reaches_layers():
-    net, X = synced(Net()), batch_of(4, torch.float32)[0]  # noqa: N806
-    with torch.autocast("cpu", torch.bfloat16):
-        assert net(X).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_history_of_threads_does_not_matter(num_ranks):
     """autograd orders work by counters of the threads that recorded it."""

@@ -186,17 +186,13 @@ def test_dropped_gradient_is_named():
 # -- gradients that are changed while they are reduced ---------------------------------------------
 
 
-def clip(net):
-    nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
-
-
 CHANGES = {
     "clear late": ({}, lambda net: net.zero_grad()),
     "clear early": (EARLY, lambda net: net.zero_grad()),
     "clear one bucket": ({"overlap": True}, lambda net: net.zero_grad()),
     "zero": (EARLY, lambda net: net.zero_grad(set_to_none=False)),
     "replace": (EARLY, lambda net: setattr(net.late, "grad", net.late.grad.clone())),
-    "clip": (EARLY, clip),
+    "clip": (EARLY, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3)),
 }
 
 

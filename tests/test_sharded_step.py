@@ -30,11 +30,13 @@ class Net(nn.Module):
         worst = torch.tensor([float("-inf"), torch.finfo(torch.float32).max, 0.1])
         self.register_buffer("mask", worst)
         self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("numbers", torch.zeros((), dtype=torch.int64))
         self.to(dtype)
         self.mask = self.mask.float()  # another dtype than the parameters
 
     def forward(self, x, shard):
         self.seen.fill_(True)
+        self.numbers += shard
         scores = self.body(x) + self.frozen
         return scores * self.spare if shard % 3 == 0 else scores
 
@@ -175,16 +177,21 @@ def test_every_shard_has_own_draws(num_ranks):
     torch.manual_seed(0)
     replicas = pr.replicate(nn.Linear(30, 30), ["cpu"] * num_ranks)
     before = torch.get_rng_state()
-    found = []
+    found, draws = [], []
+
+    def loss_of(net, shard):
+        draws.append(torch.rand(()).item())
+        return dropped(net, shard)
+
     with pr.ShardedStep(replicas, 8, seed=3) as step:
         for _ in range(2):
-            found.append((step(dropped).item(), replicas[-1].weight.grad))
+            found.append((step(loss_of).item(), replicas[-1].weight.grad))
     assert torch.equal(torch.get_rng_state(), before)
-    assert found[0][0] != found[1][0]
+    assert len(set(draws)) == 16
     (net,) = pr.replicate(replicas[0], ["cpu"])
     with pr.ShardedStep([net], 8, seed=3) as alone:
         alone.num_steps = 1  # as after a checkpoint
-        assert alone(dropped).item() == found[1][0]
+        assert alone(loss_of).item() == found[1][0]
         assert_bits(net.weight.grad, found[1][1])
 
 
@@ -209,6 +216,7 @@ def test_failed_shard_changes_nothing(num_ranks):
     def failing(net, shard):
         loss = loss_of(net, shard)
         if shard == 3:
+            loss.backward()
             raise KeyError("the last one")
         return loss
 
