@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from oracle import reduced
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,25 +51,25 @@ def armed(rank: object):
 class Net(nn.Module):
     """Backward reaches ``late``, then may explode, then reaches ``early``."""
 
-    def __init__(self, rank: int, numel: int = 40) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.rank = rank
-        self.early = nn.Parameter(torch.randn(numel, generator=generator))
-        self.late = nn.Parameter(torch.randn(numel, generator=generator))
+        self.early = nn.Parameter(torch.randn(40, generator=generator))
+        self.late = nn.Parameter(torch.randn(40, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
         return (Explode.apply((self.early * x).tanh(), self.rank) * self.late).sum()
 
 
-def nets_of(numel: int = 40, world_size: int = 3) -> list[Net]:
-    return [Net(rank, numel) for rank in range(world_size)]
+def nets_of(world_size: int = 3) -> list[Net]:
+    return [Net(rank) for rank in range(world_size)]
 
 
-def vectors(seed: int, numel: int = 40, world_size: int = 3) -> list[Tensor]:
+def vectors(seed: int, world_size: int = 3) -> list[Tensor]:
     """One input for each :class:`Net`."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=generator) for _ in range(world_size)]
+    return [torch.randn(40, generator=generator) for _ in range(world_size)]
 
 
 # -- nets of layers: 4 rows of 6 numbers -----------------------------------------------------------
@@ -113,16 +114,16 @@ class Mixed(TwoLayers):
         return self.two(self.one(x).double())
 
 
-class Branches(nn.Module):
-    """Three layers; a call names the layers that it uses."""
+class Views(nn.Module):
+    """Backward stores both gradients in the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+        self.a = nn.Parameter(torch.arange(6.0).view(1, 6))
+        self.b = nn.Parameter(torch.arange(6.0).view(2, 3))
 
-    def forward(self, x: Tensor, used: str) -> Tensor:
-        return sum(getattr(self, name)(x).square().sum() for name in used)
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.a.view(6) + self.b.view(6))
 
 
 class Checkpointed(nn.Module):
@@ -153,6 +154,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "backwards": Backwards,
     "tied": Tied,
     "mixed": Mixed,
+    "views": Views,
     "frozen": frozen,
     "bfloat16": lambda: make_net().to(torch.bfloat16),
     "channels_last": channels_last,
@@ -204,14 +206,7 @@ def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor], op: str = "sum") -> 
     found: list[Tensor | None] = []
     for column in zip(*(net.parameters() for net in copies), strict=True):
         grads = [param.grad for param in column]
-        if grads[0] is None:
-            found.append(None)
-            continue
-        is_narrow = grads[0].dtype == torch.bfloat16  # rounded once
-        total, *others = [grad.float() for grad in grads] if is_narrow else grads
-        for grad in others:
-            total = torch.maximum(total, grad) if op == "max" else total + grad
-        found.append((total / len(column) if op == "mean" else total).to(grads[0].dtype))
+        found.append(None if grads[0] is None else reduced(grads, op))
     return found
 
 

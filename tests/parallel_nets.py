@@ -70,9 +70,8 @@ def images(n, dtype=torch.float64):
 
 def tokens(n):
     generator = torch.Generator().manual_seed(4)
-    return torch.randint(5, (n, 4), generator=generator), torch.randint(
-        5, (n,), generator=generator
-    )
+    X = torch.randint(5, (n, 4), generator=generator)  # noqa: N806
+    return X, torch.randint(5, (n,), generator=generator)
 
 
 NETS = {
@@ -84,9 +83,9 @@ NETS = {
 CAPS = pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "a bucket each"])
 
 
-def make_pair(name, k, seed=0, **options):
+def make_pair(name, k, **options):
     make, batch = NETS[name]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     plain = make()
     return plain, pr.DataParallel(copy.deepcopy(plain), ["cpu"] * k, **options), batch
 

@@ -82,20 +82,6 @@ Ranks = PlainRanks | BucketedRanks
 # -- programs --------------------------------------------------------------------------------------
 
 
-def disjoint_losses(ranks: Ranks):
-    for seed, used in enumerate("ababc"):
-        ranks.backward(seed, dict.fromkeys(range(ranks.k), used))
-        ranks.wait()
-        yield ranks.grads()
-
-
-def one_rank_only(ranks: Ranks):
-    for seed in range(2 * ranks.k):
-        ranks.backward(seed, {seed % ranks.k: "ab", (seed + 1) % ranks.k: "b"})
-        ranks.wait()
-        yield ranks.grads()
-
-
 def random_program(seed: int):
     def play(ranks: Ranks):
         draw = random.Random(seed)
@@ -126,11 +112,7 @@ def random_program(seed: int):
     return play
 
 
-PROGRAMS = {
-    "disjoint losses": disjoint_losses,
-    "one rank": one_rank_only,
-    **{f"random {seed}": random_program(seed) for seed in range(12)},
-}
+PROGRAMS = {f"random {seed}": random_program(seed) for seed in range(14)}
 
 
 def play_as_rank(rank, world_size, store, op, options):

@@ -42,28 +42,19 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class TestGetParams:
-    def test_copies_share_no_memory(self):
-        params = lenet_params()
-        replicas = [get_params(params, "cpu") for _ in range(3)]
-        pointers = {t.untyped_storage().data_ptr() for ts in (params, *replicas) for t in ts}
-        assert len(pointers) == 4 * len(params)
-
-    def test_copies_are_leaves(self):
-        image = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-        source = [*lenet_params(), image, nn.Parameter(torch.ones(3))]
-        copies = get_params(source, "cpu")
-        for copy, param in zip(copies, source, strict=True):
-            assert copy.is_leaf
-            assert copy.requires_grad
-            assert copy.grad is None
-            assert torch.equal(copy, param)
-            assert copy.dtype == param.dtype
-            assert copy.stride() == param.stride()
-        assert not any(param.requires_grad for param in source[:-1])
-        copies[-1].sum().backward()
-        assert source[-1].grad is None
-        assert torch.equal(copies[-1].grad, torch.ones(3))
+def test_params_are_leaves_of_their_own():
+    image = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    source = [*lenet_params(), image, nn.Parameter(torch.ones(3))]
+    replicas = [get_params(source, "cpu") for _ in range(2)]
+    pointers = {t.untyped_storage().data_ptr() for ts in (source, *replicas) for t in ts}
+    assert len(pointers) == 3 * len(source)
+    for copy, param in zip(replicas[0], source, strict=True):
+        assert copy.is_leaf
+        assert copy.requires_grad
+        assert copy.grad is None
+        assert torch.equal(copy, param)
+        assert (copy.dtype, copy.stride()) == (param.dtype, param.stride())
+    assert not any(param.requires_grad for param in source[:-1])
 
 
 class TestSplit:
@@ -75,6 +66,8 @@ class TestSplit:
         assert len(shards) == len(label_shards) == k
         assert all(map(torch.equal, shards, samples.tensor_split(k)))
         assert all(map(torch.equal, label_shards, labels.tensor_split(k)))
+        parts = samples.tensor_split(k)
+        assert [shard.data_ptr() for shard in shards] == [part.data_ptr() for part in parts]
 
     @given(
         st.integers(0, 2000),
@@ -99,11 +92,6 @@ class TestSplit:
         # In floating point 0.1 / (0.1 + 0.2 + 0.7) of 10 may be just below 1.
         assert shard_sizes(10, 3, [0.1, 0.2, 0.7]) == [1, 2, 7]
 
-    def test_shard_on_same_device_is_view(self):
-        samples = torch.zeros(4, 2)
-        shards, _ = split_batch(samples, torch.zeros(4), cpus(2))
-        assert shards[1].data_ptr() == samples[2:].data_ptr()
-
 
 def scores_of(samples):
     return torch.zeros(len(samples), 2)
@@ -123,6 +111,7 @@ class TestEvaluate:
         seen = [0, 0, 0]
 
         def replica(rank, samples):
+            assert len(samples), "a rank without samples was called"
             seen[rank] += len(samples)
             return scores_of(samples)
 
@@ -150,17 +139,6 @@ class TestEvaluate:
             evaluate_accuracy_gpus([net], [(torch.randn(5, 4), torch.zeros(5))])
         assert [m.training for m in net.modules()] == expected
 
-    def test_other_split_function(self):
-        def all_to_the_last(samples, labels, devices):
-            return [samples[:0], samples], [labels[:0], labels]
-
-        def never(samples):
-            raise AssertionError("a rank without samples was called")
-
-        replicas = [never, lambda samples: torch.eye(3)[: len(samples)]]
-        data = [(torch.zeros(3, 1), torch.tensor([0, 1, 0]))]
-        assert evaluate_accuracy_gpus(replicas, data, all_to_the_last) == 2 / 3
-
 
 def flags_of(replicas):
     return [bool(flag) for flag in mismatch_flags(replicas)]
@@ -177,23 +155,16 @@ class TestReplicasEqual:
         square = torch.randn(3, 3)
         check_replicas_equal([[square], [square.T.contiguous().T]])
 
-    @pytest.mark.parametrize(
-        "dtype",
-        [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.complex128],
-    )
-    def test_one_element_is_found(self, dtype):
-        replicas = [[torch.zeros(4, dtype=dtype), torch.ones(3, 5, dtype=dtype)] for _ in range(4)]
-        replicas[2][1][1, 3] = 2
-        with pytest.raises(RingarError, match=r"parameter 1, .*rank 2 .* in 1 of \d+ elements"):
-            check_replicas_equal(replicas)
-
-    def test_error_describes_first_difference(self):
-        replicas = [[torch.zeros(4), torch.zeros(5)] for _ in range(3)]
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
+    def test_error_describes_first_difference(self, dtype):
+        replicas = [[torch.zeros(4, dtype=dtype), torch.zeros(5, dtype=dtype)] for _ in range(3)]
         replicas[1][1] += 1
-        replicas[2][0][1:] = 0.5
-        message = r"parameter 0, shape \(4,\), on rank 2 .* in 3 of 4 elements \(first: 0.5 instead"
+        replicas[2][0][1:] = 2
+        message = r"parameter 0, shape \(4,\), on rank 2 .* in 3 of 4 elements \(first: 2"
         with pytest.raises(RingarError, match=message):
             check_replicas_equal(replicas)
+
+    def test_zeros_of_two_signs_differ(self):
         with pytest.raises(RingarError, match=r"first: -0.0 instead of 0.0"):
             check_replicas_equal([[torch.zeros(1)], [-torch.zeros(1)]])
 
@@ -247,12 +218,9 @@ BATCHES = [(torch.zeros(2, 1), TWO)]
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: get_params([ONE], "cuda:77"), r"^device is 'cuda:77'.*there are: cpu"),
         (lambda: get_params([ONE, ONE.long()], "cpu"), r"params\[1\] is torch.int64"),
-        (lambda: get_params([1.0], "cpu"), r"params\[0\] is a float"),
         (lambda: split_batch(torch.zeros(3, 2), ONE, cpus(2)), r"\(3, 2\) and y \(1,\)"),
         (lambda: split_batch(torch.tensor(1.0), ONE, cpus(2)), r"shape \(\) and y \(1,\)"),
-        (lambda: split_batch(THREE, THREE, []), "devices is empty"),
         (lambda: split_batch(THREE, THREE, ["cuda:9"]), r"'cuda:9'.*there are: cpu"),
         (lambda: split_batch(THREE, THREE, cpus(2), [1]), r"weights has 1 entry \(\[1\]\)"),
         (lambda: shard_sizes(3, 2, [1, -2]), r"weights\[1\] is -2"),
@@ -262,8 +230,6 @@ BATCHES = [(torch.zeros(2, 1), TWO)]
         (lambda: shard_sizes(3, 2, [0, 0.0]), r"weights is \[0, 0.0\]"),
         (lambda: shard_sizes(-1, 2), "n is -1"),
         (lambda: shard_sizes(1, 0), "num_shards 0"),
-        (lambda: evaluate_accuracy_gpus([], BATCHES), "replicas is empty"),
-        (lambda: evaluate_accuracy_gpus([scores_of], []), "no samples"),
         (lambda: evaluate_accuracy_gpus([scores_of], [(BATCHES[0][0][:0], TWO[:0])]), "no samples"),
         (
             lambda: evaluate_accuracy_gpus([lambda x: scores_of(x)[:, None]], BATCHES),
@@ -273,11 +239,7 @@ BATCHES = [(torch.zeros(2, 1), TWO)]
             lambda: evaluate_accuracy_gpus([scores_of] * 2, BATCHES, lambda x, y, d: ([x], [y])),
             "split_f gave 1 and 1 shards",
         ),
-        (
-            lambda: evaluate_accuracy_gpus([scores_of] * 2, BATCHES, devices=["cpu"]),
-            r"devices has 1 entry.*2 replicas",
-        ),
-        (lambda: check_replicas_equal([]), "replicas is empty"),
+        (lambda: evaluate_accuracy_gpus([scores_of] * 2, BATCHES, devices=["cpu"]), "has 1 entry"),
         (lambda: check_replicas_equal([[ONE], [ONE] * 2]), r"\[1\] has 2 tensors, rank 0 has 1"),
         (lambda: check_replicas_equal([[ONE], [TWO]]), r"replicas\[1\]\[0\] is \(2,\).*\(1,\)"),
         (lambda: check_replicas_equal([[ONE], [ONE.double()]]), "float64"),

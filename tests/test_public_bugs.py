@@ -8,9 +8,11 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import types
 
 import pytest
 import torch
+from parallel_nets import Branches, Tied, assert_same, tokens
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -21,13 +23,6 @@ CPUS = ["cpu"] * 2
 
 def parallel(module, **options):
     return pr.DataParallel(module, CPUS, **options)
-
-
-def assert_same_grads(found, wanted, atol=1e-6):
-    for mine, other in zip(found.parameters(), wanted.parameters(), strict=True):
-        assert (mine.grad is None) == (other.grad is None)
-        if other.grad is not None:
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=atol)
 
 
 # -- 01 mmdetection#2303, pytorch#27046: outputs that do not fit together ---
@@ -75,11 +70,9 @@ class Packs(nn.Module):
     def forward(self, x, lengths):
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         found = self.lstm(packed)[0]
-        return (
-            pad_packed_sequence(found, batch_first=True, total_length=5)[0]
-            if self.unpacks
-            else found
-        )
+        if not self.unpacks:
+            return found
+        return pad_packed_sequence(found, batch_first=True, total_length=5)[0]
 
 
 @pytest.mark.parametrize("lengths", [[6], [6, 4]], ids=str)
@@ -89,45 +82,36 @@ def test_packed_input_raises(lengths):
         parallel(nn.LSTM(3, 4))(packed)
 
 
-def test_packed_output_raises():
-    with pytest.raises(pr.ArgumentError, match="PackedSequence"):
-        parallel(Packs(unpacks=False))(torch.randn(4, 5, 3), torch.tensor([5, 3, 2, 4]))
-
-
 def test_packing_inside_is_right():
     net, x, lengths = Packs(unpacks=True), torch.randn(4, 5, 3), torch.tensor([5, 3, 2, 4])
     torch.testing.assert_close(parallel(net)(x, lengths), net(x, lengths))
+    with pytest.raises(pr.ArgumentError, match="PackedSequence"):
+        parallel(Packs(unpacks=False))(x, lengths)
 
 
 # -- 03 pytorch#46242: modules that write into their input ---
 
 
-class PutsToken(nn.Module):
-    def __init__(self):
+class Writes(nn.Module):
+    def __init__(self, write):
         super().__init__()
         self.layer, self.token = nn.Linear(3, 2), nn.Parameter(torch.full((3,), 5.0))
+        self.write = write
 
     def forward(self, x):
-        x[0] = self.token
+        self.write(x, self.token)
         return self.layer(x)
 
 
-class Normalises(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.layer(x.sub_(0.5).div_(2))
-
-
-def relu_first():
-    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
+WRITES = {
+    "token": lambda x, token: x[0].copy_(token),
+    "arithmetic": lambda x, token: x.sub_(0.5).div_(2),
+    "relu": lambda x, token: x.relu_(),
+}
 
 
 def run_module(net, batch):
-    parallel_net = parallel(net)
-    parallel_net(batch).sum().backward()
+    parallel(net)(batch).sum().backward()
 
 
 def run_replicas(net, batch):
@@ -142,38 +126,19 @@ def run_replicas(net, batch):
 
 
 @pytest.mark.parametrize("run", [run_module, run_replicas])
-@pytest.mark.parametrize("make", [PutsToken, Normalises, relu_first])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_writes_into_input_are_right(make, run, requires_grad):
-    net, batch = make(), torch.randn(4, 3)
+def test_writes_into_input_are_right(write, run, requires_grad):
+    net, batch = Writes(write), torch.randn(4, 3)
     wanted = copy.deepcopy(net)
     for shard in batch.clone().chunk(2):
         wanted(shard.clone()).sum().backward()
     batch = batch.clone().requires_grad_(requires_grad)
     run(net, batch * 1 if requires_grad else batch)
-    assert_same_grads(net, wanted)
+    assert_same(net, wanted, 1e-5)
 
 
-# -- 04 pytorch#47562, learn2learn#128: autograd.grad ---
-
-
-class Quadratic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return self.w * x.pow(2) + self.b * x / x
-
-
-def test_gradient_penalty_is_right():
-    plain = Quadratic()
-    net = parallel(copy.deepcopy(plain))
-    for module in (plain, net):
-        x = torch.arange(1.0, 7).requires_grad_()
-        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-        (slope - 1).square().sum().backward()
-    assert_same_grads(net, plain, atol=1e-5)
+# -- 04 pytorch#47562: autograd.grad; learn2learn#128 is in test_parallel_module.py ---
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -189,25 +154,8 @@ def test_grad_of_parameters_is_the_whole_batchs(create_graph):
     torch.testing.assert_close(net.module.weight.grad, wanted)
 
 
-# -- 05 pytorch#30439, 11 #37410, 13 #117275 and #136929: optimizers ---
-
-
-def test_lbfgs_is_the_plain_modules():
-    X, y = torch.randn(8, 3), torch.randn(8, 1)  # noqa: N806
-    plain = nn.Linear(3, 1)
-    net = parallel(copy.deepcopy(plain))
-    for module in (plain, net):
-        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5)
-
-        def closure(module=module, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = (module(X) - y).square().sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-    torch.testing.assert_close(net.module.weight, plain.weight, rtol=1e-4, atol=1e-4)
+# -- 11 pytorch#37410: states of optimizers; 05 pytorch#30439 is in test_parallel_module.py ---
+# -- 13 pytorch#117275 and #136929: see test_parameter_attributes_are_kept in test_replicate.py ---
 
 
 def test_optimizer_state_can_be_reset():
@@ -223,44 +171,11 @@ def test_optimizer_state_can_be_reset():
     assert torch.equal(net.module.weight, torch.full((1, 4), -2.0))
 
 
-class Tagged(nn.Parameter):
-    pass
-
-
-def tagged_net():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    net[0].bias.no_weight_decay = True
-    net[1].weight = Tagged(net[1].weight.data)
-    return net
-
-
-def replica_of(net):
-    return pr.replicate(net, ["cpu"])[0]
-
-
-@pytest.mark.parametrize("wrap", [parallel, replica_of])
-def test_parameters_keep_class_and_attributes(wrap):
-    net = wrap(tagged_net())
-    free = [p for p in net.parameters() if getattr(p, "no_weight_decay", False)]
-    assert [p.shape for p in free] == [(2,)]
-    assert [type(p) for p in net.parameters()].count(Tagged) == 1
-
-
 # -- 07 pytorch#65907, #22095, #175024: buffers between forward and backward ---
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("mask", torch.ones(2))
-
-    def forward(self, x):
-        return self.layer(x) * self.mask
-
-
 def normed():
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    return nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2))
 
 
 def call_twice(net, x):
@@ -283,43 +198,15 @@ def freeze_twice(net, x):
     out.sum().backward()
 
 
-@pytest.mark.parametrize("make", [Masked, normed])
+@pytest.mark.parametrize("make", [Branches, normed])
 @pytest.mark.parametrize("case", [call_twice, evaluate_between, freeze_twice])
 def test_calls_between_forward_and_backward_are_allowed(make, case):
-    plain, x = make(), torch.randn(4, 2)
+    plain, x = make(), torch.randn(4, 5)
     net = parallel(copy.deepcopy(plain))
     case(net, x)
     case(plain, x)
-    if make is Masked or case is freeze_twice:  # else the shards' own statistics count
-        assert_same_grads(net, plain)
-
-
-# -- 10 pytorch#54495: synchronised batch norm without weight or bias ---
-
-
-def without(name):
-    norm = nn.BatchNorm1d(3)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    if name:
-        norm.register_parameter(name, None)
-    return norm
-
-
-NORMS = {
-    "affine=False": lambda: nn.BatchNorm1d(3, affine=False),
-    "no bias": lambda: without("bias"),
-    "no weight": lambda: without("weight"),
-    "both": lambda: without(""),
-}
-
-
-@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
-def test_synced_batchnorm_without_weight_or_bias(make):
-    plain = make()
-    x = torch.randn(7, 3) * 5 + 2
-    net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 3, batchnorm="sync")
-    torch.testing.assert_close(net(x), plain(x), rtol=1e-5, atol=1e-5)
+    if make is Branches or case is freeze_twice:  # else the shards' own statistics count
+        assert_same(net, plain, 1e-5)
 
 
 # -- 15 pytorch#44951: scripted modules ---
@@ -359,16 +246,15 @@ class Encoding(collections.UserDict):  # as of transformers: takes other argumen
         self.note = note
 
 
-class Holds:
-    def __init__(self, x):
-        self.x = x
-
-
 class Slots:
     __slots__ = ("x",)
 
     def __init__(self, x):
         self.x = x
+
+
+def hold(x):
+    return types.SimpleNamespace(x=x)
 
 
 Named = collections.namedtuple("Named", "x y")
@@ -385,69 +271,51 @@ SPLIT = {
     "nested": (lambda x: [({"a": Batch(x)},)], lambda b: b[0][0]["a"].x),
 }
 REFUSED = {
-    "object": (Holds, lambda b: b.x),
+    "object": (hold, lambda b: b.x),
     "slots": (Slots, lambda b: b.x),
     "set": (lambda x: {x}, lambda b: next(iter(b))),
-    "object in a list": (lambda x: [Holds(x)], lambda b: b[0].x),
-    "list in an object": (lambda x: Holds([x]), lambda b: b.x[0]),
+    "object in a list": (lambda x: [hold(x)], lambda b: b[0].x),
+    "list in an object": (lambda x: hold([x]), lambda b: b.x[0]),
 }
 
 
-class Reads(nn.Module):
-    def __init__(self, read):
+class Repacks(nn.Module):
+    def __init__(self, make, read):
         super().__init__()
-        self.read = read
+        self.make, self.read = make, read
 
     def forward(self, batch, y):
-        return self.read(batch) + 0 * y.sum()
+        return self.make(self.read(batch) + 0 * y)
 
 
 @pytest.mark.parametrize(("make", "read"), SPLIT.values(), ids=SPLIT)
-def test_containers_are_split(make, read):
+def test_containers_are_split_and_gathered(make, read):
     x = torch.arange(8.0).view(4, 2)
-    assert torch.equal(parallel(Reads(read))(make(x), x), x)
+    found = parallel(Repacks(make, read))(make(x), x)
+    assert type(found) is type(make(x))
+    assert torch.equal(read(found), x)
 
 
 @pytest.mark.parametrize(("make", "read"), REFUSED.values(), ids=REFUSED)
 def test_hidden_batches_are_refused(make, read):
     x = torch.arange(8.0).view(4, 2)
     with pytest.raises(pr.ArgumentError, match=r"args\[0\].* tensor of 4 samples"):
-        parallel(Reads(read))(make(x), x)
-
-
-@pytest.mark.parametrize(("make", "read"), SPLIT.values(), ids=SPLIT)
-def test_containers_are_gathered(make, read):
-    x = torch.arange(8.0).view(4, 2)
-    net = parallel(Builds(lambda layer, x, _: make(x)))
-    found = net(x)
-    assert type(found) is type(make(x))
-    assert torch.equal(read(found), x)
+        parallel(Repacks(make, read))(make(x), x)
 
 
 # -- 17 pytorch#188346: load_state_dict(assign=True) of tied weights ---
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.e, self.o = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.o.weight = self.e.weight
-
-    def forward(self, i):
-        return self.o(self.e(i))
-
-
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("has_prefix", [False, True])
 def test_tied_weights_load_and_train(assign, has_prefix):
-    source, i = Tied(), torch.tensor([1, 2, 3, 4])
-    net = parallel(Tied())
+    source, net = Tied(), parallel(Tied())
     state = (parallel(source) if has_prefix else source).state_dict()
     assert not net.load_state_dict(state, assign=assign).missing_keys
-    assert net.module.o.weight is net.module.e.weight
+    assert net.module.out.weight is net.module.embedding.weight
     for module in (source, net):
-        module(i).square().sum().backward()
-    assert_same_grads(net, source)
+        module(tokens(4)[0]).square().sum().backward()
+    assert_same(net, source, 1e-5)
 
 
 def test_unknown_names_are_refused():
@@ -457,13 +325,14 @@ def test_unknown_names_are_refused():
     assert net.load_state_dict({}, strict=False).missing_keys == ["module.weight", "module.bias"]
 
 
-def test_versions_of_plain_states_count():
+@pytest.mark.parametrize(("version", "missing"), [(1, []), (2, ["module.num_batches_tracked"])])
+def test_versions_of_plain_states_count(version, missing):
     """Statistics of before version 2 have no count of batches."""
     state = nn.BatchNorm1d(2).state_dict()
     del state["num_batches_tracked"]
-    state._metadata[""]["version"] = 1
+    state._metadata[""]["version"] = version
     net = parallel(nn.BatchNorm1d(2))
-    assert not net.load_state_dict(state).missing_keys
+    assert net.load_state_dict(state, strict=False).missing_keys == missing
 
 
 # -- 25 pytorch#36035, transformers#3936, pytorch#10537, #102981: modules that keep parameters ---
@@ -489,6 +358,12 @@ class Recurrent(nn.Module):
         return self.l(x.unsqueeze(1).repeat(1, 3, 1))[0]
 
 
+def parametrized():
+    net = Recurrent()
+    nn.utils.parametrize.register_parametrization(net.l, "weight_hh_l0", nn.Tanh())
+    return net
+
+
 def spectral(wrap):
     torch.manual_seed(3)
     layer = wrap(nn.Linear(3, 2))
@@ -498,6 +373,7 @@ def spectral(wrap):
 KEEP = {
     "parameter lists": Lists,
     "LSTM": Recurrent,
+    "parametrized LSTM": parametrized,
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
     "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
     "spectral_norm": lambda: spectral(nn.utils.parametrizations.spectral_norm),
@@ -519,4 +395,4 @@ def test_modules_that_keep_weights_are_right(make, cap_mb):
     x = torch.randn(6, 2, 3) if isinstance(plain, nn.TransformerEncoderLayer) else torch.randn(6, 3)
     for module in (plain, net):
         module(x).square().sum().backward()
-    assert_same_grads(net, plain, atol=1e-5)
+    assert_same(net, plain, 1e-5)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bucketing_nets import EARLY, assert_reduced, clear
+from bucketing_nets import EARLY, assert_reduced, backward_one_by_one, clear, inputs, make_net
 from cases import mostly_slow
-from ranks import Crew
 from torch import Tensor, nn
 
 import pyringar as pr
@@ -61,32 +60,8 @@ class Shared(nn.Module):
         return x + torch.cat([self.a, self.b])
 
 
-class TwoViews(nn.Module):
-    """The gradients of both parameters are views of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(4.0).view(1, 4))
-        self.b = nn.Parameter(torch.arange(4.0).view(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.a.view(4) + self.b.view(4))
-
-
-class OneView(TwoViews):
-    """torch copies one gradient if it is accumulated while the other is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(4.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.a + self.b.view(4))
-
-
-def rows(k: int, per_rank: int, *shape: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(k * per_rank, *shape, generator=generator)
+def rows(k: int, per_rank: int) -> Tensor:
+    return torch.randn(k * per_rank, N, generator=torch.Generator().manual_seed(1))
 
 
 def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> list[Tensor]:
@@ -100,82 +75,32 @@ def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> li
     return total
 
 
-MODES = {"each": EARLY, "one": {"overlap": True}, "late": {"overlap": False}}
-modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-
-
 def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: bool) -> None:
     losses = [net(shard).square().sum() for net, shard in zip(nets, shards, strict=True)]
-    threads = [threading.Thread(target=loss.backward) for loss in losses]
-    for thread in threads:
-        thread.start()
-        if not in_threads:
-            thread.join()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(nets) if in_threads else 1) as threads:
+        list(threads.map(Tensor.backward, losses))
 
 
-def check_steps(nets, shards, options, *, in_threads=True, passes=1, set_to_none=True) -> None:
-    """All passes of a step but the last are in ``no_sync``."""
-    expected = of_plain_passes(nets[0], shards, passes)
-    with pr.GradientBucketer(nets, **options) as bucketer:
-        for step in range(4):
-            clear(nets, set_to_none=set_to_none or step < 2)
-            for _ in range(passes - 1):
-                with bucketer.no_sync():
-                    run_backward(nets, shards, in_threads=in_threads)
-            run_backward(nets, shards, in_threads=in_threads)
-            bucketer.wait()
-            assert_reduced(nets, expected)
-
-
-@modes
+@pytest.mark.parametrize("options", [EARLY, {"overlap": True}, {"overlap": False}])
 @pytest.mark.parametrize("in_threads", [False, True])
-@pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2))
-def test_random_nets(k, in_threads, options):
-    for seed in range(8):
-        nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2, N).chunk(k))
-        check_steps(nets, shards, options, in_threads=in_threads, set_to_none=False)
-
-
-@modes
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize(
-    "make", [TwoViews, OneView, lambda: Shared(3), lambda: Shared(4)], ids=["two", "one", "3", "4"]
-)
-def test_parameters_share_no_memory(make, passes, options):
+@pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 2, 3))
+def test_sums_are_right_in_own_memory(k, passes, in_threads, options):
     """With two passes, plain torch adds to shared memory twice."""
-    nets = [make() for _ in range(3)]
-    shards = list(rows(3, 1, 4 if isinstance(nets[0], TwoViews) else N).chunk(3))
-    check_steps(nets, shards, options, passes=passes)
-    for net in nets:
-        storages = {param.grad.untyped_storage().data_ptr() for param in net.parameters()}
-        assert len(storages) == len(list(net.parameters()))
-
-
-def as_rank(rank, world_size, store, options):
-    torch.set_num_threads(1)
-    found = []
-    with pr.ProcessCommunicator(store, rank, world_size, order="rank") as comm:
-        for seed in range(8):
-            net, shard = Shared(seed), rows(world_size, 1, N).chunk(world_size)[rank]
-            with pr.GradientBucketer([net], comm=comm, **options) as bucketer:
-                for _ in range(3):
-                    net.zero_grad()
-                    net(shard).square().sum().backward()
-                    bucketer.wait()
-            found.append([param.grad for param in net.parameters()])
-    return found
-
-
-@modes
-def test_processes(options):
-    with Crew(2) as crew:
-        answers = crew.check(as_rank, options)
-    for found in answers:
-        for seed, grads in enumerate(found):
-            expected = of_plain_passes(Shared(seed), list(rows(2, 1, N).chunk(2)))
-            assert all(map(torch.equal, grads, expected)), seed
+    for seed in range(10):
+        nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2).chunk(k))
+        expected = of_plain_passes(nets[0], shards, passes)
+        with pr.GradientBucketer(nets, **options) as bucketer:
+            for step in range(4):
+                clear(nets, set_to_none=step < 2)
+                for _ in range(passes - 1):
+                    with bucketer.no_sync():
+                        run_backward(nets, shards, in_threads=in_threads)
+                run_backward(nets, shards, in_threads=in_threads)
+                bucketer.wait()
+                assert_reduced(nets, expected)
+                for grads in ([param.grad for param in net.parameters()] for net in nets):
+                    assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
 
 
 def test_gradient_given_to_backward_is_kept():
@@ -193,17 +118,24 @@ def test_gradient_given_to_backward_is_kept():
 @pytest.mark.parametrize("options", [{}, EARLY])
 def test_buffer_of_user_stays(is_view, options):
     """``grad`` is a view of a buffer, or was there when the bucketer was made."""
-    nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2, N).chunk(2))
+    nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2).chunk(2))
     expected = of_plain_passes(nets[0], shards)
     flats = []
-    for net in nets:
-        params = list(net.parameters())
-        flats.append(torch.zeros(sum(map(Tensor.numel, params))))
-        parts = flats[-1].split([param.numel() for param in params])
-        for param, part in zip(params, parts, strict=True):
-            grad = part.view_as(param)
-            param.grad = grad if is_view else grad.detach()
+
+    def give_buffers():
+        for net in nets:
+            params = list(net.parameters())
+            flats.append(torch.zeros(sum(map(Tensor.numel, params))))
+            parts = flats[-1].split([param.numel() for param in params])
+            for param, part in zip(params, parts, strict=True):
+                grad = part.view_as(param)
+                param.grad = grad if is_view else grad.detach()
+
+    if not is_view:
+        give_buffers()
     with pr.GradientBucketer(nets, **options) as bucketer:
+        if is_view:
+            give_buffers()
         for _ in range(4):
             for flat in flats:
                 flat.zero_()
@@ -216,13 +148,7 @@ def test_buffer_of_user_stays(is_view, options):
 
 def test_own_memory_is_not_copied():
     """Fails also if torch counts the users of memory differently."""
-    nets = [
-        nn.Sequential(
-            *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
-            *(nn.Linear(144, N), nn.LayerNorm(N), nn.Linear(N, N)),
-        )
-        for _ in range(2)
-    ]
+    nets = [make_net() for _ in range(2)]
     left: list[Tensor] = []
     for param in nets[0].parameters():
         param.register_post_accumulate_grad_hook(lambda p: left.append(p.grad))
@@ -230,8 +156,7 @@ def test_own_memory_is_not_copied():
         for _ in range(3):
             clear(nets)
             left.clear()
-            for net in nets:
-                net(torch.ones(2, 1, 8, 8)).square().sum().backward()
+            backward_one_by_one(nets, inputs(2))
             bucketer.wait()
             now = {id(param.grad) for param in nets[0].parameters()}
             assert {id(grad) for grad in left} == now
