@@ -15,7 +15,6 @@ from bucketing_nets import (
     EARLY,
     NETS,
     Backwards,
-    Mixed,
     assert_next_step_is_right,
     assert_reduced,
     backward_one_by_one,
@@ -83,8 +82,10 @@ def test_plan_follows_order_of_gradients():
 
 
 def test_buckets_have_first_cap_and_one_dtype():
-    with pr.GradientBucketer([Mixed()], first_bucket_mb=1e-6) as bucketer:
-        assert [sorted(b) for b in bucketer.buckets] == [[3], [2], [0, 1]]
+    params = [torch.zeros(n, requires_grad=True) for n in (4, 300_000, 300_000)]
+    params.insert(1, torch.zeros(4, dtype=torch.float64, requires_grad=True))
+    with pr.GradientBucketer([params]) as bucketer:
+        assert [sorted(b) for b in bucketer.buckets] == [[3], [0, 2], [1]]
 
 
 # -- bits ------------------------------------------------------------------------------------------
