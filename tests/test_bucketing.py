@@ -126,7 +126,7 @@ def test_order_of_backward_does_not_matter(order):
             assert_reduced(nets, expected)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("algorithm", ["fused", "direct", "ring"])
 def test_every_algorithm_and_op(algorithm, op):
     nets, xs = replicas_of(make_net(), 2), inputs(2)

@@ -106,13 +106,8 @@ def assert_same(got: list[Grads], wanted: list[Grads]) -> None:
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
 def test_bits_of_one_process(pools, name, world_size):
-    for options in (
-        {},
-        EACH,
-        {**EACH, "overlap": False},
-        {"bucket_cap_mb": 2e-3, "op": "mean"},
-        {**EACH, "op": "max"},
-    ):
+    late, mean = {**EACH, "overlap": False}, {"bucket_cap_mb": 2e-3, "op": "mean"}
+    for options in ({}, EACH, late, mean):
         nets = [NETS[name]() for _ in range(world_size)]
         with pr.GradientBucketer(nets, **options) as bucketer:
             wanted = steps(nets, range(world_size), world_size, bucketer)
@@ -218,9 +213,8 @@ def test_wrong_arguments_raise():
     with pr.ProcessCommunicator(dist.HashStore(), 0, 1) as comm:
         with pytest.raises(pr.ArgumentError, match="replicas has 2 entries"):
             pr.GradientBucketer([net, net], comm=comm)
-        for op in ("min", "prod"):
-            with pytest.raises(pr.UnsupportedError, match=f"op is '{op}'"):
-                pr.GradientBucketer([net], comm=comm, op=op)
+        with pytest.raises(pr.UnsupportedError, match="op is 'max'"):
+            pr.GradientBucketer([net], comm=comm, op="max")
         with torch.device("meta"):  # the default device does not matter
             pr.GradientBucketer([net], comm=comm).close()
         comm.barrier()  # still usable

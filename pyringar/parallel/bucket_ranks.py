@@ -20,14 +20,12 @@ from pyringar.comm.arguments import OPS
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.work import Work
-from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_step import Launched
 
 __all__ = ["Comm", "abort", "agree_on_order", "check_ranks", "launch"]
 
 Comm = Communicator | RankCommunicator
-
-_PROCESS_OPS = ("sum", "mean", "max")  # these reductions of flags are > 0 if a rank set the flag
 
 
 def check_ranks(comm: Comm, op: str, by_rank: Sequence[Sequence[Tensor]], cap_bytes: int) -> None:
@@ -45,11 +43,6 @@ def check_ranks(comm: Comm, op: str, by_rank: Sequence[Sequence[Tensor]], cap_by
         raise ArgumentError(
             f"replicas has {num_replicas} entries, but comm is one rank of {comm.world_size}, "
             "each in a process of its own: expected one replica"
-        )
-    if op not in _PROCESS_OPS:
-        raise UnsupportedError(
-            f"op is {op!r}, but over processes a GradientBucketer knows {', '.join(_PROCESS_OPS)}: "
-            "other reductions cannot tell that no rank used a parameter"
         )
     params = by_rank[0]
     device = params[0].device if params else torch.device("cpu")
@@ -91,6 +84,7 @@ def launch(comm: Comm, op: str, bucket: Launched, ready: Any, index: int) -> Wor
         if ready is not None:
             ready.make_wait(index, 0)
         first = lists[0][0]
+        # Reduced by `op` too: sum and mean are > 0 if a rank has a gradient.
         bucket.flags = torch.tensor(bucket.used, dtype=first.dtype, device=first.device)
         return comm.all_reduce_coalesced([*lists[0], bucket.flags], op, async_op=True)
     if not bucket.params:

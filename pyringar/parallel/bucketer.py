@@ -17,7 +17,7 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.shown import never_fails
 from pyringar.engine import load
-from pyringar.errors import RingarError
+from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
 from pyringar.parallel.bucket_ranks import Comm, abort, agree_on_order, check_ranks, launch
 from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
@@ -42,7 +42,7 @@ class GradientBucketer:
             bucketer. Over a `ProcessCommunicator`, ``replicas`` has the replica of this process.
         bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of the
             gradients of one rank, and the first bucket already at 1 MB. Parameters are never split.
-        op: See `Communicator.all_reduce`. Over processes sum, mean or max.
+        op: ``"sum"`` or ``"mean"`` over ranks, or the ReduceOp of torch.distributed.
         overlap: Launch buckets during backward, else in `wait`, with the same bits. None: True on
             GPUs and over processes. False for ranks on the CPU in one process, where overlap gains
             nothing.
@@ -52,7 +52,7 @@ class GradientBucketer:
 
     Raises:
         ArgumentError: Replicas differ, also between processes; or the cap is no positive number.
-        UnsupportedError: Over processes, another ``op``.
+        UnsupportedError: Another reduction.
 
     For example:
 
@@ -103,6 +103,8 @@ class GradientBucketer:
         self._by_rank = by_rank = self._params.by_rank
         self._cap_bytes = check_caps(bucket_cap_mb=bucket_cap_mb)["bucket_cap_mb"]
         self._op = op_name(op)
+        if self._op not in ("sum", "mean"):
+            raise UnsupportedError(f"op is {op!r}, expected 'sum' or 'mean' for gradients")
         self._owned: Communicator | None = None
         if comm is None:
             devices = [params[0].device if params else "cpu" for params in by_rank]
