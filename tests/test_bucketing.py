@@ -302,7 +302,7 @@ def test_hooks_go_with_bucketer(how, options):
     ("arguments", "words"),
     [
         (lambda n: {"replicas": n[0]}, "replicas is a Sequential, expected a list"),
-        (lambda n: {"replicas": [n[0], nn.Linear(2, 2)]}, r"replicas\[1\] has 2 parameters"),
+        (lambda n: {"replicas": [n[0], nn.Linear(2, 2)]}, r"replicas\[1\] has 2 trained parameters"),
         (
             lambda n: {"replicas": [nn.Linear(2, 3), nn.Linear(3, 2)]},
             r"parameter 0 of replicas\[1\] is \(2, 3\)",

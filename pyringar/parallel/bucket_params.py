@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
+from pyringar.parallel.shards import check_alike
 
 __all__ = ["HookedParams", "Replica", "check_caps", "check_replicas"]
 
@@ -57,19 +58,7 @@ class HookedParams:
         self._replicas = replicas
         self._handles: list[Any] = []
         self.by_rank = [_params_of(replica) for replica in replicas]
-        first = self.by_rank[0]
-        for rank, params in enumerate(self.by_rank):
-            if len(params) != len(first):
-                raise ArgumentError(
-                    f"replicas[{rank}] has {len(params)} parameters that require grad, "
-                    f"replicas[0] has {len(first)}"
-                )
-            for i, (param, other) in enumerate(zip(params, first, strict=True)):
-                if param.shape != other.shape or param.dtype != other.dtype:
-                    raise ArgumentError(
-                        f"parameter {i} of replicas[{rank}] is {tuple(param.shape)} "
-                        f"{param.dtype}, of replicas[0] {tuple(other.shape)} {other.dtype}"
-                    )
+        check_alike(self.by_rank, "trained parameter")
 
     def items(self) -> list[tuple[int, int]]:
         """Return bytes and kind of each parameter. A bucket holds one kind: one dtype."""

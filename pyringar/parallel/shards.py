@@ -19,6 +19,7 @@ from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
 __all__ = [
+    "check_alike",
     "check_replicas_equal",
     "count_correct",
     "cut",
@@ -341,7 +342,8 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
     Cost on a GPU: one copy and one comparison, for any number of tensors. The CPU copies nothing.
     """
-    _check_alike(replicas)
+    _check_lists(replicas)
+    check_alike(replicas, "tensor")
     first, *others = replicas
     if _are_on_cpu(replicas):
         pairs = [zip(tensors, first, strict=True) for tensors in others]
@@ -375,28 +377,33 @@ def _reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
-    if not isinstance(replicas, (list, tuple)):
-        raise ArgumentError(f"replicas is {kind_of(replicas)}, expected a list per rank")
-    if not replicas:
-        raise ArgumentError("replicas is empty, expected one list of tensors per rank")
-    first = replicas[0]
+def _check_lists(replicas: Sequence[Sequence[Tensor]]) -> None:
+    if not isinstance(replicas, (list, tuple)) or not replicas:
+        what = "empty" if isinstance(replicas, (list, tuple)) else kind_of(replicas)
+        raise ArgumentError(f"replicas is {what}, expected one list of tensors per rank")
     for rank, tensors in enumerate(replicas):
         if not isinstance(tensors, (list, tuple)):
             raise ArgumentError(
                 f"replicas[{rank}] is {kind_of(tensors)}, expected a list of tensors, such as "
                 "list(module.parameters())"
             )
+        for i, tensor in enumerate(tensors):
+            _check_tensor(f"replicas[{rank}][{i}]", tensor)
+
+
+def check_alike(replicas: Sequence[Sequence[Tensor]], noun: str) -> None:
+    """Raise `ArgumentError` if numbers, shapes or dtypes of tensors differ between ranks."""
+    first = replicas[0]
+    for rank, tensors in enumerate(replicas):
         if len(tensors) != len(first):
             raise ArgumentError(
-                f"replicas[{rank}] has {len(tensors)} tensors, rank 0 has {len(first)}"
+                f"replicas[{rank}] has {len(tensors)} {noun}s, replicas[0] has {len(first)}"
             )
         for i, (ours, theirs) in enumerate(zip(tensors, first, strict=True)):
-            _check_tensor(f"replicas[{rank}][{i}]", ours)
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
                 raise ArgumentError(
-                    f"replicas[{rank}][{i}] is {tuple(ours.shape)} {ours.dtype}, on rank 0 it is "
-                    f"{tuple(theirs.shape)} {theirs.dtype}"
+                    f"{noun} {i} of replicas[{rank}] is {tuple(ours.shape)} {ours.dtype}, of "
+                    f"replicas[0] {tuple(theirs.shape)} {theirs.dtype}"
                 )
 
 
