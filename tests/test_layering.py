@@ -49,8 +49,8 @@ ORDER = {
     ],
     "ops": [],
     "parallel": [
-        *["bucket_step", "bucket_params", "bucket_ranks", "own_memory"],
-        *["bucketer", "shards", "replicate", "rank_threads", "batchnorm", "nested"],
+        *["shards", "bucket_step", "bucket_params", "bucket_ranks", "own_memory"],
+        *["bucketer", "replicate", "rank_threads", "batchnorm", "nested"],
         *["sharded_step", "replicated", "module"],
     ],
     "distributed": [],
