@@ -19,7 +19,7 @@ Replica = nn.Module | Sequence[Tensor]
 
 def check_replicas(replicas: Any) -> list[Replica]:
     """Return one module, or one list of parameters, per rank; raise `ArgumentError` else."""
-    if isinstance(replicas, nn.Module) or not isinstance(replicas, Sequence) or not replicas:
+    if not isinstance(replicas, Sequence) or not replicas:
         raise ArgumentError(
             f"replicas is {kind_of(replicas)}, expected a list with one module, or one list of "
             "parameters, per rank"
