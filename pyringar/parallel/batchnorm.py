@@ -111,18 +111,13 @@ class _Layer:
                 for (m, v), n, own in zip(parts, counts, means[: len(parts)], strict=True)
             ]
         )
-        with torch.no_grad():
-            self._update_running(mean.detach(), var.detach() * (total / (total - 1)))
+        for batchnorm in self.siblings:
+            _update_running(batchnorm, mean, var, total)
         inverse_stds = _fan_out(torch.rsqrt(var + self.siblings[0].eps), len(parts))
         return [
             (own.to(X.device), inverse_std.to(X.device))
             for X, own, inverse_std in zip(inputs, means[len(parts) :], inverse_stds, strict=True)
         ]
-
-    def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        for batchnorm in self.siblings:
-            if batchnorm.training and batchnorm.running_mean is not None:
-                _update_running(batchnorm, mean, var)
 
 
 class _FanOut(torch.autograd.Function):
@@ -168,7 +163,10 @@ def _as_channels(vector: Tensor, X: Tensor) -> Tensor:  # noqa: N803
     return vector.view(1, -1, *[1] * (X.ndim - 2))
 
 
-def _update_running(batchnorm: _BatchNorm, mean: Tensor, var: Tensor) -> None:
+@torch.no_grad()
+def _update_running(batchnorm: _BatchNorm, mean: Tensor, var: Tensor, n: int) -> None:
+    """``n``: values per channel."""
+    var = var * (n / (n - 1))
     share = batchnorm.momentum  # of the new value; None: torch's cumulative average
     if batchnorm.num_batches_tracked is not None:
         batchnorm.num_batches_tracked.add_(1)
