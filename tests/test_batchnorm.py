@@ -310,6 +310,23 @@ def test_no_thread_left_for_a_rank(monkeypatch):
     assert run_in_lockstep(calls, CPUS) == {0: 0, 1: 1, 2: 2}
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_interrupt_waits_for_ranks(num_devices):
+    def work(rank):
+        inside.append(rank)
+        if len(inside) == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.2)
+        inside.remove(rank)
+
+    inside = [-1]
+    devices = [torch.device("meta", rank % num_devices) for rank in range(2)]
+    run = run_ranks if num_devices == 2 else run_in_lockstep
+    with pytest.raises(KeyboardInterrupt):
+        run({rank: partial(work, rank) for rank in range(2)}, devices)
+    assert inside == [-1]
+
+
 def test_signal_handler_may_call_module():
     def interrupt(*_):
         if not calls:

@@ -142,6 +142,26 @@ def test_every_algorithm_and_op(algorithm, op):
     assert_reduced(nets, expected)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.14 has grad_dtype")
+@pytest.mark.parametrize("unused", [None, 0, 1])
+def test_gradients_have_dtype_of_their_own(unused):
+    params = [[torch.ones(3, dtype=d) for d in (torch.bfloat16, torch.float32)] for _ in range(2)]
+    for mine in params:
+        for param in mine:
+            param.requires_grad_()
+            param.grad_dtype = torch.float32
+    with pr.GradientBucketer(params) as bucketer:
+        assert bucketer.buckets == [[1, 0]]
+        for rank, (one, two) in enumerate(params):
+            (two.sum() + (0 if rank == unused else one.sum() * 0.1)).backward()
+        bucketer.wait()
+    for mine in params:
+        grads = [param.grad for param in mine]
+        assert [grad.dtype for grad in grads] == [torch.float32] * 2
+        assert torch.equal(grads[1], torch.full((3,), 2.0))
+    pr.check_replicas_equal([[param.grad for param in mine] for mine in params])
+
+
 # -- overlap ---------------------------------------------------------------------------------------
 
 
@@ -302,7 +322,10 @@ def test_hooks_go_with_bucketer(how, options):
     ("arguments", "words"),
     [
         (lambda n: {"replicas": n[0]}, "replicas is a Sequential, expected a list"),
-        (lambda n: {"replicas": [n[0], nn.Linear(2, 2)]}, r"replicas\[1\] has 2 trained parameters"),
+        (
+            lambda n: {"replicas": [n[0], nn.Linear(2, 2)]},
+            r"replicas\[1\] has 2 trained parameters",
+        ),
         (
             lambda n: {"replicas": [nn.Linear(2, 3), nn.Linear(3, 2)]},
             r"parameter 0 of replicas\[1\] is \(2, 3\)",

@@ -172,3 +172,19 @@ def test_untouched_sum_is_not_reduced(op):
             sums.append(nets[2].c.weight.grad.clone())
     assert num_calls == [3, 3, 4, 4]
     assert all(torch.equal(one, sums[0]) for one in sums)
+
+
+def test_returned_gradients_leave_sums():
+    nets = [Linears() for _ in range(3)]
+    with pr.GradientBucketer(nets) as bucketer:
+        for net in nets:
+            net(torch.rand(2, 3), "abc").backward()
+        bucketer.wait()
+        params = [[*net.parameters()] for net in nets]
+        sums = [param.grad.clone() for param in params[0]]
+        for net, mine in zip(nets, params, strict=True):
+            torch.autograd.grad(net(torch.rand(2, 3), "abc"), mine)
+        for _ in range(2):
+            for mine in params:
+                assert all(map(torch.equal, (param.grad for param in mine), sums))
+            bucketer.wait()

@@ -241,7 +241,10 @@ BATCHES = [(torch.zeros(2, 1), TWO)]
         ),
         (lambda: evaluate_accuracy_gpus([scores_of] * 2, BATCHES, devices=["cpu"]), "has 1 entry"),
         (lambda: check_replicas_equal([[ONE], [ONE] * 2]), r"\[1\] has 2 tensors, .*\[0\] has 1"),
-        (lambda: check_replicas_equal([[ONE], [TWO]]), r"tensor 0 of replicas\[1\] is \(2,\).*\(1,\)"),
+        (
+            lambda: check_replicas_equal([[ONE], [TWO]]),
+            r"tensor 0 of replicas\[1\] is \(2,\).*\(1,\)",
+        ),
         (lambda: check_replicas_equal([[ONE], [ONE.double()]]), "float64"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 from parallel_nets import CAPS, assert_same, backward, images, make_conv, make_mlp, make_pair, rows
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
 from pyringar.parallel.shards import shard_sizes
@@ -72,8 +74,10 @@ def test_writes_of_first_rank_stay(how, weights):
         pr.check_replicas_equal([[*m.state_dict().values()] for m in (net, plain)])
 
 
-def test_memory_of_copies_is_kept():
-    _, net, _ = make_pair("mlp", 3)
+@pytest.mark.parametrize("batchnorm", ["local", "sync"])
+def test_memory_of_copies_is_kept(batchnorm):
+    module = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+    net = pr.DataParallel(module, ["cpu"] * 3, batchnorm=batchnorm)
     places = []
 
     def note(part, _):
@@ -81,9 +85,14 @@ def test_memory_of_copies_is_kept():
 
     net.module.register_forward_pre_hook(note)
     net.module[0].weight.tag = "kept"
-    for _ in range(3):
-        backward(net, rows(6))
-        torch.optim.SGD(net.parameters(), 0.1).step()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            backward(net, rows(6))
+            torch.optim.SGD(net.parameters(), 0.1).step()
+    finally:
+        gc.enable()
     assert places[:3] == places[3:6] == places[6:]
     assert all("kept" in mine.values() for mine in places)
     old = weakref.ref(net.module[2].weight)
@@ -91,6 +100,28 @@ def test_memory_of_copies_is_kept():
     net(rows(6)[0])
     gc.collect()
     assert old() is None
+
+
+class Nested(nn.Module):
+    """A forward pass that copies a layer and transforms functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.first, self.second = nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        hidden = copy.deepcopy(self.act)(torch.func.vmap(self.first)(x))
+        slope = torch.func.vmap(torch.func.jacrev(self.second))(hidden)
+        return self.second(hidden) + slope.sum(2)
+
+
+@pytest.mark.parametrize("cap_mb", [None, 1e-6])
+def test_forward_may_copy_and_transform(cap_mb):
+    plain = Nested().double()
+    net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 2, bucket_cap_mb=cap_mb)
+    backward(net, rows(6))
+    backward(plain, rows(6))
+    assert_same(net, plain, 1e-12)
 
 
 def add_to_weights(module, _):
@@ -331,6 +362,10 @@ def test_odd_arguments_are_read_with_care():
     for sparse in (x.to_sparse(), torch.nested.nested_tensor([x])):
         with pytest.raises(pr.ArgumentError, match=r"args\[1\]\['a'\] is a .* tensor"):
             net(x, {"a": sparse})
+    trainer = types.SimpleNamespace(optimizer=torch.optim.SGD([nn.Parameter(x)], 0.1), n=x[0])
+    trainer.all = [trainer] * 5_000
+    for harmless in (trainer, functools.partial(F.cross_entropy, weight=x), [].append):
+        assert net(x, harmless).shape == (4, 2)
     hidden = collections.UserDict(y=1)
     hidden.extra = x
     with pytest.raises(pr.ArgumentError, match=r"args\[1\] is an UserDict with a tensor of 4"):

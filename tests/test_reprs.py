@@ -67,7 +67,7 @@ def test_a_closed_communicator_says_so(comm):
 def test_repr_of_bucketer():
     replicas = pr.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["cpu"] * 2)
     with pr.GradientBucketer(replicas, overlap=True) as bucketer:
-        head = "GradientBucketer(2 replicas with 4 parameters, 1 bucket, "
+        head = "GradientBucketer(world size 2, parameters: 4, buckets: 1, "
         assert repr(bucketer) == f"{head}waits for backward)"
         replicas[0](torch.ones(1, 2)).sum().backward()
         assert repr(bucketer) == f"{head}backward has begun)"

@@ -23,11 +23,12 @@ namespace pyringar {
 
 struct BoundBucketer {
   Step step;
-  const std::size_t first_rank;  // of this process in the group, for messages
-  const bool in_order;           // buckets are launched in the order of the plan
-  const py::object on_complete;  // weak method (bucket): launches it. None: wait() launches all
-  const py::object on_failed;    // weak method (reason): a backward pass has failed
-  const py::object on_new;       // (parameter): its gradient is a new tensor
+  const std::size_t first_rank;      // of this process in the group, for messages
+  const bool in_order;               // buckets are launched in the order of the plan
+  const py::object on_complete;      // weak method (bucket): launches it. None: wait() launches all
+  const py::object on_failed;        // weak method (reason): a backward pass has failed
+  const py::object on_new;           // (parameter): its gradient is a new tensor
+  const py::object is_accumulating;  // (parameter): does the running pass add to `grad`?
   const py::object current_task = py::module_::import("torch._C").attr("_current_graph_task_id");
   const py::object engine =
       py::module_::import("torch.autograd").attr("Variable").attr("_execution_engine");
@@ -106,13 +107,15 @@ struct Hook {
   py::object ref;  // zero_sum: the parameter. count: a weak reference to its last gradient, or None
 };
 
-// Before accumulation: the sum of an earlier step must not be added once for each rank.
+// Before accumulation: the sum of an earlier step must not be added once for each rank. torch also
+// calls the hook for a gradient that autograd.grad returns.
 inline void zero_sum(Hook& hook, py::handle) {
   Held& held = hook.bucketer->step.at(hook.rank, hook.index);
   if (held != Held::kSum) return;
-  held = Held::kPart;
   const py::object grad = hook.ref.attr("grad");
-  if (!grad.is_none()) grad.attr("detach")().attr("zero_")();
+  if (grad.is_none() || !hook.bucketer->is_accumulating(hook.ref).cast<bool>()) return;
+  held = Held::kPart;
+  grad.attr("detach")().attr("zero_")();
 }
 
 inline void launch_complete(BoundBucketer& bucketer, std::size_t bucket) {
@@ -194,15 +197,15 @@ inline void bind_bucketer(py::module_& m) {
   using Index = std::size_t;
   const auto make = [](Index world_size, Index num_params, Index first_rank, Index first_summed,
                        bool in_order, const py::object& on_complete, const py::object& on_failed,
-                       const py::object& on_new) {
+                       const py::object& on_new, const py::object& is_accumulating) {
     const Step step{world_size, num_params, first_summed};
-    return BucketerPtr(
-        new BoundBucketer{step, first_rank, in_order, on_complete, on_failed, on_new});
+    return BucketerPtr(new BoundBucketer{step, first_rank, in_order, on_complete, on_failed, on_new,
+                                         is_accumulating});
   };
   py::class_<BoundBucketer, BucketerPtr>(m, "Bucketer")
       .def(py::init(make), py::arg("world_size"), py::arg("num_params"), py::arg("first_rank"),
            py::arg("first_summed"), py::arg("in_order"), py::arg("on_complete"),
-           py::arg("on_failed"), py::arg("on_new"))
+           py::arg("on_failed"), py::arg("on_new"), py::arg("is_accumulating"))
       .def("make_hook", &make_hook)
       .def("start_step", &start_step)
       .def_readwrite("is_counting", &BoundBucketer::is_counting)

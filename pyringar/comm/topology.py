@@ -207,8 +207,8 @@ def check_device(given: Any, name: str) -> torch.device:
             f"{name} is {given!r}, expected a device such as 'cpu' or 'cuda:0'; on this machine "
             f"there are: {', '.join(there)}{did_you_mean(given, known)}"
         ) from error
-    if device.type == "cpu":  # without a GPU, counting GPUs takes 0.1 ms
-        return device
+    if device.type == "cpu":  # has no index; without a GPU, counting GPUs takes 0.1 ms
+        return torch.device("cpu")
     there = _devices_here()
     if device.type != "cuda" or (device.index or 0) >= len(there) - 1:
         raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -38,8 +39,8 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     layers = [dict(_batchnorms(replica)) for replica in replicas]
     for name in layers[0]:
         layer = _Layer(name, [mine[name] for mine in layers])
-        for rank, batchnorm in enumerate(layer.siblings):
-            vars(batchnorm)["forward"] = partial(layer.forward, rank)
+        for rank, batchnorm in enumerate(layer.siblings()):
+            vars(batchnorm)["forward"] = _Forward(layer, rank)
     return len(layers[0])
 
 
@@ -61,16 +62,34 @@ def _batchnorms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((n, part) for n, part in module.named_modules() if isinstance(part, _BatchNorm))
 
 
+class _Forward:
+    """Stands in for the ``forward`` of one rank's batch norm; a copy has its own again."""
+
+    def __init__(self, layer: _Layer, rank: int) -> None:
+        self._layer, self._rank = layer, rank
+
+    def __call__(self, X: Tensor) -> Tensor:  # noqa: N803
+        return self._layer.forward(self._rank, X)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        batchnorm = self._layer.siblings()[self._rank]
+        return partial, (type(batchnorm).forward, batchnorm)
+
+
 class _Layer:
     """The batch norms of one name on all ranks."""
 
     def __init__(self, name: str, siblings: Sequence[_BatchNorm]) -> None:
         self._name = name
-        self.siblings = siblings
+        # Weak: a cycle with their `forward` would keep all copies of the module.
+        self._siblings: list[Any] = [weakref.ref(batchnorm) for batchnorm in siblings]
+
+    def siblings(self) -> list[_BatchNorm]:
+        return [ref() for ref in self._siblings]
 
     def forward(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         """``(n, channels, ...)`` to the same shape."""
-        batchnorm = self.siblings[rank]
+        batchnorm = self.siblings()[rank]
         if not batchnorm.training and batchnorm.running_mean is not None:
             return type(batchnorm).forward(batchnorm, X)
         batchnorm._check_input_dim(X)  # type: ignore[no-untyped-call]
@@ -111,9 +130,9 @@ class _Layer:
                 for (m, v), n, own in zip(parts, counts, means[: len(parts)], strict=True)
             ]
         )
-        for batchnorm in self.siblings:
+        for batchnorm in self.siblings():
             _update_running(batchnorm, mean, var, total)
-        inverse_stds = _fan_out(torch.rsqrt(var + self.siblings[0].eps), len(parts))
+        inverse_stds = _fan_out(torch.rsqrt(var + self.siblings()[0].eps), len(parts))
         return [
             (own.to(X.device), inverse_std.to(X.device))
             for X, own, inverse_std in zip(inputs, means[len(parts) :], inverse_stds, strict=True)

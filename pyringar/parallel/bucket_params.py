@@ -6,13 +6,21 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import check_alike
 
-__all__ = ["HookedParams", "Replica", "check_caps", "check_replicas"]
+__all__ = [
+    "HookedParams",
+    "Replica",
+    "check_caps",
+    "check_replicas",
+    "grad_dtype",
+    "is_accumulating",
+]
 
 Replica = nn.Module | Sequence[Tensor]
 
@@ -61,10 +69,12 @@ class HookedParams:
         check_alike(self.by_rank, "trained parameter")
 
     def items(self) -> list[tuple[int, int]]:
-        """Return bytes and kind of each parameter. A bucket holds one kind: one dtype."""
-        params = self.by_rank[0]
-        dtypes = list({param.dtype: None for param in params})
-        return [(param.nbytes, dtypes.index(param.dtype)) for param in params]
+        """Return bytes and kind of each gradient. A bucket holds one kind: one dtype."""
+        dtypes = [grad_dtype(param) for param in self.by_rank[0]]
+        return [
+            (param.numel() * dtype.itemsize, dtypes.index(dtype))
+            for param, dtype in zip(self.by_rank[0], dtypes, strict=True)
+        ]
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
         """Count gradients; ranks from ``first_summed`` on set earlier sums to zero."""
@@ -93,6 +103,25 @@ class HookedParams:
                         "bucketer was made (load_state_dict(assign=True) replaces parameters, and "
                         "requires_grad_() changes which are reduced); make a new GradientBucketer"
                     )
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient."""
+    return getattr(param, "grad_dtype", None) or param.dtype  # torch 2.14 and later
+
+
+def is_accumulating(param: Tensor) -> bool:
+    """Return whether the running backward pass adds to ``param.grad``.
+
+    ``torch.autograd.grad`` calls hooks of a parameter too, and leaves its ``grad`` alone.
+    """
+    if torch._C._current_graph_task_id() == -1:  # compiled autograd
+        return True
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf whose gradient is returned
+        return False
 
 
 def _params_of(replica: Replica) -> list[Tensor]:

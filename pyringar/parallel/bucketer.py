@@ -18,7 +18,14 @@ from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.shown import never_fails
 from pyringar.engine import load
 from pyringar.errors import RingarError, UnsupportedError
-from pyringar.parallel.bucket_params import HookedParams, Replica, check_caps, check_replicas
+from pyringar.parallel.bucket_params import (
+    HookedParams,
+    Replica,
+    check_caps,
+    check_replicas,
+    grad_dtype,
+    is_accumulating,
+)
 from pyringar.parallel.bucket_ranks import Comm, abort, agree_on_order, check_ranks, launch
 from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
 from pyringar.parallel.own_memory import give_own_memory
@@ -77,8 +84,8 @@ class GradientBucketer:
     bucketer: launched reductions end first, so nothing writes to gradients afterwards. Every later
     use raises `RingarError` with the reason. Clear the gradients, and make a new bucketer. Over
     processes the communicator is aborted, and the other ranks get a `PeerLostError`. A backward
-    pass that fails without overlap, or before its first gradient, is not noticed: clear the
-    gradients.
+    pass that fails without overlap, under `no_sync`, under compiled autograd or before its first
+    gradient is not noticed: clear the gradients.
 
     **Processes.** Every rank calls `wait` once a step, also a rank without samples. Gradients have
     the bits that one process with all replicas would compute. All ranks launch buckets in the same
@@ -137,6 +144,7 @@ class GradientBucketer:
             on_complete=weakref.WeakMethod(self._launch) if self.overlap else None,
             on_failed=weakref.WeakMethod(self._end),
             on_new=give_own_memory,
+            is_accumulating=is_accumulating,
         )
         self._native.start_step(self._buckets, [], self._ready)
         self._params.add_hooks(self._native, first_summed)
@@ -201,10 +209,10 @@ class GradientBucketer:
             state = "closed"
         elif self._launched:
             state = f"{len(self._launched)} of {len(self._buckets)} buckets launched"
-        world_size, count = len(self._by_rank), len(self._buckets)
+        rank = f"rank {self._first_rank} of " if self._is_remote else ""
         return (
-            f"GradientBucketer({world_size} replica{'s' * (world_size > 1)} with "
-            f"{len(self._items)} parameters, {count} bucket{'s' * (count > 1)}, {state})"
+            f"GradientBucketer({rank}world size {self._comm.world_size}, parameters: "
+            f"{len(self._items)}, buckets: {len(self._buckets)}, {state})"
         )
 
     def __enter__(self) -> GradientBucketer:
@@ -252,9 +260,12 @@ class GradientBucketer:
             for rank, params in enumerate(by_rank):
                 grad = params[i].grad
                 if grad is None or not used[rank]:
-                    is_zero = grad is None or self._native.has_sum(rank, i)
-                    like = params[i] if grad is None else grad.detach()
-                    grad = torch.zeros_like(like) if is_zero else like.clone()
+                    if grad is None:
+                        grad = torch.zeros_like(params[i], dtype=grad_dtype(params[i]))
+                    elif self._native.has_sum(rank, i):
+                        grad = torch.zeros_like(grad)
+                    else:
+                        grad = grad.detach().clone()
                     packed.copies.append((len(packed.params) - 1, params[i], grad))
                 packed.lists[rank].append(grad)
         return packed
@@ -340,6 +351,7 @@ class GradientBucketer:
                 abort(self._comm)
             if self._owned is not None:
                 self._owned.close()
-        except (KeyboardInterrupt, SystemExit):  # reductions may still run
-            self._end(reason, is_failure=is_failure)
+        except BaseException as error:
+            if not isinstance(error, RuntimeError):  # of a signal handler: reductions may still run
+                self._end(reason, is_failure=is_failure)
             raise

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -275,7 +276,11 @@ def _has_dim(value: Any, dim: int) -> bool:
 
 
 _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
-_OPAQUE = (type, ModuleType, FunctionType, MethodType, FrameType, nn.Module)
+# Not looked into: what is no part of a batch, or refers to everything.
+_OPAQUE = (
+    *(type, ModuleType, FunctionType, MethodType, FrameType, partial),
+    *(nn.Module, nn.Parameter, torch.optim.Optimizer),
+)
 _MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
 
 

@@ -85,12 +85,22 @@ def _run_in_threads(
     settings = _TorchSettings(devices)
     results: list[Any] = [None] * len(functions)
     errors: dict[int, BaseException] = {}
+    running: set[int] = set()
+    is_over = False
+    changed = threading.Condition()
 
     def run(i: int) -> None:
+        with changed:
+            if is_over:
+                return
+            running.add(i)
         try:
             results[i] = settings.call(devices[i], functions[i])
         except BaseException as error:
             errors[i] = error
+        with changed:
+            running.remove(i)
+            changed.notify_all()
 
     begun = []
     try:
@@ -104,8 +114,9 @@ def _run_in_threads(
             thread.join()
     except BaseException:
         abandon()
-        for thread in begun:
-            thread.join()
+        with changed:  # an interrupted join() leaves its thread marked as ended
+            is_over = True
+            changed.wait_for(lambda: not running)
         raise
     if errors:
         try:

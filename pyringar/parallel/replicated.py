@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyringar.comm.communicator import Communicator
@@ -120,10 +121,7 @@ class _Entry:
 
 
 def _has_tracing_modes() -> bool:
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return bool(torch._C._len_torch_dispatch_stack() or _has_transforms())
 
 
 def _is_fusable(tensor: Tensor) -> bool:
@@ -291,6 +289,7 @@ class Replicas:
         for part in self._modules:
             for buffer in part._buffers.values():
                 self._add(buffer, buffers)
+        self._is_lazy = len(self._buckets) > 1 and not _has_transforms()
 
     @property
     def is_compiled(self) -> bool:
@@ -304,9 +303,13 @@ class Replicas:
             twin = twins[id(part)]
             for name, child in part._modules.items():
                 twin._modules[name] = None if child is None else twins[id(child)]
-            vars(twin)["_parameters"] = _WhenUsed(self, part._parameters, rank)
+            state = vars(twin)
+            if self._is_lazy:
+                state["_parameters"] = _WhenUsed(self, part._parameters, rank)
+            else:
+                state["_parameters"] = self._tensors(part._parameters, rank)
             if rank != self._home:
-                vars(twin)["_buffers"] = dict(_WhenUsed(self, part._buffers, rank).items())
+                state["_buffers"] = self._tensors(part._buffers, rank)
         replica: nn.Module = twins[id(self._module)]
         return replica
 
@@ -322,6 +325,9 @@ class Replicas:
         """Return a rank's copy of one of the module's tensors."""
         bucket, i = self._places[id(tensor)]
         return bucket.tensor(rank, i)
+
+    def _tensors(self, own: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        return {name: None if t is None else self.tensor(t, rank) for name, t in own.items()}
 
     def _add(self, tensor: Tensor | None, bucket: _Bucket | None = None) -> None:
         if tensor is None or id(tensor) in self._places:
@@ -351,6 +357,20 @@ def _shallow_copy(part: Any) -> Any:
     return twin
 
 
+def _has_transforms() -> bool:
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None
+
+
+def _outside_of_transforms() -> AbstractContextManager[Any]:
+    """Leave torch.func's transforms that the module itself has entered."""
+    functorch: Any = torch._C._functorch
+    keys = [layer.key() for layer in functorch.get_interpreter_stack() or ()]
+    if functorch.TransformType.Functionalize in keys:  # torch raises; without, gradients are lost
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
 class _WhenUsed(dict[str, Any]):
     """A replica's tensors by name, replicated when they are first read."""
 
@@ -362,8 +382,12 @@ class _WhenUsed(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         held, own = super().__getitem__(name), self._own.get(name)
         if own is not None and held is own:
-            held = self[name] = self._replicas.tensor(own, self._rank)
+            with _outside_of_transforms():
+                held = self[name] = self._replicas.tensor(own, self._rank)
         return held
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.items(),)  # of a copy of the module
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the tensor of that name."""

@@ -352,7 +352,7 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
             for mine in pairs
         ]
     wanted = _pack(first)
-    packed = [_pack(tensors) for tensors in others]
+    packed = (_pack(tensors) for tensors in others)  # one rank at a time, for its memory
     return [(mine != wanted.to(mine.device)).any() for mine in packed]
 
 
