@@ -62,12 +62,12 @@ class TestSplit:
     def test_shards_are_those_of_tensor_split(self, n, k):
         samples = torch.arange(2 * n).reshape(n, 2)
         labels = torch.arange(n)
-        shards, label_shards = split_batch(samples, labels, cpus(k))
-        assert len(shards) == len(label_shards) == k
-        assert all(map(torch.equal, shards, samples.tensor_split(k)))
-        assert all(map(torch.equal, label_shards, labels.tensor_split(k)))
-        parts = samples.tensor_split(k)
-        assert [shard.data_ptr() for shard in shards] == [part.data_ptr() for part in parts]
+        for shards, whole in zip(
+            split_batch(samples, labels, cpus(k)), (samples, labels), strict=True
+        ):
+            parts = whole.tensor_split(k)
+            assert [shard.tolist() for shard in shards] == [part.tolist() for part in parts]
+            assert [shard.data_ptr() for shard in shards] == [part.data_ptr() for part in parts]
 
     @given(
         st.integers(0, 2000),
@@ -81,12 +81,9 @@ class TestSplit:
             assert abs(size - n * weight / total) < 1 + 1e-6
             assert size == 0 or weight > 0
 
-    @given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 9))
-    def test_equal_weights_are_no_weights(self, n, k, weight):
-        assert shard_sizes(n, k, [weight] * k) == shard_sizes(n, k)
-
     def test_weights_known_cases(self):
         assert shard_sizes(256, 2, [3, 1]) == [192, 64]
+        assert shard_sizes(8, 3, [9, 9, 9]) == shard_sizes(8, 3) == [3, 3, 2]
         assert shard_sizes(10, 3, [1, 0, 2]) == [3, 0, 7]
         assert shard_sizes(3, 2, [1, 1]) == [2, 1]
         # In floating point 0.1 / (0.1 + 0.2 + 0.7) of 10 may be just below 1.
