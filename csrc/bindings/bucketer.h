@@ -211,11 +211,12 @@ inline void bind_bucketer(py::module_& m) {
       .def_readwrite("is_counting", &BoundBucketer::is_counting)
       .def_readwrite("is_closed", &BoundBucketer::is_closed)
       .def("is_running", [](Self b) { return !b.passes.empty(); })
-      .def("is_counted",
-           [](Self b, Index rank, Index i) { return b.step.at(rank, i) == Held::kCounted; })
-      .def("has_part",
-           [](Self b, Index rank, Index i) { return b.step.at(rank, i) >= Held::kPart; })
-      .def("has_sum", [](Self b, Index rank, Index i) { return b.step.at(rank, i) == Held::kSum; })
+      .def("held",
+           [](Self b, Index rank, const Bucket& params) {
+             std::vector<int> found;
+             for (const Index i : params) found.push_back(static_cast<int>(b.step.at(rank, i)));
+             return found;
+           })
       .def("set_launched", [](Self b, Index i) { b.step.launched_ns.at(i) = Step::now_ns(); })
       .def("begin_ns", [](Self b) { return b.step.begin_ns; })
       .def("ready_ns", [](Self b) { return b.step.ready_ns; })

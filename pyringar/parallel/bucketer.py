@@ -27,7 +27,15 @@ from pyringar.parallel.bucket_params import (
     is_accumulating,
 )
 from pyringar.parallel.bucket_ranks import Comm, abort, agree_on_order, check_ranks, launch
-from pyringar.parallel.bucket_step import BucketStats, Launched, StepStats, measure
+from pyringar.parallel.bucket_step import (
+    COUNTED,
+    PART,
+    SUM,
+    BucketStats,
+    Launched,
+    StepStats,
+    measure,
+)
 from pyringar.parallel.own_memory import give_own_memory
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
@@ -239,35 +247,29 @@ class GradientBucketer:
         if self.overlap and hasattr(group, "make_ready"):
             self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
 
-    def _is_used(self, rank: int, i: int) -> bool:
-        """Return whether a backward pass has added to a gradient since its last reduction."""
-        if self._by_rank[rank][i].grad is not None:
-            return bool(self._native.has_part(rank, i))
-        if self._native.is_counted(rank, i):
-            raise self._changed(rank, i)
-        return False
-
     def _pack(self, bucket: int) -> Launched:
         """Collect the gradients of a bucket, with copies or zeros for the unused ones."""
-        by_rank = self._by_rank
+        wanted, by_rank = self._buckets[bucket], self._by_rank
+        held = [self._native.held(rank, wanted) for rank in range(len(by_rank))]
+        grads: list[Any] = [[params[i].grad for i in wanted] for params in by_rank]
+        rows = [list(zip(*row, strict=True)) for row in zip(grads, held, strict=True)]
+        if all(grad is not None and state >= PART for row in rows for grad, state in row):
+            return Launched(grads, wanted, [True] * len(wanted))
         packed = Launched([[] for _ in by_rank])
-        for i in self._buckets[bucket]:
-            used = [self._is_used(rank, i) for rank in range(len(by_rank))]
-            if not (any(used) or self._is_remote):
+        for i, *column in zip(wanted, *rows, strict=True):
+            for rank, (grad, state) in enumerate(column):
+                if grad is None and state == COUNTED:
+                    raise self._changed(rank, i)
+            is_used = any(grad is not None and state >= PART for grad, state in column)
+            if not (is_used or self._is_remote):
                 continue
             packed.params.append(i)
-            packed.used.append(any(used))
-            for rank, params in enumerate(by_rank):
-                grad = params[i].grad
-                if grad is None or not used[rank]:
-                    if grad is None:
-                        grad = torch.zeros_like(params[i], dtype=grad_dtype(params[i]))
-                    elif self._native.has_sum(rank, i):
-                        grad = torch.zeros_like(grad)
-                    else:
-                        grad = grad.detach().clone()
+            packed.used.append(is_used)
+            for params, mine, (grad, state) in zip(by_rank, packed.lists, column, strict=True):
+                if grad is None or state < PART:
+                    grad = _stand_in(params[i], state)
                     packed.copies.append((len(packed.params) - 1, params[i], grad))
-                packed.lists[rank].append(grad)
+                mine.append(grad)
         return packed
 
     def _launch(self, bucket: int, *, in_backward: bool = True) -> None:
@@ -314,9 +316,11 @@ class GradientBucketer:
         of them. So the counter of a view is ignored.
         """
         for rank, i, grad, version in self._versions:
-            is_view = grad.untyped_storage().nbytes() != grad.nbytes
             is_same = self._by_rank[rank][i].grad is grad
-            if not is_same or (grad._version != version and not is_view):
+            if is_same and grad._version == version:
+                continue
+            is_view = grad.untyped_storage().nbytes() != grad.nbytes
+            if not (is_same and is_view):
                 raise self._changed(rank, i)
 
     def _changed(self, rank: int, i: int) -> RingarError:
@@ -355,3 +359,10 @@ class GradientBucketer:
             if not isinstance(error, RuntimeError):  # of a signal handler: reductions may still run
                 self._end(reason, is_failure=is_failure)
             raise
+
+
+def _stand_in(param: Tensor, state: int) -> Tensor:
+    """Return what is reduced for a gradient to which no pass of the rank has added."""
+    if param.grad is None:
+        return torch.zeros_like(param, dtype=grad_dtype(param))
+    return torch.zeros_like(param.grad) if state == SUM else param.grad.detach().clone()
