@@ -64,6 +64,7 @@ class Launched:
     used: list[bool] = field(default_factory=list)  # has a rank of this process added to them?
     # Tensors that are no gradients: index in `params`, parameter, tensor.
     copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)  # of `lists` at a launch in backward
     flags: Tensor | None = None  # between processes: `used`, reduced over the ranks
     work: Work | None = None  # None: nothing to reduce
 

@@ -134,7 +134,6 @@ class GradientBucketer:
         self._is_waiting = False
         self._stats = StepStats()
         self._launched: dict[int, Launched] = {}
-        self._versions: list[tuple[int, int, Tensor, int]] = []  # of gradients at launch
         self._items = self._params.items()
         self._order = list(reversed(range(len(self._items))))  # usually the order of gradients
         self._is_planned = False
@@ -252,10 +251,11 @@ class GradientBucketer:
         wanted, by_rank = self._buckets[bucket], self._by_rank
         held = [self._native.held(rank, wanted) for rank in range(len(by_rank))]
         grads: list[Any] = [[params[i].grad for i in wanted] for params in by_rank]
-        rows = [list(zip(*row, strict=True)) for row in zip(grads, held, strict=True)]
-        if all(grad is not None and state >= PART for row in rows for grad, state in row):
+        is_whole = all(min(row) >= PART for row in held)
+        if is_whole and not any(grad is None for row in grads for grad in row):
             return Launched(grads, wanted, [True] * len(wanted))
         packed = Launched([[] for _ in by_rank])
+        rows = [zip(*row, strict=True) for row in zip(grads, held, strict=True)]
         for i, *column in zip(wanted, *rows, strict=True):
             for rank, (grad, state) in enumerate(column):
                 if grad is None and state == COUNTED:
@@ -279,9 +279,7 @@ class GradientBucketer:
         ready = self._ready if in_backward else None
         launched.work = launch(self._comm, self._op, launched, ready, bucket)
         if in_backward:
-            for rank, grads in enumerate(launched.lists):
-                for i, grad in zip(launched.params, grads, strict=True):
-                    self._versions.append((rank, i, grad, grad._version))
+            launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
         if self._closed:  # by another thread, meanwhile
             abort(self._comm)
 
@@ -306,7 +304,7 @@ class GradientBucketer:
             self._order = agree_on_order(self._comm, order, self._by_rank[0][0].device)
             self._plan()
             self._is_planned = True
-        self._launched, self._versions = {}, []
+        self._launched = {}
         native.start_step(self._buckets, reduced, self._ready)
 
     def _check_unchanged(self) -> None:
@@ -315,13 +313,16 @@ class GradientBucketer:
         Views of one storage share a version counter, which backward advances when it adds to one
         of them. So the counter of a view is ignored.
         """
-        for rank, i, grad, version in self._versions:
-            is_same = self._by_rank[rank][i].grad is grad
-            if is_same and grad._version == version:
-                continue
-            is_view = grad.untyped_storage().nbytes() != grad.nbytes
-            if not (is_same and is_view):
-                raise self._changed(rank, i)
+        for launched in self._launched.values():
+            for rank, params in enumerate(self._by_rank):
+                grads, versions = launched.lists[rank], launched.versions[rank]
+                for i, grad, version in zip(launched.params, grads, versions, strict=True):
+                    is_same = params[i].grad is grad
+                    if is_same and grad._version == version:
+                        continue
+                    is_view = grad.untyped_storage().nbytes() != grad.nbytes
+                    if not (is_same and is_view):
+                        raise self._changed(rank, i)
 
     def _changed(self, rank: int, i: int) -> RingarError:
         return RingarError(
