@@ -80,23 +80,23 @@ def launch(comm: Comm, op: str, bucket: Launched, ready: Any, index: int) -> Wor
     ``ready``: the GPU events of its gradients. None: the current streams have the gradients.
     """
     lists = [[g.detach() if g.requires_grad else g for g in grads] for grads in bucket.lists]
-    if isinstance(comm, RankCommunicator):
+    if isinstance(comm, Communicator):  # isinstance of the protocol would take 0.1 ms
+        if not bucket.params:
+            return None
         if ready is not None:
-            ready.make_wait(index, 0)
-        first = lists[0][0]
-        # Reduced by `op` too: sum and mean are > 0 if a rank has a gradient.
-        bucket.flags = torch.tensor(bucket.used, dtype=first.dtype, device=first.device)
-        return comm.all_reduce_coalesced([*lists[0], bucket.flags], op, async_op=True)
-    if not bucket.params:
-        return None
+            return comm._begin_bucket(lists, op, (ready, index))
+        return comm.all_reduce_coalesced(lists, op, async_op=True)
     if ready is not None:
-        return comm._begin_bucket(lists, op, (ready, index))
-    return comm.all_reduce_coalesced(lists, op, async_op=True)
+        ready.make_wait(index, 0)
+    first = lists[0][0]
+    # Reduced by `op` too: sum and mean are > 0 if a rank has a gradient.
+    bucket.flags = torch.tensor(bucket.used, dtype=first.dtype, device=first.device)
+    return comm.all_reduce_coalesced([*lists[0], bucket.flags], op, async_op=True)
 
 
 def agree_on_order(comm: Comm, order: list[int], device: torch.device) -> list[int]:
     """Return the order of gradients on rank 0."""
-    if isinstance(comm, RankCommunicator):
+    if not isinstance(comm, Communicator):
         agreed = torch.tensor(order, device=device)
         comm.broadcast(agreed, 0)
         order = agreed.tolist()
@@ -105,7 +105,7 @@ def agree_on_order(comm: Comm, order: list[int], device: torch.device) -> list[i
 
 def abort(comm: Comm) -> None:
     """Return when no reduction writes to a gradient. Over processes, abort the group."""
-    if isinstance(comm, RankCommunicator):
+    if not isinstance(comm, Communicator):
         with contextlib.suppress(RingarError):
             comm.abort()
         return

@@ -259,10 +259,11 @@ class ShardedStep:
         return [*found, total if loss is None else total.copy_(loss.detach().reshape(()))]
 
     def _reduce(self, sums: list[list[Tensor]]) -> None:
-        if isinstance(self._comm, RankCommunicator):
+        if isinstance(self._comm, Communicator):
+            if len(sums) > 1:
+                self._comm.all_reduce_coalesced(sums, order="tree")
+        elif self._comm is not None:
             self._comm.all_reduce_coalesced(sums[0], order="tree")
-        elif self._comm is not None and len(sums) > 1:
-            self._comm.all_reduce_coalesced(sums, order="tree")
 
     def _check_equal(self) -> None:
         everything = [
