@@ -243,7 +243,7 @@ def test_hooks_of_unused_parameters_stay_silent(cap_mb):
 
 
 def test_transforms_are_right_or_refused():
-    plain, net, _ = make_pair("mlp", 2)
+    plain, net, _ = make_pair("mlp", 2, bucket_cap_mb=1e-6)
     X = rows(4)[0]  # noqa: N806
     for call in (
         lambda m: torch.func.jvp(m, (X,), (X,)),

@@ -115,8 +115,6 @@ def is_accumulating(param: Tensor) -> bool:
 
     ``torch.autograd.grad`` calls hooks of a parameter too, and leaves its ``grad`` alone.
     """
-    if torch._C._current_graph_task_id() == -1:  # compiled autograd
-        return True
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -363,7 +363,7 @@ class GradientBucketer:
 
 
 def _stand_in(param: Tensor, state: int) -> Tensor:
-    """Return what is reduced for a gradient to which no pass of the rank has added."""
+    """Return the tensor to reduce for a rank whose passes added nothing to the gradient."""
     if param.grad is None:
         return torch.zeros_like(param, dtype=grad_dtype(param))
     return torch.zeros_like(param.grad) if state == SUM else param.grad.detach().clone()

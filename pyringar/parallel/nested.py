@@ -276,11 +276,9 @@ def _has_dim(value: Any, dim: int) -> bool:
 
 
 _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
-# Not looked into: what is no part of a batch, or refers to everything.
-_OPAQUE = (
-    *(type, ModuleType, FunctionType, MethodType, FrameType, partial),
-    *(nn.Module, nn.Parameter, torch.optim.Optimizer),
-)
+# Not looked into: neither holds a batch.
+_CODE = (type, ModuleType, FunctionType, MethodType, FrameType, partial)
+_MODEL = (nn.Module, nn.Parameter, torch.optim.Optimizer)
 _MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
 
 
@@ -294,7 +292,7 @@ def _hides_batch(value: Any, length: int, dim: int) -> bool:
     queue = deque([value])
     while queue and len(skipped) < limit:
         found = queue.popleft()
-        if id(found) in skipped or not gc.is_tracked(found) or isinstance(found, _OPAQUE):
+        if id(found) in skipped or not gc.is_tracked(found) or isinstance(found, _CODE + _MODEL):
             continue
         skipped.add(id(found))
         if not isinstance(found, Tensor):
