@@ -1,8 +1,8 @@
 """What pyproject.toml cannot say: ship ``csrc`` in the wheel, and compile it there when asked.
 
 ``pip install .`` makes a pure Python wheel with the C++ sources in ``pyringar/_csrc``; no compiler
-is needed. ``PYRINGAR_PREBUILD=1 python -m build --wheel`` also compiles engines for any CPU of this
-architecture into ``pyringar/_prebuilt`` and tags the wheel with this platform and Python; if
+is needed. ``PYRINGAR_PREBUILD=1 python -m build --wheel`` also compiles the engine for any CPU of
+this architecture into ``pyringar/_prebuilt`` and tags the wheel with this platform and Python; if
 ``PYRINGAR_CUDA_ARCHS`` is set, the CUDA engine too, for these architectures. See docs/wheels.md.
 """
 

@@ -139,10 +139,9 @@ def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
             return f"not built: {why}; `pyringar build --cuda` builds it all the same"
         return "not built yet: the first call compiles it, `pyringar build` does it now"
     module, record = load.load(engine), engine.record
-    cpu = record["content"].get("cpu", {})
     made_for = "this very CPU"
-    if "level" in cpu:
-        made_for = f"any CPU with {cpu['level']}; `pyringar build` makes one for this very CPU"
+    if engine.origin == "wheel":
+        made_for = f"any {platform.machine()} CPU; `pyringar build` makes one for this very CPU"
     return {
         "found_in": engine.origin,
         **({} if kind.cuda else {"made_for": made_for}),

@@ -1,8 +1,8 @@
 """Compile a native engine with ninja.
 
-There are two engines, `CPU` and `CUDA`, each a Python module of its own. A `Recipe` says what one
-is made from, a `Plan` with which compilers; `compile_into` makes it in any folder. Caches and locks
-are the business of `pyringar.engine.build`.
+There are two engines, `CPU` and `CUDA`, each a Python module of its own. A `Recipe` names its
+sources, a `Plan` its compilers; `compile_into` makes it in any folder. `pyringar.engine.build` has
+the cache and the lock.
 
 The engines include no torch header, so one build serves every torch version. They share sources,
 but a digest covers only what its engine may include: an edit of csrc/cuda leaves the CPU's alone.
@@ -26,24 +26,36 @@ from pathlib import Path
 from typing import Any
 
 from pyringar.engine import toolchain
-from pyringar.engine.files import open_for_owner
-from pyringar.engine.levels import Level
 from pyringar.engine.toolchain import Compiler, CudaToolkit
 from pyringar.errors import BuildError
 
 __all__ = ["CPU", "CUDA", "EngineKind", "Plan", "Recipe", "compile_into", "plan_build"]
 
 BASE_FLAGS = (
-    *("-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
-    "-ffp-contract=off",  # the bits of a sum are a contract: no fused multiply-add behind our back
-    *("-pthread", "-Wall", "-Wextra"),
+    "-std=c++20",
+    "-O3",
+    "-DNDEBUG",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # the bits of a sum are a contract: no fused multiply-add
+    "-pthread",
+    "-Wall",
+    "-Wextra",
 )
 NVCC_FLAGS = (
-    *("-std=c++20", "-O3", "-DNDEBUG"),
-    *("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"),  # the same contract
-    *("--expt-relaxed-constexpr", "-lineinfo"),
-    *("-Xcompiler", "-fPIC,-fvisibility=hidden"),
-    *("-Xptxas", "-v"),  # registers and spills: into build.json
+    "-std=c++20",
+    "-O3",
+    "-DNDEBUG",
+    "-fmad=false",  # the same contract
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    "-ftz=false",
+    "--expt-relaxed-constexpr",
+    "-lineinfo",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+    "-Xptxas",
+    "-v",  # registers and spills: into build.json
 )
 # Of libcudart_static.a, which at run time needs neither libcudart.so nor a driver.
 CUDART_NEEDS = ("-ldl", "-lrt", "-lpthread")
@@ -62,15 +74,14 @@ class EngineKind:
     Attributes:
         module: Its name.
         title: Its name in messages.
-        compiled: Patterns below the source root of what is compiled, the slow ones first.
-        included: Patterns of what these may include.
+        compiled: Patterns of the files to compile, below the source root, the slow ones first.
+        included: Patterns of the files that these may include.
         advice: What to do when it cannot be compiled.
-        left_out: Patterns of what the two above catch by mistake.
-        joined: Groups of sources, by how their names begin; each is one translation unit. What its
-            files all include is read, and templates are instantiated, once: that saves a third of
-            the time. Several units, of much the same size, keep several cores busy.
+        left_out: Patterns of files that match the two above and do not belong to it.
+        joined: Groups of sources by the beginnings of their names. Each group is one translation
+            unit, which saves a third of the time; several units keep several cores busy.
         cuda: Whether nvcc, the CUDA runtime and GPU architectures take part. If not, the engine is
-            compiled for this very CPU; with CUDA the loops over elements are the GPU's.
+            compiled for this very CPU.
     """
 
     module: str
@@ -112,15 +123,25 @@ CUDA = EngineKind(
     module="_cuda_engine",
     title="the CUDA engine",
     compiled=(
-        *("cuda/**/*.cu", "cuda/**/*.cpp", "cuda_process/**/*.cpp"),
-        *("bindings/cuda_*.cpp", "bindings/*prepare.cpp", "bindings/tensor.cpp"),
+        "cuda/**/*.cu",
+        "cuda/**/*.cpp",
+        "cuda_process/**/*.cpp",
+        "bindings/cuda_*.cpp",
+        "bindings/*prepare.cpp",
+        "bindings/tensor.cpp",
         "bindings/call_cache.cpp",
         # Ranks in processes meet on the host, GPU or not.
-        *("process/**/*.cpp", "os/**/*.cpp", "core/**/*.cpp"),
-        *("cpu/fused.cpp", "cpu/kernels*.cpp", "cpu/strided.cpp"),
+        "process/**/*.cpp",
+        "os/**/*.cpp",
+        "core/**/*.cpp",
+        "cpu/fused.cpp",
+        "cpu/kernels*.cpp",
+        "cpu/strided.cpp",
     ),
     included=(
-        *("cuda/**/*.cuh", "cuda/**/*.h", "cuda_process/**/*.h"),
+        "cuda/**/*.cuh",
+        "cuda/**/*.h",
+        "cuda_process/**/*.h",
         *(f"{floor}/**/*.h" for floor in ("bindings", *_CPU_FLOORS)),
     ),
     joined=(("cpu/",), ("process/",), ("os/",)),
@@ -134,15 +155,17 @@ CUDA = EngineKind(
 class Recipe:
     """An engine to build: by default pyringar's own for the CPU; tests build tiny ones.
 
-    ``source_root`` holds the floors; ``_prebuilt`` beside it may hold engines made with the wheel.
-    ``extra_flags`` go to every compiler call ("-Werror", a sanitizer). ``level``: for any CPU that
-    has it; None: for this very CPU.
+    Attributes:
+        source_root: The folder of the sources; ``_prebuilt`` beside it may hold engines.
+        extra_flags: Flags for every compiler call ("-Werror", a sanitizer).
+        kind: Which engine.
+        baseline: Compile for any CPU of this architecture, not for this very CPU.
     """
 
     source_root: Path | None = None
     extra_flags: tuple[str, ...] = ()
     kind: EngineKind = CPU
-    level: Level | None = None
+    baseline: bool = False
 
     def root(self) -> Path:
         """Return the sources' folder: ``pyringar/_csrc`` in a wheel, ``csrc`` in a checkout."""
@@ -162,13 +185,15 @@ class Recipe:
         return self.kind.files(self.root(), (*self.kind.compiled, *self.kind.included))
 
     def content(self) -> dict[str, Any]:
-        """Return what an engine must have been made from to be right for this machine."""
+        """Return everything that decides whether an engine is right for this machine."""
         content: dict[str, Any] = {
             "module": self.kind.module,
             "sources": self._digest_of_sources(),
             "flags": [
-                *(*BASE_FLAGS, f"bindings: {BINDINGS_FLAG}"),
-                *(*toolchain.link_flags(), *self.extra_flags),
+                *BASE_FLAGS,
+                f"bindings: {BINDINGS_FLAG}",
+                *toolchain.link_flags(),
+                *self.extra_flags,
             ],
             "abi": toolchain.extension_suffix(),
             "libc": toolchain.libc_version(),
@@ -176,17 +201,12 @@ class Recipe:
         if self.kind.cuda:
             content["flags"] += [*NVCC_FLAGS, *CUDART_NEEDS]
             content["archs"] = list(toolchain.cuda_archs_wanted())
+        elif self.baseline:
+            content["cpu"] = {"flags": list(toolchain.baseline_flags())}
         else:
-            content["cpu"] = self.cpu()
+            flags = list(toolchain.tuning_flags())
+            content["cpu"] = {**asdict(toolchain.read_cpu()), "flags": flags}
         return content
-
-    def cpu(self) -> dict[str, Any]:
-        """Return what the engine's content says of the CPU it is for."""
-        if self.level is not None:
-            return {"level": self.level.name, "flags": list(self.level.flags)}
-        cpu = toolchain.read_cpu()
-        flags = list(toolchain.tuning_flags())
-        return asdict(cpu) | {"features": list(cpu.features), "flags": flags}
 
     def _digest_of_sources(self) -> str:
         digest, root = hashlib.sha256(), self.root()
@@ -241,14 +261,6 @@ class _Cuda:
     toolkit: CudaToolkit
     archs: tuple[str, ...]
 
-    def record(self, output: str) -> dict[str, Any]:
-        """Return its part of build.json, from the compilers' output."""
-        return {
-            "nvcc": str(self.toolkit),
-            "archs": list(self.archs),
-            "kernels": [asdict(kernel) for kernel in toolchain.kernels_in(output)],
-        }
-
 
 def _cuda_of(plan: Plan) -> _Cuda | None:
     if plan.nvcc is None:
@@ -278,7 +290,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         folder,
     )
     with tempfile.TemporaryDirectory(
-        prefix="tmp-", dir=folder, ignore_cleanup_errors=True
+        prefix=f"tmp-{kind.module}-", dir=folder.parent, ignore_cleanup_errors=True
     ) as temporary:
         work = Path(temporary)
         _copy_sources(plan, work / "csrc")
@@ -296,7 +308,9 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
             "build_s": round(seconds, 2),
         }
         if cuda is not None:
-            record |= cuda.record(output)
+            record["nvcc"] = str(cuda.toolkit)
+            record["archs"] = list(cuda.archs)
+            record["kernels"] = [asdict(kernel) for kernel in toolchain.kernels_in(output)]
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         for finished in ("build.json", name):
             _publish(work / finished, folder)
@@ -304,11 +318,9 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
 
 
 def _target(plan: Plan, cuda: _Cuda | None) -> str:
-    """Return what the engine of a plan runs on, for messages."""
     if cuda is not None:
         return f"compute capability {', '.join(cuda.archs)}"
-    level = plan.recipe.level
-    return "this CPU" if level is None else f"any CPU with {level.name}"
+    return "any CPU of this architecture" if plan.recipe.baseline else "this CPU"
 
 
 def _publish(finished: Path, folder: Path) -> None:
@@ -344,14 +356,14 @@ def _accepted_flags(plan: Plan, work: Path) -> list[str]:
         toolchain.run_tool(command, f"{compiler} cannot compile C++20")
         return list(flags)
 
-    if plan.recipe.level is not None:
+    try:
         return try_out([*flags, *tuning])
-    if tuning:
-        try:
-            return try_out([*flags, *tuning])
-        except BuildError:
-            log.warning("%s refuses %s: building without it", compiler, " ".join(tuning))
-    return try_out(flags)
+    except BuildError:
+        if not tuning:
+            raise
+    accepted = try_out(flags)
+    log.warning("%s refuses %s: building without it", compiler, " ".join(tuning))
+    return accepted
 
 
 def _translation_units(work: Path, kind: EngineKind) -> list[str]:
@@ -418,9 +430,13 @@ def _ninja_script(
 def _nvcc_words(plan: Plan, cuda: _Cuda) -> list[str]:
     """Return the command that compiles a .cu file, without the file."""
     return [
-        *(*cuda.toolkit.nvcc.command, *toolchain.nvcc_host_flags(plan.compiler), *NVCC_FLAGS),
+        *cuda.toolkit.nvcc.command,
+        *toolchain.nvcc_host_flags(plan.compiler),
+        *NVCC_FLAGS,
         *(word for flag in plan.recipe.extra_flags for word in ("-Xcompiler", flag)),
-        *(*toolchain.gencode_flags(cuda.archs), "-I", "csrc"),
+        *toolchain.gencode_flags(cuda.archs),
+        "-I",
+        "csrc",
     ]
 
 
@@ -438,11 +454,10 @@ def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: b
     """Run ninja in ``work`` and return its output, also in ``log_path``; if it fails, show it."""
     command = [ninja, "-v", "-j", str(toolchain.cores_allowed())]
     ending = ""
-    with open(log_path, "wb", opener=open_for_owner) as output:
+    with open(log_path, "wb") as output:
         process = subprocess.Popen(
             command,
             cwd=work,
-            umask=0o077,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import os
 import sys
 import threading
-from pathlib import Path
 from types import ModuleType
 
 from pyringar.engine import build
@@ -17,11 +15,9 @@ __all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine
 
 _NAME = f"pyringar.{build.CPU.module}"
 _CUDA_NAME = f"pyringar.{build.CUDA.module}"
-# One each: compiling kernels takes minutes, and the CPU's engine need not wait for it.
-# Reentrant: a signal handler may interrupt the loading, and want the engine too.
+# One each: compiling kernels takes minutes, and the CPU engine need not wait for it.
+# Reentrant: a signal handler may interrupt the loading, and need the engine too.
 _locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
-# Of loaded files, by device and inode.
-_descriptors: dict[tuple[int, int], int] = {}
 
 
 def engine() -> ModuleType:
@@ -57,20 +53,19 @@ def _load_once(name: str, kind: build.EngineKind) -> ModuleType:
         module = sys.modules.get(name)
         if module is None:
             module = load(build.ensure_engine(build.Recipe(kind=kind)))
-            sys.modules[name] = module  # last: whoever sees it there may use it
+            sys.modules[name] = module
         return module
 
 
 def load(built: build.Engine) -> ModuleType:
-    """Load an engine from its file, and keep it nowhere; callers other than checks want `engine`.
+    """Load an engine from its file without registering it; for checks. Others call `engine`.
 
     Raises:
         BuildError: It cannot be loaded; the cause is the ImportError.
     """
     name = f"pyringar.{built.path.name.partition('.')[0]}"
-    path = _path_of(build.open_engine(built), built.path)
-    loader = importlib.machinery.ExtensionFileLoader(name, path)
-    spec = importlib.machinery.ModuleSpec(name, loader, origin=path)
+    loader = importlib.machinery.ExtensionFileLoader(name, str(built.path))
+    spec = importlib.machinery.ModuleSpec(name, loader, origin=str(built.path))
     before = sys.modules.get(name)
     try:
         module = importlib.util.module_from_spec(spec)
@@ -89,24 +84,5 @@ def load(built: build.Engine) -> ModuleType:
             sys.modules.pop(name, None)
         else:
             sys.modules[name] = before
-    module.__file__ = spec.origin = str(built.path)
+    module.__file__ = str(built.path)
     return module
-
-
-def _path_of(fd: int, path: Path) -> str:
-    """Return a path that leads to the open file, whatever takes its place meanwhile.
-
-    Without /proc (macOS) that is ``path``: whether others could replace it was checked. The
-    descriptor stays open, for dlopen and Python tell libraries apart by their paths.
-    """
-    found = os.fstat(fd)
-    kept = _descriptors.setdefault((found.st_dev, found.st_ino), fd)
-    if kept != fd:
-        os.close(fd)
-    through = f"/proc/self/fd/{kept}"
-    try:
-        is_it = os.path.samestat(os.stat(through), found)
-    except OSError:
-        is_it = False
-    # Somebody else may have closed it, and its number may have been given out again.
-    return through if is_it and list(_descriptors.values()).count(kept) == 1 else str(path)

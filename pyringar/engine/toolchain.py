@@ -1,6 +1,6 @@
 """Find what building the engines needs: processor, compilers, CUDA toolkit, ninja, headers.
 
-Reads and asks; writes nothing but what a compiler it tries writes.
+Reads files and runs programs; writes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pyringar.engine.levels import Level
 from pyringar.errors import BuildError, CompilerNotFoundError
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "Cpu",
     "CudaToolkit",
     "Kernel",
+    "baseline_flags",
     "compiler_version",
     "cores_allowed",
     "cuda_archs_built",
@@ -61,9 +61,20 @@ EXPORTS = f"{{ global: {_INIT}; local: *; }};\n"
 _COMPILER_NAMES = ("c++", "g++", "clang++")
 _LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 _CPUINFO_FIELDS = (
-    *("vendor_id", "cpu family", "model", "model name", "stepping"),
-    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "uarch", "isa"),
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "CPU implementer",
+    "CPU architecture",
+    "CPU variant",
+    "CPU part",
+    "uarch",
+    "isa",
 )
+# Instructions that every CPU of the architecture has; the default of some compilers needs more.
+_BASELINES = {"x86_64": "-march=x86-64", "aarch64": "-march=armv8-a"}
 _INSTALL_COMPILER = (
     "Install one: Debian/Ubuntu `apt install g++`, Fedora/RHEL `dnf install gcc-c++`, "
     "macOS `xcode-select --install`, conda `conda install -c conda-forge cxx-compiler`; "
@@ -96,22 +107,14 @@ class Cpu:
         _, found, name = self.model.partition("model name ")
         return name.partition(";")[0] if found else self.model
 
-    def has(self, level: Level) -> bool:
-        """Return whether this CPU runs the code of a level."""
-        return level.features <= set(self.features)
-
 
 def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
-    """Read model and instruction set features of this CPU, or the model alone if that is all.
+    """Read the model and the instruction set of this CPU from Linux's ``cpuinfo``.
 
-    Linux: ``cpuinfo``, on x86 its first entry only (all are alike, and the file grows with the
-    cores). macOS: sysctl.
+    On x86 from the first entry alone: all are alike, and the file grows with the cores. Elsewhere
+    the model is all that is known.
     """
     machine = platform.machine()
-    if sys.platform == "darwin":
-        names = ("machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features")
-        brand, *features = (_sysctl(name) for name in names)
-        return Cpu(machine, brand, tuple(sorted(" ".join(features).lower().split())))
     seen: dict[str, set[str]] = {}
     try:
         with open(cpuinfo, encoding="utf-8", errors="replace") as lines:
@@ -130,17 +133,6 @@ def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
     entries = [set(entry.split()) for entry in seen.get("flags") or seen.get("Features") or ()]
     features_everywhere = set.intersection(*entries) if entries else set()
     return Cpu(machine, model, tuple(sorted(features_everywhere)))
-
-
-def _sysctl(name: str) -> str:
-    """Return a string value of macOS's sysctl, "" if it has none; starts no process."""
-    import ctypes
-
-    size = ctypes.c_size_t(4096)
-    value = ctypes.create_string_buffer(size.value)
-    sysctlbyname = ctypes.CDLL(None).sysctlbyname
-    found = sysctlbyname(name.encode(), value, ctypes.byref(size), None, 0) == 0
-    return value.value.decode(errors="replace") if found else ""
 
 
 def cores_allowed() -> int:
@@ -170,6 +162,12 @@ def tuning_flags() -> tuple[str, ...]:
     return ("-mcpu=native",) if on_arm else ("-march=native",)
 
 
+def baseline_flags() -> tuple[str, ...]:
+    """Return the flag for any CPU of this architecture; none where compilers have no such flag."""
+    baseline = _BASELINES.get(platform.machine())
+    return () if baseline is None else (baseline,)
+
+
 def link_flags() -> tuple[str, ...]:
     """Return the flags that link objects into an extension module.
 
@@ -183,11 +181,7 @@ def link_flags() -> tuple[str, ...]:
 
 
 def find_ninja() -> str:
-    """Return the path of ninja: the one of the ``ninja`` package, else the one on PATH.
-
-    Raises:
-        BuildError: There is neither.
-    """
+    """Return the path of ninja: the one of the ``ninja`` package, else the one on PATH."""
     found = None
     if importlib.util.find_spec("ninja") is not None:
         import ninja
@@ -203,11 +197,7 @@ def find_ninja() -> str:
 
 
 def python_include_dirs() -> list[str]:
-    """Return the include folders of Python and pybind11.
-
-    Raises:
-        BuildError: ``Python.h`` or pybind11 is not installed; says which package brings it.
-    """
+    """Return the include folders of Python and pybind11."""
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -221,11 +211,7 @@ def python_include_dirs() -> list[str]:
 
 
 def pybind11_version() -> str:
-    """Return the version of pybind11.
-
-    Raises:
-        BuildError: It is not installed.
-    """
+    """Return the version of pybind11."""
     return str(_pybind11().__version__)
 
 
@@ -243,11 +229,9 @@ def _pybind11() -> ModuleType:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: the command as words, and what tells it from another one.
+    """A compiler: the command as words, and path, size and time of each executable in it.
 
-    ``identity`` is path, size and time of each executable in the command, links followed: a stat
-    takes microseconds, ``--version`` tens of milliseconds, and every load needs it. An upgrade
-    changes it; an upgrade behind a wrapper script that stays the same does not.
+    Each load needs this identity: a stat takes microseconds, ``--version`` tens of milliseconds.
     """
 
     command: tuple[str, ...]
@@ -262,7 +246,6 @@ def find_compiler() -> Compiler:
 
     Raises:
         CompilerNotFoundError: There is none; a ``CXX`` that does not exist is not passed over.
-        BuildError: ``CXX`` holds a control character, or bytes that are not UTF-8.
     """
     wanted = os.environ.get("CXX", "").strip()
     try:
@@ -271,8 +254,6 @@ def find_compiler() -> Compiler:
         raise CompilerNotFoundError(
             f"CXX={wanted!r} cannot be read as a command: {error}"
         ) from error
-    for word in words:
-        _refuse_unwritable("CXX", word)
     if not words:
         words = next(([name] for name in _COMPILER_NAMES if shutil.which(name)), [])
     if not words:
@@ -299,15 +280,6 @@ def _not_executable(variable: str, value: str, word: str, hint: str) -> Compiler
     )
 
 
-def _refuse_unwritable(variable: str, word: str) -> None:
-    """Refuse words that would break a line of build.ninja."""
-    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", word):
-        raise BuildError(
-            f"{variable} holds {word!r}, expected words without line breaks and other control "
-            f"characters, in UTF-8. Correct or unset {variable}"
-        )
-
-
 def _stat_identity(path: str) -> str:
     real = os.path.realpath(path)
     status = os.stat(real)
@@ -319,11 +291,7 @@ def _has_launcher(words: Sequence[str]) -> bool:
 
 
 def compiler_version(compiler: Compiler) -> str:
-    """Run ``--version`` and return its first line.
-
-    Raises:
-        BuildError: The compiler cannot be run, or fails.
-    """
+    """Run ``--version`` and return its first line."""
     output = run_tool([*compiler.command, "--version"], "the compiler does not work")
     return output.strip().splitlines()[0] if output.strip() else "unknown version"
 
@@ -335,9 +303,13 @@ def compiler_version(compiler: Compiler) -> str:
 class CudaToolkit:
     """A CUDA toolkit, as its nvcc describes it.
 
-    ``root`` is the toolkit's folder as nvcc tells it, for nvcc may be a wrapper script elsewhere.
-    ``includes`` hold what nvcc itself includes, ``cudart`` is the full path of libcudart_static.a,
-    ``archs`` are the compute capabilities that it makes code for ("9.0").
+    Attributes:
+        nvcc: The compiler, maybe a wrapper script.
+        root: The toolkit's folder.
+        includes: The folders of headers that nvcc itself uses.
+        cudart: The full path of libcudart_static.a.
+        version: The release ("13.0.88").
+        archs: The compute capabilities that it makes code for ("9.0").
     """
 
     nvcc: Compiler
@@ -354,11 +326,10 @@ class CudaToolkit:
 def find_nvcc() -> Compiler:
     """Find nvcc: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
 
-    Runs nothing: a warm start needs nvcc's identity, and no more of the toolkit.
+    Starts no process: a warm start needs nvcc's identity, and no more of the toolkit.
 
     Raises:
         CompilerNotFoundError: There is none; a wrong ``PYRINGAR_NVCC`` is not passed over.
-        BuildError: Its path holds a control character, or bytes that are not UTF-8.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
@@ -373,7 +344,6 @@ def find_nvcc() -> Compiler:
             f"and no package of pip's holds {_PIP_NVCC}. {_INSTALL_CUDA}"
         )
     path = os.path.abspath(found)
-    _refuse_unwritable("PYRINGAR_NVCC" if wanted else "CUDA_HOME or PATH", path)
     return Compiler((path,), (_stat_identity(path),))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 import shutil
 import signal
 import sys
@@ -31,15 +32,8 @@ from tiny_engine import (
 )
 
 from pyringar.engine import build, compile, toolchain
-from pyringar.engine.files import make_private_dir
-from pyringar.engine.levels import Level, libc_serves
 from pyringar.engine.load import load as load_engine
 from pyringar.errors import CompilerNotFoundError
-
-# As Linux tells it of a Haswell of 2013, in part.
-X86_64_V3 = (
-    "fpu cx16 sse2 ssse3 sse4_1 sse4_2 movbe popcnt xsave avx f16c lahf_lm abm fma bmi1 avx2 bmi2"
-)
 
 # --- build, find, key ---
 
@@ -58,11 +52,11 @@ def test_builds_once_then_finds_it(cache, tiny):
 
 
 @needs_compiler
-def test_everything_that_matters_is_in_the_key(cache, tiny, monkeypatch, wrapper):
+def test_key_covers_content_and_toolchain(cache, tiny, monkeypatch, wrapper):
     root = tiny.root()
 
     def folder(recipe=tiny):
-        return build._folder(compile.plan_build(recipe, recipe.content()))
+        return build._key(compile.plan_build(recipe, recipe.content()))
 
     seen = [folder()]
     assert folder() == seen[0]
@@ -89,7 +83,7 @@ def test_everything_that_matters_is_in_the_key(cache, tiny, monkeypatch, wrapper
     assert contents[-3:] == [contents[3]] * 3, "the toolchain is the second half of the key"
 
 
-def test_files_that_are_no_sources_do_not_count(tiny):
+def test_other_files_leave_the_key(tiny):
     before = tiny.content()
     (tiny.root() / "core/notes.md").write_text("hello")
     (tiny.root() / "cuda").mkdir()
@@ -98,7 +92,7 @@ def test_files_that_are_no_sources_do_not_count(tiny):
 
 
 @needs_compiler
-def test_an_edit_during_a_build_is_not_filed_under_the_old_key(cache, tiny, wrapper):
+def test_edit_during_build_is_built_anew(cache, tiny, wrapper):
     header = tiny.root() / "core/value.h"
     wrapper(f'case "$*" in *module.cpp*) sed -i.bak s/42/43/ {header};; esac')
     before = build.ensure_engine(tiny)
@@ -148,7 +142,7 @@ def test_paths_with_odd_characters(tmp_path, tiny, monkeypatch, cache):
 
 
 @needs_compiler
-def test_a_compiler_without_the_cpu_flag_builds_without_it(cache, tiny, wrapper, caplog):
+def test_refused_cpu_flag_is_left_out(cache, tiny, wrapper, caplog):
     wrapper('case "$*" in *native*) echo "unknown option native" >&2; exit 1;; esac')
     built = build.ensure_engine(tiny)
     assert load_engine(built).value() == 42
@@ -157,7 +151,7 @@ def test_a_compiler_without_the_cpu_flag_builds_without_it(cache, tiny, wrapper,
 
 
 @needs_compiler
-def test_a_build_is_announced_without_any_logging_set_up(cache, tiny):
+def test_build_is_announced_without_logging(cache, tiny):
     outputs = [child(tiny).communicate(timeout=60)[0] for _ in range(2)]
     assert "compiling the engine" in outputs[0]
     assert outputs[0].endswith("built 42\n")
@@ -179,7 +173,7 @@ def test_four_processes_build_once(cache, tiny, wrapper):
 
 
 @needs_compiler
-def test_a_killed_builder_blocks_nobody(cache, tiny, tmp_path, wrapper):
+def test_killed_build_blocks_nobody(cache, tiny, tmp_path, wrapper):
     slow = tmp_path / "slow"
     log = wrapper(f'case "$*" in *module.cpp*) [ -e {slow} ] && exec sleep 2;; esac')
     slow.touch()
@@ -199,35 +193,27 @@ def test_a_killed_builder_blocks_nobody(cache, tiny, tmp_path, wrapper):
 
 
 @needs_compiler
-def test_sweeps_after_the_dead_and_spares_the_living(cache, tiny):
+def test_wait_for_lock_is_announced_and_ends(cache, tiny, monkeypatch, caplog):
+    """A build of the other kind goes on meanwhile, and its folder stays."""
     from filelock import FileLock
 
-    dead, living = cache / "dead/tmp-1", cache / "living/tmp-1"
-    for folder in (dead, living):
-        make_private_dir(folder)
-    with FileLock(str(living.parent / "lock")):
-        build.ensure_engine(tiny)
-        assert leftovers(cache) == [living]
-
-
-@needs_compiler
-def test_waiting_for_a_lock_is_announced_and_ends(cache, tiny, monkeypatch, caplog):
-    from filelock import FileLock
-
-    folder = cache / build._folder(compile.plan_build(tiny, tiny.content()))
-    make_private_dir(folder)
-    (folder / "builder").write_text("process 7 on elsewhere")
+    other = cache / "tmp-_cuda_engine-1"
+    other.mkdir(parents=True, mode=0o700)
+    cache.chmod(0o700)
     monkeypatch.setattr(build, "LOCK_NOTICE_S", 0.1)
     monkeypatch.setattr(build, "LOCK_DEADLINE_S", 0.2)
-    with FileLock(str(folder / "lock")):
+    with FileLock(str(cache / "_engine.lock")):
         told = refusal(tiny)
-    assert "process 7 on elsewhere" in told
+    assert str(cache / "_engine.lock") in told
     assert "PYRINGAR_CACHE_DIR" in told
     assert "waiting for another process" in caplog.text
+    with FileLock(str(cache / "_cuda_engine.lock")):
+        build.ensure_engine(tiny)
+    assert leftovers(cache) == [other]
 
 
 @needs_compiler
-def test_a_compiler_that_hangs_is_ended(cache, tiny, wrapper, monkeypatch, tmp_path):
+def test_hanging_compiler_is_ended(cache, tiny, wrapper, monkeypatch, tmp_path):
     wrapper(f'case "$*" in *module.cpp*) echo $$ > {tmp_path}/pid; exec sleep 60;; esac')
     monkeypatch.setattr(compile, "COMPILE_DEADLINE_S", 1.5)
     assert "was ended after" in refusal(tiny)
@@ -239,139 +225,67 @@ def test_a_compiler_that_hangs_is_ended(cache, tiny, wrapper, monkeypatch, tmp_p
 # --- the engine in the wheel ---
 
 
-def pretend_wheel(recipe: build.Recipe, level: Level, **changes: Any) -> Path:
+def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
     """Put an engine where ``PYRINGAR_PREBUILD=1`` puts one: beside the sources."""
-    folder = recipe.root().parent / "_prebuilt" / recipe.kind.module / level.name
+    folder = recipe.root().parent / build._folder_in_wheel(recipe.kind)
     folder.mkdir(parents=True, exist_ok=True)
-    content = replace(recipe, level=level).content() | changes
+    content = replace(recipe, baseline=True).content() | changes
     (folder / "build.json").write_text(json.dumps({"content": content, "compiler": "theirs"}))
     engine = folder / f"{recipe.kind.module}{toolchain.extension_suffix()}"
     engine.write_bytes(b"")
     return engine
 
 
-@pytest.fixture
-def three_levels(monkeypatch):
-    """Levels of an architecture like this CPU's: it has not the first, has the others."""
-    features = toolchain.read_cpu().features
-    made_up = (
-        Level("future", ("-DEXTRA=3",), frozenset({*features, "avx9000"})),
-        Level("present", ("-DEXTRA=2",), frozenset(features)),
-        Level("lowest", ("-DEXTRA=1",)),
-    )
-    monkeypatch.setattr(build, "levels", lambda: made_up)
-    return made_up
-
-
-def test_the_best_engine_in_the_wheel_that_runs_here_is_used(
-    cache, tiny, three_levels, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("PATH", str(tmp_path))  # and no compiler is asked for
-    future, present, lowest = three_levels
-    pretend_wheel(tiny, future)
-    assert build.find_engine(tiny) is None
-    for level in (lowest, present):
-        path = pretend_wheel(tiny, level, libc="glibc 2.1")
-        found = build.ensure_engine(tiny)
-        assert (found.path, found.origin) == (path, "wheel")
-    monkeypatch.setattr(toolchain, "read_cpu", lambda: toolchain.Cpu("", "no /proc", ()))
-    assert build.ensure_engine(tiny).path.parent.name == "lowest"
+def test_wheel_engine_needs_no_compiler(cache, tiny, tmp_path, monkeypatch):
+    path = pretend_wheel(tiny)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(toolchain, "read_cpu", lambda: toolchain.Cpu("", "another", ()))
+    found = build.ensure_engine(tiny)
+    assert (found.path, found.origin) == (path, "wheel")
     assert not cache.exists()
 
 
 @needs_compiler
-def test_prebuild_compiles_every_level(tiny, three_levels, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "Recipe", lambda kind: replace(tiny, kind=kind))
+def test_prebuild_compiles_for_any_cpu(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        build, "Recipe", lambda kind, baseline: replace(tiny, kind=kind, baseline=baseline)
+    )
+    monkeypatch.setattr(toolchain, "_BASELINES", {platform.machine(): "-DEXTRA=1"})
     monkeypatch.delenv("PYRINGAR_CUDA_ARCHS", raising=False)
     build.prebuild(tiny.root().parent)
-    home = tiny.root().parent / "_prebuilt" / "_engine"
-    assert sorted(path.name for path in home.iterdir()) == ["future", "lowest", "present"]
+    home = tiny.root().parent / "_prebuilt"
+    assert [path.name for path in home.iterdir()] == ["_engine"]
+    suffix = toolchain.extension_suffix()
+    assert sorted(path.name for path in (home / "_engine").iterdir()) == [
+        f"_engine{suffix}",
+        "build.json",
+    ]
     found = build.find_engine(tiny)
-    assert value_of(found) == "44"
-    assert found.record["content"]["cpu"] == {"level": "present", "flags": ["-DEXTRA=2"]}
+    assert value_of(found) == "43"
+    assert found.record["content"]["cpu"] == {"flags": ["-DEXTRA=1"]}
 
 
 @needs_compiler
-def test_an_engine_for_this_very_cpu_replaces_the_wheels(cache, tiny, three_levels):
-    pretend_wheel(tiny, three_levels[2])
-    assert build.ensure_engine(tiny).origin == "wheel"
-    assert not cache.exists()
+def test_native_engine_replaces_wheel(cache, tiny, caplog):
+    path = pretend_wheel(tiny)
     native = build.build_engine(tiny)
     found = build.ensure_engine(tiny)
     assert (found.origin, found.path) == ("cache", native.path)
-
-
-@pytest.mark.parametrize("trouble", ["open to others", "no home"])
-def test_a_cache_that_cannot_be_used_leaves_the_wheels_engine(
-    cache, tiny, three_levels, caplog, monkeypatch, trouble
-):
-    path = pretend_wheel(tiny, three_levels[2])
-    if trouble == "no home":
-        monkeypatch.delenv("PYRINGAR_CACHE_DIR")
-        monkeypatch.setenv("HOME", "/dev/null")
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    else:
-        (cache / build._folder(compile.plan_build(tiny, tiny.content()))).mkdir(parents=True)
-        cache.chmod(0o777)
+    cache.chmod(0o777)
     assert build.ensure_engine(tiny).path == path
-    assert ("engine in the wheel is used" in caplog.text) == (trouble == "open to others")
+    assert "is not loaded" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sources": "other"},
-        {"flags": []},
-        {"abi": ".cpython-399.so"},
-        {"libc": "glibc 999.1"},
-        {"libc": "musl 1.2"},
-        {"libc": None},
-        {"cpu": {"level": "sparc", "flags": []}},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"sources": "other"}, {"flags": []}])
 @needs_compiler
-def test_an_engine_in_the_wheel_for_another_machine_is_passed_over(
-    cache, tiny, three_levels, caplog, changes
-):
+def test_wheel_engine_of_other_content_is_passed_over(cache, tiny, caplog, changes):
     caplog.set_level(logging.INFO)
-    pretend_wheel(tiny, three_levels[1], **changes)
+    pretend_wheel(tiny, **changes)
     assert load(tiny).value() == 42
-    assert "the engine in the wheel is not used" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("here", "built_with", "serves"),
-    [
-        ("glibc 2.36", "glibc 2.28", True),
-        ("glibc 2.36", "glibc 2.36", True),
-        ("glibc 2.9", "glibc 2.28", False),
-        ("glibc 3.0", "glibc 2.28", True),
-        ("", "", True),
-        ("", "glibc 2.28", False),
-        ("glibc 2.36-odd", "glibc 2.28", False),
-    ],
-)
-def test_a_newer_c_library_runs_what_an_older_linked(here, built_with, serves):
-    assert libc_serves(here, built_with) == serves
+    assert f"the engine in the wheel is not used: other {next(iter(changes))}" in caplog.text
 
 
 # --- this CPU ---
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ("fpu sse2", "x86-64"),
-        (X86_64_V3, "x86-64-v3"),
-        (f"{X86_64_V3} avx512f", "x86-64-v3"),
-        (f"{X86_64_V3} avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v4"),
-    ],
-)
-def test_the_level_of_a_cpu(tmp_path, monkeypatch, flags, name):
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
-    cpu = toolchain.read_cpu(str(tmp_path / "cpuinfo"))
-    assert next(level.name for level in build.levels() if cpu.has(level)) == name
 
 
 X86 = """processor\t: 0

@@ -133,7 +133,7 @@ def test_each_engine_has_a_key_of_its_own(cache, tiny_cuda):
 def test_archs_and_nvcc_are_in_the_key_and_the_cpu_is_not(cache, tiny_cuda, monkeypatch, nvcc_in):
     def folder():
         plan = _compile.plan_build(tiny_cuda, tiny_cuda.content())
-        return _build._folder(plan).split("-")
+        return _build._key(plan).split("-")
 
     first = folder()
     with monkeypatch.context() as patch:

@@ -157,7 +157,7 @@ def value_of(engine: build.Engine) -> str:
 
 
 def leftovers(cache: Path) -> list[Path]:
-    return list(cache.glob("*/tmp-*"))
+    return list(cache.glob("tmp-*"))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
