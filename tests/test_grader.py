@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +77,7 @@ def test_sane_solutions_pass(fn):
     assert {p.verdict for p in report.properties} == {"pass", "reported"}
 
 
-def test_the_order_of_addition_is_reported():
+def test_order_is_reported():
     order = {fn: graded(fn)["order"] for fn in (stacked, last_rank_first)}
     assert {found.verdict for found in order.values()} == {"reported"}
     assert order[stacked].detail == "rank, with 4 ranks and 1000 elements: ((0+1)+2)+3"
@@ -255,15 +253,6 @@ def drops_elements_beyond_two_million(data):
     repaired(data)
 
 
-class _RaisesInItsMessage(Exception):  # noqa: N818
-    def __str__(self):
-        raise ValueError
-
-
-def raises_without_a_message(data):
-    raise _RaisesInItsMessage
-
-
 def is_never_run(data):
     """A generator."""
     repaired(data)
@@ -319,11 +308,6 @@ PLANTED: list[tuple[Allreduce, str, str]] = [
         "element 2000000: expected 3.0, got 1.0 (all before it are right, the 97169 from it on "
         "are not)",
     ),
-    (
-        raises_without_a_message,
-        "sum",
-        "RaisesInItsMessage: (its message cannot be had: ValueError)",
-    ),
     (is_never_run, "sum", "the function returned a generator instead"),
     (takes_a_group, "sum", f"argument: 'group' (called as fn(data)) at {__file__}:"),
 ]
@@ -346,7 +330,7 @@ def test_failure_carries_its_case():
     assert (case["expected"], case["got"]) == (3.0, 4.0)
 
 
-def test_aliased_inputs_are_reported_not_required():
+def test_aliased_inputs_are_reported():
     report = graded(repaired)
     assert report["aliased"].verdict == "reported"
     assert "leaves in t 4 x what it held" in report["aliased"].detail
@@ -355,7 +339,7 @@ def test_aliased_inputs_are_reported_not_required():
 # -- deadlines, devices, arguments -----------------------------------------------------------------
 
 
-def test_a_hang_fails_and_the_rest_is_not_awaited():
+def test_repeated_hang_ends_grading():
     release = threading.Event()
 
     def hangs(data):
@@ -375,7 +359,7 @@ def test_a_hang_fails_and_the_rest_is_not_awaited():
 
 
 @pytest.mark.slow
-def test_a_hang_in_one_property_leaves_the_others():
+def test_single_hang_leaves_the_others():
     release = threading.Event()
 
     def hangs_on_nothing(data):
@@ -437,18 +421,18 @@ def test_table_is_readable():
         (only_contiguous, "strides"),
     ],
 )
-def test_the_first_look_goes_to_what_explains_the_others(fn, first):
+def test_first_look_at_explains_others(fn, first):
     report = graded(fn)
     assert report.first_look_at is report[first]
     assert len(report.failed) == 1 or str(report).endswith(f"\nfirst look at: {first}")
 
 
 @pytest.mark.parametrize("timeout_s", [1e10, float("inf")])
-def test_a_deadline_may_be_far_away(timeout_s):
+def test_deadline_may_be_infinite(timeout_s):
     assert check_allreduce(stacked, ["cpu"], timeout_s=timeout_s).passed
 
 
-def test_a_report_is_json_although_numbers_are_not():
+def test_report_with_infinities_is_json():
     report = graded(swallows_infinities).as_dict()
     assert json.loads(json.dumps(report, allow_nan=False))["first_look_at"] == "nan and inf"
 
@@ -531,7 +515,7 @@ def test_command_json(solution, capsys):
         ("broken_solution.py:f", "broken_solution.py:2"),
     ],
 )
-def test_command_says_why_it_cannot_load(solution, capsys, target, words):
+def test_command_says_why_loading_failed(solution, capsys, target, words):
     assert main(["check", target]) == 2
     captured = capsys.readouterr()
     assert words in captured.err
@@ -541,24 +525,3 @@ def test_command_says_why_it_cannot_load(solution, capsys, target, words):
 def test_command_names_missing_devices(solution, capsys):
     assert main(["check", "solution_under_test:good", "--devices", "cpu,cuda:99"]) == 2
     assert "cuda:99" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_command_finishes_although_the_function_hangs(tmp_path):
-    """The abandoned threads must not keep the process."""
-    (tmp_path / "hanging.py").write_text(
-        "import threading\ndef f(data):\n    threading.Event().wait()\n"
-    )
-    code = (
-        "from pyringar.grading.grader import check_allreduce; import hanging, sys; "
-        "sys.exit(not check_allreduce(hanging.f, timeout_s=0.1).passed)"
-    )
-    root = Path(pr.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(root), "PATH": ""},
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 import textwrap
 import threading
 import time
@@ -15,7 +12,7 @@ import torch
 
 from pyringar.grading import grader, remote
 from pyringar.grading.checks import CHECKS
-from pyringar.grading.processes import Family, children
+from pyringar.grading.processes import children
 from pyringar.grading.remote import Limits, grade
 from pyringar.grading.solution import CannotLoadError, Target
 
@@ -108,16 +105,11 @@ HARMLESS = {
         sys.stdout.close()
         os.closerange(0, 3)
         allreduce = good""",
-    "ignores signals": """
-        import signal
-        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
-            signal.signal(number, signal.SIG_IGN)
-        allreduce = good""",
 }
 
 
 @pytest.mark.parametrize("code", HARMLESS.values(), ids=HARMLESS)
-def test_what_is_done_besides_does_no_harm(code):
+def test_side_effects_do_no_harm(code):
     before = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
     assert graded(code).passed
     assert (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()) == before
@@ -129,7 +121,6 @@ PASSES = "every rank  pass      all other ranks end with it too"
 HOSTILE = {
     "exits": ("import os\ndef allreduce(data): os._exit(0)", "the process ended with status 0"),
     "sys.exit": ("def allreduce(data): raise SystemExit(0)", "raises SystemExit: 0 at "),
-    "is interrupted": ("def allreduce(data): raise KeyboardInterrupt", "raises KeyboardInterrupt"),
     "crashes": (
         "import ctypes\ndef allreduce(data): ctypes.string_at(0)",
         "the process was ended by SIGSEGV",
@@ -137,10 +128,6 @@ HOSTILE = {
     "ends its group": (
         "import os\ndef allreduce(data): os.killpg(0, 9)",
         "the process was ended by SIGKILL",
-    ),
-    "becomes another program": (
-        "import os\ndef allreduce(data): os.execv('/bin/true', ['true'])",
-        "the process ended with status 0",
     ),
     "fills memory": (
         """
@@ -175,28 +162,6 @@ HOSTILE = {
                 except OSError: pass""",
         "the process answered what makes no sense",
     ),
-    "answers in the grader's words": (
-        """
-        import json, os, sys
-        def allreduce(data):
-            frame = sys._getframe()
-            while "token" not in frame.f_locals.get("request", {}):
-                frame = frame.f_back
-            ranks = [{"rank": rank} for rank in range(len(data))]
-            answer = {"returned": None, "given": [None] * len(data), "data": ranks}
-            line = json.dumps({"token": frame.f_locals["request"]["token"], **answer})
-            for fd in range(3, 4096):
-                try: os.write(fd, line.encode() + b"\\n")
-                except OSError: pass""",
-        "still holds its own values",
-    ),
-    "names memory that is not there": (
-        """
-        from pyringar.grading import worker
-        worker._Things.add = lambda self, found: {"at": 1 << 39}
-        def allreduce(data): data[0] = None""",
-        "the process answered what makes no sense",
-    ),
     "patches torch and the grader": (
         """
         import torch
@@ -216,10 +181,6 @@ HOSTILE = {
                 file.truncate(1 << 40)""",
         "raises OSError: [Errno 27] File too large at /nowhere/solution.py:11",
     ),
-    "compiled without a name": (
-        "exec(compile('def allreduce(data): 1 / 0', '', 'exec'))",
-        "raises ZeroDivisionError: division by zero",
-    ),
     "drives the terminal": (
         "def allreduce(data): raise ValueError('\\x1b[2J\\n\\x00\\u202e' + 'y' * 10**6)",
         "raises ValueError: \\x1b[2J \\x00\\u202eyyy",
@@ -234,7 +195,7 @@ HOSTILE = {
         for name, case in HOSTILE.items()
     ],
 )
-def test_a_solution_gets_the_verdict_that_it_earns(code, words):
+def test_hostile_solution_fails(code, words):
     report = graded(code)
     assert [p.verdict for p in report.properties] == ["fail"], str(report)
     assert words in report["sum"].detail
@@ -252,16 +213,6 @@ LITTLE_BY_LITTLE = {
             good(data)""",
         "the process used more than 200 MiB of memory and was ended",
     ),
-    "memory of a program that it starts": (
-        """
-        import subprocess, sys
-        code = "x = bytearray(b'x') * (230 << 20); print(flush=True); import time; time.sleep(99)"
-        command = [sys.executable, "-ISc", code]
-        def allreduce(data):
-            subprocess.Popen(command, stdout=subprocess.PIPE).stdout.readline()
-            good(data)""",
-        "the process used more than 200 MiB of memory and was ended",
-    ),
     "processes": (
         """
         import subprocess
@@ -275,7 +226,7 @@ LITTLE_BY_LITTLE = {
 
 
 @pytest.mark.parametrize(("code", "words"), LITTLE_BY_LITTLE.values(), ids=LITTLE_BY_LITTLE)
-def test_limits_hold_for_what_many_fast_calls_take(monkeypatch, code, words):
+def test_limits_hold_over_many_fast_calls(monkeypatch, code, words):
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name in ("sum", "ranks")])
     assert words in str(graded(code).failed[0].detail)
 
@@ -285,18 +236,11 @@ NEVER_ANSWERS = {
     "sleeps": "import time\ndef allreduce(data): time.sleep(1000)",
     "stops itself": "import os\ndef allreduce(data): os.kill(os.getpid(), 19)",
     "prints for ever": "def allreduce(data):\n    while True: print('x' * 100_000)",
-    "floods the grader": """
-        import os
-        def allreduce(data):
-            while True:
-                for fd in range(3, 4096):
-                    try: os.write(fd, b"{}\\n" * 10_000)
-                    except OSError: pass""",
 }
 
 
 @pytest.mark.parametrize("code", NEVER_ANSWERS.values(), ids=NEVER_ANSWERS)
-def test_who_never_answers_is_ended(import_has_time, code):
+def test_unanswered_call_is_ended(import_has_time, code):
     began = time.monotonic()
     shown = []
     report = graded(code, SHORT, shown.append)
@@ -305,7 +249,7 @@ def test_who_never_answers_is_ended(import_has_time, code):
     assert time.monotonic() - began < 15
 
 
-def test_a_deadline_is_for_one_property(import_has_time, monkeypatch):
+def test_deadline_is_for_one_property(import_has_time, monkeypatch):
     """The next one gets a new process, and all of the time."""
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name in ("sum", "sizes", "list")])
     code = "def allreduce(data):\n    while data[0].numel() == 0: pass\n    good(data)"
@@ -338,7 +282,7 @@ def null_bytes() -> Exception:
         ("allreduce = 3", "is a value of type int, not a function"),
     ],
 )
-def test_a_solution_that_cannot_be_loaded_says_where(code, words):
+def test_failed_import_says_where(code, words):
     limits = SHORT if "while" in code else LIMITS
     with pytest.raises(CannotLoadError) as caught:
         graded(code, limits)
@@ -346,7 +290,7 @@ def test_a_solution_that_cannot_be_loaded_says_where(code, words):
     assert str(Path(remote.__file__).parent) not in str(caught.value)
 
 
-def test_prints_are_shown_and_no_verdict():
+def test_prints_are_shown():
     shown = []
     assert graded(
         "import os\nos.system('echo one')\nprint('two')\nallreduce = good", LIMITS, shown.append
@@ -354,7 +298,7 @@ def test_prints_are_shown_and_no_verdict():
     assert b"".join(shown) == b"one\ntwo\n"
 
 
-def test_neither_memory_nor_files_of_the_grader_are_the_solutions(tmp_path):
+def test_grader_memory_and_files_are_closed(tmp_path):
     """Its open files are closed there, and what a child writes into the tensors is not seen."""
     with (tmp_path / "secret").open("w") as file:
         code = f"import os\ndef allreduce(data):\n    good(data)\n    os.fstat({file.fileno()})"
@@ -369,7 +313,7 @@ def test_neither_memory_nor_files_of_the_grader_are_the_solutions(tmp_path):
     assert "still holds its own values" in graded(code)["sum"].detail
 
 
-def test_who_adds_in_the_order_of_addresses_is_not_repeatable(monkeypatch):
+def test_order_of_addresses_is_not_repeatable(monkeypatch):
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name == "repeatable"])
     code = """
         def allreduce(data):
@@ -381,7 +325,7 @@ def test_who_adds_in_the_order_of_addresses_is_not_repeatable(monkeypatch):
 # -- the grader's own process ----------------------------------------------------------------------
 
 
-def test_threads_of_the_grader_are_not_waited_for_by_a_solution(monkeypatch):
+def test_solution_waits_for_no_grader_thread(monkeypatch):
     """OpenMP has a pool for every thread that computes: here a new one, whatever ran before."""
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name == "sizes"])
 
@@ -399,41 +343,3 @@ def test_threads_of_the_grader_are_not_waited_for_by_a_solution(monkeypatch):
     thread.join()
     torch.set_num_threads(before)
     assert results[0].passed, str(results[0])
-
-
-def test_a_fork_that_fails_is_said_of_its_solution(monkeypatch):
-    before = os.listdir("/proc/self/fd")
-
-    def no_more():
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", no_more)
-    with pytest.raises(CannotLoadError, match=r"be started: Resource temporarily unavailable$"):
-        graded("allreduce = good")
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_nobody_stays_after_a_second_interrupt(monkeypatch):
-    end, interrupts = Family.end, []
-
-    def interrupted(family):
-        interrupts.append(1)
-        if len(interrupts) == 1:
-            raise KeyboardInterrupt
-        end(family)
-
-    monkeypatch.setattr(Family, "end", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        graded("allreduce = good")
-    assert len(interrupts) == 2
-
-
-def test_ignored_children_are_graded():
-    """Some shells and servers start programs so."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert graded("allreduce = good").passed
-        report = graded("import os\ndef allreduce(data): os._exit(0)")
-        assert "the process ended instead of answering" in report["sum"].detail
-    finally:
-        signal.signal(signal.SIGCHLD, before)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from pyringar.cli.parser import add_json_option
-from pyringar.cli.paths import check_output_dir, check_output_path
+from pyringar.cli.paths import check_output_path
 from pyringar.errors import ArgumentError
 
 # The grader imports torch, for which `--help` need not wait.
@@ -101,8 +102,6 @@ def run(args: argparse.Namespace) -> int:
     limits = _limits(args)
     targets, is_class = _targets(args)
     path = check_output_path("--csv", args.csv, ".csv") if args.csv else None
-    if path:  # the new file is written beside the old one
-        check_output_dir("--csv", os.path.dirname(os.path.realpath(path)))
     if is_class or path:
         return _grade_class(targets, path, limits, args)
     return _grade_one(targets[0], limits, args)
@@ -132,74 +131,46 @@ def _grade_class(
     from pyringar.grading.remote import grade
     from pyringar.grading.solution import CannotLoadError, printable
 
-    table = _Table(sys.stderr if args.json else sys.stdout, has_marks=path is not None)
+    stream = sys.stderr if args.json else sys.stdout
+    say = functools.partial(print, end="", file=stream, flush=True)
     name_width = min(_MAX_NAME, max(len("solution"), *(len(printable(t.where)) for t in targets)))
-    table.say(f"{'solution':<{name_width}}  marks  first look at\n")
+    say(f"{'solution':<{name_width}}  marks  first look at\n")
     marked: list[Marked] = []
     for target in targets:
-        table.say(Marked(target, None).columns(_WIDTH, name_width)[0])
+        say(Marked(target, None).columns(_WIDTH, name_width)[0])
         try:
             one = Marked(target, grade(target, args.devices, limits))
         except CannotLoadError as error:
             one = Marked(target, None, str(error))
         except KeyboardInterrupt:
-            table.say("\n")
+            say("\n")
             raise
         marked.append(one)
-        table.say(one.columns(_WIDTH, name_width)[1].rstrip() + "\n")
+        say(one.columns(_WIDTH, name_width)[1].rstrip() + "\n")
     num_passed = sum(one.passed for one in marked)
     all_passed = num_passed == len(marked)
-    try:
-        if args.json:
-            solutions = [one.as_dict() for one in marked]
-            document = {"passed": all_passed, "solutions": solutions}
-            print(json.dumps(document, indent=2), flush=True)
-    finally:  # a table or a document that nobody reads is no reason to lose the marks
-        if path:
-            write_csv(path, marked)
-    rows = f"; {printable(str(path))} has a row for each" if path else ""
-    passes = f"{num_passed} of {len(marked)} pass all {len(REQUIRED)} properties"
-    table.say(f"\n{passes}{rows}\n")
-    if table.failure:
-        raise table.failure
+    rows = ""
+    if path:
+        write_csv(path, marked)
+        rows = f"; {printable(str(path))} has a row for each"
+    if args.json:
+        solutions = [one.as_dict() for one in marked]
+        print(json.dumps({"passed": all_passed, "solutions": solutions}, indent=2))
+    say(f"\n{num_passed} of {len(marked)} pass all {len(REQUIRED)} properties{rows}\n")
     return 0 if all_passed else 1
 
 
-class _Table:
-    """Print at once. With marks to write a failure is kept for the end, and nothing more printed.
-
-    Attributes:
-        failure: Why no more is printed; None if all was.
-    """
-
-    def __init__(self, stream: TextIO | None, *, has_marks: bool) -> None:
-        self.failure: OSError | None = None
-        self._stream = stream
-        self._has_marks = has_marks
-
-    def say(self, text: str) -> None:
-        """Print a part of a line, or several."""
-        if self.failure or self._stream is None:
-            return
-        try:
-            print(text, end="", file=self._stream, flush=True)
-        except OSError as error:
-            if not self._has_marks:
-                raise
-            self.failure = error
-
-
 def shower(prog: str) -> Callable[[bytes], None]:
-    """Return what hands a solution's prints on to stderr, the first of them.
+    """Return a function that shows the beginning of a solution's prints on stderr.
 
     Args:
-        prog: Says that there were more.
+        prog: The command, which says that there were more.
     """
     left = _MAX_SHOWN_BYTES
 
     def show(text: bytes) -> None:
         nonlocal left
-        if left <= 0 or sys.stderr is None:
+        if left <= 0:
             return
         sys.stderr.write(text[:left].decode(errors="backslashreplace"))
         left -= len(text)

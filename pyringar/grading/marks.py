@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
-import shutil
+import io
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,33 +85,27 @@ class Marked:
 
 
 def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
-    """Write a row per solution. The file is there whole or as before, or not at all.
+    """Write a row per solution.
 
     Raises:
         RingarError: It could not be written.
     """
-    real = Path(os.path.realpath(path))
-    beside = real.with_name(f".{real.name}.{os.getpid()}")
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    head = ["file", "function", "marks", "out_of"]
+    writer.writerow([*head, *REQUIRED, "first_look_at", "message"])
+    for one in solutions:
+        verdicts = {p.name: p.verdict for p in one.report.properties} if one.report else {}
+        name = [_cell(escaped(one.target.where)), _cell(escaped(one.target.function))]
+        cells = [verdicts.get(name, "fail") for name in REQUIRED]
+        message = _cell(printable(one.message)[:_MAX_MESSAGE])
+        writer.writerow([*name, one.marks, len(REQUIRED), *cells, one.first_look_at, message])
     try:
-        with beside.open("x", newline="", encoding="utf-8") as file:
-            if real.exists():
-                shutil.copymode(real, beside)
-            writer = csv.writer(file)
-            head = ["file", "function", "marks", "out_of"]
-            writer.writerow([*head, *REQUIRED, "first_look_at", "message"])
-            for one in solutions:
-                verdicts = {p.name: p.verdict for p in one.report.properties} if one.report else {}
-                name = [_cell(escaped(one.target.where)), _cell(escaped(one.target.function))]
-                cells = [verdicts.get(name, "fail") for name in REQUIRED]
-                message = _cell(printable(one.message)[:_MAX_MESSAGE])
-                row = [*name, one.marks, len(REQUIRED), *cells, one.first_look_at, message]
-                writer.writerow(row)
-        beside.replace(real)
+        path.write_bytes(text.getvalue().encode())
     except OSError as error:
-        words = error.strerror or error
-        raise RingarError(f"--csv is '{path}', which could not be written: {words}") from error
-    finally:
-        beside.unlink(missing_ok=True)
+        raise RingarError(
+            f"--csv is '{path}', which could not be written: {error.strerror}"
+        ) from error
 
 
 def _cell(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Hold what a graded process may do: its life, its deadline, its memory, what it prints.
+"""Limits of a graded process and all that it starts: its life, its memory, how many there are.
 
-Memory is what the process and its children have of their own (RssAnon, RssShmem and VmSwap in
-/proc), beyond what they have from the grader. A limit of address space (RLIMIT_AS) would not do:
-torch reserves far more than it uses, tens of gigabytes with CUDA.
+Memory is what the processes have of their own (RssAnon, RssShmem and VmSwap in /proc), beyond what
+a fork of the grader has anyway. A limit of address space (RLIMIT_AS) would not do: torch reserves
+far more than it uses, tens of gigabytes with CUDA.
 """
 
 from __future__ import annotations
@@ -28,32 +28,27 @@ __all__ = [
 
 _HAS_PROC = sys.platform == "linux"
 _MAX_PROCESSES = 64
+# The tensors of the largest call: shared with the grader, the function's own, and two results.
+_CALL_BYTES = 4 * 17 << 20
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _KILL_SECONDS = 5.0
-_PRIVATE = ("RssAnon", "VmSwap")  # what a fork hands down
-_UNKNOWN = -1  # no status of a process that has ended
 
 
 class TooMuchError(Exception):
-    """A solution takes more than its limit; says what."""
+    """A solution takes more than its limit; names the limit."""
 
 
 def exit_words(status: int) -> str:
-    """Return how a process ended, from what ``os.waitpid`` says."""
-    if status == _UNKNOWN:
-        return "the process ended instead of answering"
+    """Return how a process ended, from the status of ``os.waitpid``."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"the process ended with status {code} instead of answering"
-    try:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"the process was ended by signal {-code}"
+    return f"the process was ended by {signal.Signals(-code).name}"
 
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Become the parent of what solutions leave behind, so that it can be found and ended."""
+    """Become the parent of orphans that solutions leave behind, to find and end them."""
     if not _HAS_PROC:
         yield
         return
@@ -74,49 +69,37 @@ def die_with_parent() -> None:
 
 
 class Family:
-    """A forked process, and all that it starts.
+    """A forked process, the leader of its process group, and all that it starts.
 
     Args:
-        pid: The process, the leader of a group of its own.
-        older: The grader's other children, which are none of it.
+        pid: The process.
+        older: The grader's other children, which do not belong to it.
         max_bytes: The memory that all of them may have together.
-
-    Attributes:
-        given_bytes: The most memory that a call has handed out.
     """
 
     def __init__(self, pid: int, older: set[int], max_bytes: int) -> None:
         self.pid = pid
-        self.given_bytes = 0
         self._older = older
         self._max_bytes = max_bytes
-        self._at_fork = _own_bytes(os.getpid(), _PRIVATE)
-        self._stack = _stats().get(os.getpid(), (0, 0))[1]
+        self._at_fork = _own_bytes(os.getpid())
         self._status: int | None = None
 
     def check(self) -> None:
         """Raise TooMuchError if they have too much memory, or are too many."""
-        stats = _stats()
-        # What has ended and was not waited for has no memory.
-        held = {pid: b for pid in self._members(stats) if (b := _own_bytes(pid)) > 0}
+        # An ended process that its parent has not waited for has no memory.
+        held = [size for pid in self._members() if (size := _own_bytes(pid)) > 0]
         if len(held) > _MAX_PROCESSES:
             raise TooMuchError(f"started more than {_MAX_PROCESSES} processes")
-        # Who was forked, and has started no other program, has the grader's memory and the tensors.
-        # The memory shared with the grader holds these, and at most two results for each.
-        inherited = self._at_fork + self.given_bytes
-        forked = {pid for pid in held if stats[pid][1] == self._stack}
-        used = sum(max(0, b - inherited * (pid in forked)) for pid, b in held.items())
-        if used - 3 * self.given_bytes > self._max_bytes:
+        # A fork has the grader's memory and the tensors once more.
+        free = self._at_fork + _CALL_BYTES
+        if sum(max(0, size - free) for size in held) > self._max_bytes:
             raise TooMuchError(f"used more than {self._max_bytes >> 20} MiB of memory")
 
     def wait(self, seconds: float) -> int | None:
         """Return the status of the process if it ends in time, else None."""
         ends = time.monotonic() + seconds
         while self._status is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # SIGCHLD is ignored, as whoever started the grader wished
-                pid, status = self.pid, _UNKNOWN
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._status = status
             elif time.monotonic() >= ends:
@@ -127,63 +110,58 @@ class Family:
 
     def end(self) -> None:
         """Kill all of them, also those that have left the group."""
-        _kill_group(self.pid)
-        if self._status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            self.wait(_KILL_SECONDS)
+        _kill(self.pid)
+        self.wait(_KILL_SECONDS)
         ends = time.monotonic() + _KILL_SECONDS
-        while (strays := self._members(_stats())) and time.monotonic() < ends:
+        while (strays := self._members()) and time.monotonic() < ends:
             for pid in strays:
-                _kill_group(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
+                _kill(pid)
+                with contextlib.suppress(ChildProcessError):  # not yet the grader's child
                     os.waitpid(pid, os.WNOHANG)
 
-    def _members(self, stats: dict[int, tuple[int, int]]) -> set[int]:
+    def _members(self) -> set[int]:
         """Return the processes that descend from it: orphans have become the grader's."""
-        first = {pid for pid, (parent, _) in stats.items() if parent == os.getpid()} - self._older
-        members, new = set(first), first
+        parents = _parents()
+        new = {pid for pid, parent in parents.items() if parent == os.getpid()} - self._older
+        members: set[int] = set()
         while new:
-            new = {pid for pid, (parent, _) in stats.items() if parent in new} - members
             members |= new
+            new = {pid for pid, parent in parents.items() if parent in new} - members
         return members
 
 
 def children() -> set[int]:
     """Return the children of this process."""
-    return {pid for pid, (parent, _) in _stats().items() if parent == os.getpid()}
+    return {pid for pid, parent in _parents().items() if parent == os.getpid()}
 
 
-def _kill_group(pid: int) -> None:
-    """End the whole group that a process leads, at once: none of it can fork in between."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _kill(pid: int) -> None:
+    """End a process, and the whole group that it leads at once: none of it can fork in between."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for zombies
+            kill(pid, signal.SIGKILL)
 
 
-def _stats() -> dict[int, tuple[int, int]]:
-    """Return of every process that can be seen its parent, and where its stack begins.
-
-    The latter is drawn by chance when a program starts, and a fork keeps it.
-    """
-    stats = {}
+def _parents() -> dict[int, int]:
+    """Return the parent of every process that can be seen."""
+    parents = {}
     for entry in Path("/proc").iterdir() if _HAS_PROC else ():
         if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                # A name may hold blanks and brackets: it ends with the last bracket.
+            with contextlib.suppress(OSError):  # it has ended
+                # The name may hold blanks and brackets: it ends with the last bracket.
                 fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                stats[int(entry.name)] = int(fields[1]), int(fields[25])
-    return stats
+                parents[int(entry.name)] = int(fields[1])
+    return parents
 
 
-def _own_bytes(pid: int, kinds: tuple[str, ...] = (*_PRIVATE, "RssShmem")) -> int:
-    """Return the memory that a process has written to, on whatever it lies; 0 if it is gone."""
+def _own_bytes(pid: int) -> int:
+    """Return the memory that a process has written to, on whatever it lies; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return 0
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    kinds = ("RssAnon", "RssShmem", "VmSwap")
     return 1024 * sum(int(fields.get(kind, "0").split()[0]) for kind in kinds)
 
 

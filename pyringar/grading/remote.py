@@ -1,8 +1,8 @@
 """Grade a function that runs in a process of its own: it is called there, and judged here.
 
-The process is forked from this one, which has imported torch: it is there within milliseconds. What
-it prints goes into a pipe, what it computes into shared memory, which is copied and then judged. So
-a solution cannot print, patch or exit its way to a verdict. Its process is believed only which
+The process is forked from this one, which has imported torch: it is ready within milliseconds. Its
+prints go into a pipe, its results into shared memory, which is copied and then judged. So a
+solution cannot print, patch or exit its way to a verdict. Its process is believed only which
 tensors stand in the list (``list``), and what the function returned (``returns``).
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import selectors
 import socket
 import sys
@@ -42,13 +41,12 @@ from pyringar.grading.solution import CannotLoadError, Target, printable
 __all__ = ["Limits", "Remote", "grade", "graded"]
 
 _TICK_S = 0.05  # how often memory is looked at
-_MAX_MESSAGE_BYTES = 1 << 20
 _MAX_WORDS = 1000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold what a solution may take.
+    """Limits of a solution.
 
     Attributes:
         timeout_s: Seconds for its import, and for all calls of one property.
@@ -150,7 +148,7 @@ class Remote(Subject):
         call = Call(case, self.devices, inputs)
         try:
             answer = self._ask(call)
-        except (EndedError, CannotLoadError, ArgumentError) as error:
+        except (EndedError, CannotLoadError) as error:
             self._process.end()
             raise Failure(case, str(error)) from error
         except TimeoutError:
@@ -175,7 +173,7 @@ class Remote(Subject):
         began = time.monotonic()
         try:
             request = {"case": call.case.as_dict(), "places": places}
-            answer = self._process.ask(request, places[-1], began + self._left_s)
+            answer = self._process.ask(request, began + self._left_s)
         finally:
             self._left_s -= time.monotonic() - began
         for rank, base in self._bases(call):
@@ -187,10 +185,10 @@ class Remote(Subject):
 
         def thing(words: dict[str, Any]) -> Any:
             if "rank" in words:
-                return given[range(call.case.k)[words["rank"]]]
+                return given[words["rank"]]
             if "at" in words:
-                at = range(1 << 40)[words["at"]]
-                return self._arena.tensor(at, call.case.shape, call.case.dtype).clone()
+                place = self._arena.tensor(words["at"], call.case.shape, call.case.dtype)
+                return place.clone()
             return Other(_clean(words["other"]))
 
         given = call.given
@@ -235,18 +233,13 @@ class _Process:
         self._channel, theirs = socket.socketpair()
         self._output, their_output = os.pipe()
         older = children()
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+        for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or the child would have it, too
-        try:
-            with warnings.catch_warnings():
-                # Python 3.12 warns of threads at a fork. Those here are pools of torch and NumPy,
-                # idle, and the child uses none of them.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
-        except OSError as error:
-            with self._channel, theirs, os.fdopen(self._output), os.fdopen(their_output, "wb"):
-                pass
-            raise CannotLoadError(f"no process could be started: {error.strerror}") from error
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads at a fork. Those here are pools of torch and NumPy,
+            # idle, and the child uses none of them.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             worker.serve(target, devices, theirs, their_output, arena, limits.memory_bytes)
         theirs.close()
@@ -284,21 +277,16 @@ class _Process:
         except EndedError as error:
             raise CannotLoadError(f"in the import {error}") from None
 
-    def ask(self, request: dict[str, Any], num_bytes: int, ends: float) -> dict[str, Any]:
-        """Return the answer to a request that hands out so many bytes.
+    def ask(self, request: dict[str, Any], ends: float) -> dict[str, Any]:
+        """Return the answer to a request.
 
         Raises:
             EndedError: The process ended, or was ended for what it took.
             TimeoutError: There is none at the time ``ends``.
         """
-        self._family.given_bytes = max(self._family.given_bytes, num_bytes)
-        token = secrets.token_hex(8)  # an earlier answer, or an invented one, lacks it
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._channel.sendall(json.dumps({"token": token, **request}).encode() + b"\n")
-        while True:
-            message = self._receive(ends)
-            if message.get("token") == token:
-                return message
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` tells
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+        return self._receive(ends)
 
     def end(self) -> None:
         """Kill the process and all that it has started; hand on the rest of what it printed."""
@@ -306,9 +294,6 @@ class _Process:
             return
         try:
             self._family.end()
-        except KeyboardInterrupt:  # a second Ctrl-C; nothing is to stay all the same
-            self._family.end()
-            raise
         finally:
             self.is_ended = True
             with self._selector, self._channel, os.fdopen(self._output):
@@ -345,8 +330,6 @@ class _Process:
             what = "the process closed the grader's files" if status is None else exit_words(status)
             raise EndedError(what)
         self._buffer += some
-        if len(self._buffer) > _MAX_MESSAGE_BYTES:
-            raise EndedError("the process answered too much")
 
     def _check_at_times(self) -> None:
         """See that the process is within its limits and, while it owes an answer, alive."""

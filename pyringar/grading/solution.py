@@ -176,8 +176,5 @@ def _kind(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except BaseException as second:  # a solution may define exceptions, too
-        text = f"(its message cannot be had: {_kind(second)})"
+    text = str(error)
     return f": {text[:_MAX_WORDS]}" if text else ""

@@ -5,7 +5,6 @@ Nothing is judged here. The grader knows what went in, and reads the results out
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import resource
@@ -50,39 +49,30 @@ def serve(
         max_file_bytes: No file may grow larger.
     """
     try:
-        _serve(target, devices, _settle_in(channel, output, max_file_bytes), arena)
+        _settle_in(channel, output, max_file_bytes)
+        _serve(target, devices, channel, arena)
     except BaseException:  # the grader says that it ended, this says why
         traceback.print_exc()
         _exit(70)
     _exit(0)
 
 
-def _settle_in(channel: socket.socket, output: int, max_file_bytes: int) -> socket.socket:
-    """Become a process that cannot disturb the grader's terminal, files or disk.
-
-    Returns:
-        The channel, under a number that is no stream's, as it may be if the grader has none.
-    """
+def _settle_in(channel: socket.socket, output: int, max_file_bytes: int) -> None:
+    """Become a process that cannot disturb the grader's terminal, files or disk."""
     os.setsid()  # Ctrl-C is the grader's
     die_with_parent()
     null = os.open(os.devnull, os.O_RDONLY)
-    null, output, kept = (
-        fcntl.fcntl(fd, fcntl.F_DUPFD, 3) for fd in (null, output, channel.detach())
-    )
     for number, source in enumerate([null, output, output]):
         os.dup2(source, number)
     sys.stdin = os.fdopen(0)
     sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace")
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
-    os.closerange(3, kept)
-    os.closerange(kept + 1, _MAX_FILES)
+    os.closerange(3, channel.fileno())
+    os.closerange(channel.fileno() + 1, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = max_file_bytes if most == resource.RLIM_INFINITY else min(max_file_bytes, most)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     # The pool of threads that torch had before the fork is not here.
     torch.set_num_threads(1)
-    return socket.socket(fileno=kept)
 
 
 def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Arena) -> None:
@@ -108,7 +98,7 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
     for line in requests:
         request = json.loads(line)
         reply = _call(subject, Case.from_dict(request["case"]), request["places"], arena, own)
-        answer({"token": request["token"], **reply})
+        answer(reply)
 
 
 def _call(
