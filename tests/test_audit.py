@@ -26,10 +26,8 @@ from pyringar.audit.trees import (
     fold,
     formula,
     groups_of,
-    inner_sums,
     join,
     named_trees,
-    nodes,
     rebuild,
 )
 from pyringar.grading.checks import Subject
@@ -55,8 +53,8 @@ def audited(total: Sum, k: int = 5) -> Report:
     return audit(lists(total, k), SIZES)
 
 
-def added(tree: Tree, data: Sequence[Tensor], kept: frozenset[int] = frozenset()) -> Tensor:
-    return evaluate([Region(0, len(data[0]), tree)], data, kept)
+def added(tree: Tree, data: Sequence[Tensor], *, is_wide: bool = False) -> Tensor:
+    return evaluate([Region(0, len(data[0]), tree)], data, is_wide=is_wide)
 
 
 def random_tree(k: int, seed: int) -> Tree:
@@ -107,8 +105,9 @@ def test_trees_are_recovered_in_every_type(k, dtype):
     """Whatever is rounded, at each add or once in the end."""
     for seed in range(4):
         tree = random_tree(k, seed)
-        for kept in (frozenset[int](), frozenset(nodes(tree))):
-            found = find_order(lists(lambda d: added(tree, d, kept), k), k, 9, dtype)  # noqa: B023
+        for is_wide in (False, True):
+            total = functools.partial(added, tree, is_wide=is_wide)
+            found = find_order(lists(total, k), k, 9, dtype)
             assert found == [[Region(0, 9, tree)]] * k
 
 
@@ -234,15 +233,12 @@ def test_wrong_sums_are_no_sums():
 @pytest.mark.slow
 def test_where_16_bits_are_rounded():
     tree = balanced(range(5))
-    once = audited(lambda d: added(tree, d, inner_sums([Region(0, 1, tree)])))
+    once = audited(lambda d: added(tree, d, is_wide=True))
     each = audited(lambda d: added(tree, d))
-    some = audited(lambda d: added(tree, d, frozenset({0b11, 0b1111})))
     for name in ("float16", "bfloat16"):
         assert once[name].verdict == "once"
         assert once[name].detail == "in the end; partial sums are float32"
         assert each[name].verdict == "each add"
-        assert some[name].verdict == "some adds"
-        assert some[name].detail == "float32 is kept in the sums 0+1, 0+1+2+3"
     assert once["float32"].detail == "in the end; partial sums are float64"
     assert once["float64"].verdict == "each add"
     exact = audited(exact_sum)
@@ -289,6 +285,6 @@ def test_ties_are_rounded_to_even():
 def test_rounding_is_told_for_rings_too():
     inputs = wide_values(4, 300, torch.bfloat16)
     regions = find_order(lists(ring, 4), 4, 300, torch.bfloat16)[0]
-    assert rounding_of(regions, inputs, ring(inputs)) == frozenset()
-    inner = inner_sums(regions)
-    assert rounding_of(regions, inputs, evaluate(regions, inputs, inner)) == inner
+    assert rounding_of(regions, inputs, ring(inputs)) == "each add"
+    assert rounding_of(regions, inputs, evaluate(regions, inputs, is_wide=True)) == "once"
+    assert rounding_of(regions, inputs, ring(inputs) * 2) is None

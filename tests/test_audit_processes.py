@@ -118,7 +118,6 @@ def test_what_an_mpi_library_is_told_to_do_is_found(peer, variables, verdict, de
     with Ranks("mpi", 5, launcher=find_launcher(python, 5), python=python) as mpi:
         _, found = order_of(mpi, 5, 1000)
         assert (found.verdict, found.detail.partition(";")[0]) == (verdict, detail)
-        assert mpi.reduce(SUM * 2, "out of place")[3].tolist() == [6.0] * 3
 
 
 def test_mpi_that_is_not_there_is_named_with_what_to_install(tmp_path):

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pyringar.audit.trees import EXACT, Region, Tree, inner_sums, members, rebuild
+from pyringar.audit.trees import EXACT, Region, Tree, rebuild
 from pyringar.errors import RingarError
 
 __all__ = [
@@ -52,12 +52,12 @@ class TargetError(RingarError):
 
 
 class Target(Protocol):
-    """Stand for an allreduce that is audited.
+    """An allreduce that is audited.
 
     Attributes:
         name: For people.
         ranks: The most that a call may have.
-        ways: ``"in place"``, and what there is of ``"out of place"`` and ``"async"``.
+        ways: ``"in place"``, and ``"async"`` if there are asynchronous calls.
     """
 
     name: str
@@ -109,16 +109,11 @@ _FORMAT = {
     torch.float16: (-24, 11),
     torch.bfloat16: (-133, 8),
 }
-_MAX_SUBSETS = 1 << 10  # of partial sums that may be rounded or not
-_MAX_TRIED = 1 << 12  # elements that are enough to rule out most of those
+_MAX_TRIED = 1 << 12  # elements of exact sums, which are slow, that are compared
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``"float32"``.
-
-    Args:
-        dtype: Of torch.
-    """
+    """Return ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -146,14 +141,7 @@ def find_order(
     dtype: torch.dtype = torch.float32,
     way: str = "in place",
 ) -> list[list[Region]]:
-    """Return for every rank in which order the elements of its result were added.
-
-    Args:
-        target: What to call.
-        k: Number of ranks.
-        numel: Elements of a message.
-        dtype: One of `DTYPES`.
-        way: One of the target's.
+    """Return for every rank the order in which the elements of its result were added.
 
     Cost: a call per pair of ranks, more beyond 24 ranks (6 for float16, 10 for bfloat16).
     """
@@ -256,19 +244,20 @@ def wider(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def evaluate(
-    regions: Sequence[Region], inputs: Sequence[Tensor], kept: frozenset[int] = frozenset()
+    regions: Sequence[Region], inputs: Sequence[Tensor], *, is_wide: bool = False
 ) -> Tensor:
     """Return the sum that regions describe, bit for bit.
 
     Args:
         regions: Of the whole message.
         inputs: A flat tensor of every rank.
-        kept: Partial sums, by their ranks as bits, that are not rounded to the inputs' type but
-            kept in the next wider one.
+        is_wide: Keep partial sums in the next wider type, and round once in the end.
 
     Cost: exact regions a thousand times as long as the others.
     """
-    results: dict[Tree | str, Tensor] = {}
+    dtype = inputs[0].dtype
+    terms = [x.to(wider(dtype) or dtype) if is_wide else x for x in inputs]
+    results: dict[Tree, Tensor] = {}
     total = torch.empty_like(inputs[0])
     for region in regions:
         tree, here = region.tree, slice(region.start, region.stop)
@@ -278,25 +267,19 @@ def evaluate(
             total[here] = exact_sum([x[here] for x in inputs])
             continue
         if tree not in results:
-            results[tree] = _partial(tree, inputs, kept).to(total.dtype)
-        total[here] = results[tree][here]
+            results[tree] = _partial(tree, terms)
+        total[here] = results[tree][here].to(dtype)
     return total
 
 
-def _partial(tree: Tree, inputs: Sequence[Tensor], kept: frozenset[int]) -> Tensor:
+def _partial(tree: Tree, terms: Sequence[Tensor]) -> Tensor:
     if isinstance(tree, int):
-        return inputs[tree]
-    dtype = inputs[0].dtype
-    wide = (wider(dtype) or dtype) if kept else dtype
-    left, right = (_partial(part, inputs, kept).to(wide) for part in tree)
-    both = left + right
-    return both if members(tree) in kept else both.to(dtype)
+        return terms[tree]
+    return _partial(tree[0], terms) + _partial(tree[1], terms)
 
 
-def rounding_of(
-    regions: Sequence[Region], inputs: Sequence[Tensor], result: Tensor
-) -> frozenset[int] | None:
-    """Return which partial sums were kept in the wider type; None if no choice gives the result.
+def rounding_of(regions: Sequence[Region], inputs: Sequence[Tensor], result: Tensor) -> str | None:
+    """Return whether sums are rounded at "each add" or "once"; None if neither gives the result.
 
     Args:
         regions: Of the whole message.
@@ -305,21 +288,13 @@ def rounding_of(
     """
     if any(region.tree is None for region in regions):
         return None
-    some = [Region(r.start, min(r.stop, _MAX_TRIED), r.tree) for r in regions]
-    some = [r for r in some if r.start < r.stop]
-    first, begin = [x[:_MAX_TRIED] for x in inputs], result[:_MAX_TRIED]
-    is_long = len(result) > _MAX_TRIED and all(r.tree != EXACT for r in regions)
-    inner = inner_sums(regions) if wider(result.dtype) else frozenset[int]()
-    # Each add or none first: there may be too many others.
-    choices = [frozenset[int](), inner]
-    if 1 << len(inner) <= _MAX_SUBSETS:
-        sizes = range(1, len(inner))
-        choices += [frozenset(c) for n in sizes for c in itertools.combinations(sorted(inner), n)]
-    for kept in choices:
-        if has_bits(evaluate(some, first, kept), begin) and (
-            not is_long or has_bits(evaluate(regions, inputs, kept), result)
-        ):
-            return kept
+    if any(region.tree == EXACT for region in regions):
+        ends = [Region(r.start, min(r.stop, _MAX_TRIED), r.tree) for r in regions]
+        regions = [region for region in ends if region.start < region.stop]
+        inputs, result = [x[:_MAX_TRIED] for x in inputs], result[:_MAX_TRIED]
+    for name in ("each add", "once"):
+        if has_bits(evaluate(regions, inputs, is_wide=name == "once"), result):
+            return name
     return None
 
 

@@ -26,7 +26,7 @@ from pyringar.audit.probes import (
     wider,
 )
 from pyringar.audit.report import Finding, Report, Section
-from pyringar.audit.trees import EXACT, Region, balanced, describe, inner_sums, same_trees
+from pyringar.audit.trees import EXACT, Region, balanced, describe, same_trees
 
 __all__ = ["SIZES", "audit", "order_of"]
 
@@ -68,17 +68,10 @@ def order_of(
     dtype: torch.dtype = torch.float32,
     way: str = "in place",
 ) -> tuple[list[Region], Finding]:
-    """Return in which order a message is added, confirmed by the bits of random values.
-
-    Args:
-        target: What to call.
-        k: Number of ranks.
-        numel: Elements of the message.
-        dtype: One of `DTYPES`.
-        way: One of the target's.
+    """Return the order in which a message is added, confirmed by the bits of random values.
 
     Returns:
-        The order on rank 0, and what there is to say about it.
+        The order on rank 0, and a finding about it.
 
     Raises:
         TargetError: A call failed.
@@ -221,16 +214,12 @@ class _Audit:
             return Finding("", "unknown", order.detail, order.case)
         if order.verdict == EXACT:
             return Finding("", "once", "the correctly rounded sum of all ranks")
-        kept = rounding_of(regions, inputs, result) or frozenset()
-        inner, wide = inner_sums(regions), dtype_name(wider(dtype) or dtype)
-        if not inner:
+        if self.k == 2:
             return Finding("", "once", f"there is only one add{said}")
-        if not kept:
+        if rounding_of(regions, inputs, result) == "each add":
             return Finding("", "each add", f"to {dtype_name(dtype)}{said}")
-        if kept == inner:
-            return Finding("", "once", f"in the end; partial sums are {wide}{said}")
-        sums = ("+".join(str(r) for r in range(self.k) if n >> r & 1) for n in sorted(kept))
-        return Finding("", "some adds", f"{wide} is kept in the sums {', '.join(sums)}{said}")
+        wide = dtype_name(wider(dtype) or dtype)
+        return Finding("", "once", f"in the end; partial sums are {wide}{said}")
 
     # -- the same bits -----------------------------------------------------------------------------
 
@@ -239,8 +228,7 @@ class _Audit:
         yield self._ask("in every run", self._every_run)
         yield self._ask("at every size", self._every_size)
         yield self._ask("in several calls", self._split)
-        for way in ("out of place", "async"):
-            yield self._ask(way, partial(self._way, way))
+        yield self._ask("async", self._async)
         yield self._ask("ranks renumbered", self._renumbered)
         yield self._ask("on fewer ranks", self._fewer)
 
@@ -285,23 +273,22 @@ class _Audit:
             _compare(whole, parts, "in one call", f"in calls cut at {_listed(cuts)}")
         return f"{len(_cuts(self.few)) + 1} calls instead of one"
 
-    def _way(self, way: str) -> str | Finding:
-        """Compare with calls in place, cut alike; async ones are on their way at the same time."""
-        if way not in self.target.ways:
+    def _async(self) -> str | Finding:
+        """Compare with calls in place, cut alike; async ones are in flight at the same time."""
+        if "async" not in self.target.ways:
             return Finding("", "-", "not offered")
         for numel in self.sizes:
             inputs = wide_values(self.k, numel, torch.float32)
             for cuts in ([], _cuts(numel)):
                 plain = self.target.reduce(inputs, "in place", cuts)
                 try:
-                    for rank, got in enumerate(self.target.reduce(inputs, way, cuts)):
-                        _compare(plain[rank], got, f"in place on rank {rank}", way)
+                    for rank, got in enumerate(self.target.reduce(inputs, "async", cuts)):
+                        _compare(plain[rank], got, f"in place on rank {rank}", "async")
                 except _Differ as difference:
-                    order = order_of(self.target, self.k, numel, way=way)[1]
-                    words = f"{difference}; {way}: {order.verdict}, {order.detail}"
+                    order = order_of(self.target, self.k, numel, way="async")[1]
+                    words = f"{difference}; async: {order.verdict}, {order.detail}"
                     raise _Differ(words, difference.case) from None
-        several = ", one call and several at once" if way == "async" else ""
-        return f"as in place{several}, {_span(self.sizes)}"
+        return f"as in place, one call and several at once, {_span(self.sizes)}"
 
     def _renumbered(self) -> str:
         inputs = wide_values(self.k, self.few, torch.float32)
@@ -324,10 +311,8 @@ class _Audit:
             size = self.k // k
             region = Region(0, self.few, balanced(range(size)))
             sums = [evaluate([region], inputs[r * size : (r + 1) * size]) for r in range(k)]
-            got, same = (
-                self.target.reduce(sums)[0],
-                f" (the same on {_listed(held)})" if held else "",
-            )
+            got = self.target.reduce(sums)[0]
+            same = f" (the same on {_listed(held)})" if held else ""
             words = f"on {k} that bring sums of {size} neighbours{same}"
             _compare(plain, got, f"on {self.k}", words)
             held.append(k)
@@ -384,14 +369,7 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
 
 
 def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
-    """Raise the first difference.
-
-    Args:
-        want: What should be.
-        got: What is.
-        where: Says where the first was found.
-        where_got: Says where the second was found.
-    """
+    """Raise the first difference, with where either result was found."""
     differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())  # a NaN is a NaN
     if not bool(differ.any()):
         return
@@ -401,8 +379,14 @@ def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
     raise _Differ(
         f"{dtype}, element {index} of {numel}: {one} {where}, {other} {where_got}",
         {
-            **{"dtype": dtype, "numel": numel, "index": index, "differing": int(differ.sum())},
-            **{"expected": one, "got": other, "expected_where": where, "got_where": where_got},
+            "dtype": dtype,
+            "numel": numel,
+            "index": index,
+            "differing": int(differ.sum()),
+            "expected": one,
+            "got": other,
+            "expected_where": where,
+            "got_where": where_got,
         },
     )
 

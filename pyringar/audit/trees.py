@@ -24,11 +24,9 @@ __all__ = [
     "fold",
     "formula",
     "groups_of",
-    "inner_sums",
     "join",
     "members",
     "named_trees",
-    "nodes",
     "rebuild",
     "same_trees",
 ]
@@ -71,13 +69,6 @@ def members(tree: Tree) -> int:
     return 1 << tree if isinstance(tree, int) else members(tree[0]) | members(tree[1])
 
 
-def nodes(tree: Tree) -> list[int]:
-    """Return the ranks of every sum in a tree, the whole tree's last."""
-    if isinstance(tree, int):
-        return []
-    return [*nodes(tree[0]), *nodes(tree[1]), members(tree)]
-
-
 def fold(terms: Sequence[Tree]) -> Tree:
     """Return ``((t0 + t1) + t2) + ...``."""
     return functools.reduce(join, terms)
@@ -89,7 +80,7 @@ def balanced(terms: Sequence[Tree]) -> Tree:
 
 
 def _halving(terms: Sequence[Tree]) -> Tree:
-    """Return what partners give who are half of the ranks apart, then a quarter, and so on."""
+    """Return the sum of partners half of the ranks apart, then a quarter, and so on."""
     while len(terms) > 1:
         half = len(terms) // 2
         terms = [join(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
@@ -105,23 +96,16 @@ def formula(tree: Tree | str | None) -> str:
     return "+".join(f"{t}" if isinstance(t, int) else f"({formula(t)})" for t in tree)
 
 
-def inner_sums(regions: Sequence[Region]) -> frozenset[int]:
-    """Return all partial sums of a message, by their ranks as bits, without the whole."""
-    trees = {region.tree for region in regions}
-    found = {n for t in trees if isinstance(t, tuple) for n in nodes(t)}
-    return frozenset(found - {max(found, default=0)})
-
-
 def same_trees(a: Sequence[Region], b: Sequence[Region]) -> bool:
     """Return whether two messages are added in the same orders, whatever their chunks' sizes."""
     return [region.tree for region in a] == [region.tree for region in b]
 
 
-# -- what can be seen of a tree --------------------------------------------------------------------
+# -- groups of ranks -------------------------------------------------------------------------------
 
 
 def groups_of(tree: Tree) -> dict[Pair, int]:
-    """Return for every two ranks which ranks are in the smallest sum that holds both."""
+    """Return for every two ranks the ranks in the smallest sum that holds both."""
     if isinstance(tree, int):
         return {}
     sides = [[r for r in range(members(t).bit_length()) if members(t) >> r & 1] for t in tree]
@@ -162,11 +146,7 @@ def _rebuild(groups: Mapping[Pair, int], ranks: int) -> Tree | None:
 
 @functools.cache
 def named_trees(k: int) -> dict[str, Tree]:
-    """Return the orders that have names; several may be one tree.
-
-    Args:
-        k: Number of ranks.
-    """
+    """Return the orders of ``k`` ranks that have names; several may be one tree."""
     power = 1 << k.bit_length() - 1
     extra = k - power
     # MPI libraries: where k is no power of two, the first ranks pair up before the others begin.
@@ -192,11 +172,7 @@ def _starts(k: int, step: int) -> dict[Tree | str | None, int]:
 
 
 def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
-    """Return the name of a message's order, and what it is in full.
-
-    Args:
-        regions: All of the message.
-        k: Number of ranks.
+    """Return the name of a message's order, and the order in full.
 
     Returns:
         Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``; the name
