@@ -191,9 +191,8 @@ def test_silly_paths_are_refused_or_not_used(monkeypatch, tmp_path, value):
     """By looking only: what is built where is for tests/build."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", value)
-    other = build.Recipe(extra_flags=("-Dother",))
     with nothing_or(pr.RingarError, "PYRINGAR_CACHE_DIR"):
-        build.find_engine(other)
+        build.find_engine()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Craft the inputs that show in which order ranks are added, and where sums are rounded.
+"""Inputs that show in which order ranks are added, and where sums are rounded.
 
 The order is found by absorption, as in FPRev (Xie, Gao, Zhang, "FPRev: Revealing Floating-Point
 Accumulation Orders", https://arxiv.org/abs/2411.00442): of two ranks one contributes M, the other

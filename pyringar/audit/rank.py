@@ -1,9 +1,9 @@
-"""Be one rank of an audited library: ``python rank.py KIND ADDRESS OPTIONS``.
+"""One rank of an audited library: ``python rank.py KIND ADDRESS OPTIONS``.
 
-This is all that runs in a rank's process beside the library. A rank of MPI needs mpi4py and NumPy
-only, neither torch nor pyringar: it may have an environment of its own. Requests and answers are
-tuples, and bytes for the numbers, on a Unix socket. A thread ends the process when the socket is
-closed, also in the middle of a call that never returns.
+Its process runs this file and the library alone. A rank of MPI needs mpi4py and NumPy only, neither
+torch nor pyringar: it may have an environment of its own. Requests and answers are tuples, and
+bytes for the numbers, on a Unix socket. A thread ends the process when the socket is closed, also
+in the middle of a call that never returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hold what an audit has found, as a table and as a document."""
+"""The findings of an audit, as a table and as a document."""
 
 from __future__ import annotations
 

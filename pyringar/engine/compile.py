@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +157,11 @@ class Recipe:
 
     Attributes:
         source_root: The folder of the sources; ``_prebuilt`` beside it may hold engines.
-        extra_flags: Flags for every compiler call ("-Werror", a sanitizer).
         kind: Which engine.
         baseline: Compile for any CPU of this architecture, not for this very CPU.
     """
 
     source_root: Path | None = None
-    extra_flags: tuple[str, ...] = ()
     kind: EngineKind = CPU
     baseline: bool = False
 
@@ -193,7 +191,6 @@ class Recipe:
                 *BASE_FLAGS,
                 f"bindings: {BINDINGS_FLAG}",
                 *toolchain.link_flags(),
-                *self.extra_flags,
             ],
             "abi": toolchain.extension_suffix(),
             "libc": toolchain.libc_version(),
@@ -332,21 +329,16 @@ def _publish(finished: Path, folder: Path) -> None:
 
 
 def _copy_sources(plan: Plan, root: Path) -> None:
-    """Copy the sources: an edit during the build must not be filed under the old content's key.
-
-    Relative paths also make messages short and the object code independent of the folder.
-    """
+    """Copy the sources: an edit during the build does not change what is compiled."""
     for source in plan.recipe.files():
         target = root / source.relative_to(plan.recipe.root())
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    if replace(plan.recipe, source_root=root).content() != plan.content:
-        raise BuildError(f"{plan.recipe.root()} was changed while it was copied: build again")
 
 
 def _accepted_flags(plan: Plan, work: Path) -> list[str]:
     """Return the C++ compiler's flags, without those for this very CPU if it refuses them."""
-    compiler, flags = plan.compiler, [*BASE_FLAGS, *plan.recipe.extra_flags]
+    compiler = plan.compiler
     tuning = () if plan.recipe.kind.cuda else plan.content["cpu"]["flags"]
     probe = work / "probe.cpp"
     probe.write_text("int probe;\n", encoding="utf-8")
@@ -357,11 +349,11 @@ def _accepted_flags(plan: Plan, work: Path) -> list[str]:
         return list(flags)
 
     try:
-        return try_out([*flags, *tuning])
+        return try_out([*BASE_FLAGS, *tuning])
     except BuildError:
         if not tuning:
             raise
-    accepted = try_out(flags)
+    accepted = try_out(BASE_FLAGS)
     log.warning("%s refuses %s: building without it", compiler, " ".join(tuning))
     return accepted
 
@@ -433,7 +425,6 @@ def _nvcc_words(plan: Plan, cuda: _Cuda) -> list[str]:
         *cuda.toolkit.nvcc.command,
         *toolchain.nvcc_host_flags(plan.compiler),
         *NVCC_FLAGS,
-        *(word for flag in plan.recipe.extra_flags for word in ("-Xcompiler", flag)),
         *toolchain.gencode_flags(cuda.archs),
         "-I",
         "csrc",

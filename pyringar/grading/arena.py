@@ -1,9 +1,4 @@
-"""Lay the tensors of a call into one block of memory, shared between grader and solution or not.
-
-The function gets tensors in memory of its own process: what its children write is not seen there,
-as it would not be outside of the grader. Before and after a call they are copied from and to memory
-that both processes share, to the same places.
-"""
+"""Memory shared between the grader and a solution, and where a call's tensors lie in it."""
 
 from __future__ import annotations
 
@@ -25,24 +20,19 @@ _BYTES_PER_RANK = 1 << 20  # 65,537 floats three times, and some more
 
 
 class Arena:
-    """A block of memory; untouched pages cost nothing.
+    """A block of memory, shared with processes that fork from this one.
+
+    Untouched pages cost nothing.
 
     Args:
         num_ranks: How many ranks most properties have.
-        is_shared: With processes that fork from this one.
     """
 
-    def __init__(self, num_ranks: int, *, is_shared: bool) -> None:
-        num_bytes = _BYTES + num_ranks * _BYTES_PER_RANK
-        flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE)
-        self._memory = mmap.mmap(-1, num_bytes, flags)
+    def __init__(self, num_ranks: int) -> None:
+        self._memory = mmap.mmap(-1, _BYTES + num_ranks * _BYTES_PER_RANK)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor that lies ``offset`` bytes behind the start.
-
-        Raises:
-            ValueError: It does not lie inside.
-        """
+        """Return a contiguous tensor at an offset in bytes; ValueError if it does not fit."""
         numel = math.prod(shape)
         if numel == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -51,12 +41,10 @@ class Arena:
 
     @staticmethod
     def places(case: Case, turn: int) -> list[int]:
-        """Return where the memory of every rank begins; the end of all stands behind them.
+        """Return where the memory of every rank begins, and after the last one where all end.
 
-        Args:
-            case: What is called.
-            turn: Every other turn has the ranks in descending order: who adds in the order of
-                addresses, or remembers them, does not get the same ones.
+        Every other turn has the ranks in descending order: a function that adds in the order of
+        addresses, or remembers addresses, does not meet the same ones.
         """
         ranks = range(case.k) if turn % 2 else reversed(range(case.k))
         layouts = layouts_of(case)

@@ -1,8 +1,4 @@
-"""Define what a graded function is called with, and what comes out of a call.
-
-A `Case` is a few words that describe a call; a `Call` is its tensors. Whoever calls
-the function, here or in another process, fills in what the call left behind.
-"""
+"""The calls of a graded function: a `Case` describes one in words, a `Call` has its tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class Layout(NamedTuple):
-    """Describe how a tensor lies in a larger one: the larger one's shape, and the view of it."""
+    """How a tensor lies in a larger one: the shape of the larger one, and the view of it."""
 
     base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -106,13 +102,13 @@ class Failure(Exception):  # noqa: N818
 
 
 class Other(NamedTuple):
-    """Stand for a thing that is no result: not a tensor of the case's shape and dtype."""
+    """Something that is not a tensor of the case's shape and dtype, in words."""
 
     words: str
 
     @classmethod
     def of(cls, found: Any, case: Case) -> Other | None:
-        """Return what ``found`` is in words, or None if it could be a result of ``case``."""
+        """Return None if ``found`` has the shape and dtype of ``case``, else words for it."""
         if isinstance(found, Other):
             return found
         if not isinstance(found, Tensor):
@@ -140,10 +136,10 @@ def layouts_of(case: Case) -> list[Layout]:
 
 
 def _values(case: Case, rank: int) -> Tensor:
-    """Return what ``rank`` contributes, flat, on the CPU: different at every position and rank.
+    """Return the flat input of a rank, on the CPU: different at every position and rank.
 
-    Positional values are small enough for exact sums, see `is_exact`. Random integers use
-    all bits that a sum of ``k`` of them leaves room for: floats cannot hold them.
+    Positional values are small enough for exact sums, see `is_exact`. Random integers use all bits
+    that a sum of ``k`` of them leaves room for: floats cannot hold them.
     """
     if case.values != "random":
         lowest = 1 if case.values == "positive" else rank
@@ -160,7 +156,7 @@ def _values(case: Case, rank: int) -> Tensor:
 
 
 def _put_special(values: Tensor, rank: int, k: int) -> None:
-    """Put what is no ordinary number at every fifth position, where one rank or all have it."""
+    """Put NaN, infinities and the largest number at every fifth position of one rank or all."""
     largest = torch.finfo(values.dtype).max
     is_first, is_last = rank == 0, rank == k - 1
     if is_first:
@@ -196,10 +192,10 @@ class Call:
     Attributes:
         bases: The memory of every rank, in which its tensor lies.
         given: The tensors that were handed in: views of ``bases``, unless the function made them
-            point elsewhere. Where that cannot be told from here, an `Other`.
-        data: The list that was handed in: the same objects, unless the function replaced some.
-        inputs: What every rank contributes, flat: by the case's ``values``, or given.
-        returned: The type of what the function returned, None if it returned nothing.
+            point elsewhere.
+        data: The list that was handed in, maybe with other items.
+        inputs: The flat values of every rank.
+        returned: The type of the function's result, None for nothing.
     """
 
     def __init__(
@@ -246,7 +242,7 @@ class Call:
         return total, self.case.k * torch.finfo(dtype).eps * terms.abs().sum(0)
 
     def result(self, rank: int) -> Any:
-        """Return the tensor in the list at ``rank``, or the caller's own if the list changed."""
+        """Return the tensor in the list at ``rank``, or the caller's own if the length changed."""
         return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
 
     def own_memory(self, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Let a function of a list of tensors be audited."""
+"""Make a function of a list of tensors a target of the audit."""
 
 from __future__ import annotations
 

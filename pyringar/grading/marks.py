@@ -1,4 +1,4 @@
-"""Turn the verdicts on many solutions into a table, a CSV file and JSON."""
+"""The marks of many solutions: as a table, a CSV file and JSON."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ _FORMULA = ("=", "+", "-", "@")
 
 @dataclass(frozen=True)
 class Marked:
-    """A solution and what it is worth.
-
-    Attributes:
-        target: The solution.
-        report: The verdicts; None if it could not be loaded.
-        trouble: Why not.
-    """
+    """A solution and its report, None with the reason in ``trouble`` if it could not be loaded."""
 
     target: Target
     report: Report | None
@@ -39,7 +33,7 @@ class Marked:
 
     @property
     def marks(self) -> int:
-        """Return how many of the required properties it has."""
+        """The number of required properties that it has."""
         return len(REQUIRED) - len(self.report.failed) if self.report else 0
 
     @property

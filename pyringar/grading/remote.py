@@ -70,10 +70,10 @@ def grade(
     """Return the verdicts on a solution.
 
     Args:
-        target: What to load.
+        target: The function to load.
         devices: One per rank.
-        limits: What it may take.
-        show: Called with what the solution prints.
+        limits: The limits of its process.
+        show: Called with its prints.
 
     Raises:
         ArgumentError: A device is not there.
@@ -89,7 +89,7 @@ def grade(
 def graded(
     target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
 ) -> Iterator[Remote]:
-    """Have a solution in a process of its own, as `grade` says, and end it."""
+    """Start a solution in a process of its own, as `grade` says, and end it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(adopting_orphans())
         remote = stack.enter_context(contextlib.closing(Remote(target, devices, limits, show)))
@@ -99,7 +99,7 @@ def graded(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute without a pool of threads: a forked process has the pool, but not its threads."""
+    """Compute in one thread: a forked process has torch's pool, but not its threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -109,13 +109,13 @@ def _one_thread() -> Iterator[None]:
 
 
 class Remote(Subject):
-    """A function in another process, which is started again when it is gone."""
+    """A function in another process, which is started again after it ended."""
 
     def __init__(
         self, target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
     ) -> None:
         super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
-        arena = self._arena = Arena(len(devices), is_shared=True)
+        arena = self._arena = Arena(len(devices))
         self._start: Callable[[], _Process] = lambda: _Process(target, devices, arena, limits, show)
         self._timeout_s = limits.timeout_s
         self._turn = 0
@@ -128,7 +128,7 @@ class Remote(Subject):
             raise
 
     def rested(self) -> Remote:
-        """Return it with all of its time before it again."""
+        """Return itself with a new deadline."""
         self.last_case = None
         self._left_s = self._timeout_s
         return self
@@ -138,10 +138,10 @@ class Remote(Subject):
         self._process.end()
 
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
-        """Call the function over there, and return the call as if it had been made here.
+        """Call the function in its process, and return the call as if it had been made here.
 
         Raises:
-            Failure: It raised, or the process is gone.
+            Failure: It raised, or the process ended.
             TimeoutError: No time is left; the process is ended.
         """
         self.last_case = case
@@ -181,7 +181,7 @@ class Remote(Subject):
         return answer
 
     def _take_over(self, call: Call, answer: dict[str, Any]) -> None:
-        """Put into ``call`` what the answer says about the list and the tensors."""
+        """Put the list and the tensors of the answer into ``call``."""
 
         def thing(words: dict[str, Any]) -> Any:
             if "rank" in words:
@@ -211,7 +211,7 @@ def _never_called(data: list[torch.Tensor]) -> None:
 
 
 def _clean(words: Any) -> str:
-    """Return words of a process that may send anything."""
+    """Return text of an untrusted process: short, on one line, without control characters."""
     return printable(str(words)[:_MAX_WORDS])
 
 

@@ -1,4 +1,4 @@
-"""Load the function to be graded, and say in which line of its author's file an error arose."""
+"""Load the function to be graded, and name the line of its author's file where an error arose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CannotLoadError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """Name what to grade.
+    """A function to grade.
 
     Attributes:
         where: A file that ends in ``.py``, or a module's name.
@@ -63,12 +63,12 @@ def function_name(fn: Callable[..., Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, without what would drive a terminal."""
+    """Return a text on one line, with escapes for control characters."""
     return escaped(" ".join(text.split()))
 
 
 def escaped(text: str) -> str:
-    """Return a text with escapes for what would end a line or drive a terminal."""
+    """Return a text with escapes for line ends and control characters."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -1,6 +1,6 @@
-"""Run in the graded process: call the function when asked, and tell what became of the list.
+"""The graded process: it calls the function on request, and describes the list afterwards.
 
-Nothing is judged here. The grader knows what went in, and reads the results out of shared memory.
+Nothing is judged here. The grader knows the inputs, and reads the results from shared memory.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def serve(
     arena: Arena,
     max_file_bytes: int,
 ) -> NoReturn:
-    """Load the function, then answer one call after the other until the grader is gone.
+    """Load the function, then answer one call after the other until the grader hangs up.
 
     Args:
-        target: What to load.
+        target: The function to load.
         devices: One per rank.
         channel: To the grader: a line of JSON for each call, and one back.
-        output: The file descriptor that takes what the solution prints.
-        arena: Where the tensors come from and go to.
-        max_file_bytes: No file may grow larger.
+        output: The file descriptor that takes the solution's prints.
+        arena: Memory of the tensors.
+        max_file_bytes: The largest file that it may write.
     """
     try:
         _settle_in(channel, output, max_file_bytes)
@@ -94,18 +94,15 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
     except CannotLoadError as error:
         return answer({"cannot_load": str(error)})
     answer({"loaded": True})
-    own = Arena(len(ranks), is_shared=False)
     for line in requests:
         request = json.loads(line)
-        reply = _call(subject, Case.from_dict(request["case"]), request["places"], arena, own)
+        reply = _call(subject, Case.from_dict(request["case"]), request["places"], arena)
         answer(reply)
 
 
-def _call(
-    subject: Subject, case: Case, places: list[int], arena: Arena, own: Arena
-) -> dict[str, Any]:
-    """Call the function; return what it raised, or what the list and the tensors are now."""
-    bases, given = _hand_out(subject, case, places, arena, own)
+def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict[str, Any]:
+    """Call the function; return its exception, or a description of the list and the tensors."""
+    bases, given = _hand_out(subject, case, places, arena)
     before = [(t.data_ptr(), t.stride()) for t in given]
     data = list(given)
     pid = os.getpid()
@@ -129,31 +126,30 @@ def _call(
         "data": [things.name(found, given) for found in data[: 2 * case.k]],
     }
     for shared, base in bases:
-        shared.copy_(base)
+        if base is not shared:
+            shared.copy_(base)
     return reply
 
 
 def _hand_out(
-    subject: Subject, case: Case, places: list[int], arena: Arena, own: Arena
+    subject: Subject, case: Case, places: list[int], arena: Arena
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """Return the memory of every rank, shared and its own, and the tensors in the latter."""
+    """Return the memory of every rank, shared and on its device, and the tensors in the latter."""
     bases: list[tuple[Tensor, Tensor]] = []
     given: list[Tensor] = []
     for rank, layout in enumerate(layouts_of(case)):
         if case.layout == ONE_TENSOR and rank:
             given.append(given[0])
             continue
-        where = (places[rank], layout.base_shape(case.shape), case.dtype)
-        shared = arena.tensor(*where)
-        device = subject.devices[rank % subject.most]
-        base = own.tensor(*where).copy_(shared) if device.type == "cpu" else shared.to(device)
+        shared = arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
+        base = shared.to(subject.devices[rank % subject.most])  # itself on the CPU
         bases.append((shared, base))
         given.append(layout.view(base, case.shape))
     return bases, given
 
 
 class _Things:
-    """Say what a function left in the list, or copy it to where the grader finds it."""
+    """Describe the things that a function left in the list; copy tensors for the grader."""
 
     def __init__(self, case: Case, arena: Arena, start: int) -> None:
         self.case = case
@@ -162,7 +158,7 @@ class _Things:
         self._places: dict[int, dict[str, Any]] = {}
 
     def name(self, found: Any, given: list[Tensor]) -> dict[str, Any]:
-        """Return which of the given tensors it is, or what else."""
+        """Return the number of the given tensor that it is, or else a description."""
         same = [rank for rank, tensor in enumerate(given) if found is tensor]
         return {"rank": same[0]} if same else self.add(found)
 

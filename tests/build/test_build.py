@@ -66,7 +66,6 @@ def test_key_covers_content_and_toolchain(cache, tiny, monkeypatch, wrapper):
     seen.append(folder())
     (root / "cpu/new.cpp").write_text("int more;\n")
     seen.append(folder())
-    seen.append(folder(build.Recipe(root, ("-Werror",))))
     for function, answer in {
         "read_cpu": toolchain.Cpu("x86_64", "another", ("avx",)),
         "extension_suffix": ".cpython-399-other.so",
@@ -81,14 +80,6 @@ def test_key_covers_content_and_toolchain(cache, tiny, monkeypatch, wrapper):
     assert len(set(seen)) == len(seen)
     contents = [name.split("-")[0] for name in seen]
     assert contents[-3:] == [contents[3]] * 3, "the toolchain is the second half of the key"
-
-
-def test_other_files_leave_the_key(tiny):
-    before = tiny.content()
-    (tiny.root() / "core/notes.md").write_text("hello")
-    (tiny.root() / "cuda").mkdir()
-    (tiny.root() / "cuda/kernel.cpp").write_text("other floor")
-    assert tiny.content() == before
 
 
 @needs_compiler

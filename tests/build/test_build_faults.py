@@ -60,13 +60,6 @@ def test_error_in_sources_is_shown(cache, tiny):
     assert "nonsense" in told
 
 
-@needs_compiler
-def test_werror_is_an_option(cache, tiny):
-    (tiny.root() / "cpu/warns.cpp").write_text("int f(int unused) { return 0; }\n")
-    assert load(tiny).value() == 42
-    assert "unused" in refusal(build.Recipe(tiny.source_root, ("-Werror",)))
-
-
 def test_missing_tools_name_their_package(cache, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))

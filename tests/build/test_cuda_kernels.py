@@ -24,7 +24,7 @@ TABLES = 2
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
-def test_builds_for_all_architectures_and_spills_nothing(cache, monkeypatch):
+def test_no_kernel_spills_on_any_arch(cache, monkeypatch):
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "all")
     record = build.build_engine(build.Recipe(kind=build.CUDA)).record
     archs = {kernel["arch"] for kernel in record["kernels"]}

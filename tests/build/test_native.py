@@ -39,7 +39,7 @@ def test_threads_load_one_engine(cache, tiny, unloaded, monkeypatch):
 
 
 @needs_compiler
-def test_an_engine_that_cannot_be_loaded(cache, tiny, unloaded, monkeypatch):
+def test_unloadable_engine_says_what_to_do(cache, tiny, unloaded, monkeypatch):
     built = build.ensure_engine(tiny)
     built.path.write_bytes(b"no machine code")
     monkeypatch.setattr(build, "ensure_engine", lambda recipe: built)
@@ -51,7 +51,7 @@ def test_an_engine_that_cannot_be_loaded(cache, tiny, unloaded, monkeypatch):
 
 
 @needs_compiler
-def test_finding_pyringars_engine_is_quick(cache):
+def test_finding_the_engine_is_quick(cache):
     """Key, compiler and cache together: all that a warm start adds to loading a library."""
     took = []
     for _ in range(5):
@@ -61,7 +61,7 @@ def test_finding_pyringars_engine_is_quick(cache):
     assert min(took) < 0.05
 
 
-def test_importing_pyringar_neither_builds_nor_loads(cache):
+def test_import_neither_builds_nor_loads(cache):
     code = (
         "import sys, time, torch; t = time.process_time(); import pyringar; "
         "print(time.process_time() - t, 'pyringar._engine' in sys.modules)"
@@ -78,7 +78,7 @@ def test_importing_pyringar_neither_builds_nor_loads(cache):
 # --- the command line ---
 
 
-def test_info_needs_no_compiler_and_builds_nothing(cache, tmp_path, monkeypatch, capsys):
+def test_info_builds_nothing(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["info"]) == 0
     report = capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_info_needs_no_compiler_and_builds_nothing(cache, tmp_path, monkeypatch,
     assert not cache.exists()
 
 
-def test_info_lists_gpus_and_which_reads_which(cache, monkeypatch, capsys):
+def test_info_lists_gpus_and_links(cache, monkeypatch, capsys):
     gpu = SimpleNamespace(
         name="Example GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
     )
