@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyringar.grading.cases import ONE_TENSOR, Case, layouts_of
+from pyringar.grading.cases import Case, layouts_of
 
 __all__ = ["Arena"]
 
@@ -49,7 +49,7 @@ class Arena:
         ranks = range(case.k) if turn % 2 else reversed(range(case.k))
         layouts = layouts_of(case)
         starts, at = [0] * case.k, 0
-        for rank in [0] if case.layout == ONE_TENSOR else ranks:
+        for rank in ranks:
             starts[rank] = at
             at = after(at, layouts[rank].base_shape(case.shape), case.dtype)
         return [*starts, at]

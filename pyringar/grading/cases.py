@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FLOATS", "INTEGERS", "ONE_TENSOR", "Call", "Case", "Failure", "Other", "layouts_of"]
+__all__ = ["FLOATS", "INTEGERS", "Call", "Case", "Failure", "Other", "layouts_of"]
 
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -25,7 +25,6 @@ class Layout(NamedTuple):
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
-ONE_TENSOR = "one tensor for all ranks"
 _LAYOUTS = {
     # A view here too: the base must stay what it is when the tensor is made to point elsewhere.
     "contiguous": Layout(lambda s: s, lambda base, s: base.view(s)),
@@ -44,7 +43,6 @@ _MIXES = {
     "contiguous beside transposed": ("contiguous", "transposed"),
     "contiguous beside channels_last": ("contiguous", "channels_last"),
     "inner columns beside contiguous": ("inner columns", "contiguous", "slice of a buffer"),
-    ONE_TENSOR: ("contiguous",),
 }
 
 
@@ -52,9 +50,9 @@ _MIXES = {
 class Case:
     """One call.
 
-    ``positional`` values are small integers, ``positive`` ones the same on all ranks and none is 0;
-    ``random`` values need all digits; ``special`` ones are positional, with NaN, infinities and the
-    largest number among them; ``crafted`` ones are given to the call.
+    ``positional`` values are small integers; ``random`` values need all digits; ``special`` values
+    are positional, with NaN, infinities and the largest number among them; ``crafted`` values are
+    given to the call.
     """
 
     k: int
@@ -142,8 +140,7 @@ def _values(case: Case, rank: int) -> Tensor:
     that a sum of ``k`` of them leaves room for: floats cannot hold them.
     """
     if case.values != "random":
-        lowest = 1 if case.values == "positive" else rank
-        values = (torch.arange(case.numel) % 17 + lowest).to(case.dtype)
+        values = (torch.arange(case.numel) % 17 + rank).to(case.dtype)
         if case.values == "special":
             _put_special(values, rank, case.k)
         return values
@@ -210,10 +207,6 @@ class Call:
         self.bases: list[Tensor] = []
         self.given: list[Any] = []
         for rank, values in enumerate(self.inputs):
-            if case.layout == ONE_TENSOR and rank:
-                self.bases.append(self.bases[0])
-                self.given.append(self.given[0])
-                continue
             # What lies around a view differs by rank too: copying it from another rank shows.
             layout = self.layouts[rank]
             shape = layout.base_shape(case.shape)

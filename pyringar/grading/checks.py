@@ -17,7 +17,6 @@ from pyringar.audit.questions import order_of
 from pyringar.grading.cases import (
     FLOATS,
     INTEGERS,
-    ONE_TENSOR,
     Call,
     Case,
     Failure,
@@ -329,16 +328,6 @@ def _returns(subject: Subject) -> str:
     return "None" if returned is None else f"a {returned}; the book's returns None"
 
 
-def _aliased(subject: Subject) -> str:
-    try:
-        call = subject.run(Case(3, (13,), layout=ONE_TENSOR, values="positive"))
-    except Raised as refused:  # whatever it says is what gets reported
-        return f"refused: {refused.detail.removeprefix('raises ')}"
-    ratio = call.own_memory(0).cpu() / call.inputs[0]
-    factor = f"{ratio[0].item():g} x" if bool((ratio == ratio[0]).all()) else "no multiple of"
-    return f"accepted: [t, t, t] leaves in t {factor} what it held (three separate tensors: 3 x)"
-
-
 def _order(subject: Subject) -> str:
     k = min(4, subject.most)
     if k == 1:
@@ -388,5 +377,4 @@ CHECKS = (
     Check("repeatable", "five runs give identical bits", _repeatable),
     Check("order", "", _order, "reported"),
     Check("returns", "", _returns, "reported"),
-    Check("aliased", "", _aliased, "reported"),
 )

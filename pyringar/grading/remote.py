@@ -26,7 +26,7 @@ from torch import Tensor
 from pyringar.errors import ArgumentError
 from pyringar.grading import worker
 from pyringar.grading.arena import Arena
-from pyringar.grading.cases import ONE_TENSOR, Call, Case, Failure, Other
+from pyringar.grading.cases import Call, Case, Failure, Other
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.grader import Report, judge_all
 from pyringar.grading.processes import (
@@ -168,7 +168,7 @@ class Remote(Subject):
             self._process.load()
         self._turn += 1
         places = self._arena.places(call.case, self._turn)
-        for rank, base in self._bases(call):
+        for rank, base in enumerate(call.bases):
             self._arena.tensor(places[rank], base.shape, base.dtype).copy_(base)
         began = time.monotonic()
         try:
@@ -176,7 +176,7 @@ class Remote(Subject):
             answer = self._process.ask(request, began + self._left_s)
         finally:
             self._left_s -= time.monotonic() - began
-        for rank, base in self._bases(call):
+        for rank, base in enumerate(call.bases):
             base.copy_(self._arena.tensor(places[rank], base.shape, base.dtype))
         return answer
 
@@ -199,11 +199,6 @@ class Remote(Subject):
                 call.data = [moved if found is given[rank] else found for found in call.data]
                 given[rank] = moved
         call.returned = answer["returned"] and _clean(answer["returned"])
-
-    @staticmethod
-    def _bases(call: Call) -> list[tuple[int, torch.Tensor]]:
-        """Return the memory of every rank, each once."""
-        return list(enumerate(call.bases))[: 1 if call.case.layout == ONE_TENSOR else None]
 
 
 def _never_called(data: list[torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
 from pyringar.grading.arena import Arena, after
-from pyringar.grading.cases import ONE_TENSOR, Case, Other, layouts_of
+from pyringar.grading.cases import Case, Other, layouts_of
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.processes import die_with_parent
 from pyringar.grading.solution import CannotLoadError, Target, load
@@ -138,9 +138,6 @@ def _hand_out(
     bases: list[tuple[Tensor, Tensor]] = []
     given: list[Tensor] = []
     for rank, layout in enumerate(layouts_of(case)):
-        if case.layout == ONE_TENSOR and rank:
-            given.append(given[0])
-            continue
         shared = arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
         base = shared.to(subject.devices[rank % subject.most])  # itself on the CPU
         bases.append((shared, base))
