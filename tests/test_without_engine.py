@@ -1,4 +1,4 @@
-"""Where neither a compiler nor an engine is: does what is plain torch run, and all else say why?"""
+"""Without compiler and engine: do plain torch algorithms run, and do all other calls say why?"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_plain_torch_algorithms_run_and_warn(no_compiler, caplog, algorithm, dty
     assert comm.stats() == {algorithm: {"calls": 2}}
 
 
-def test_what_needs_the_engine_says_so(no_compiler, monkeypatch):
+def test_engine_calls_say_what_is_missing(no_compiler, monkeypatch):
     # A process in which nobody has called allreduce yet.
     monkeypatch.setattr(default_group, "_default", type(default_group._default)())
     with pytest.raises(CompilerNotFoundError):
@@ -63,7 +63,7 @@ def test_what_needs_the_engine_says_so(no_compiler, monkeypatch):
             call()
 
 
-def test_check_is_there_and_tells_of_closing(no_compiler):
+def test_check_after_close_raises(no_compiler):
     comm = pr.Communicator(["cpu"] * 3, algorithm="naive")
     comm.check()
     comm.close()
@@ -71,7 +71,7 @@ def test_check_is_there_and_tells_of_closing(no_compiler):
         comm.check()
 
 
-def test_ranks_may_be_columns_of_one_tensor(no_compiler):
+def test_columns_of_one_tensor(no_compiler):
     base = torch.arange(60.0).view(20, 3)
     total = base.sum(1)
     pr.Communicator(["cpu"] * 3, algorithm="naive").all_reduce(list(base.unbind(1)))
@@ -118,7 +118,7 @@ def test_wrong_arguments_change_nothing(no_compiler):
 @pytest.mark.parametrize(
     "model", ["lenet", "resnet18 --width 2", "resnet18 --width 2 --batchnorm sync"]
 )
-def test_train_naive_without_a_compiler_gives_the_bits_of_the_engine(monkeypatch, capsys, model):
+def test_train_without_compiler_keeps_bits(monkeypatch, capsys, model):
     images = garments(64, 30)
     monkeypatch.setattr(trainer, "load_data", lambda *_: images)
 
