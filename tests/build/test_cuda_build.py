@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from nvcc import needs_nvcc
-from tiny_engine import REPO, needs_compiler, run
+from tiny_engine import BUILD_ALONE, REPO, needs_compiler, run
 
 from pyringar.cli import main
 from pyringar.cli.build import kernel_table
@@ -436,18 +436,15 @@ def test_build_command_asks_torch_for_gpus(tmp_path):
 
 # --- nvcc from pip alone ---
 
-FROM_PIP = """
-import json, pathlib, sys, types
-package = types.ModuleType("pyringar")
-package.__path__ = [sys.argv[1]]
-sys.modules["pyringar"] = package
-from pyringar.engine import build as _build, load, toolchain
+FROM_PIP = (
+    BUILD_ALONE
+    + """
+from pyringar.engine import toolchain
 toolchain._SYSTEM_NVCC = "/nowhere"
-root = pathlib.Path(sys.argv[2])
-built = _build.ensure_engine(_build.Recipe(root, kind=_build.CUDA))
-module = load.load(built)
-print(built.record["nvcc"], getattr(module, sys.argv[3])())
+built = build.ensure_engine(build.Recipe(Path(sys.argv[2]), kind=build.CUDA))
+print(built.record["nvcc"], getattr(load.load(built), sys.argv[3])())
 """
+)
 
 
 @pytest.mark.slow
