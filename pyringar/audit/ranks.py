@@ -25,9 +25,8 @@ from torch import Tensor
 from pyringar.audit.probes import TargetError, dtype_name
 from pyringar.errors import ArgumentError
 
-__all__ = ["LIBRARIES", "Ranks", "find_launcher"]
+__all__ = ["Ranks", "find_launcher"]
 
-LIBRARIES = ("gloo", "ringar", "nccl", "mpi")
 _START_S = 120.0  # most time until all ranks have met: an engine may have to be compiled
 _END_S = 3.0  # most time that ranks get to end by themselves
 _RANK = Path(__file__).with_name("rank.py")
@@ -44,7 +43,7 @@ class Ranks:
     """The ranks of a library, which are started when they are needed, and again when they fail.
 
     Args:
-        library: One of `LIBRARIES`.
+        library: "gloo", "ringar", "nccl" or "mpi".
         ranks: How many.
         timeout_s: Seconds that a call may take.
         order: What ``ringar`` promises.

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyringar.audit.probes import dtype_name
+
 __all__ = ["FLOATS", "INTEGERS", "Call", "Case", "Failure", "Other", "layouts_of"]
 
 
@@ -118,10 +120,6 @@ class Other(NamedTuple):
             f"{'' if is_dense else 'sparse '}{dtype_name(found.dtype)} of shape "
             f"{list(found.shape)}, not {dtype_name(case.dtype)} of shape {list(case.shape)}"
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def layouts_of(case: Case) -> list[Layout]:
