@@ -93,9 +93,8 @@ def test_class_is_graded(folder, capsys):
     assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
     out, err = capsys.readouterr()
     anna, book, cut, other = rows("marks.csv")
-    assert [r["file"] for r in (anna, book, cut, other)] == [
-        *("class/anna.py", "class/book.py", "class/cut/solution.py", "class/other_name.py")
-    ]
+    names = ["class/anna.py", "class/book.py", "class/cut/solution.py", "class/other_name.py"]
+    assert [r["file"] for r in (anna, book, cut, other)] == names
     total = str(len(REQUIRED))
     assert {r["out_of"] for r in rows("marks.csv")} == {total}
     assert [r["marks"] for r in rows("marks.csv")] == [total, str(len(REQUIRED) - 2), "0", "0"]
@@ -175,7 +174,6 @@ def test_exit_status(folder, verdicts, verdict, status):
         (["class", "--csv", "taken.csv"], "--csv is 'taken.csv', which cannot be written: Is a"),
         (["class", "--timeout", "0"], "--timeout is 0, expected a positive number"),
         (["class", "--timeout", "nan"], "--timeout is nan"),
-        (["class", "--memory", "-1"], "--memory is -1"),
         (["class", "class/none.py"], "there is no file 'class/none.py'"),
         (["class", "class/notes.txt:f"], "'class/notes.txt' is not a Python file"),
         (["empty"], "there is no *.py in the folder 'empty'"),
@@ -254,9 +252,7 @@ def test_linked_folders_are_graded_once(folder, verdicts, capsys, tmp_path):
     (tmp_path / "carol/up").symlink_to(folder)
     assert main(["check", "class", "--csv", "marks.csv"]) == 1
     names = [row["file"].removeprefix("class/") for row in rows("marks.csv")]
-    assert names == [
-        *("anna.py", "book.py", "carol/solution.py", "cut/solution.py", "other_name.py")
-    ]
+    assert names == ["anna.py", "book.py", "carol/solution.py", "cut/solution.py", "other_name.py"]
 
 
 def test_unreadable_folder_is_refused(folder, verdicts, capsys, monkeypatch):
@@ -297,11 +293,8 @@ def test_odd_text_is_escaped_in_csv(tmp_path, text, cell):
     assert (first["file"], first["function"], first["message"]) == (cell, cell, cell)
     assert (first["strides"], first["first_look_at"]) == ("fail", "strides")
     assert (second["message"], second["marks"], second["sum"]) == (cell, "0", "fail")
-    assert list(first) == [
-        *("file", "function", "marks", "out_of", "sum", "every rank", "in place", "list", "ranks"),
-        *("sizes", "dtypes", "nan and inf", "strides", "mixed strides", "outside", "same bits"),
-        *("repeatable", "first_look_at", "message"),
-    ]
+    before, after = ["file", "function", "marks", "out_of"], ["first_look_at", "message"]
+    assert list(first) == [*before, *REQUIRED, *after]
 
 
 def test_csv_names_are_whole_messages_short(tmp_path):

@@ -44,7 +44,7 @@ examples:
 """
 _DEFAULT_RANKS = 8
 _TIMEOUT_S = 10.0
-_MEMORY_MIB = 2048
+_MEMORY_BYTES = 2 << 30
 _WIDTH = 80
 _MAX_NAME = 32
 _MAX_SHOWN_BYTES = 1 << 16  # of what a solution prints
@@ -84,13 +84,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         default=_TIMEOUT_S,
         help="for the import, and for all calls of a property (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="MIB",
-        type=float,
-        help="memory that a solution may use, and the largest file that it may write "
-        f"(default: {_MEMORY_MIB})",
     )
     parser.add_argument("--csv", metavar="FILE", help="write a row per solution to FILE.csv")
     add_json_option(parser)
@@ -184,16 +177,11 @@ def shower(prog: str) -> Callable[[bytes], None]:
 
 
 def _limits(args: argparse.Namespace) -> Limits:
-    from pyringar.grading.processes import CAN_SEE_MEMORY
     from pyringar.grading.remote import Limits
 
-    for flag, value in (("--timeout", args.timeout), ("--memory", args.memory)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ArgumentError(f"{flag} is {value:g}, expected a positive number")
-    if args.memory is not None and not CAN_SEE_MEMORY:
-        raise ArgumentError("--memory needs /proc of Linux, which says what a process uses")
-    mib = min(args.memory or _MEMORY_MIB, 1 << 40)  # what the system can count
-    return Limits(args.timeout, int(mib * 2**20))
+    if not (args.timeout > 0 and math.isfinite(args.timeout)):
+        raise ArgumentError(f"--timeout is {args.timeout:g}, expected a positive number")
+    return Limits(args.timeout, _MEMORY_BYTES)
 
 
 def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
