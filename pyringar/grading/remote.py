@@ -254,23 +254,18 @@ class _Process:
             ArgumentError: A device is not there.
             CannotLoadError: The import fails, or there is no such function.
         """
-        ends = time.monotonic() + self._limits.timeout_s
-        names: tuple[str, ...] = ()
+        timeout_s = self._limits.timeout_s
         try:
-            while True:
-                message = self._receive(ends)
-                if "no_device" in message:
-                    raise ArgumentError(message["no_device"])
-                if "cannot_load" in message:
-                    raise CannotLoadError(_clean(message["cannot_load"]))
-                if "loaded" in message:
-                    return names
-                names = tuple(map(_clean, message.get("devices", ())))
+            message = self._receive(time.monotonic() + timeout_s)
         except TimeoutError:
-            late = f"the import did not end within {self._limits.timeout_s:g} s"
-            raise CannotLoadError(late) from None
+            raise CannotLoadError(f"the import did not end within {timeout_s:g} s") from None
         except EndedError as error:
             raise CannotLoadError(f"in the import {error}") from None
+        if "no_device" in message:
+            raise ArgumentError(message["no_device"])
+        if "cannot_load" in message:
+            raise CannotLoadError(_clean(message["cannot_load"]))
+        return tuple(map(_clean, message.get("loaded", ())))
 
     def ask(self, request: dict[str, Any], ends: float) -> dict[str, Any]:
         """Return the answer to a request.

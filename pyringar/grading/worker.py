@@ -83,7 +83,6 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
 
     try:
         ranks = check_devices(devices)
-        answer({"devices": [str(device) for device in ranks]})
         pid = os.getpid()
         function = load(target)
         if os.getpid() != pid:
@@ -93,7 +92,7 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
         return answer({"no_device": str(error)})
     except CannotLoadError as error:
         return answer({"cannot_load": str(error)})
-    answer({"loaded": True})
+    answer({"loaded": [str(device) for device in ranks]})
     for line in requests:
         request = json.loads(line)
         reply = _call(subject, Case.from_dict(request["case"]), request["places"], arena)
