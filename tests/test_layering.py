@@ -74,20 +74,13 @@ def test_includes_point_down():
     [
         ("core/x.h", '#include "cpu/ring.h"'),
         ("core/x.h", "#include <thread>"),
-        ("core/x.h", "#include <pthread.h>"),
-        ("core/x.h", "#include <cuda_runtime.h>"),
         ("os/x.h", "#include <fstream>"),
-        ("os/x.h", '#include "cpu/ring.h"'),
         ("cpu/x.h", '#include "process/group.h"'),
         ("cpu/x.h", "#  include <pybind11/pybind11.h>"),
         ("cpu/x.h", "#include <linux/futex.h>"),
-        ("cpu/x.h", "#include <cuda_runtime.h>"),
         ("cuda/x.cuh", '#include "cpu/ring.h"'),
-        ("cuda/x.cuh", '#include "cuda_emulator.h"'),
-        ("cuda/x.cuh", "#include <c10/cuda/CUDAStream.h>"),
         ("bindings/x.h", '#include "cuda/group.h"'),
         ("bindings/x.h", "#include <torch/extension.h>"),
-        ("bindings/x.h", "#include <pybind11/iostream.h>"),
     ],
 )
 def test_planted_include_is_found(file, line):
