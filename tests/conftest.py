@@ -28,42 +28,36 @@ else:
     settings.load_profile("pyringar")
 
 
-# Files that take longest, which begin first: so that no core waits for the last one.
-LONG = (
-    *("test_compiled", "test_processes", "test_distributed_machines", "test_process_deaths"),
-    *("test_rendezvous", "test_train_checkpoints", "test_distributed_ends"),
-    *("test_grader", "test_orders", "test_build", "test_peers", "test_all_reduce", "test_exits"),
-    *("test_audit_processes", "test_sharded_training", "test_torch_team", "test_predict"),
-    *("test_hierarchical_parts", "test_grader_processes", "test_process_faults", "test_signals"),
-    *("test_distributed", "test_bound_lists", "test_differential", "test_bucketing_interrupts"),
-    *("test_hierarchical", "test_docs", "test_deadlines", "test_private_cache", "test_examples"),
-)
+# The files that take longest begin first, so that no core waits for the last one.
+LONG = """
+test_compiled test_processes test_grader test_build test_orders test_train_checkpoints test_peers
+test_process_deaths test_distributed_ends test_rendezvous test_cluster_failures test_cluster
+test_cluster_run test_all_reduce test_exits test_audit_processes test_sharded_training
+test_torch_team test_grader_processes test_process_faults test_signals test_distributed
+test_bound_lists test_differential test_docs test_deadlines test_private_cache test_examples
+"""
 MOST_WORKERS = 8  # each imports torch, and tests have several ranks
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is thorough is slow, too, whoever marked it; long files begin first."""
+    """Mark thorough tests slow, too, and let long files begin first."""
     for item in items:
         if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
-        last = len(LONG)
-        places = {name: place for place, name in enumerate(LONG)}
-        items.sort(key=lambda item: places.get(item.path.stem, last))
+        places = {name: place for place, name in enumerate(LONG.split())}
+        items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers a core, for many tests wait; none for tests that were picked, or have a GPU."""
+    """Two workers a core, for many tests wait. None for tests that were picked, or with a GPU."""
     option = config.option
     is_picked = any("::" in word or word.endswith(".py") for word in config.args) or option.keyword
-    if (
-        is_picked
-        or option.collectonly
-        or option.markexpr != "not slow"
-        or torch.cuda.is_available()
-    ):
+    if is_picked or option.collectonly or option.markexpr != "not slow":
+        return 0
+    if torch.cuda.is_available():
         return 0
     return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
 
