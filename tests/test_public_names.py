@@ -9,12 +9,13 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pyringar as pr
-from pyringar import cli
+from pyringar import cli, errors
 
 NAMES = """
 allreduce Communicator ProcessCommunicator Guarantee Plan Topology Work shared_empty
@@ -39,6 +40,13 @@ def test_public_names_are_listed():
     assert {name for name in dir(pr) if name[0] != "_"} == {*pr.__all__, *SUBPACKAGES}
     assert all(hasattr(pr, name) for name in dir(pr))
     assert set(cli._COMMANDS) == set(COMMANDS.split())
+
+
+def test_reference_has_all_names():
+    page = (Path(__file__).parents[1] / "docs/api/README.md").read_text()
+    assert "::: pyringar.errors\n" in page
+    names = set(pr.__all__) - set(errors.__all__)
+    assert {name for name in names if f"::: pyringar.{name}\n" not in page} == set()
 
 
 def test_unknown_name_raises():
