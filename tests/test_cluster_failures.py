@@ -35,9 +35,34 @@ def begin() -> int:
     return dist.get_rank()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def first_launch() -> None:
+    """Load the engine, which takes longer than a test allows."""
+    pr.launch(lambda: 1, K)
+
+
 # -- mistakes in programs --------------------------------------------------------------------------
 
+Program = Callable[[], None]
+MISTAKES: dict[Program, tuple[type[BaseException], str, tuple[str, ...]]] = {}
 
+
+def mistake(kind: type[BaseException], text: str, *rows: str) -> Callable[[Program], Program]:
+    """Note the error of a program, a part of its first lines, and rows of its table."""
+
+    def note(program: Program) -> Program:
+        MISTAKES[program] = kind, text, rows
+        return program
+
+    return note
+
+
+@mistake(
+    pr.ArgumentError,
+    "number 1 of the world: ranks 0, 2, 3: all_reduce (op sum) of 4 float32; rank 1: broadcast "
+    "(root 0) of 4 float32",
+    r"1 .*broadcast \(root 0\) +1 +the world +\(4,\) +float32 +test_cluster_failures.py:\d+",
+)
 def missing_collective() -> None:
     x = torch.ones(4)
     if begin() != 1:
@@ -45,40 +70,63 @@ def missing_collective() -> None:
     dist.broadcast(x, 0)
 
 
+@mistake(
+    pr.ArgumentError,
+    "ranks 0, 1, 3: all_reduce (op sum) of 4 float32; rank 2: all_reduce (op sum) of 8 float32",
+    r"2 .* \(8,\)",
+    r"3 .* \(4,\)",
+)
 def swapped_order() -> None:
     tensors = [torch.ones(4), torch.ones(8)]
     for tensor in reversed(tensors) if begin() == 2 else tensors:
         dist.all_reduce(tensor)
 
 
+@mistake(pr.ArgumentError, "rank 3: all_reduce (op sum) of 5 float32", r"3 .* \(5,\)")
 def wrong_size() -> None:
     dist.all_reduce(torch.ones(5 if begin() == 3 else 4))
 
 
+@mistake(pr.ArgumentError, "rank 3: all_reduce (op sum) of 4 float64", "3 .* float64")
 def wrong_dtype() -> None:
     dist.all_reduce(torch.ones(4, dtype=torch.float64 if begin() == 3 else None))
 
 
+@mistake(pr.ArgumentError, "rank 0: all_reduce (op max)", r"0 .*\(op max\)")
 def wrong_reduction() -> None:
     dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if begin() == 0 else dist.ReduceOp.SUM)
 
 
+@mistake(pr.ArgumentError, "rank 3: broadcast (root 1)", r"3 .*\(root 1\)")
 def wrong_root() -> None:
     dist.broadcast(torch.ones(4), begin() // 3)
 
 
+@mistake(
+    pr.DeadlockError,
+    "all ranks wait for each other",
+    r"0 +waits .* group 0, 1 .* 1  ",
+    r"1 +waits .* the world .* 0  ",
+)
 def wrong_group() -> None:
     rank = begin()
     pair = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(4), group=pair if rank == 0 else None)
 
 
+@mistake(KeyError, "no such layer")
 def exception() -> None:
     if begin() == 2:
         raise KeyError("no such layer")
     dist.all_reduce(torch.ones(4))
 
 
+@mistake(
+    pr.CollectiveTimeout,
+    "rank 2 ran for 0.5 s without a call in which others go on",
+    r"2 +runs",
+    r"0 +waits +all_reduce",
+)
 def endless_loop() -> None:
     rank = begin()
     while rank == 2:
@@ -86,11 +134,18 @@ def endless_loop() -> None:
     dist.all_reduce(torch.ones(4))
 
 
+@mistake(pr.PeerLostError, "wait for rank 0, which has ended", r"0 +returned")
 def early_return() -> None:
     if begin() != 0:
         dist.barrier()
 
 
+@mistake(
+    pr.DeadlockError,
+    "all ranks wait for each other",
+    r"0 +waits .* group 0, 1  ",
+    r"1 +waits .* group 0, 1 #2 ",
+)
 def groups_in_opposite_order() -> None:
     rank = begin()
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
@@ -99,12 +154,24 @@ def groups_in_opposite_order() -> None:
             dist.all_reduce(torch.ones(4), group=group)
 
 
+@mistake(
+    pr.DeadlockError,
+    "all ranks wait for each other",
+    r"0 +waits +send \(to 1\)",
+    r"3 +waits +send \(to 0\)",
+)
 def all_send_first() -> None:
     rank = begin()
     dist.send(torch.ones(4), (rank + 1) % K)
     dist.recv(torch.ones(4), (rank - 1) % K)
 
 
+@mistake(
+    pr.ArgumentError,
+    "a tensor of 4 elements of torch.float32 is for one of 5",
+    r"0 .*send \(to 1\)",
+    r"1 .*recv \(from 0\)",
+)
 def message_of_another_size() -> None:
     rank = begin()
     if rank == 0:
@@ -113,12 +180,19 @@ def message_of_another_size() -> None:
         dist.recv(torch.ones(5), 0)
 
 
+@mistake(pr.DeadlockError, "all ranks wait for each other", "1 +waits +the store's weights")
 def missing_key() -> None:
     if begin() == 1:
         dist.distributed_c10d._get_default_store().get("weights")
     dist.barrier()
 
 
+@mistake(
+    pr.PeerLostError,
+    "ranks wait for ranks 0, 1, 2, which have ended",
+    "0 +returned +after .* calls",
+    "3 +waits +all_reduce .* 0, 1, 2 ",
+)
 def unequal_steps_of_data_parallel() -> None:
     rank = begin()
     model = DistributedDataParallel(torch.nn.Linear(3, 3))
@@ -126,72 +200,15 @@ def unequal_steps_of_data_parallel() -> None:
         model(torch.ones(2, 3)).sum().backward()
 
 
-# The error, what its first line says, and rows that its table has.
-MISTAKES: dict[Callable[[], None], tuple[type[BaseException], str, list[str]]] = {
-    missing_collective: (
-        pr.ArgumentError,
-        "number 1 of the world: ranks 0, 2, 3: all_reduce (op sum) of 4 float32; rank 1: broadcast "
-        "(root 0) of 4 float32",
-        [r"1 .*broadcast \(root 0\) +1 +the world +\(4,\) +float32 +test_cluster_failures.py:\d+"],
-    ),
-    swapped_order: (
-        pr.ArgumentError,
-        "ranks 0, 1, 3: all_reduce (op sum) of 4 float32; rank 2: all_reduce (op sum) of 8 float32",
-        [r"2 .* \(8,\)", r"3 .* \(4,\)"],
-    ),
-    wrong_size: (pr.ArgumentError, "rank 3: all_reduce (op sum) of 5 float32", [r"3 .* \(5,\)"]),
-    wrong_dtype: (pr.ArgumentError, "rank 3: all_reduce (op sum) of 4 float64", ["3 .* float64"]),
-    wrong_reduction: (pr.ArgumentError, "rank 0: all_reduce (op max)", [r"0 .*\(op max\)"]),
-    wrong_root: (pr.ArgumentError, "rank 3: broadcast (root 1)", [r"3 .*\(root 1\)"]),
-    wrong_group: (
-        pr.DeadlockError,
-        "all ranks wait for each other",
-        [r"0 +waits .* group 0, 1 .* 1  ", r"1 +waits .* the world .* 0  "],
-    ),
-    exception: (KeyError, "no such layer", []),
-    endless_loop: (
-        pr.CollectiveTimeout,
-        "rank 2 ran for 0.5 s without a call in which others go on",
-        [r"2 +runs", r"0 +waits +all_reduce"],
-    ),
-    early_return: (pr.PeerLostError, "wait for rank 0, which has ended", [r"0 +returned"]),
-    groups_in_opposite_order: (
-        pr.DeadlockError,
-        "all ranks wait for each other",
-        [r"0 +waits .* group 0, 1  ", r"1 +waits .* group 0, 1 #2 "],
-    ),
-    all_send_first: (
-        pr.DeadlockError,
-        "all ranks wait for each other",
-        [r"0 +waits +send \(to 1\)", r"3 +waits +send \(to 0\)"],
-    ),
-    message_of_another_size: (
-        pr.ArgumentError,
-        "a tensor of 4 elements of torch.float32 is for one of 5",
-        [r"0 .*send \(to 1\)", r"1 .*recv \(from 0\)"],
-    ),
-    missing_key: (
-        pr.DeadlockError,
-        "all ranks wait for each other",
-        ["1 +waits +the store's weights"],
-    ),
-    unequal_steps_of_data_parallel: (
-        pr.PeerLostError,
-        "ranks wait for ranks 0, 1, 2, which have ended",
-        ["3 +waits +all_reduce"],
-    ),
-}
-
-
 @pytest.mark.parametrize("parallel", [False, True], ids=["in turn", "at once"])
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_mistake_is_told_in_words(mistake, parallel):
-    kind, text, rows = MISTAKES[mistake]
+@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
+def test_mistake_is_told_in_words(program, parallel):
+    kind, text, rows = MISTAKES[program]
     num_threads = threading.active_count()
-    for seed in [0] if parallel or mistake is endless_loop else range(5):
+    for seed in [0] if parallel or program is endless_loop else range(5):
         began_s = time.monotonic()
         with pytest.raises(kind) as caught:
-            pr.launch(mistake, K, timeout=0.5, seed=seed, parallel=parallel)
+            pr.launch(program, K, timeout=0.5, seed=seed, parallel=parallel)
         took_s = time.monotonic() - began_s
         assert type(caught.value) is kind, caught.value
         message = str(caught.value)
@@ -199,9 +216,9 @@ def test_mistake_is_told_in_words(mistake, parallel):
         for row in rows:
             assert re.search(rf"^{row}", message, re.M), f"{row} is not in\n{message}"
         if kind is not KeyError:
-            assert f", in {mistake.__name__}\n" in message, "the stacks"
+            assert f", in {program.__name__}\n" in message, "the stacks"
             assert (f"seed={seed} repeats this run" in message) != parallel
-        assert took_s < (3 if mistake is endless_loop else 1)
+        assert took_s < (3 if program is endless_loop else 1)
         assert threading.active_count() == num_threads
     assert pr.launch(lambda: 1, K) == [1] * K
 
@@ -472,18 +489,13 @@ def test_late_rank_is_waited_for():
 
 
 def test_swapped_calls_differ():
+    def program() -> None:
+        begin()
+        for numel in (2, 2, 3):
+            dist.all_reduce(torch.ones(numel))
+
     with pytest.raises(pr.ArgumentError, match=r"number 2 .* rank 2: all_reduce \(op sum\) of 3"):
-        pr.launch(
-            lambda: [dist.all_reduce(torch.ones(n)) for n in (2, 2, 3) if begin_once() >= 0],
-            3,
-            faults=[pr.Fault("swaps", rank=2, call=2)],
-        )
-
-
-def begin_once() -> int:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    return dist.get_rank()
+        pr.launch(program, 3, faults=[pr.Fault("swaps", rank=2, call=2)])
 
 
 @pytest.mark.parametrize(
@@ -513,7 +525,7 @@ def program():
     rank = dist.get_rank()
     try:
         if rank == 1:
-            num_begun = len(begun)
+            num_begun.append(len(begun))
             print("running", flush=True)
             while True:
                 sum(range(100))
@@ -521,14 +533,12 @@ def program():
             dist.all_reduce(torch.ones(1))
     finally:
         ended.append(1)
-        if rank == 1:
-            assert len(begun) == num_begun, "another rank begins after the interrupt"
 
-begun, ended = [], []
+begun, ended, num_begun = [], [], []
 try:
     pr.launch(program, 3, seed=int(sys.argv[1]))
 except KeyboardInterrupt:
-    print(begun == ended, threading.active_count())
+    print(begun == ended, num_begun == [len(begun)], threading.active_count())
 print(pr.launch(lambda: 7, 3), dist.is_initialized())
 """
 
@@ -541,7 +551,7 @@ def test_ctrl_c_ends_all_ranks(seed):
         time.sleep(0.1)
         os.kill(program.pid, signal.SIGINT)
         out, err = program.communicate(timeout=20)
-    assert out.splitlines() == ["True 1", "[7, 7, 7] False"], err
+    assert out.splitlines() == ["True True 1", "[7, 7, 7] False"], err
 
 
 @pytest.mark.parametrize("kind", ["handler", "condition"])

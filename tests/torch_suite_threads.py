@@ -29,6 +29,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal import common_distributed, common_utils
+
+os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": "4"}  # DistributedTest reads these at import
 from torch.testing._internal.distributed import distributed_test
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed one comes first
@@ -125,11 +127,11 @@ def run_all(pattern: str) -> dict[str, dict[str, Any]]:
         log, shown = Path(folder, "log"), Path(folder, "shown")
         log.touch()
         command = [sys.executable, __file__, "--log", str(log), "--match", pattern]
-        own = {"TEMP_DIR": folder, "BACKEND": "gloo", "WORLD_SIZE": "4"}  # DistributedTest asks
+        environment = os.environ | {"TEMP_DIR": folder}
         while True:
             before = log.stat().st_size
             with shown.open("w") as out:
-                done = subprocess.run(command, stdout=out, stderr=out, env=own | os.environ)
+                done = subprocess.run(command, stdout=out, stderr=out, env=environment)
             results = {r["test"]: r for r in map(json.loads, log.read_text().splitlines())}
             if done.returncode == 0:
                 return results
