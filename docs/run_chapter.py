@@ -1,8 +1,8 @@
-"""Run the chapter from top to bottom and keep its outputs: ``python docs/run_chapter.py``.
+"""Run the chapter from top to bottom and write its outputs: ``python docs/run_chapter.py``.
 
 Writes docs/chapter.ipynb, which is committed with its outputs. Pictures are stored with a palette,
-which takes a third of the bytes. Each cell of code keeps a fingerprint of itself and of all code
-before it: by that tests/test_chapter.py knows that the outputs belong to the code.
+which takes a third of the bytes. Each cell of code stores a hash of itself and of all code before
+it, by which tests/test_chapter.py knows that the outputs belong to the code.
 
 Takes minutes. Reads the images of PYRINGAR_TEST_DATA, if that is set, else those of the user.
 """
@@ -32,11 +32,7 @@ COLORS = 64  # of a picture's palette
 
 
 def fingerprints(notebook: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every cell of code, and a hash of its source and of all before it.
-
-    Args:
-        notebook: As nbformat reads it.
-    """
+    """Yield every cell of code, and a hash of its source and of all before it."""
     so_far = hashlib.sha256()
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -45,18 +41,14 @@ def fingerprints(notebook: Any) -> Iterator[tuple[Any, str]]:
 
 
 def private_words() -> list[str]:
-    """Return what must not stand in an output: names and folders of this machine."""
+    """Return the names and folders of this machine, which no output may contain."""
     folders = [str(Path.home()), str(CHAPTER.parents[1]), tempfile.gettempdir()]
     names = [socket.gethostname(), getpass.getuser(), os.environ.get("PYRINGAR_TEST_DATA", "")]
     return [word for word in folders + names if len(word) > 2 and word != "root"]
 
 
 def execute(notebook: Any) -> None:
-    """Run all cells in a new kernel, in the chapter's folder.
-
-    Args:
-        notebook: Gets the outputs.
-    """
+    """Run all cells in a new kernel, in the chapter's folder."""
     from nbclient import NotebookClient
 
     where = {"metadata": {"path": str(CHAPTER.parent)}}
@@ -64,14 +56,7 @@ def execute(notebook: Any) -> None:
 
 
 def tidy(notebook: Any) -> None:
-    """Make outputs small and the same everywhere, and mark the cells that they belong to.
-
-    Args:
-        notebook: After :func:`execute`; changed in place.
-
-    Raises:
-        RuntimeError: An output is a warning or an error, or names this machine.
-    """
+    """Make the outputs small, refuse warnings and names of this machine, and store the hashes."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -88,7 +73,7 @@ def tidy(notebook: Any) -> None:
 
 
 def _merge_streams(outputs: list[Any]) -> list[Any]:
-    """Join what was printed in several writes, which depends on the moment."""
+    """Join text that was printed in several writes."""
     merged: list[Any] = []
     for output in outputs:
         last = merged[-1] if merged else {}
@@ -109,14 +94,7 @@ def _refuse_noise(cell_id: str, output: Any) -> None:
 
 
 def shrink(png: str) -> str:
-    """Store a picture with a palette.
-
-    Args:
-        png: In base64.
-
-    Returns:
-        The same in fewer bytes, in base64, in one line.
-    """
+    """Store a picture, which is in base64, with a palette."""
     from PIL import Image  # comes with matplotlib
 
     with Image.open(io.BytesIO(base64.b64decode(png))) as image:

@@ -10,13 +10,10 @@
 The engine is C++, built by the first call for this very processor and kept in a cache. Importing
 pyringar builds and loads nothing, not even torch: every name is imported when it is first used.
 
-Three packages: ``pr.distributed``, the backend ``ringar`` of
-torch.distributed and several machines (`pyringar.distributed`); ``pr.train``, trainers for
-LeNet and ResNet-18 (`pyringar.train`); ``pr.predict``, times on machines that you do not have
-(`pyringar.predict`). For torch.compile and autograd: `pyringar.ops`. What calls return:
-`pyringar.parallel.bucketer` (statistics of a step), `pyringar.parallel.optimizer`,
-`pyringar.grading.grader` (a verdict per property), `pyringar.train.trace`. For teaching:
-`pyringar.figures` (pictures in a line or two), `pyringar.comm.ring_schedule` (the ring's messages).
+Packages: ``pr.distributed``, the torch.distributed backend ``ringar`` and several machines;
+``pr.train``, trainers for LeNet and ResNet-18; ``pr.predict``, times on machines that you do not
+have; ``pr.ops``, all-reduce for torch.compile and autograd; ``pr.figures``, pictures in a line or
+two. For teaching: `pyringar.comm.ring_schedule`, the ring's messages.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from nvcc import cuda_includes
 from test_cuda_emulated import EMULATED, FLAGS, PLAIN, below
-from test_layering import cuda_includes
 from test_stress import BASE_FLAGS, CSRC, RUN_TIMEOUT_S, STRESS, compile_all, require, run
 
 MODEL = STRESS / "cuda_model"

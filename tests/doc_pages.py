@@ -1,12 +1,12 @@
-"""The code on a page of documentation: what it is, and how a reader would run it.
+"""Runs the code on a page of documentation, as a reader would.
 
 A page holds, in fenced blocks:
 
     python      run in order, in one namespace; one that begins with ``# name.py`` is that file
     sh          commands, run where the page's files are
     text        what the block before it prints; ``...`` stands for anything
-    diff        a change of the page's first file. Commands that follow run with it; where none do,
-                the page's first command does, and must print what it printed before
+    diff        a change of the page's first file. The next command runs with it; if there is none
+                before the next diff, the page's first command does
 
 A block after a line ``<!-- not run: REASON -->`` is left out.
 ``python doc_pages.py PAGE`` runs a page's python blocks.
@@ -34,35 +34,24 @@ _AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block; ``line`` is that of its first line of code."""
+    """A fenced block; ``line`` is that of its first line of code."""
 
     kind: str
     code: str
     line: int
-    printed: str | None  # what the page says it prints
+    printed: str | None  # the text block that follows it
 
     @property
     def file_name(self) -> str | None:
-        """The file that the block is, if it is one."""
+        """The name of the file that the block holds, if it holds one."""
         named = _FILE.match(self.code) if self.kind == "python" else None
         return named[1] if named else None
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command of a page, with the files that are there when it runs."""
-
-    code: str
-    line: int
-    files: dict[str, str]
-    printed: str | None
-    prints_as_before: bool = False  # as the page's first command
-
-
 def blocks_of(page: Path) -> list[Block]:
-    """All blocks of a page that are run, in order, each with the text that follows it."""
+    """All blocks of a page that are run, in order."""
     text = page.read_text()
-    found = [m for m in _FENCE.finditer(text) if m["skip"] is None]
+    found = [match for match in _FENCE.finditer(text) if match["skip"] is None]
     blocks = []
     for match, following in itertools.zip_longest(found, found[1:]):
         has_text = following is not None and following["kind"] == "text"
@@ -72,30 +61,25 @@ def blocks_of(page: Path) -> list[Block]:
     return [block for block in blocks if block.kind != "text"]
 
 
-def commands_of(page: Path) -> Iterator[Command]:
-    """The commands of a page, those that its diffs stand for included."""
+def commands_of(page: Path) -> Iterator[tuple[Block, dict[str, str]]]:
+    """The commands of a page, each with the files that are there when it runs."""
     blocks = blocks_of(page)
     files: dict[str, str] = {}
-    original, first = "", None
-    for i, block in enumerate(blocks):
+    commands = [block for block in blocks if block.kind == "sh"]
+    original = next((block.code for block in blocks if block.file_name), "")
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
         if block.file_name:
-            original = original or block.code
             files = {**files, block.file_name: block.code}
         elif block.kind == "diff":
             files = {**files, next(iter(files)): changed(original, block.code)}
-            following = next((b for b in blocks[i + 1 :] if b.kind in ("sh", "diff")), None)
-            if first is not None and (following is None or following.kind == "diff"):
-                yield Command(first.code, block.line, files, None, prints_as_before=True)
+            if following is None or following.kind != "sh":
+                yield commands[0], files
         elif block.kind == "sh":
-            first = first or block
-            yield Command(block.code, block.line, files, block.printed)
+            yield block, files
 
 
 def changed(code: str, diff: str) -> str:
-    """``code`` after a diff without line numbers.
-
-    Its lines are looked for in order; what it leaves out stays.
-    """
+    """``code`` after a diff without line numbers, which may leave out lines that stay."""
     rest, done = code.splitlines(), []
     for line in diff.splitlines():
         mark, text = line[:1] or " ", line[1:]
@@ -110,14 +94,13 @@ def changed(code: str, diff: str) -> str:
     return "\n".join(done + rest) + "\n"
 
 
-def check_printed(page: Path, line: int, expected: str | None, printed: str) -> None:
-    """Raise unless what was printed is what the page says, if it says anything."""
-    if expected is None:
-        return
-    if not doctest.OutputChecker().check_output(expected, printed, _AS_PRINTED):
+def check_printed(page: Path, block: Block, printed: str) -> None:
+    """Raise unless the block printed what the page says, if it says anything."""
+    expected = block.printed
+    if expected and not doctest.OutputChecker().check_output(expected, printed, _AS_PRINTED):
         raise AssertionError(
-            f"{page.name}:{line}: the page says that this prints\n\n{expected}\nbut it printed\n\n"
-            f"{printed}"
+            f"{page.name}:{block.line}: the page says that this prints\n\n{expected}\n"
+            f"but it printed\n\n{printed}"
         )
 
 
@@ -132,7 +115,7 @@ def run_python(page: Path) -> None:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(code, namespace)
-        check_printed(page, block.line, block.printed, printed.getvalue())
+        check_printed(page, block, printed.getvalue())
 
 
 if __name__ == "__main__":

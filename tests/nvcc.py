@@ -1,11 +1,13 @@
-"""Marks the tests that need nvcc."""
+"""Marks the tests that need nvcc, and finds the toolkit's headers."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from pyringar.engine import toolchain
-from pyringar.errors import CompilerNotFoundError
+from pyringar.errors import BuildError, CompilerNotFoundError
 
 
 def has_nvcc() -> bool:
@@ -17,3 +19,12 @@ def has_nvcc() -> bool:
 
 
 needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc")
+
+
+def cuda_includes() -> tuple[Path, ...]:
+    """The folders of cuda_runtime.h. Skips the test where there is no CUDA toolkit."""
+    try:
+        nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
+        return toolchain.read_cuda_toolkit(nvcc, host).includes
+    except BuildError as error:
+        pytest.skip(f"no CUDA toolkit: {error}")

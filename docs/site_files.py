@@ -1,0 +1,41 @@
+"""Hook of MkDocs: make the site of README.md and the other pages where the repository has them.
+
+MkDocs takes pages of one folder. This hook gives it the Markdown pages of the whole repository, the
+chapter, and each file that these pages link to, all by their path in the repository. So a relative
+link leads to the same file on the site and in the repository.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("*.md", "docs/**/*.md", "docs/*.ipynb", "*/README.md", "tests/ptx/README.md")
+_LINK = re.compile(r"\]\(([^)#\s:]+)")
+
+
+@event_priority(100)  # before plugins choose their files
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace the files of ``docs/`` by those of the repository, and keep the theme's."""
+    theme = [file for file in files if file.src_dir != config.docs_dir]
+    pages = {path.relative_to(ROOT).as_posix() for glob in PAGES for path in ROOT.glob(glob)}
+    linked = {name for page in pages for name in _linked_files(page)}
+    ours = [
+        File(name, str(ROOT), config.site_dir, config.use_directory_urls)
+        for name in sorted(pages | linked)
+    ]
+    return Files([*theme, *ours])
+
+
+def _linked_files(page: str) -> list[str]:
+    """Return the files of the repository that a page links to. MkDocs reports broken links."""
+    folder = posixpath.dirname(page)
+    links = _LINK.findall((ROOT / page).read_text(encoding="utf-8"))
+    names = [posixpath.normpath(posixpath.join(folder, link)) for link in links]
+    return [name for name in names if not name.startswith("..") and (ROOT / name).is_file()]
