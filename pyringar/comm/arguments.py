@@ -128,3 +128,8 @@ def check_plan(nbytes: Any, dtype: Any, operation: Any = "all_reduce") -> None:
         raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
+    if dtype not in DTYPES:
+        names = [str(known).removeprefix("torch.") for known in DTYPES]
+        raise ArgumentError(
+            f"dtype is {str(dtype).removeprefix('torch.')!r}, expected one of {', '.join(names)}"
+        )

@@ -29,7 +29,6 @@ from pyringar.comm.auto import choose
 from pyringar.comm.base import EngineCommunicator, handle_of, is_traced
 from pyringar.comm.orders import engine_order
 from pyringar.comm.plain_group import PlainGroup
-from pyringar.comm.shown import never_fails
 from pyringar.comm.topology import Plan, Topology, check_devices
 from pyringar.comm.work import Work
 from pyringar.engine import load
@@ -520,7 +519,6 @@ class Communicator(EngineCommunicator):
                 stats[name] = {"calls": calls}
         return stats
 
-    @never_fails
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
         return (

@@ -131,7 +131,7 @@ class Plan:
         """Return what an algorithm does for ranks in processes of their own.
 
         Args:
-            algorithm: ``"exchange"``, ``"direct"`` or ``"ring"``.
+            algorithm: ``"exchange"`` or ``"direct"``.
             num_pieces: Pieces in which the data moves.
             reason: Why it was chosen, in words.
             world_size: Number of ranks.
@@ -140,11 +140,10 @@ class Plan:
         """
         k = world_size
         # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
-        # what is not a rank's own. ring: announced once; every byte goes through slots.
+        # what is not a rank's own.
         rounds, passes = {
             "exchange": (num_pieces, k * (k + 3)),
             "direct": (2 * num_pieces, 5 * k - 2),
-            "ring": (1 + 2 * (k - 1) * num_pieces, 6 * k - 4),
         }[algorithm]
         return cls._made(algorithm, order, rounds, passes * nbytes, reason, k)
 
