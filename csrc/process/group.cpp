@@ -200,12 +200,12 @@ bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
 
 bool ProcessGroup::end_calls(Leaving leaving) {
   if (forked()) return false;
-  turn_.check_not_mine();
   if (leaving == Leaving::kAborting) leave_at_once("has aborted the group");
   if (queue_.is_mine()) {
     leave_at_once(kInterrupted);
     return false;
   }
+  turn_.check_not_mine();
   try {
     queue_.close(on_nap_);
     const Turn::Held turn = turn_.take(on_nap_);

@@ -21,7 +21,7 @@ Rank 0 trusts an answer because it stands below a name that was unknown before. 
 ``members`` because they repeat its own attempt. Values of earlier attempts match neither:
 
 - rank R ignores the ``call`` of a process that died before, or of a group without rank R;
-- when ``call`` changes, rank R checks whether the old group named it, and else answers anew;
+- when ``call`` changes, rank R answers anew;
 - an answer that is written again, by a rank that gave up and came again, replaces the old one;
 - a process that dies after it called or answered raises PeerLostError on the others.
 
@@ -229,18 +229,15 @@ class Rendezvous:
             return None
         caller = Member.parse(text, 0)
         if self._members.setdefault(0, caller).attempt != caller.attempt:
-            # Before rank 0 called anew it may have agreed to a group with this rank.
-            (members,) = self._store.look_up([self._key("members")])
-            if (agreed := self._parse_members(members)) is not None:
-                return agreed
-            self._members[0] = caller
+            self._members[0] = caller  # rank 0 has called anew
             self._has_answered = False
             self._given_up = ""
         is_alive = self._is_alive(caller)  # before the look, so that its last value counts
         members, failed = self._store.look_up([self._key("members"), self._key("failed")])
         if members is not None:
             self._has_answered = False  # the call is over, perhaps without this rank
-            return self._parse_members(members)
+            group = Member.parse_all(members, self.world_size)
+            return group if self._own in group else None
         if failed is not None:
             if self._has_answered:
                 self._raise_told(failed)
@@ -259,11 +256,6 @@ class Rendezvous:
             return [0]
         answers = self._answers(range(1, self.world_size))
         return [rank for rank, text in answers.items() if text is None] or [0]
-
-    def _parse_members(self, text: Any) -> list[Member] | None:
-        """Return the group's members; None if this attempt is not among them."""
-        members = Member.parse_all(text, self.world_size) if text is not None else []
-        return members if self._own in members else None
 
     # -- the memory --------------------------------------------------------------------------------
 

@@ -15,9 +15,8 @@ class Work:
 
     Until it is done its tensors must be neither read nor written, nor their memory resized or
     shared: after ``resize_``, ``untyped_storage().resize_()``, ``share_memory_()`` or sending one
-    through ``torch.multiprocessing`` the engine writes where memory was freed.
-    Dropping it is fine, and so is dropping or changing the lists, or a new ``.data``: the
-    communicator keeps the memory that the tensors had, and reduces that.
+    through ``torch.multiprocessing`` the engine writes where memory was freed. Dropping the work,
+    the tensors or the lists is fine: the communicator keeps the memory.
     """
 
     def __init__(self, native: Any, in_flight: dict[Any, object], *call: str) -> None:
