@@ -35,7 +35,7 @@ import pyringar as pr
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
-ALGORITHMS = ("direct", "ring")
+ALGORITHMS = ("auto", "direct")
 # On this many cores or fewer; more ranks than cores must work, too.
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -126,15 +126,14 @@ def prepare(state, numel: int) -> None:
     parts_of(numel, state.world_size)
 
 
-def reduce(state, numel: int = SMALL, algorithm: str | None = None, calls: int = 1) -> None:
+def reduce(state, numel: int = SMALL, calls: int = 1) -> None:
     """All-reduces of ``state.tensor``, which was ``state.before``."""
     parts = parts_of(numel, state.world_size)
     for _ in range(calls):
         state.tensor = parts[state.rank].clone()
         state.before = state.tensor.clone()
-        state.comm.all_reduce(state.tensor, algorithm=algorithm)
-        if algorithm != "ring":
-            assert_bits(state.tensor, reduced(parts, "sum"))
+        state.comm.all_reduce(state.tensor)
+        assert_bits(state.tensor, reduced(parts, "sum"))
 
 
 def tensor_is_untouched(state) -> bool:
@@ -211,7 +210,6 @@ def refuse(state, words: str, error: str = "RingarError") -> None:
     comm = state.comm
     calls = (
         lambda: comm.all_reduce(tensor),
-        lambda: comm.all_reduce(tensor, algorithm="ring"),
         lambda: comm.barrier(),
         lambda: comm.all_reduce(tensor, async_op=True).wait(),
         lambda: comm.broadcast(tensor),
@@ -249,7 +247,6 @@ def assert_survivors_go_on(crew: Crew, survivors: list[int], error: str = "PeerL
     crew.run(leave_nothing, survivors)
     crew.join(survivors)
     crew.run(reduce, survivors, numel=LARGE)
-    crew.run(reduce, survivors, algorithm="ring")
     assert crew.run(open_memories, survivors) == [[]] * len(survivors), "not sealed"
     crew.run(leave_nothing, survivors)
     assert not named_shared_memory()

@@ -126,7 +126,7 @@ MISTAKES = {
     "let-go-while-busy": (GROUP, {"is_idle = !is_left_running(*host_);": "is_idle = true;"}),
     "closes-in-its-own-close": (
         GROUP,
-        {"  if (closing_thread_.load() == std::this_thread::get_id()) return false;\n": ""},
+        {"  const Turn::Held turn = close_turn_.take(options_.on_nap);\n": ""},
     ),
     # -- one rank's own
     "not-after-the-caller": (GROUP, {"        ready->make_wait(stream_->get(), device_);\n": ""}),
@@ -136,10 +136,6 @@ MISTAKES = {
     ),
     "freed-while-open": (GROUP, {"!(is_idle && all_others_are_gone(*host_))) {": "false) {"}),
     "unmapped-while-read": (GROUP, {"staging_ == nullptr || wait_until_idle(patience)": "true"}),
-    "digest-too-soon": (
-        GROUP,
-        {'cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device_);': ""},
-    ),
     "capture-unseen": (
         GROUP,
         {"if (!cuda::is_capturing(stream, device_))": "if (stream != nullptr || device_ >= 0)"},

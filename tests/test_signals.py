@@ -1,7 +1,6 @@
-"""Signals while the engine waits: do handlers run at once, whatever they do with communicators?
+"""Signals while the engine waits: they end the wait within 0.2 s, and the group on all ranks.
 
-What a handler raises ends the wait; a call on the communicator that waits is refused, and closing
-it ends the wait, on all ranks; other communicators are as usable as ever.
+A handler cannot use the communicator that waits. Other communicators are as usable as ever.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ from datetime import timedelta
 import pytest
 import torch
 from cases import mostly_slow
-from process_checks import PROMPT_S, SMALL, leave_nothing, reduce
+from process_checks import BUSY_S, PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
-from ranks import LONG_S, Crew, Function, connect, new_name, value_of
+from ranks import LONG_S, connect, new_name, value_of
 
 import pyringar as pr
+
+# Of a wait that a signal ends.
+ENDS_S = 0.2 + BUSY_S
 
 
 class Alarm(BaseException):
@@ -33,11 +35,11 @@ class Alarm(BaseException):
 # -- what ranks do ---------------------------------------------------------------------------------
 
 
-def wait_in_a_call(state) -> None:
+def wait_in_call(state) -> None:
     reduce(state)
 
 
-def wait_in_a_bound_call(state) -> None:
+def wait_in_bound_call(state) -> None:
     state.comm.bind(torch.ones(SMALL))()
 
 
@@ -45,12 +47,12 @@ def wait_for_work(state) -> None:
     state.comm.all_reduce(torch.ones(SMALL), async_op=True).wait()
 
 
-def wait_for_turn(state) -> None:
+def wait_behind_background(state) -> None:
     state.comm.all_reduce(torch.ones(SMALL), async_op=True)
     state.comm.barrier()
 
 
-def wait_for_another_thread(state) -> None:
+def wait_behind_thread(state) -> None:
     def call() -> None:
         with contextlib.suppress(pr.RingarError):
             state.comm.barrier()
@@ -61,7 +63,7 @@ def wait_for_another_thread(state) -> None:
     try:
         state.comm.barrier()
     finally:
-        state.thread = thread
+        thread.join()
 
 
 def wait_in_close(state) -> None:
@@ -69,64 +71,23 @@ def wait_in_close(state) -> None:
     state.comm.close()
 
 
-def wait_at_the_end_of_with(state) -> None:
+def wait_at_end_of_with(state) -> None:
     with state.comm:
         state.comm.all_reduce(torch.ones(SMALL), async_op=True)
 
 
-CALLS = [wait_in_a_call, wait_in_a_bound_call]  # where the handler interrupts a call itself
-CLOSES = [wait_in_close, wait_at_the_end_of_with]
-WAITS = [*CALLS, wait_for_work, wait_for_turn, wait_for_another_thread, *CLOSES]
-SOME_WAITS = CALLS[0], wait_for_work, CLOSES[0]
+CALLS = [wait_in_call, wait_in_bound_call]
+BACKGROUND = [wait_for_work, wait_behind_background, wait_behind_thread]
+CLOSES = [wait_in_close, wait_at_end_of_with]
 
 
-def close(state) -> None:
-    state.comm.close()
-
-
-def close_and_leave(state) -> None:
-    state.comm.close()
-    raise SystemExit(3)
-
-
-def leave(state) -> None:
-    raise Alarm
-
-
-def call_again(state) -> None:
-    tensor = torch.ones(3)
-    calls = (
-        lambda: state.comm.all_reduce(tensor),
-        lambda: state.comm.barrier(),
-        lambda: state.comm.all_reduce(tensor, async_op=True),
-        lambda: state.comm.register(pr.shared_empty(3)),
-    )
-    for call in calls:
-        with pytest.raises(pr.RingarError, match="a signal handler cannot call this communicator"):
-            call()
-    state.comm.stats()
-    state.comm.plan(100)
-    repr(state.comm)
-
-
-def use_another(state) -> None:
-    tensor = torch.ones(3)
-    with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as other:
-        other.all_reduce(tensor)
-        other.all_reduce(tensor, async_op=True).wait()
-    with pr.Communicator(["cpu"] * 2) as other:
-        other.all_reduce([tensor, torch.ones(3)], algorithm="ring")
-    assert torch.equal(tensor, torch.full((3,), 2.0))
-
-
-def wait_with_handler(state, wait: Function, handler: Function, number: int) -> None:
-    """``state.handled``: how often the handler came to its end."""
-    state.handled = 0
+def wait_with_handler(state, wait, number: int, handler) -> list[str]:
+    """Wait; what the handler returned, if it did not raise."""
+    handled = []
 
     def handle(*_: object) -> None:
         try:
-            handler(state)
-            state.handled += 1
+            handled.extend(handler(state))
         finally:
             state.store.set(f"{state.name} handled", "1")
 
@@ -135,90 +96,139 @@ def wait_with_handler(state, wait: Function, handler: Function, number: int) -> 
         wait(state)
     finally:
         signal.signal(number, before)
+    return handled
 
 
-def times_handled(state) -> int:
-    if hasattr(state, "thread"):
-        state.thread.join()
-    return state.handled
+def leave(state) -> list[str]:
+    raise SystemExit(3)
 
 
-def start_and_signal(
-    crew: Crew, wait: Function, handler: Function, number: int = signal.SIGTERM
-) -> float:
-    """When the signal was sent; the handler has run."""
-    name = crew.join(timeout=20)
-    crew[0].start(wait_with_handler, wait=wait, handler=handler, number=number)
+def interrupt(state) -> list[str]:
+    raise KeyboardInterrupt
+
+
+HANDLERS = {signal.SIGINT: (interrupt, "KeyboardInterrupt"), signal.SIGTERM: (leave, "SystemExit")}
+
+
+@pytest.mark.parametrize("number", HANDLERS, ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize("wait", mostly_slow(CALLS + BACKGROUND + CLOSES, *CALLS, *BACKGROUND[:2]))
+def test_signal_ends_wait_and_group(new_crew, wait, number):
+    crew = new_crew(2)
+    handler, error = HANDLERS[number]
+    crew.join(timeout=20)
+    crew[0].start(wait_with_handler, wait=wait, number=number, handler=handler)
     time.sleep(0.4)  # by now it waits
     sent_at = time.monotonic()
     crew[0].send(number)
-    connect(crew.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
-    return sent_at
-
-
-@pytest.mark.parametrize("wait", mostly_slow(WAITS, *SOME_WAITS))
-def test_what_a_handler_raises_ends_the_wait(new_crew, wait):
-    crew = new_crew(2)
-    sent_at = start_and_signal(crew, wait, leave, signal.SIGUSR1)
     outcome = crew[0].outcome()
-    assert outcome.error == "Alarm", outcome
-    assert outcome.at - sent_at < PROMPT_S
-    if wait in CALLS + CLOSES:
-        crew[1].start(reduce)  # the others hear of it at once
-        other = crew[1].outcome()
-        assert other.error in ("RingarError", "PeerLostError"), other
-        assert crew.name(0) in other.text, other.text
-        assert other.seconds < PROMPT_S
-    if wait in CLOSES:
-        crew.run(leave_nothing, [0])
-
-
-@pytest.mark.parametrize("handler", mostly_slow([close, close_and_leave], close))
-@pytest.mark.parametrize("wait", mostly_slow(WAITS, *SOME_WAITS))
-def test_a_handler_closes_the_communicator_that_waits(new_crew, wait, handler):
-    crew = new_crew(2)
-    sent_at = start_and_signal(crew, wait, handler)
-    outcome = crew[0].outcome()
-    assert outcome.at - sent_at < PROMPT_S
-    if handler is close_and_leave:
-        assert outcome.error == "SystemExit", outcome
-    elif wait in CLOSES:
-        value_of(outcome)
-    else:
-        assert outcome.error == "RingarError", outcome
-        assert "this communicator " in outcome.text
-        assert "closed" in outcome.text
-    crew[1].start(reduce)
-    other = crew[1].outcome()
-    assert other.error == "PeerLostError", other
-    assert crew.name(0) in other.text, other.text
-    assert other.seconds < PROMPT_S
-    crew[0].call(times_handled)
+    assert outcome.error == error, outcome
+    assert outcome.at - sent_at < ENDS_S
+    crew.start(reduce)  # the group is over on all ranks, at once
+    for rank, refused in enumerate(crew.outcomes()):
+        assert refused.error in ("RingarError", "PeerLostError"), refused
+        assert rank == 0 or crew.name(0) in refused.text, refused.text
+        assert refused.seconds < PROMPT_S
     crew.run(leave_nothing)
     crew.join()
     crew.run(reduce)
 
 
-@pytest.mark.parametrize("wait", CALLS)
-def test_a_handler_cannot_call_the_communicator_that_waits(new_crew, wait):
+def test_ctrl_c_ends_joining(new_crew):
     crew = new_crew(2)
-    start_and_signal(crew, wait, call_again)
-    crew[1].start(wait)
-    crew.values()
-    assert crew[0].call(times_handled) == 1
-
-
-@pytest.mark.parametrize("wait", mostly_slow(WAITS, *SOME_WAITS))
-def test_a_handler_may_use_another_and_ctrl_c_still_works(new_crew, wait):
-    crew = new_crew(2)
-    start_and_signal(crew, wait, use_another, signal.SIGUSR1)
+    crew.start_group([0], world_size=2)
+    time.sleep(0.4)
     sent_at = time.monotonic()
     crew[0].send(signal.SIGINT)
     outcome = crew[0].outcome()
     assert outcome.error == "KeyboardInterrupt", outcome
-    assert outcome.at - sent_at < PROMPT_S
-    crew[1].kill()  # whoever waits in another thread need not go on
-    assert crew[0].call(times_handled) == 1
+    assert outcome.at - sent_at < ENDS_S
+    crew.run(leave_nothing, [0])
+    crew.join()
+    crew.run(reduce)
+
+
+# -- what handlers may use -------------------------------------------------------------------------
+
+
+def use_own(state) -> list[str]:
+    """Use the communicator that waits; the errors."""
+    tensor = torch.ones(3)
+    calls = (
+        lambda: state.comm.all_reduce(tensor),
+        lambda: state.comm.barrier(),
+        lambda: state.comm.all_reduce(tensor, async_op=True),
+        lambda: state.comm.register(pr.shared_empty(3)),
+        lambda: state.comm.close(),
+    )
+    errors = []
+    for call in calls:
+        with pytest.raises(pr.RingarError) as caught:
+            call()
+        errors.append(str(caught.value))
+    state.comm.stats()
+    state.comm.plan(100)
+    repr(state.comm)
+    return errors
+
+
+def use_another(state) -> list[str]:
+    tensor = torch.ones(3)
+    with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as other:
+        other.all_reduce(tensor)
+    with pr.Communicator(["cpu"] * 2) as other:
+        other.all_reduce([tensor, torch.ones(3)], algorithm="ring")
+    assert torch.equal(tensor, torch.full((3,), 2.0))
+    return ["fine"]
+
+
+@pytest.mark.parametrize("handler", [use_own, use_another])
+@pytest.mark.parametrize("wait", CALLS)
+def test_handler_uses_communicators(new_crew, wait, handler):
+    """Its own one refuses; the call that waits goes on."""
+    crew = new_crew(2)
+    name = crew.join(timeout=20)
+    number = signal.SIGUSR1
+    crew[0].start(wait_with_handler, wait=wait, number=number, handler=handler)
+    time.sleep(0.4)
+    crew[0].send(number)
+    connect(crew.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
+    crew[1].start(wait)
+    told = value_of(crew[0].outcome())
+    value_of(crew[1].outcome())
+    if handler is use_own:
+        assert len(told) == 5
+        assert all("a signal handler cannot use this communicator" in text for text in told), told
+    else:
+        assert told == ["fine"]
+    crew.run(reduce)
+
+
+def wait_for_work_in_handler(state) -> str:
+    """The handler waits for a work that the interrupted call precedes; what it is told."""
+    told = []
+
+    def handle(*_: object) -> None:
+        try:
+            work.wait()
+        except pr.RingarError as error:
+            told.append(str(error))
+            raise Alarm from error
+
+    work = state.comm.all_reduce(torch.ones(SMALL), async_op=True)
+    signal.signal(signal.SIGUSR1, handle)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with pytest.raises(Alarm):
+        state.comm.barrier()
+    return told[0]
+
+
+def test_handler_cannot_wait_for_work(joined_crew):
+    crew = joined_crew(2, timeout=20)
+    told = crew[0].call(wait_for_work_in_handler)
+    assert "a signal handler cannot wait for a work" in told
+
+
+# -- waits of other threads ------------------------------------------------------------------------
 
 
 def close_while_another_thread_waits(state) -> None:
@@ -235,7 +245,7 @@ def call_late(state) -> None:
     state.comm.barrier()
 
 
-def test_close_waits_for_the_call_of_another_thread(joined_crew):
+def test_close_waits_for_thread(joined_crew):
     crew = joined_crew(2, timeout=20)
     crew[0].start(close_while_another_thread_waits)
     crew[1].call(call_late)
@@ -269,7 +279,8 @@ def delayed(comm: pr.Communicator) -> pr.Work:
 
 
 @pytest.mark.parametrize("what", ["close", "call", "work", "check"])
-def test_waits_for_the_background_of_one_process_end_with_a_signal(what):
+def test_signal_ends_wait_in_one_process(what):
+    """What runs in the background goes on; after close() nothing begins."""
     comm = pr.Communicator(["cpu"] * 2)
     group = comm._group
     work = delayed(comm)
@@ -281,13 +292,15 @@ def test_waits_for_the_background_of_one_process_end_with_a_signal(what):
         "work": work.wait,
         "check": lambda: comm.all_reduce([torch.ones(8), torch.ones(8)], algorithm="naive"),
     }
+    began = time.monotonic()
     with signal_after(0.2, raise_alarm), pytest.raises(Alarm):
         waits[what]()
+    assert time.monotonic() - began < 0.2 + ENDS_S
     assert not work.is_completed()
     group.end_delay()
     comm.close()
     assert work.wait()
-    if what == "close":  # what had not begun does not begin any more
+    if what == "close":
         with pytest.raises(pr.RingarError, match="closed"):
             later.wait()
         assert torch.equal(pair[0], torch.ones(8))
@@ -295,7 +308,7 @@ def test_waits_for_the_background_of_one_process_end_with_a_signal(what):
         assert torch.equal(pair[0], torch.full((8,), 2.0))
 
 
-def test_a_communicator_that_is_dropped_keeps_tensors_when_interrupted(monkeypatch):
+def test_interrupted_del_keeps_tensors(monkeypatch):
     """What a handler raises in __del__ goes nowhere; what still runs must keep its memory."""
     from pyringar.comm import base
 
@@ -313,7 +326,7 @@ def test_a_communicator_that_is_dropped_keeps_tensors_when_interrupted(monkeypat
     assert work.wait()
 
 
-def test_stats_do_not_wait_for_what_runs():
+def test_stats_do_not_wait():
     with pr.Communicator(["cpu"] * 2) as comm:
         comm.all_reduce([torch.ones(8), torch.ones(8)])
         work = delayed(comm)
@@ -326,38 +339,39 @@ def test_stats_do_not_wait_for_what_runs():
 # -- torch.distributed -----------------------------------------------------------------------------
 
 
-def on_rank_destroys(state, name: str) -> list[object]:
-    """Rank 0 waits for rank 1, and a handler ends the group meanwhile."""
+def on_rank_is_interrupted(state, name: str) -> float:
+    """Rank 0 waits for rank 1 until a signal; then all make a new process group."""
     import torch.distributed as dist
 
     import pyringar.distributed  # noqa: F401
 
-    store = dist.PrefixStore(name, state.store)
-    dist.init_process_group("ringar", store=store, rank=state.rank, world_size=state.world_size)
+    def init(number: int) -> None:
+        store = dist.PrefixStore(f"{name} {number}", state.store)
+        dist.init_process_group("ringar", store=store, rank=state.rank, world_size=2)
+
+    init(0)
     dist.all_reduce(torch.ones(4))
-    if state.rank == 1:
-        return []
-    handled = []
-
-    def handle(*_: object) -> None:
+    seconds = 0.0
+    if state.rank == 0:
         start = time.monotonic()
-        dist.destroy_process_group()
-        handled.append(time.monotonic() - start)
+        with signal_after(0.3, raise_alarm), pytest.raises(Alarm):
+            dist.all_reduce(torch.ones(4))
+        seconds = time.monotonic() - start
+    else:
+        time.sleep(0.8)
+        with pytest.raises(pr.RingarError, match="rank 0"):
+            dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+    init(1)
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+    return seconds
 
-    signal.signal(signal.SIGUSR1, handle)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    start = time.monotonic()
-    with pytest.raises(pr.RingarError, match="closed"):
-        dist.all_reduce(torch.ones(4))
-    return [*handled, time.monotonic() - start]
 
-
-def test_a_handler_destroys_the_process_group_that_waits(joined_crew):
+def test_signal_ends_process_group(joined_crew):
     crew = joined_crew(2)
-    crew.start(on_rank_destroys, name=new_name())
-    seconds = value_of(crew[0].outcome())
-    assert len(seconds) == 2
-    assert max(seconds) < 0.3 + PROMPT_S
+    seconds = crew.run(on_rank_is_interrupted, name=new_name())
+    assert max(seconds) < 0.3 + ENDS_S
 
 
 # -- the end of the interpreter --------------------------------------------------------------------
@@ -388,8 +402,8 @@ print("the end")
 """
 
 
-def test_daemon_threads_in_the_engine_when_the_interpreter_ends():
-    """Python ends them where they come back; that must not abort the process."""
+def test_daemon_threads_do_not_abort_exit():
+    """Python ends them where they come back into the interpreter."""
     for ended in run_programs(DAEMONS, [], [], []):
         assert ended.returncode == 0, ended
         assert ended.stdout == "the end\n"

@@ -38,8 +38,7 @@ with Communicator(["cpu"] * 2, algorithm="ring") as comm:
     done: Work | None = comm.reduce(tensors[0], tensors, root=0, order="any")
     comm.reduce_coalesced(tensors[:1], [[one] for one in tensors], async_op=True)
     comm.broadcast_coalesced([[one] for one in tensors], root=1)
-    plan: Plan = comm.plan(1000, operation="reduce")
-    link_bytes: int = plan.link_bytes
+    plan: Plan = comm.plan(1000)
     steps: int = plan.steps
 replicas: list[nn.Module] = replicate(nn.Linear(2, 2), ["cpu"] * 2)
 with GradientBucketer(replicas, comm=comm) as bucketer, bucketer.no_sync():

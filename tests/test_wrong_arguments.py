@@ -109,7 +109,6 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (C.bind_coalesced, "lists", set(), lambda v: ranks().bind_coalesced([ones(), v])),
     (C.plan, "nbytes", {"int"}, lambda v: ranks().plan(v)),
     (C.plan, "dtype", set(), lambda v: ranks().plan(3, v)),
-    (C.plan, "operation", set(), lambda v: ranks().plan(3, operation=v)),
     (pr.ProcessCommunicator, "store", NOTHING, lambda v: process(v, 0, 1)),
     (pr.ProcessCommunicator, "name", {"str"}, lambda v: alone(name=v)),
     (pr.ProcessCommunicator, "algorithm", set(), lambda v: alone(algorithm=v)),

@@ -1,7 +1,7 @@
 // cuda_process: the class ProcessGroup of ranks whose tensors are on GPUs.
 //
 // Contract  its calls are those of the CPU engine's ProcessGroup, so that the communicator treats
-//           both alike; what a GPU does not do (rings, registered tensors) is not there.
+//           both alike; what a GPU does not do (registered tensors) is not there.
 // Tests     tests/test_cuda_processes.py
 
 #include <memory>
@@ -13,15 +13,6 @@
 namespace pyringar {
 
 namespace {
-
-void check_no_ring(py::handle algorithm, const char* operation) {
-  const bool is_ring = PyUnicode_Check(algorithm.ptr()) && algorithm.cast<std::string>() == "ring";
-  if (is_ring) {
-    fail(ErrorKind::kUnsupported, operation,
-         ": algorithm is 'ring', expected 'auto' or 'direct': "
-         "ranks in processes of their own have no ring on GPUs");
-  }
-}
 
 cudaStream_t stream_of(const CudaProcessGroup& group) {
   return static_cast<cudaStream_t>(current_stream(group.device()));
@@ -73,13 +64,12 @@ struct Engine {
     return {group.host().rank(), group.host().world_size(), group.device()};
   }
   static PreparedCall prepare_all_reduce(Group& group, py::handle tensors, Reduction reduction,
-                                         py::handle algorithm, const char* operation) {
-    check_no_ring(algorithm, operation);
+                                         const char* operation) {
     return prepare_process_all_reduce(local_rank(group), tensors, reduction, operation);
   }
   static void run(Group& group, const ProcessCall& call) {
     const cudaStream_t stream = stream_of(group);
-    const PythonCall python_call(group.host().turn());
+    const PythonCall python_call;
     group.run(call, stream);
   }
   static py::object submit(const GroupPtr& group, ProcessCall call) {
@@ -105,11 +95,9 @@ py::dict limits() {
 }
 
 Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, bool checks_digests, int device, int max_blocks) {
-  const Segment segment =
-      Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const CudaProcessOptions options{to_nanoseconds(timeout_s), checks_digests, &look_at_signals,
-                                   max_blocks};
+                            double timeout_s, int device, int max_blocks) {
+  const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
+  const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals, max_blocks};
   return Engine::GroupPtr(new CudaProcessGroup(std::move(memory), segment, rank, device, options),
                           GroupDeleter<Engine>{});
 }
@@ -137,11 +125,11 @@ void bind_cuda_process_group(py::module_& m) {
   def_process_calls<Engine>(group);
   group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"), py::arg("device"),
+           py::arg("token"), py::arg("timeout_s"), py::arg("device"),
            py::arg("max_blocks") = cuda::kAnyBlocks)
       .def("connect",
            [](CudaProcessGroup& group) {
-             const PythonCall python_call(group.host().turn());
+             const PythonCall python_call;
              group.connect();
            })
       .def("make_ready",
@@ -149,11 +137,8 @@ void bind_cuda_process_group(py::module_& m) {
              const std::vector<int> devices = {group.device()};
              return std::make_unique<BoundReady>(devices, std::move(bucket_sizes));
            })
-      .def("plan",
-           [](const CudaProcessGroup& group, std::size_t nbytes, py::handle, py::handle algorithm) {
-             check_no_ring(algorithm, "plan");
-             return process_plan_dict(group.plan(nbytes));
-           })
+      .def("plan", [](const CudaProcessGroup& group,
+                      std::size_t nbytes) { return process_plan_dict(group.plan(nbytes)); })
       .def("slot_bytes", &CudaProcessGroup::slot_bytes)
       .def("stats", [](CudaProcessGroup& group) {
         return stats_dict(group.stats(), &process_algorithm_name);

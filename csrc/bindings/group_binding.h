@@ -50,11 +50,14 @@ struct GroupDeleter {
 
 // -- works ----------------------------------------------------------------------------------------
 
-// Ctrl-C ends the wait, not the work.
+// Ctrl-C ends the wait, and the group among processes that runs the work.
 inline bool wait_for(Work& work, double timeout_s) {
-  check_can_end(work);
+  if (PythonCall::is_interrupted() && !work.is_completed()) {
+    fail(ErrorKind::kState,
+         "a signal handler cannot wait for a work while the call that it interrupted waits");
+  }
   try {
-    const PythonCall python_call(work.turn());
+    const PythonCall python_call;
     const auto deadline = Clock::now() + to_nanoseconds(timeout_s);
     while (true) {
       const std::chrono::nanoseconds left = deadline - Clock::now();
@@ -62,6 +65,9 @@ inline bool wait_for(Work& work, double timeout_s) {
       if (left <= kNapInterval) return false;
       look_at_signals();
     }
+  } catch (const PythonErrorPending&) {  // of a signal handler
+    work.interrupt();
+    throw;
   } catch (const py::error_already_set&) {  // a step's, which the work keeps
     set_python_error(std::current_exception());
     throw PythonErrorPending{};
@@ -325,21 +331,21 @@ void def_rank_calls(Class& cls) {
 // -- ranks in processes ---------------------------------------------------------------------------
 
 // Engine brings, besides (host(group) is the ProcessGroup on the host):
-//   local_rank(group)    prepare_all_reduce(group, tensors, reduction, algorithm, operation)
+//   local_rank(group)    prepare_all_reduce(group, tensors, reduction, operation)
 template <typename Engine, typename Class>
 void def_process_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
   cls.def("absent_ranks", [](Ptr group) { return Engine::host(*group).absent_ranks(); })
       .def("seal", [](Ptr group) { Engine::host(*group).seal(); })
-      .def("all_reduce",
-           [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order,
-              py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group,
-                 Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order), algorithm,
-                                            "all_reduce"),
-                 in_flight);
-           })
+      .def(
+          "all_reduce",
+          [](Ptr group, py::handle tensors, py::handle op, py::handle order, py::handle in_flight) {
+            return run_or_submit<Engine>(
+                group,
+                Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order),
+                                           "all_reduce"),
+                in_flight);
+          })
       .def("reduce_scatter",
            [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle order,
               py::handle in_flight) {
@@ -365,19 +371,18 @@ void def_process_calls(Class& cls) {
            [](Ptr group, py::handle in_flight) {
              return run_or_submit<Engine>(group, prepare_process_barrier(), in_flight);
            })
-      .def(
-          "bind",
-          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order) {
-            Engine::host(*group).check_usable();
-            return bind_call<Engine>(
-                group, Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order),
-                                                  algorithm, "bind"));
-          })
+      .def("bind",
+           [](Ptr group, py::handle tensors, py::handle op, py::handle order) {
+             Engine::host(*group).check_usable();
+             return bind_call<Engine>(
+                 group,
+                 Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order), "bind"));
+           })
       .def(
           "abort",
-          [](Ptr group, std::string why) {
-            const PythonCall python_call(Engine::host(*group).turn());
-            Engine::host(*group).explain(std::move(why));
+          [](Ptr group, const std::string& why) {
+            const PythonCall python_call;
+            if (!why.empty()) Engine::host(*group).leave_at_once(join("has left the group: ", why));
             return group->close(Leaving::kAborting);
           },
           py::arg("why") = "")
@@ -400,10 +405,8 @@ void def_process_calls(Class& cls) {
            })
       .def("close",
            [](Ptr group) {
-             const Turn* turn = Engine::host(*group).turn();
-             const bool is_interrupted = PythonCall::is_interrupted(turn);
-             const PythonCall python_call(turn);
-             return group->close(is_interrupted ? Leaving::kAtOnce : Leaving::kAfterCalls);
+             const PythonCall python_call;
+             return group->close();
            })
       // For tests; see ProcessGroup.
       .def("delay", [](Ptr group, py::handle phase, double seconds) {

@@ -376,22 +376,11 @@ PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Alg
   return ChunkBuilder(false, Reduction{}, who).prepare(outputs, inputs, algorithm);
 }
 
-namespace {
-
-void check_root(const char* operation, int root, int world_size) {
-  if (root >= 0 && root < world_size) return;
-  fail(ErrorKind::kArgument, operation, ": root is ", root, ", expected a rank from 0 to ",
-       world_size - 1);
-}
-
-}  // namespace
-
 PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are_lists,
                                   Reduction reduction, Algorithm algorithm, int root, Ranks who) {
   const char* operation = are_lists ? "reduce_coalesced" : "reduce";
   const char* name = are_lists ? "outputs" : "output";
   const int k = who.world_size;
-  check_root(operation, root, k);
   const RankLists ranks(inputs, operation, are_lists ? "lists" : "inputs", k, are_lists);
   const std::size_t n = ranks.num_tensors();
   const auto given = are_lists ? py::reinterpret_borrow<py::object>(output)
@@ -440,7 +429,6 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are
 PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int root, Ranks who) {
   const char* operation = are_lists ? "broadcast_coalesced" : "broadcast";
   const int k = who.world_size;
-  check_root(operation, root, k);
   const RankLists ranks(tensors, operation, are_lists ? "lists" : "tensors", k, are_lists);
   const std::size_t n = ranks.num_tensors();
   Builder builder(operation, Reduction{}, k, who.devices);

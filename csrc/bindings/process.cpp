@@ -12,19 +12,11 @@
 
 #include "bindings/group_binding.h"
 #include "core/error.h"
-#include "os/memory.h"
 #include "process/group.h"
 
 namespace pyringar {
 
 namespace {
-
-constexpr const char* kAlgorithms[] = {"direct", "ring"};
-const char* wish_name(int wish) { return kAlgorithms[wish]; }
-
-bool parse_ring(py::handle algorithm) {
-  return !algorithm.is_none() && parse<int>(algorithm, "algorithm", &wish_name, 2) == 1;
-}
 
 struct Engine {
   using Group = ProcessGroup;
@@ -35,15 +27,14 @@ struct Engine {
     return {group.rank(), group.world_size(), kHost, group.compares_shapes()};
   }
   static PreparedCall prepare_all_reduce(Group& group, py::handle tensors, Reduction reduction,
-                                         py::handle algorithm, const char* operation) {
+                                         const char* operation) {
     PreparedCall prepared =
         prepare_process_all_reduce(local_rank(group), tensors, reduction, operation);
-    prepared.call.wants_ring = parse_ring(algorithm);
     group.find_registered(prepared.call);
     return prepared;
   }
   static void run(Group& group, const ProcessCall& call) {
-    const PythonCall python_call(group.turn());
+    const PythonCall python_call;
     group.run(call);
   }
   // written: the list or tuple of the tensors that it writes. What is small is done before the GIL
@@ -53,7 +44,7 @@ struct Engine {
       mark_written(written);
       return run(group, call);
     }
-    const PythonCall python_call(group.turn(), written);
+    const PythonCall python_call(written);
     group.run(call);
   }
   static py::object submit(const GroupPtr& group, ProcessCall call) {
@@ -65,7 +56,6 @@ struct Engine {
 // general way takes. A plain C function for Python, as bound calls are.
 struct PlainAllReduce {
   Engine::GroupPtr group;
-  bool wants_ring;
   Order order;
   ProcessCall call;      // of this time; its memory is kept for the next
   bool is_busy = false;  // with another thread's call, or with that which a signal interrupted
@@ -97,7 +87,6 @@ struct PlainAllReduce {
         py::reinterpret_borrow<py::object>(is_list ? PyList_GET_ITEM(given, 0) : given);
     if (!make_plain_all_reduce(Engine::local_rank(*group), tensor.ptr(), {*op, order}, &call))
       return false;
-    call.wants_ring = wants_ring;
     group->find_registered(call);
     group->check_usable();
     Engine::mark_and_run(*group, call, py::make_tuple(tensor).ptr());
@@ -105,12 +94,12 @@ struct PlainAllReduce {
   }
 };
 
-py::object plain_all_reduce(const Engine::GroupPtr& group, py::handle algorithm, py::handle order) {
+py::object plain_all_reduce(const Engine::GroupPtr& group, py::handle order) {
   static PyMethodDef method = {
       "plain_all_reduce",
       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&PlainAllReduce::run)),
       METH_FASTCALL, "Reduce one plain tensor, or return False."};
-  auto* plain = new PlainAllReduce{group, parse_ring(algorithm), parse_order(order), {}};
+  auto* plain = new PlainAllReduce{group, parse_order(order), {}};
   const py::capsule capsule(plain, PlainAllReduce::kCapsule, [](PyObject* c) {
     delete static_cast<PlainAllReduce*>(PyCapsule_GetPointer(c, PlainAllReduce::kCapsule));
   });
@@ -118,11 +107,10 @@ py::object plain_all_reduce(const Engine::GroupPtr& group, py::handle algorithm,
 }
 
 Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, bool checks_digests, bool compares_shapes) {
-  const Segment segment =
-      Segment::attach(memory.data(), memory.bytes(), world_size, parse_token(token));
-  const ProcessGroupOptions options{to_nanoseconds(timeout_s), checks_digests,  compares_shapes,
-                                    &look_at_signals,          &let_others_run, &mark_announced};
+                            double timeout_s, bool compares_shapes) {
+  const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
+  const ProcessGroupOptions options{to_nanoseconds(timeout_s), compares_shapes, &look_at_signals,
+                                    &let_others_run, &mark_announced};
   return Engine::GroupPtr(new ProcessGroup(std::move(memory), segment, rank, options),
                           GroupDeleter<Engine>{});
 }
@@ -160,7 +148,6 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("address", [](const SharedMemory& memory) {
         return reinterpret_cast<std::uintptr_t>(memory.data());
       });
-  m.def("memory_left_bytes", &memory_left_bytes, py::arg("root") = "");  // tests have other roots
   m.def("create_segment", &create_segment);
   m.def("open_segment", &open_segment);
   m.def("process_id", [] {
@@ -179,21 +166,15 @@ void bind_process_group(py::module_& m) {
   def_process_calls<Engine>(group);
   group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("checks_digests"),
-           py::arg("compares_shapes") = true)
+           py::arg("token"), py::arg("timeout_s"), py::arg("compares_shapes") = true)
       .def("plain_all_reduce", &plain_all_reduce)
       .def("add_region", &add_region)
       .def("remove_region", &ProcessGroup::remove_region, py::call_guard<PythonCall>())
-      .def("plan",
-           [](const ProcessGroup& group, std::size_t nbytes, py::handle dtype,
-              py::handle algorithm) {
-             const auto parsed = parse<DType>(dtype, "dtype", &dtype_name, kNumDTypes);
-             return process_plan_dict(group.plan(nbytes, parsed, parse_ring(algorithm)));
-           })
+      .def("plan", [](const ProcessGroup& group,
+                      std::size_t nbytes) { return process_plan_dict(group.plan(nbytes)); })
       .def("submit_step", &ProcessGroup::submit_step)  // the step takes the GIL by itself
       .def("stats",
-           [](ProcessGroup& group) { return stats_dict(group.stats(), &process_algorithm_name); })
-      .def("flip_bit_of_next", &ProcessGroup::flip_bit_of_next, py::call_guard<PythonCall>());
+           [](ProcessGroup& group) { return stats_dict(group.stats(), &process_algorithm_name); });
 }
 
 }  // namespace pyringar

@@ -5,9 +5,7 @@
 //           when mark_announced() says so: others take their time to see what it has announced.
 //           look_at_signals() takes the GIL back for a moment. All three are for the innermost
 //           PythonCall of the thread; in threads of the engine's they do nothing. Handlers that it
-//           runs may call anything here again. Python 3.12 and later also collect garbage then: a
-//           communicator that goes that way closes as it does anywhere else, waiting for its own
-//           calls in the background and for no others.
+//           runs may use other groups. Python 3.12 and later also collect garbage then.
 // Threads   each for itself.
 // Tests     tests/test_signals.py
 #pragma once
@@ -22,7 +20,6 @@
 #include "bindings/tensor.h"
 #include "core/error.h"
 #include "os/process.h"
-#include "os/work_queue.h"
 
 namespace pyringar {
 
@@ -42,19 +39,13 @@ class PythonCall {
   // kWait: for destructors, which cannot throw.
   enum class Signals { kLookAt, kWait };
 
-  // turn: of the group for whose calls it waits.
-  explicit PythonCall(const Turn* turn = nullptr, Signals signals = Signals::kLookAt)
-      : turn_(turn), signals_(signals), outer_(innermost_), state_(PyEval_SaveThread()) {
+  explicit PythonCall(Signals signals = Signals::kLookAt)
+      : signals_(signals), outer_(innermost_), state_(PyEval_SaveThread()) {
     innermost_ = this;
   }
-  explicit PythonCall(Signals signals) : PythonCall(nullptr, signals) {}
   // A short one. unmarked: the list or tuple of the tensors that it writes.
-  PythonCall(const Turn* turn, PyObject* unmarked)
-      : turn_(turn),
-        signals_(Signals::kLookAt),
-        outer_(innermost_),
-        holds_gil_(true),
-        unmarked_(unmarked) {
+  explicit PythonCall(PyObject* unmarked)
+      : signals_(Signals::kLookAt), outer_(innermost_), holds_gil_(true), unmarked_(unmarked) {
     innermost_ = this;
   }
   ~PythonCall() {
@@ -64,12 +55,8 @@ class PythonCall {
   PythonCall(const PythonCall&) = delete;
   PythonCall& operator=(const PythonCall&) = delete;
 
-  // Whether a signal handler runs now that interrupted a wait for this group.
-  static bool is_interrupted(const Turn* turn) {
-    const PythonCall* call = innermost_;
-    while (call != nullptr && call->turn_ != turn) call = call->outer_;
-    return call != nullptr;
-  }
+  // Whether a signal handler runs now that interrupted a wait.
+  static bool is_interrupted() { return innermost_ != nullptr; }
 
  private:
   friend void look_at_signals();
@@ -77,7 +64,6 @@ class PythonCall {
   friend void mark_announced();
 
   inline static thread_local PythonCall* innermost_ = nullptr;
-  const Turn* const turn_;
   const Signals signals_;
   PythonCall* const outer_;
   bool holds_gil_ = false;  // still
@@ -120,14 +106,6 @@ inline void look_at_signals() {
     fail(ErrorKind::kState,
          "a signal handler has called fork() while this call waited; the call is the parent "
          "process's, and has ended in the child");
-  }
-}
-
-// Refuses to wait for a work of a group whose call the running signal handler has interrupted: that
-// call has the turn until the handler returns.
-inline void check_can_end(const Work& work) {
-  if (!work.is_completed() && PythonCall::is_interrupted(work.turn())) {
-    work.turn()->check_not_mine();
   }
 }
 

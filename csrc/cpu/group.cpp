@@ -163,7 +163,7 @@ std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
     error = std::current_exception();
     check_usable();  // closed meanwhile: there is no call
   }
-  auto work = std::make_shared<Work>(&turn_, nullptr);
+  auto work = std::make_shared<Work>();
   work->complete(std::move(error));
   return work;
 }

@@ -105,7 +105,7 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
       options_(options),
       host_(std::make_shared<ProcessGroup>(
           std::move(memory), segment, rank,
-          ProcessGroupOptions{options.timeout, false, true, options.on_nap})),
+          ProcessGroupOptions{.timeout = options.timeout, .on_nap = options.on_nap})),
       last_(host_->segment().device(rank).finished.value.load()) {}
 
 CudaProcessGroup::~CudaProcessGroup() {
@@ -212,7 +212,7 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
                                          ? plan(call.bytes()).algorithm
                                          : ProcessAlgorithm::kExchange;
   const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
-  begin_call(call, algorithm, self, false);
+  begin_call(call, self, false);
   const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
   if (staging_ == nullptr) fail_closed();
   if (!cuda::run_staged(call, is_direct, self, *staging_, stream)) {
@@ -221,32 +221,10 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
          ": the ranks' tensors lie in different strides, which ranks in processes of their own "
          "cannot mix on GPUs; pass .contiguous() ones");
   }
-  const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
-  if (options_.checks_digests && is_alike && !digests_agree(call, self, stream)) return false;
   last_.store(staging_->last());
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.add(algorithm, call.bytes(), Clock::now() - start);
   return true;
-}
-
-// Ranks meet on the host alone here, so their devices have to be done with what was before.
-bool CudaProcessGroup::digests_agree(const ProcessCall& call, ProcessRank& self,
-                                     cudaStream_t stream) const {
-  const cuda::OnDevice guard(device_);
-  const cuda::BesideCaptures beside;
-  std::vector<std::vector<std::byte>> copies;
-  std::vector<TensorSpan> spans;
-  for (const TensorSpan& span : call.outputs) {
-    copies.emplace_back(span.bytes());
-    spans.push_back({copies.back().data(), span.numel, span.dtype});
-    if (span.bytes() == 0) continue;
-    cuda::check(
-        cudaMemcpyAsync(copies.back().data(), span.data, span.bytes(), cudaMemcpyDefault, stream),
-        "cudaMemcpyAsync", device_);
-  }
-  cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device_);
-  if (self.watch.adopt_shared_failure()) return false;  // it may have ended without its data
-  return compare_digests(digest_of(spans, self.watch), self);
 }
 
 void CudaProcessGroup::run(const ProcessCall& call, cudaStream_t stream) {
@@ -354,7 +332,7 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
 // why.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
-  host_->leave_at_once(Leaving::kAborting);
+  host_->leave_at_once("has aborted the group");
   const std::lock_guard<std::mutex> lock(abort_mutex_);
   if (abortable_ != nullptr) abortable_->abort();
 }
@@ -362,12 +340,9 @@ void CudaProcessGroup::release_streams() {
 bool CudaProcessGroup::close(Leaving leaving) {
   if (leaving == Leaving::kAborting) release_streams();
   if (!host_->end_calls(leaving)) return false;
-  // A signal handler in the midst of this thread's close() leaves it the rest.
-  if (closing_thread_.load() == std::this_thread::get_id()) return false;
-  const std::lock_guard<std::mutex> lock(close_mutex_);
+  const Turn::Held turn = close_turn_.take(options_.on_nap);
   if (!is_closed_) {
-    closing_thread_.store(std::this_thread::get_id());
-    cuda::run_and_always([&] { release(leaving); }, [&] { closing_thread_.store({}); });
+    release(leaving);
     is_closed_ = true;
   }
   free_leftovers();

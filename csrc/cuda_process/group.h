@@ -21,7 +21,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 #include "cuda/folds.h"
 #include "cuda_process/engine.h"
@@ -31,7 +30,6 @@ namespace pyringar {
 
 struct CudaProcessOptions {
   std::chrono::nanoseconds timeout{};
-  bool checks_digests = false;
   OnNap on_nap = &ignore_naps;
   int max_blocks = cuda::kAnyBlocks;  // of this rank's calls
   std::size_t slot_bytes = cuda::kProcessSlotBytes;
@@ -90,7 +88,6 @@ class CudaProcessGroup {
   void release_streams();
   void release(Leaving leaving);
   Error void_error() const;
-  bool digests_agree(const ProcessCall& call, ProcessRank& self, cudaStream_t stream) const;
   void check_not_captured(const ProcessCall& call, cudaStream_t stream) const;
   void check_connected() const;
   bool wait_until_idle(std::chrono::nanoseconds patience) const;
@@ -108,8 +105,7 @@ class CudaProcessGroup {
   std::mutex abort_mutex_;                           // never held for long
   const cuda::ProcessStaging* abortable_ = nullptr;  // none before connect() and once closed
 
-  std::mutex close_mutex_;
-  std::atomic<std::thread::id> closing_thread_{};  // that holds it
+  Turn close_turn_;
   bool is_closed_ = false;
   std::atomic<std::uint32_t> last_;    // message of the last call that was enqueued
   std::atomic<bool> has_told_{false};  // of a failure

@@ -5,15 +5,17 @@
 #include "os/process.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstring>
 #include <string>
 
 #include "core/error.h"
-#include "os/text.h"
 
 #if defined(__linux__)
 #include <sched.h>
@@ -26,32 +28,31 @@ namespace {
 struct Stat {
   char state = 0;  // 0: no such process, or no /proc
   std::uint64_t flags = 0;
-  std::uint64_t num_threads = 0;
   std::uint64_t start_ticks = 0;
-  std::uint64_t stack_start = 0;
 };
 
-// "PID (name) S ..." with flags, threads, start time and stack as fields 9, 20, 22 and 28; the name
-// may hold anything, ')' included.
+// "PID (name) S ..." with flags and start time as fields 9 and 22; the name may hold anything, ')'
+// included.
 Stat read_stat(std::int32_t pid) {
-  const std::string text = read_file(join("/proc/", pid, "/stat"));
-  const std::size_t name_end = text.rfind(')');
-  if (name_end == std::string::npos) return {};
-  std::string_view fields = std::string_view(text).substr(name_end + 1);
-  const std::string_view state = take_word(fields);
-  const auto flags = to_number(take_word(fields, 5));
-  const auto num_threads = to_number(take_word(fields, 10));
-  const auto start_ticks = to_number(take_word(fields, 1));
-  const auto stack_start = to_number(take_word(fields, 5));
-  if (!flags || !num_threads || !start_ticks || !stack_start) return {};
-  return {state[0], *flags, *num_threads, *start_ticks, *stack_start};
+  const std::string path = join("/proc/", pid, "/stat");
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return {};
+  char text[4096];
+  text[std::fread(text, 1, sizeof text - 1, file)] = '\0';
+  std::fclose(file);
+  const char* name_end = std::strrchr(text, ')');
+  Stat stat;
+  const bool is_read = name_end != nullptr &&
+                       std::sscanf(name_end + 1,
+                                   " %c %*s %*s %*s %*s %*s %" SCNu64
+                                   " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %" SCNu64,
+                                   &stat.state, &stat.flags, &stat.start_ticks) == 3;
+  return is_read ? stat : Stat{};
 }
 
 ProcessId read_own() {
   const auto pid = static_cast<std::int32_t>(getpid());
-  const Stat stat = read_stat(pid);
-  // Emulators of a processor count no threads, and tell this process other addresses than others.
-  return {pid, stat.start_ticks, stat.num_threads == 0 ? 0 : stat.stack_start};
+  return {pid, read_stat(pid).start_ticks};
 }
 
 // Once for all threads: under qemu each is told another time.
@@ -65,18 +66,11 @@ ProcessId this_process() {
 
 bool is_alive(const ProcessId& process) {
   const ProcessId self = this_process();
-  if (process.pid == self.pid) {
-    return process.start_ticks == 0 || process.start_ticks == self.start_ticks;
-  }
+  if (process.pid == self.pid) return process.start_ticks == self.start_ticks;
   const Stat stat = read_stat(process.pid);
   if (stat.state != 0) {
-    const auto agree = [](std::uint64_t known, std::uint64_t found) {
-      return known == 0 || found == 0 || known == found;
-    };
-    if (!agree(process.start_ticks, stat.start_ticks)) return false;
-    // The state is the main thread's, which may end before others do (pthread_exit).
-    if (stat.state == 'Z' || stat.state == 'X') return stat.num_threads > 1;
-    return agree(process.stack_start, stat.stack_start);
+    const bool is_same = process.start_ticks == 0 || process.start_ticks == stat.start_ticks;
+    return is_same && stat.state != 'Z' && stat.state != 'X';
   }
   // No /proc, or hidden from us: a process of somebody else's is alive, too.
   return kill(process.pid, 0) == 0 || errno == EPERM;

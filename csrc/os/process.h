@@ -3,11 +3,7 @@
 // Floor     os: std and the operating system. Linux reads /proc; elsewhere a process that the
 //           system still knows counts as alive.
 // Contract  a process id names another process once the first is gone; with the time at which it
-//           started it does not. One that has ended and was not waited for yet (a zombie) is gone;
-//           one whose main thread alone has ended is not. One that has become another program
-//           (exec) is gone, though its id and time stay: its stack lies elsewhere. Not seen where
-//           addresses are not random (`setarch -R`), nor if the new program is one that this
-//           process may not look into (setuid); there the deadline counts.
+//           started it does not. One that has ended and was not waited for yet (a zombie) is gone.
 // Threads   any.
 // Tests     tests/test_processes.py, tests/test_process_deaths.py
 #pragma once
@@ -20,7 +16,6 @@ namespace pyringar {
 struct ProcessId {
   std::int32_t pid = 0;
   std::uint64_t start_ticks = 0;  // since boot; 0: not known
-  std::uint64_t stack_start = 0;  // address of its main thread's stack; 0: not known
 };
 
 ProcessId this_process();

@@ -1,4 +1,4 @@
-// shared_memory: memfd_create, seals, /proc/PID/fd.
+// shared_memory: memfd_create, /proc/PID/fd.
 //
 // Tests     tests/test_process_registered.py
 
@@ -11,11 +11,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "core/error.h"
-#include "os/memory.h"
 
 namespace pyringar {
 
@@ -48,16 +49,25 @@ class Descriptor {
   int fd_;
 };
 
+// "MemAvailable: N kB" of /proc/meminfo, in bytes; without it, no limit.
+std::size_t available_bytes() {
+  std::size_t kib = std::numeric_limits<std::size_t>::max() / 1024;
+  if (std::FILE* file = std::fopen("/proc/meminfo", "re")) {
+    char line[256];
+    while (std::fgets(line, sizeof line, file) != nullptr) {
+      if (std::sscanf(line, "MemAvailable: %zu", &kib) == 1) break;
+    }
+    std::fclose(file);
+  }
+  return kib * 1024;
+}
+
 [[noreturn]] void fail_with(int error, const char* purpose, std::size_t bytes, const char* what) {
-  fail(
-      ErrorKind::kState, "cannot ", what, " ", bytes, " bytes of shared memory for ", purpose, ": ",
-      std::strerror(error),
-      error == ENOMEM || error == ENOSPC || error == EFBIG
-          ? join(
-                ". The limit is the memory of this machine or of a cgroup (a container, a job), of "
-                "which ",
-                memory_left_bytes(), " bytes are left (or `ulimit -f`)")
-          : "");
+  const bool is_full = error == ENOMEM || error == ENOSPC || error == EFBIG;
+  const std::string limit = join(". The limit is the memory of this machine, of which ",
+                                 available_bytes(), " bytes are left (or `ulimit -f`)");
+  fail(ErrorKind::kState, "cannot ", what, " ", bytes, " bytes of shared memory for ", purpose,
+       ": ", std::strerror(error), is_full ? limit : "");
 }
 
 std::byte* map(int fd, std::size_t bytes, const char* purpose) {
@@ -66,21 +76,13 @@ std::byte* map(int fd, std::size_t bytes, const char* purpose) {
   return static_cast<std::byte*>(data);
 }
 
-// Whether so many bytes fit, and what the kernel needs to keep track of them: page tables, and the
-// tree of a file's pages.
-bool fits(std::size_t bytes) {
-  const std::size_t left = memory_left_bytes();
-  return bytes <= left && bytes / 128 <= left - bytes;
-}
-
-// An errno, or 0. The kernel would look for pages until it has to kill somebody, so what cannot fit
-// is not asked for; others take memory meanwhile, so that is looked at again and again. A signal
-// ends a search and undoes it: little by little, so that there is progress between any two.
+// An errno, or 0. The kernel would look for pages until it has to kill a process, so what cannot
+// fit is not asked for. A signal ends a search and undoes it: little by little, so that there is
+// progress between any two.
 int find_pages(int fd, std::size_t bytes) {
   constexpr std::size_t kStep = std::size_t{2} << 20;
-  constexpr std::size_t kStepsPerLook = 32;
+  if (bytes > available_bytes()) return ENOMEM;
   for (std::size_t at = 0; at < bytes;) {
-    if (at % (kStepsPerLook * kStep) == 0 && !fits(bytes - at)) return ENOMEM;
     const std::size_t step = std::min(kStep, bytes - at);
     const int error = posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(step));
     if (error == EINTR) continue;
@@ -94,17 +96,14 @@ constexpr const char* kWhoMayOpen =
     ". Processes that share memory must run as one user, in one user namespace, see each other in "
     "/proc, and must not have forbidden others to look into them (PR_SET_DUMPABLE 0, as setuid "
     "programs and file capabilities do)";
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 }  // namespace
 
 SharedMemory SharedMemory::create(std::size_t bytes, const char* purpose) {
-  Descriptor fd(memfd_create("pyringar", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  Descriptor fd(memfd_create("pyringar", MFD_CLOEXEC));
   if (fd.get() < 0) fail_with(errno, purpose, bytes, "create");
-  if (fchmod(fd.get(), 0600) != 0) fail_with(errno, purpose, bytes, "protect");
   const int error = find_pages(fd.get(), bytes);
   if (error != 0) fail_with(error, purpose, bytes, "allocate");
-  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) fail_with(errno, purpose, bytes, "seal");
   std::byte* data = map(fd.get(), bytes, purpose);
   return {data, bytes, fd.release()};
 }
@@ -118,12 +117,9 @@ SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, con
   }
   struct stat status;
   if (fstat(own.get(), &status) != 0) fail_with(errno, purpose, bytes, "look at");
-  const int seals = fcntl(own.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || status.st_uid != geteuid() ||
-      static_cast<std::size_t>(status.st_size) != bytes) {
+  if (static_cast<std::size_t>(status.st_size) != bytes) {
     fail(ErrorKind::kState, path, " is not the shared memory for ", purpose, ": expected ", bytes,
-         " bytes of sealed memory of user ", geteuid(), ", found ", status.st_size,
-         " bytes of user ", status.st_uid, kWhoMayOpen);
+         " bytes, found ", status.st_size);
   }
   return {map(own.get(), bytes, purpose), bytes, -1};
 }

@@ -6,7 +6,6 @@
 //           crash later. Nothing has a name, so nothing can be left behind: the kernel frees the
 //           pages with the last mapping, whatever was killed when. Only processes of the same user
 //           that may look into the creator can open it, through its process id and descriptor.
-//           Its size is sealed: no process can shrink it under another.
 // Threads   any; one object belongs to one thread at a time.
 // Tests     tests/test_process_registered.py
 #pragma once
@@ -21,7 +20,7 @@ class SharedMemory {
  public:
   // purpose: for messages.
   static SharedMemory create(std::size_t bytes, const char* purpose);
-  // Maps what process `pid` holds as descriptor `fd`: it must be a sealed memfd of `bytes`.
+  // Maps what process `pid` holds as descriptor `fd`: memory of `bytes`.
   static SharedMemory open(std::int32_t pid, int fd, std::size_t bytes, const char* purpose);
 
   SharedMemory(SharedMemory&& other) noexcept

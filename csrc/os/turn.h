@@ -50,8 +50,8 @@ class Turn {
   void check_not_mine() const {
     if (!is_mine()) return;
     fail(ErrorKind::kState,
-         "a signal handler cannot call this communicator while the call that it interrupted waits; "
-         "it may close it, or use another");
+         "a signal handler cannot use this communicator while the call that it interrupted waits; "
+         "raise an exception from the handler, which ends the call");
   }
 
  private:

@@ -36,6 +36,11 @@ std::string Work::describe() {
   return describe_ ? describe_(has_begun_) : "";
 }
 
+void Work::interrupt() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (interrupt_) interrupt_();
+}
+
 void Work::begin() {
   const std::lock_guard<std::mutex> lock(mutex_);
   has_begun_ = true;
@@ -48,15 +53,17 @@ void Work::complete(std::exception_ptr error) {
   finished_ns_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   error_ = std::move(error);
   describe_ = nullptr;
+  interrupt_ = nullptr;
   done_.store(true, std::memory_order_release);
   changed_.notify_all();
 }
 
 std::int64_t Work::finished_ns() const { return is_completed() ? finished_ns_ : 0; }
 
-std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe) {
+std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe,
+                                        std::function<void()> interrupt) {
   turn_.check_not_mine();  // who waited for the work would wait for itself
-  auto work = std::make_shared<Work>(&turn_, std::move(describe));
+  auto work = std::make_shared<Work>(std::move(describe), std::move(interrupt));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail_closed();
   start_thread();

@@ -31,27 +31,29 @@ using Describe = std::function<std::string(bool has_begun)>;
 // thread that would do them is the parent's.
 class Work {
  public:
-  Work(const Turn* turn, Describe describe) : turn_(turn), describe_(std::move(describe)) {}
+  explicit Work(Describe describe = nullptr, std::function<void()> interrupt = nullptr)
+      : describe_(std::move(describe)), interrupt_(std::move(interrupt)) {}
 
-  // Of the group; not to be followed unless that is known to be there.
-  const Turn* turn() const { return turn_; }
   bool is_completed() const;
   // False when the timeout passed first. Rethrows what the job threw.
   bool wait(std::chrono::nanoseconds timeout);
   // Of a job that is not done; "" once it is.
   std::string describe();
+  // A signal has ended a wait for it: ends the job's group too, if the job is not done.
+  void interrupt();
   void begin();
   std::exception_ptr exception() const;
   std::int64_t finished_ns() const;  // on the steady clock; 0 while it runs
   void complete(std::exception_ptr error);
 
  private:
-  const Turn* const turn_;
   const std::uint32_t fork_generation_ = fork_generation();
   std::mutex mutex_;
   std::condition_variable changed_;
   bool has_begun_ = false;
-  Describe describe_;              // none once it is done: what it looks at may go then
+  // None of the two once it is done: what they look at may go then.
+  Describe describe_;
+  std::function<void()> interrupt_;
   std::atomic<bool> done_{false};  // set after the two below, which stay as they are
   std::int64_t finished_ns_ = 0;
   std::exception_ptr error_;
@@ -66,7 +68,8 @@ class WorkQueue {
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
-  std::shared_ptr<Work> submit(std::function<void()> job, Describe describe);
+  std::shared_ptr<Work> submit(std::function<void()> job, Describe describe,
+                               std::function<void()> interrupt = nullptr);
   // Whether the caller is a job, or what goes with one: it must not wait for the queue's end.
   bool is_mine() const { return worker_.load() == std::this_thread::get_id(); }
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }

@@ -5,14 +5,12 @@
 #include "process/call.h"
 
 #include <algorithm>
-#include <cstring>
 #include <thread>
 
 #include "core/error.h"
 #include "cpu/copy.h"
 #include "cpu/fused.h"
 #include "cpu/kernels.h"
-#include "process/ring.h"
 #include "process/staged_counters.h"
 
 namespace pyringar {
@@ -261,40 +259,12 @@ class ShareEngine : public StagedEngine {
   const std::size_t part_bytes_;  // of one rank's share in a piece
 };
 
-// Moves no data: for barriers, empty calls, and before a ring.
+// Moves no data: for barriers.
 class EmptyEngine : public StagedEngine {
  public:
   using StagedEngine::StagedEngine;
   void copy_in(std::size_t, std::uint32_t) {}
   void combine(std::size_t, std::uint32_t) {}
-};
-
-class DigestEngine : public StagedEngine {
- public:
-  DigestEngine(ProcessRank& self, const ProcessCall& call, std::uint64_t digest)
-      : StagedEngine(self, call), digest_(digest) {}
-  void copy_in(std::size_t, std::uint32_t) {
-    line(self_.rank).digests[self_.sequence % 2] = digest_;
-  }
-  bool agree(std::uint32_t) {
-    for (int rank = 0; rank < world_size_; ++rank) {
-      const std::uint64_t other = line(rank).digests[self_.sequence % 2];
-      if (other == digest_) continue;
-      const CallRecord& record = line(self_.rank).calls[self_.sequence % 2];
-      self_.watch.report(ErrorKind::kState,
-                         join("results differ: after ", record.text(), ", ",
-                              self_.watch.name_of(self_.rank), " has digest ", Hex{digest_},
-                              " and ", self_.watch.name_of(rank), " has digest ", Hex{other},
-                              "; memory or a processor is at fault, or the tensors were "
-                              "written while they were reduced"));
-      return false;
-    }
-    return true;
-  }
-  void combine(std::size_t, std::uint32_t) {}
-
- private:
-  const std::uint64_t digest_;
 };
 
 template <class Engine>
@@ -327,11 +297,6 @@ ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
   return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
 }
 
-ProcessAlgorithm unregistered_algorithm(const ProcessCall& call, const Segment& segment) {
-  if (call.wants_ring) return ProcessAlgorithm::kRing;
-  return staged_algorithm(call.bytes(), segment);
-}
-
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
   self.line.view(call.outputs);
   const std::size_t piece_bytes = piece_bytes_for(self.line.bytes(), self.segment);
@@ -362,20 +327,10 @@ void for_each_dense_part(const PackedTensor& tensor, ProcessRank& self, Visit&& 
   });
 }
 
-bool run_ring_call(const ProcessCall& call, ProcessRank& self) {
-  EmptyEngine announcement(self, call);
-  if (!exchange(announcement, self, 1)) return false;
-  for (const TensorSpan& tensor : call.outputs) {
-    if (!run_process_ring(tensor, call.fold, self)) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 const char* process_algorithm_name(ProcessAlgorithm algorithm) {
-  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct", "ring",
-                                                         "registered"};
+  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct", "registered"};
   return kNames[static_cast<int>(algorithm)];
 }
 
@@ -411,19 +366,13 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
     return ProcessAlgorithm::kExchange;
   }
   if (call.offsets != 0) return ProcessAlgorithm::kRegistered;
-  return unregistered_algorithm(call, segment);
+  return staged_algorithm(call.bytes(), segment);
 }
 
-ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
-                            const Segment& segment) {
-  const int world_size = segment.world_size();
-  if (wants_ring && world_size > 1) {
-    const std::size_t numel = bytes / item_bytes(dtype);
-    const std::size_t piece_elems = segment.ring_slot_bytes() / partial_bytes(dtype);
-    return {ProcessAlgorithm::kRing, num_pieces(numel, world_size, piece_elems)};
-  }
-  const std::size_t pieces = pieces_of(bytes, piece_bytes_for(bytes, segment));
-  return {world_size == 1 ? ProcessAlgorithm::kExchange : staged_algorithm(bytes, segment), pieces};
+ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment) {
+  const bool is_alone = segment.world_size() == 1;
+  return {is_alone ? ProcessAlgorithm::kExchange : staged_algorithm(bytes, segment),
+          pieces_of(bytes, piece_bytes_for(bytes, segment))};
 }
 
 CallRecord ProcessCall::record() const {
@@ -446,13 +395,12 @@ CallRecord ProcessCall::record() const {
   return record;
 }
 
-void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
-                bool is_background, Clock::time_point now) {
+void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+                Clock::time_point now) {
   self.sequence += 1;
   CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
   record = call.record();
   record.sequence = self.sequence;
-  record.algorithm = static_cast<std::uint8_t>(algorithm);
   self.call_digest = record.digest();
   self.lies_otherwise = false;
   self.watch.begin_call(is_background, now);
@@ -475,13 +423,10 @@ void unpack_outputs(const ProcessCall& call, ProcessRank& self) {
 
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
                       Clock::time_point now) {
-  const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
-  const bool is_registered = algorithm == ProcessAlgorithm::kRegistered;
-  begin_call(call, is_registered ? unregistered_algorithm(call, self.segment) : algorithm, self,
-             is_background, now);
+  begin_call(call, self, is_background, now);
   if (call.kind == CallKind::kAllReduce) {
-    if (algorithm == ProcessAlgorithm::kRing) return run_ring_call(call, self);
-    if (!is_registered) return run_all_reduce(call, self, algorithm);
+    const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
+    if (algorithm != ProcessAlgorithm::kRegistered) return run_all_reduce(call, self, algorithm);
     RegisteredEngine engine(self, call);
     return direct(engine, self, 1);
   }
@@ -504,37 +449,6 @@ ProcessCall in_index_order(const ProcessCall& call) {
   }
   if (call.kind == CallKind::kBroadcast) ordered.inputs = ordered.outputs;
   return ordered;
-}
-
-bool compare_digests(std::uint64_t digest, ProcessRank& self) {
-  const ProcessCall none;
-  DigestEngine engine(self, none, digest);
-  return exchange(engine, self, 1);
-}
-
-std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch) {
-  std::uint64_t digest = 0;
-  for (const TensorSpan& tensor : tensors) {
-    const std::size_t bytes = tensor.bytes();
-    const std::size_t whole = bytes / 32 * 32;
-    std::uint64_t lanes[4] = {1, 2, 3, 4};  // independent, for the processor to overlap
-    for (std::size_t begin = 0; begin < whole; begin += kProgressBytes) {
-      const std::size_t end = std::min(begin + kProgressBytes, whole);
-      for (std::size_t at = begin; at < end; at += 32) {
-        for (std::size_t lane = 0; lane < 4; ++lane) {
-          std::uint64_t word;
-          std::memcpy(&word, tensor.data + at + 8 * lane, 8);
-          lanes[lane] = mix(lanes[lane], word);
-        }
-      }
-      watch.progressed();
-    }
-    for (std::size_t at = whole; at < bytes; ++at) {
-      lanes[0] = mix(lanes[0], static_cast<std::uint64_t>(tensor.data[at]));
-    }
-    for (const std::uint64_t lane : lanes) digest = mix(digest, lane);
-  }
-  return digest;
 }
 
 }  // namespace pyringar

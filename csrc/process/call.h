@@ -1,11 +1,10 @@
 // call: one collective of one rank among processes, and the engines that run it.
 //
 // Units     elements for spans, bytes for pieces.
-// Contract  staged (direct, exchange): rank order, whatever the size and however it is cut. Nothing
-//           of the caller's is written before all ranks agree on what they call. ring: its own
-//           order, see core/schedule.h.
+// Contract  rank order, whatever the size and however it is cut. Nothing of the caller's is written
+//           before all ranks agree on what they call.
 // Threads   a group runs one call at a time.
-// Source    core/staged_program.h, core/ring_program.h
+// Source    core/staged_program.h
 // Tests     tests/test_processes.py, tests/cpp/process_test.cpp
 #pragma once
 
@@ -22,16 +21,14 @@
 
 namespace pyringar {
 
-// Numbers that ranks compare: part of what the shared memory holds.
-enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect, kRing, kRegistered };
-inline constexpr int kNumProcessAlgorithms = 4;
+enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect, kRegistered };
+inline constexpr int kNumProcessAlgorithms = 3;
 const char* process_algorithm_name(ProcessAlgorithm algorithm);
 
 struct ProcessCall {
   CallKind kind = CallKind::kBarrier;
   Fold fold;
   int root = 0;
-  bool wants_ring = false;
   // all_reduce, broadcast: inputs are the outputs. reduce_scatter: inputs[0] holds a part per rank,
   // outputs[0] one part. all_gather: the other way round.
   std::vector<TensorSpan> inputs;
@@ -55,7 +52,7 @@ struct ProcessCall {
   std::uint64_t offsets = 0;
 
   std::size_t bytes() const;
-  CallRecord record() const;  // without a sequence and an algorithm
+  CallRecord record() const;  // without a sequence
 };
 
 // A moment at which a test may stop a rank, to kill it there.
@@ -73,13 +70,12 @@ struct ProcessRank {
   const Segment& segment;
   const int rank;
   PeerWatch& watch;
-  std::uint64_t sequence = 0;       // calls so far
-  std::uint64_t call_digest = 0;    // of the call's record
-  std::uint32_t messages = 0;       // announced so far
-  std::uint32_t ring_messages = 0;  // on every link
-  void (*on_announce)() = [] {};    // see ProcessGroupOptions
-  PhaseDelay delay{};               // for tests
-  bool lies_otherwise = false;      // why the last call was refused: see in_index_order()
+  std::uint64_t sequence = 0;     // calls so far
+  std::uint64_t call_digest = 0;  // of the call's record
+  std::uint32_t messages = 0;     // announced so far
+  void (*on_announce)() = [] {};  // see ProcessGroupOptions
+  PhaseDelay delay{};             // for tests
+  bool lies_otherwise = false;    // why the last call was refused: see in_index_order()
   // Of the call that runs; kept for their memory.
   FlatView line{};
   std::vector<const void*> sources{};
@@ -112,12 +108,11 @@ struct ProcessPlan {
   ProcessAlgorithm algorithm;
   std::size_t num_pieces;  // each of them takes the algorithm's rounds
 };
-ProcessPlan plan_all_reduce(std::size_t bytes, DType dtype, bool wants_ring,
-                            const Segment& segment);
+ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 
 // What every call begins with: its record, for the others to compare.
-void begin_call(const ProcessCall& call, ProcessAlgorithm algorithm, ProcessRank& self,
-                bool is_background, Clock::time_point now = Clock::now());
+void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+                Clock::time_point now = Clock::now());
 
 // Tensors with gaps, from and to their dense copies.
 void pack_inputs(const ProcessCall& call, ProcessRank& self);
@@ -131,9 +126,5 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
 // The same call for ranks whose tensors lie otherwise than others' (in other strides, or registered
 // here and not there): all in the order of their index, through slots.
 ProcessCall in_index_order(const ProcessCall& call);
-
-// One more exchange, of digests of the results of the call just run.
-bool compare_digests(std::uint64_t digest, ProcessRank& self);
-std::uint64_t digest_of(const std::vector<TensorSpan>& tensors, PeerWatch& watch);
 
 }  // namespace pyringar

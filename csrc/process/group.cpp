@@ -12,22 +12,23 @@
 
 namespace pyringar {
 
+namespace {
+
+constexpr const char* kInterrupted = "has left the group in the midst of a call";
+
+}  // namespace
+
 ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
                            ProcessGroupOptions options)
     : memory_(std::move(memory)),
       segment_(segment),
       rank_(rank),
-      checks_digests_(options.checks_digests),
       compares_shapes_(options.compares_shapes),
       fork_generation_(fork_generation()),
       on_nap_(std::move(options.on_nap)),
       watch_(segment_, rank, options.timeout),
       self_{segment_, rank, watch_} {
   RankLine& line = segment_.line(rank);
-  if (line.state.load() != static_cast<std::uint32_t>(RankState::kAbsent)) {
-    fail(ErrorKind::kState, "rank ", rank, " has joined this group before, as process ",
-         line.process.pid);
-  }
   line.process = this_process();
   const std::string host = host_name();
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
@@ -73,8 +74,13 @@ Turn::Held ProcessGroup::take_turn() {
   turn_.check_not_mine();
   if (!queue_.has_work() && turn_.try_lock()) return {turn_, std::adopt_lock};
   watch_.before_wait();
-  queue_.wait_until_idle(on_nap_);
-  return turn_.take(on_nap_);
+  try {
+    queue_.wait_until_idle(on_nap_);
+    return turn_.take(on_nap_);
+  } catch (...) {
+    leave_at_once(kInterrupted);
+    throw;
+  }
 }
 
 Turn::Held ProcessGroup::take_background_turn() {
@@ -86,15 +92,21 @@ void ProcessGroup::run(const ProcessCall& call) {
   run_locked(call, false);
 }
 
-std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
+// A job under the turn; an interrupt in a wait for it ends the group.
+std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
-  auto shared = std::make_shared<ProcessCall>(std::move(call));
   return queue_.submit(
-      [this, shared] {
+      [this, job = std::move(job)] {
         const Turn::Held turn = take_background_turn();
-        run_locked(*shared, true);
+        job();
       },
-      [this, shared](bool has_begun) { return describe(*shared, has_begun); });
+      std::move(describe), [this] { leave_at_once(kInterrupted); });
+}
+
+std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
+  auto shared = std::make_shared<ProcessCall>(std::move(call));
+  return enqueue([this, shared] { run_locked(*shared, true); },
+                 [this, shared](bool has_begun) { return describe(*shared, has_begun); });
 }
 
 // Of a call in the background.
@@ -114,26 +126,16 @@ void ProcessGroup::run_program(const Program& program) {
 
 std::shared_ptr<Work> ProcessGroup::submit_program(Program program,
                                                    std::shared_ptr<const ProcessCall> call) {
-  check_usable();
-  return queue_.submit(
-      [this, program = std::move(program)] {
-        const Turn::Held turn = take_background_turn();
-        run_program_locked(program);
-      },
+  return enqueue(
+      [this, program = std::move(program)] { run_program_locked(program); },
       [this, call = std::move(call)](bool has_begun) { return describe(*call, has_begun); });
 }
 
 std::shared_ptr<Work> ProcessGroup::submit_step(std::function<void()> step) {
-  check_usable();
-  return queue_.submit(
-      [this, step = std::move(step)] {
-        const Turn::Held turn = take_background_turn();
-        step();
-      },
-      [](bool has_begun) {
-        return join("a copy on this rank, which ",
-                    has_begun ? "runs" : "waits for the calls before it");
-      });
+  return enqueue(std::move(step), [](bool has_begun) {
+    return join("a copy on this rank, which ",
+                has_begun ? "runs" : "waits for the calls before it");
+  });
 }
 
 void ProcessGroup::run_program_locked(const Program& program) {
@@ -189,14 +191,6 @@ bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
   const auto start = Clock::now();
   pack_inputs(call, self_);
   if (!run_process_call(call, self_, is_background, start)) return false;
-  if (flips_bit_ && !call.outputs.empty() && call.outputs[0].numel > 0) {
-    call.outputs[0].data[0] ^= std::byte{1};
-    flips_bit_ = false;
-  }
-  const bool is_alike = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kBarrier;
-  if (checks_digests_ && is_alike && !compare_digests(digest_of(call.outputs, watch_), self_)) {
-    return false;
-  }
   unpack_outputs(call, self_);
   const auto busy = Clock::now() - start;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -206,15 +200,18 @@ bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
 
 bool ProcessGroup::end_calls(Leaving leaving) {
   if (forked()) return false;
-  const bool is_inside = turn_.is_mine() || queue_.is_mine();
-  if (leaving != Leaving::kAfterCalls || is_inside) leave_at_once(leaving);
-  if (is_inside) return false;
+  if (leaving == Leaving::kAborting) leave_at_once("has aborted the group");
+  if (queue_.is_mine()) {
+    leave_at_once(kInterrupted);
+    return false;
+  }
+  turn_.check_not_mine();
   try {
     queue_.close(on_nap_);
     const Turn::Held turn = turn_.take(on_nap_);
     closed_.store(true, std::memory_order_release);
   } catch (...) {
-    leave_at_once(leaving);
+    leave_at_once(kInterrupted);
     throw;
   }
   return true;
@@ -231,20 +228,10 @@ bool ProcessGroup::close(Leaving leaving) {
 }
 
 // Calls under way find it at their next nap; those that were submitted are refused.
-void ProcessGroup::leave_at_once(Leaving leaving) {
+void ProcessGroup::leave_at_once(const std::string& how) {
   if (forked() || closed_.exchange(true)) return;
-  std::string how = " has left the group in the midst of a call; ";
-  if (leaving == Leaving::kAborting) {
-    const std::lock_guard<std::mutex> lock(why_mutex_);
-    how = why_.empty() ? " has aborted the group; " : join(" has left the group: ", why_, "; ");
-  }
   tell_failure(segment_, ErrorKind::kPeerLost,
-               join(watch_.name_of(rank_), how, watch_.last_call_of(rank_)));
-}
-
-void ProcessGroup::explain(std::string why) {
-  const std::lock_guard<std::mutex> lock(why_mutex_);
-  why_ = std::move(why);
+               join(watch_.name_of(rank_), " ", how, "; ", watch_.last_call_of(rank_)));
 }
 
 void ProcessGroup::check_peers(const std::vector<int>& peers) const {
@@ -313,12 +300,6 @@ void ProcessGroup::delay(Phase phase, std::chrono::nanoseconds time) {
   check_usable();
   const Turn::Held turn = turn_.take(on_nap_);
   self_.delay = {phase, time};
-}
-
-void ProcessGroup::flip_bit_of_next() {
-  check_usable();
-  const Turn::Held turn = turn_.take(on_nap_);
-  flips_bit_ = true;
 }
 
 }  // namespace pyringar

@@ -6,8 +6,9 @@
 //           moves, and raised on all ranks. After a failure the group refuses everything with that
 //           reason, and other groups of the same processes are as they were. close() tells the
 //           others that this rank has left. In a forked child it refuses: it is the parent's rank.
-//           Waits call on_nap; what it throws ends the wait, and in the destructor it must not.
-//           While it runs in a call's wait, other calls of that thread are refused (os/turn).
+//           Waits call on_nap. What it throws ends the wait and the group, and the other ranks are
+//           told; in the destructor it must not throw. While it runs in a call's wait, calls and
+//           close() of that thread are refused (os/turn).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/test_processes.py, tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
@@ -29,7 +30,6 @@ namespace pyringar {
 
 struct ProcessGroupOptions {
   std::chrono::nanoseconds timeout{};
-  bool checks_digests = false;
   bool compares_shapes = true;  // or only numbers of elements, which correspond by index
   OnNap on_nap = &ignore_naps;
   void (*on_wait)() = &ignore_naps;  // before a wait that may take longer than some microseconds
@@ -37,8 +37,8 @@ struct ProcessGroupOptions {
 };
 
 // What becomes of calls under way when a rank leaves: they end first; or at once, with an error,
-// here and on the other ranks, which are told that this rank closed, or aborted.
-enum class Leaving { kAfterCalls, kAtOnce, kAborting };
+// here and on the other ranks.
+enum class Leaving { kAfterCalls, kAborting };
 
 using ProcessStats = CallStats<kNumProcessAlgorithms>;
 
@@ -60,7 +60,6 @@ class ProcessGroup {
   void seal() { memory_.close_fd(); }
 
   const PeerWatch& watch() const { return watch_; }  // for what any thread may ask
-  const Turn* turn() const { return &turn_; }
   // Returns when what was submitted before is done.
   void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
   void run(const ProcessCall& call);
@@ -74,9 +73,8 @@ class ProcessGroup {
   // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
   // Waits for the calls that other threads or the background make; refuses all that come later.
-  // Where on_nap ends the wait the rank leaves at once. False in a forked child, and where on_nap
-  // of a call of this thread has called it: that call ends, with an error, once on_nap has
-  // returned.
+  // False in a forked child, and in the thread of the background, which cannot wait for itself:
+  // there the rank leaves at once.
   bool end_calls(Leaving leaving);
   // The same, then leaves the group. Unless it was false: then the next close() does.
   bool close(Leaving leaving = Leaving::kAfterCalls);
@@ -88,16 +86,13 @@ class ProcessGroup {
   void set_timeout(std::chrono::nanoseconds timeout) { watch_.set_timeout(timeout); }
   bool compares_shapes() const { return compares_shapes_; }
   ProcessStats stats();
-  ProcessPlan plan(std::size_t bytes, DType dtype, bool wants_ring) const {
-    return plan_all_reduce(bytes, dtype, wants_ring, segment_);
-  }
+  ProcessPlan plan(std::size_t bytes) const { return plan_all_reduce(bytes, segment_); }
   void check_usable() const;
   void check_not_forked() const;
   bool forked() const;
-  // Tells the others, and refuses what has not begun.
-  void leave_at_once(Leaving leaving);
-  // What the others are told if this rank aborts: the cause, in words.
-  void explain(std::string why);
+  // Tells the others that this rank `how`, such as "has aborted the group", unless it has left
+  // before; fails the call that runs, and refuses those that have not begun. From any thread.
+  void leave_at_once(const std::string& how);
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
   // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
@@ -107,9 +102,8 @@ class ProcessGroup {
   void remove_region(std::uint64_t id);
   void find_registered(ProcessCall& call);
 
-  // For tests: stops before the given phase of the next call; flips a bit of its result.
+  // For tests: stops before the given phase of the next call.
   void delay(Phase phase, std::chrono::nanoseconds time);
-  void flip_bit_of_next();
 
  private:
   struct Region {
@@ -120,6 +114,7 @@ class ProcessGroup {
   };
 
   std::string describe(const ProcessCall& call, bool has_begun) const;
+  std::shared_ptr<Work> enqueue(std::function<void()> job, Describe describe);
   void run_locked(const ProcessCall& call, bool is_background);
   bool attempt(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
@@ -133,20 +128,16 @@ class ProcessGroup {
   SharedMemory memory_;
   const Segment segment_;
   const int rank_;
-  const bool checks_digests_;
   const bool compares_shapes_;
   const std::uint32_t fork_generation_;
   const OnNap on_nap_;
 
-  Turn turn_;  // held while a call runs; guards all below down to flips_bit_
+  Turn turn_;  // held while a call runs; guards the two below
   PeerWatch watch_;
   ProcessRank self_;
-  bool flips_bit_ = false;
 
   std::mutex stats_mutex_;  // never held while one waits
   ProcessStats stats_;
-  std::mutex why_mutex_;
-  std::string why_;  // this rank aborts
 
   // Never held across a wait: find_registered() is called with the GIL, which the call that runs
   // may want.

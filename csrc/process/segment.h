@@ -3,16 +3,13 @@
 // Units     bytes.
 // Contract  One writer per word: rank r writes line r and its slots, which two ranks swap as
 //           core/staged_program.h says; only `failure` is written by the first rank that fails.
-//           Nothing in the segment is trusted unchecked: sizes are computed from the header that
-//           attach() compared with what the rendezvous said.
 //
-//             header    magic, version, world_size, sizes, token, failure
+//             header    version, token, failure
 //             lines     one per rank: counters, the calls it makes, its process
 //             devices   one per rank: the counters that its GPU writes, on pages of their own,
 //                       which CUDA can register; of a rank that is lost, others raise them
 //             heads     one per slot of staging: what its message is, or holds if it is small
 //             staging   kStagingSlots per rank
-//             ring      slots of the link from each rank to its next
 //
 //           The rank that makes the segment finds all its pages, on its own NUMA node: what does
 //           not fit is then one error, of one rank, before anybody joins. Where the pages of slots
@@ -29,9 +26,9 @@
 #include <cstdint>
 #include <string>
 
+#include "core/error.h"
 #include "core/fold.h"
 #include "core/staged_program.h"
-#include "cpu/ring.h"
 #include "os/process.h"
 #include "os/thread.h"
 #include "os/wait.h"
@@ -65,7 +62,6 @@ struct alignas(64) CallRecord {
   CallKind kind = CallKind::kBarrier;
   DType dtype = DType::kFloat32;  // of the first tensor
   ReduceOp op = ReduceOp::kSum;
-  std::uint8_t algorithm = 0;  // were nothing registered
   std::uint16_t divisor = 1;
   Order order = Order::kRank;
 
@@ -86,14 +82,12 @@ struct alignas(64) RankLine {
   Flag announced;  // see core/staged_program.h
   Flag reduced;
   std::array<CallRecord, 2> calls;  // of call s in calls[s % 2]: a rank is at most one call ahead
-  Link link;                        // to the next rank; `taken` is written by that one
   alignas(64) std::atomic<std::uint32_t> state{0};
   std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
   std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
   std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
   std::array<std::atomic<std::uint64_t>, CoreSet::kMaxCores / 64>
-      cores{};                             // it may use, a bit each
-  std::array<std::uint64_t, 2> digests{};  // of the results of call s in digests[s % 2]
+      cores{};  // it may use, a bit each
   ProcessId process;
   std::array<char, 64> host{};
 };
@@ -128,7 +122,7 @@ static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);
 struct SharedFailure {
   enum State : std::uint32_t { kNone, kWriting, kThere };
   std::atomic<std::uint32_t> state{kNone};
-  std::uint32_t kind = 0;
+  ErrorKind kind = ErrorKind::kState;
   std::array<char, 504> text{};
 };
 
@@ -140,12 +134,7 @@ inline constexpr std::size_t kTokenBytes = 32;
 using SegmentToken = std::array<unsigned char, kTokenBytes>;
 
 struct SegmentHeader {
-  std::uint64_t magic;
   std::uint32_t version;
-  std::uint32_t world_size;
-  std::uint64_t total_bytes;
-  std::uint64_t slot_bytes;
-  std::uint64_t ring_slot_bytes;
   SegmentToken token;
   SharedFailure failure;
 };
@@ -153,19 +142,13 @@ struct SegmentHeader {
 // A view of mapped memory; owns nothing.
 class Segment {
  public:
-  // The least part of a slot that a rank's share can be cut to is a cache line.
-  static constexpr int kMaxRanks = 4096;
-  // Refuses more ranks than that.
   static std::size_t bytes_for(int world_size);
-  // The first process lays it out; the others find the same or throw.
+  // The first process lays it out; attach() throws where another token or version stands.
   static Segment lay_out(std::byte* memory, int world_size, const SegmentToken& token);
-  static Segment attach(std::byte* memory, std::size_t bytes, int world_size,
-                        const SegmentToken& token);
+  static Segment attach(std::byte* memory, int world_size, const SegmentToken& token);
 
   int world_size() const { return world_size_; }
-  std::size_t slot_bytes() const { return slot_bytes_; }
-  std::uint32_t ring_num_slots() const { return pyringar::ring_num_slots(world_size_); }
-  std::size_t ring_slot_bytes() const { return ring_slot_bytes_; }
+  std::size_t slot_bytes() const { return kSlotBytes; }
 
   RankLine& line(int rank) const { return lines_[rank]; }
   DeviceLine& device(int rank) const { return devices_[rank]; }
@@ -175,12 +158,7 @@ class Segment {
     return heads_[slot_index(rank, message)];
   }
   std::byte* slot(int rank, std::uint32_t message) const {
-    return staging_ + slot_index(rank, message) * slot_bytes_;
-  }
-  std::byte* ring_slot(int from_rank, std::uint32_t message) const {
-    const std::uint32_t slots = ring_num_slots();
-    const std::size_t index = static_cast<std::size_t>(from_rank) * slots + message % slots;
-    return ring_ + index * ring_slot_bytes_;
+    return staging_ + slot_index(rank, message) * kSlotBytes;
   }
 
  private:
@@ -196,10 +174,7 @@ class Segment {
   DeviceLine* devices_;
   MessageHead* heads_;
   std::byte* staging_;
-  std::byte* ring_;
   int world_size_;
-  std::size_t slot_bytes_;
-  std::size_t ring_slot_bytes_;
 };
 
 }  // namespace pyringar

@@ -29,9 +29,7 @@ bool StagedCounters::agree(std::uint32_t n) {
 
 std::string StagedCounters::mismatch(const CallRecord& own, int rank,
                                      const CallRecord& other) const {
-  const char* hint = own.text() != other.text()         ? ""
-                     : own.algorithm != other.algorithm ? " (with different algorithms)"
-                                                        : " (tensors of different sizes or dtypes)";
+  const char* hint = own.text() == other.text() ? " (tensors of different sizes or dtypes)" : "";
   return join("ranks call different things: ", self_.watch.name_of(self_.rank), " ", own.text(),
               "; ", self_.watch.name_of(rank), " ", other.text(), hint);
 }

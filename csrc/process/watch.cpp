@@ -29,14 +29,6 @@ std::string text_of(const std::array<char, kSize>& chars) {
   return {chars.data(), strnlen(chars.data(), kSize)};
 }
 
-// Shared memory may hold anything.
-ErrorKind kind_of(const SharedFailure& shared) {
-  const auto kind = static_cast<ErrorKind>(shared.kind);
-  const bool is_known =
-      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
-  return is_known ? kind : ErrorKind::kState;
-}
-
 }  // namespace
 
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
@@ -180,7 +172,7 @@ void PeerWatch::check_peers(const std::vector<int>& peers) const {
   const int gone = first_gone(peers);
   const SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {
-    throw Error(kind_of(shared), text_of(shared.text));
+    throw Error(shared.kind, text_of(shared.text));
   }
   if (gone >= 0) {
     throw Error(ErrorKind::kPeerLost,
@@ -204,14 +196,10 @@ bool PeerWatch::is_late(int peer, const char* what) {
 
 // All that a rank gets done moves one of these.
 std::uint64_t PeerWatch::mark_of(int rank) const {
-  const int world_size = segment_.world_size();
   const RankLine& line = segment_.line(rank);
-  const RankLine& prev = segment_.line((rank + world_size - 1) % world_size);
   std::uint64_t mark = line.progress.load(std::memory_order_relaxed);
-  for (const Flag* flag : {&line.announced, &line.reduced, &line.link.flag, &prev.link.taken}) {
-    mark += flag->value.load(std::memory_order_relaxed);
-  }
-  return mark;
+  mark += line.announced.value.load(std::memory_order_relaxed);
+  return mark + line.reduced.value.load(std::memory_order_relaxed);
 }
 
 std::uint64_t PeerWatch::progress() const {
@@ -220,14 +208,12 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// By how much it has done more than the other, in the first counter that differs: within a ring
-// call all have announced and reduced the same.
+// By how much it has done more than the other, in the first counter that differs.
 std::int32_t PeerWatch::lead(int rank, int other) const {
   const RankLine& a = segment_.line(rank);
   const RankLine& b = segment_.line(other);
   for (const auto& [x, y] :
-       {std::pair{&a.announced, &b.announced}, std::pair{&a.reduced, &b.reduced},
-        std::pair{&a.link.flag, &b.link.flag}}) {
+       {std::pair{&a.announced, &b.announced}, std::pair{&a.reduced, &b.reduced}}) {
     const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
                                                  y->value.load(std::memory_order_acquire));
     if (ahead != 0) return ahead;
@@ -289,7 +275,7 @@ void tell_failure(const Segment& segment, ErrorKind kind, const std::string& tex
   SharedFailure& shared = segment.failure();
   std::uint32_t none = SharedFailure::kNone;
   if (!shared.state.compare_exchange_strong(none, SharedFailure::kWriting)) return;
-  shared.kind = static_cast<std::uint32_t>(kind);
+  shared.kind = kind;
   const std::size_t size = std::min(text.size(), shared.text.size() - 1);
   std::memcpy(shared.text.data(), text.data(), size);
   shared.text[size] = '\0';
@@ -300,7 +286,7 @@ bool PeerWatch::adopt_shared_failure() {
   SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) != SharedFailure::kThere) return false;
   if (failed()) return true;
-  kind_ = kind_of(shared);
+  kind_ = shared.kind;
   failure_ = text_of(shared.text);
   return true;
 }

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -117,8 +118,8 @@ class PeerWatch {
   const int rank_;
   const std::uint32_t fork_generation_ = fork_generation();
   int num_pauses_ = kPausesCrowded;
-  bool has_counted_cores_ = false;           // of all ranks
-  int ranks_per_core_ = Segment::kMaxRanks;  // that there have to be; not counted yet: any
+  bool has_counted_cores_ = false;                        // of all ranks
+  int ranks_per_core_ = std::numeric_limits<int>::max();  // not counted yet: any number
   bool has_core_per_rank_ = false;
   int waits_without_yields_ = 0;
   bool is_background_ = false;

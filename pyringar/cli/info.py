@@ -28,7 +28,6 @@ ENVIRONMENT = {
     "PYRINGAR_NVCC": "the CUDA compiler",
     "PYRINGAR_CUDA_ARCHS": "GPU architectures to compile for: '9.0', '8.0;9.0+PTX', 'all'",
     "PYRINGAR_PREBUILD": "1: a wheel that is made holds the engine, compiled for any CPU",
-    "PYRINGAR_CHECK": "how much the engine checks itself",
     "PYRINGAR_NODE_ID": "which ranks share this machine",
 }
 

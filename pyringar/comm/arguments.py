@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyringar.choices import check_choice, did_you_mean, kind_of
+from pyringar.choices import did_you_mean, kind_of
 from pyringar.errors import ArgumentError
 
 __all__ = [
@@ -121,10 +121,14 @@ def check_lists(lists: Any) -> None:
             )
 
 
-def check_plan(nbytes: Any, dtype: Any, operation: Any = "all_reduce") -> None:
-    """Refuse wrong arguments of a ``plan()``: a number of bytes, a dtype, a collective."""
-    check_choice("operation", operation, ("all_reduce", "reduce", "broadcast"))
+def check_plan(nbytes: Any, dtype: Any) -> None:
+    """Refuse wrong arguments of a ``plan()``."""
     if not is_count(nbytes):
         raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
+    if dtype not in DTYPES:
+        names = [str(known).removeprefix("torch.") for known in DTYPES]
+        raise ArgumentError(
+            f"dtype is {str(dtype).removeprefix('torch.')!r}, expected one of {', '.join(names)}"
+        )

@@ -24,8 +24,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    *["Closing", "EngineCommunicator", "OwnRank", "RankCommunicator"],
-    *["communicator_of", "handle_of", "is_traced"],
+    "Closing",
+    "EngineCommunicator",
+    "OwnRank",
+    "RankCommunicator",
+    "communicator_of",
+    "handle_of",
+    "is_traced",
 ]
 
 # What a graph, which holds no objects of Python's, knows a communicator by.
@@ -170,7 +175,7 @@ class OwnRank(Closing):
 # What close() tells of calls that had returned, on GPUs.
 _TOLD_LATE = (CollectiveTimeout, PeerLostError)
 
-# Tensors of communicators whose last close() a signal handler broke off: the engine may write them.
+# Tensors of communicators whose last close() a signal ended: the engine may still write them.
 _interrupted: list[dict[Any, object]] = []
 
 
@@ -204,12 +209,10 @@ class EngineCommunicator(Closing):
         Everything else raises `RingarError` from then on, and other processes of the group
         that go on calling get a `PeerLostError`.
 
-        Signals are looked at meanwhile, but not while ranks of one process wait for GPUs: there
-        `Communicator.abort` ends what waits for a rank. What a handler raises, such as
-        KeyboardInterrupt, ends the wait: calls that have not begun fail, the other processes are
-        told, and the next close() waits for the rest. A handler may close a communicator for which
-        this thread waits: the call then fails when the handler has returned, and the other
-        processes are told at once.
+        Where ranks of one process wait for GPUs, signals are not looked at: there
+        `Communicator.abort` ends what waits for a rank. Elsewhere an exception from a signal
+        handler ends the wait within 0.2 s: calls that have not begun fail, and the other processes
+        are told.
 
         Raises:
             CollectiveTimeout, PeerLostError: A rank was late in one of the last calls, or lost, on

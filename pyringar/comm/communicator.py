@@ -29,7 +29,6 @@ from pyringar.comm.auto import choose
 from pyringar.comm.base import EngineCommunicator, handle_of, is_traced
 from pyringar.comm.orders import engine_order
 from pyringar.comm.plain_group import PlainGroup
-from pyringar.comm.shown import never_fails
 from pyringar.comm.topology import Plan, Topology, check_devices
 from pyringar.comm.work import Work
 from pyringar.engine import load
@@ -73,9 +72,8 @@ class Communicator(EngineCommunicator):
             each keeps. Bits are equal on all ranks and in every run either way.
         timeout: Seconds that a call waits for a rank which makes no progress. A call in which all
             ranks move may take longer.
-        max_blocks: On GPUs, how many thread blocks a call may occupy on each device, so that the
-            multiprocessors beyond them stay free for what runs beside it; None: as many as help.
-            A ``ring`` takes one for each rank of the device at least.
+        max_blocks: Most thread blocks of a call on each GPU; None: as many as help. A ``ring``
+            takes at least one for each rank of the device.
 
     Raises:
         ArgumentError: A device that is not there (names those that are), an unknown algorithm or
@@ -84,25 +82,20 @@ class Communicator(EngineCommunicator):
         BuildError: The engine cannot be built, for ranks on GPUs the CUDA engine. Only if there is
             no compiler, ``naive`` and ``sharded`` do without it, and warn.
 
-    On GPUs, work starts after what is on each device's current stream, the current streams go on
-    after it, and the host does not wait; ``async_op`` runs it on streams of the communicator (of
-    tensors with gaps on the current ones), and ``Work.wait()`` orders the current streams after it.
-    Kernels of ``ring`` wait for each other; one that waited too long is found by the next call, by
-    `check`, or by `close` and the end of a ``with`` block. Ranks in the host's memory beside GPUs
-    are staged: the host then waits.
-
     ``auto`` takes ``fused`` where all ranks share a memory, and ``direct`` elsewhere; `plan` says
-    which, and why. A ``ring`` between GPUs is for those who ask: until it is enqueued on the last
-    of them, the first wait for that, and what waits for a GPU meanwhile, such as a ``cudaFree`` in
-    another thread, can hold both up until the timeout.
+    which, and why.
 
-    Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph, as an
-    operator of torch's; other calls break it. `pyringar.ops` returns new tensors instead.
+    On GPUs a call is enqueued on each device's current stream, and the host does not wait.
+    ``async_op`` uses streams of the communicator; ``Work.wait()`` orders the current streams after
+    it. Kernels of ``ring`` wait for each other: a ring that timed out raises in the next call, in
+    `check` or in `close`, and a ``cudaFree`` in another thread can hold it up until the timeout.
+    Ranks in the host's memory beside GPUs are staged: the host then waits.
 
-    One communicator may be used from several threads; its collectives run one at a time. ``fused``
-    computes on CPUs with the OpenMP threads that torch has in the calling thread, as many as
-    ``torch.set_num_threads`` says; the communicator's own start when first needed and end with
-    `close`.
+    Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph as an
+    operator; other calls break it. `pyringar.ops` returns new tensors instead.
+
+    Several threads may use one communicator; its collectives run one at a time. ``fused`` computes
+    on CPUs with torch's OpenMP threads, as many as ``torch.set_num_threads`` says.
     """
 
     def __init__(
@@ -156,10 +149,8 @@ class Communicator(EngineCommunicator):
 
         With several GPUs the current streams of all of them must be in the capture: let each wait
         for the captured one first, and the captured one for them at the end. Anything else, and a
-        ``ring`` between GPUs, raises `UnsupportedError` before it runs.
-
-        What a captured call needs belongs to the graph: it may be replayed beside other calls of
-        the communicator, and after `close`.
+        ``ring`` between GPUs, raises `UnsupportedError` before it runs. A graph may be replayed
+        beside other calls of the communicator, and after `close`.
         """
         return all(device.type == "cuda" for device in self._devices)
 
@@ -185,10 +176,9 @@ class Communicator(EngineCommunicator):
                 towards zero.
             algorithm: Overrides the communicator's.
             order: Overrides the communicator's.
-            async_op: Return a `Work` and reduce in the background. ``naive`` and ``sharded``
-                reduce before they return, and so may ``fused`` on CPUs where that takes less time
-                than to hand it over. Until it is done, its tensors' memory must stay, see
-                `Work`.
+            async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
+                short ``fused`` call reduce before they return. See `Work` for what must stay until
+                it is done.
 
         Raises:
             ArgumentError: Names the index and value that is wrong; nothing was changed.
@@ -396,12 +386,10 @@ class Communicator(EngineCommunicator):
             algorithm: Overrides the communicator's; ``naive`` and ``sharded`` cannot be bound.
 
         Returns:
-            A callable without arguments that reduces ``tensors`` in place. It looks at nothing
-            again: tensors must stay as they are. After a new ``.data`` or ``set_`` it reduces their
-            old memory, which it keeps. A ``resize_`` to more elements or of their storage,
-            ``share_memory_()`` and sending a tensor through ``torch.multiprocessing`` free that
-            memory, and a call would then write where it must not. Bind again after such a
-            change.
+            A callable without arguments that reduces ``tensors`` in place, and checks nothing
+            again. After a new ``.data`` or ``set_`` it reduces their old memory, which it keeps.
+            Bind again after ``resize_``, ``share_memory_()`` or sending a tensor through
+            ``torch.multiprocessing``: these free the memory, and a call would write there.
 
         See `all_reduce` for the other arguments and errors.
         """
@@ -425,8 +413,7 @@ class Communicator(EngineCommunicator):
         See `bind` for the other arguments, for what is returned and for what must not change, and
         `all_reduce` for errors.
 
-        Cost: of every call, beside the reduction itself, one version count per tensor and rank, by
-        which autograd notices that it was written: tens of nanoseconds.
+        Cost: beside the reduction, tens of nanoseconds per tensor and rank for its version.
         """
         chosen = self._resolve_engine("bind_coalesced", algorithm, order)
         bound: Callable[[], None] = self._group.bind_coalesced(lists, op_name(op), *chosen)
@@ -481,28 +468,20 @@ class Communicator(EngineCommunicator):
 
     # -- what would run, what ran ------------------------------------------------------------------
 
-    def plan(
-        self, nbytes: int, dtype: torch.dtype = torch.float32, operation: str = "all_reduce"
-    ) -> Plan:
-        """Describe a collective of ``nbytes`` per rank: algorithm, order, traffic, reason.
+    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
+        """Describe an all_reduce of ``nbytes`` per rank: algorithm, order, traffic, reason.
 
         Args:
             nbytes: Bytes of one rank's tensor.
             dtype: Its dtype.
-            operation: ``"all_reduce"``, ``"reduce"`` or ``"broadcast"``.
 
         Raises:
-            ArgumentError: An argument is none of these.
-            UnsupportedError: A ``reduce`` with an algorithm that has none.
+            ArgumentError: An argument is neither.
         """
-        check_plan(nbytes, dtype, operation)
+        check_plan(nbytes, dtype)
         algorithm, order = self._resolve(None, None)
         reason = self._why if self._algorithm == "auto" else "asked for"
-        if operation == "broadcast":  # every algorithm does the same
-            algorithm, reason = self._auto, self._why
-        elif operation == "reduce":
-            self._resolve_reduce(operation, 0, None, None)
-        plan = Plan.of(algorithm, reason, self._topology, nbytes, order, operation)
+        plan = Plan.of(algorithm, reason, self._topology, nbytes, order)
         if algorithm != "fused" or self._topology.place != "host":
             return plan
         traffic_bytes = min(plan.traffic_bytes, sys.maxsize)
@@ -520,7 +499,6 @@ class Communicator(EngineCommunicator):
                 stats[name] = {"calls": calls}
         return stats
 
-    @never_fails
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
         return (

@@ -1,8 +1,7 @@
-"""Describe a rank to the others, and read what others wrote into a store."""
+"""Describe a rank to the others, and read the JSON that ranks wrote into a store."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -11,28 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pyringar.comm.arguments import is_count
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = [
-    "INT32_MAX",
-    "LONGEST_BYTES",
-    "Member",
-    "check_agreed",
-    "check_one_node",
-    "garbage",
-    "node_id",
-    "parse_object",
-    "ranks_by_node",
-]
+__all__ = ["Member", "check_agreed", "check_one_node", "node_id", "ranks_by_node", "read_fields"]
 
-_VERSION = 3
-# What is read from the store need not be what we wrote.
-INT32_MAX = 2**31 - 1
-_UINT64_MAX = 2**64 - 1
-LONGEST_BYTES = 4096  # of a member, of a segment
-_LONGEST_TEXT = 256
+_VERSION = 4
+_LONGEST_BYTES = 4096  # of one rank's part of a value in the store
 
 
 def node_id() -> str:
@@ -43,17 +27,19 @@ def node_id() -> str:
     """
     given = os.environ.get("PYRINGAR_NODE_ID")
     if given:
-        # Members tell it each other, and what they write has a limit.
-        is_short = len(given) <= _LONGEST_TEXT
-        return given if is_short else hashlib.sha256(os.fsencode(given)).hexdigest()
+        return given
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespaces = [os.readlink("/proc/self/ns/pid")]
     except OSError:
-        return os.uname().nodename if hasattr(os, "uname") else "this machine"
+        return _host_name()
     with suppress(OSError):  # Linux before 5.6 has one clock
         namespaces.append(os.readlink("/proc/self/ns/time"))
     return " ".join((boot, *namespaces))
+
+
+def _host_name() -> str:
+    return os.uname().nodename if hasattr(os, "uname") else "this machine"
 
 
 @dataclass(frozen=True)
@@ -65,17 +51,15 @@ class Member:
     host: str
     pid: int
     start_ticks: int
-    check: str  # PYRINGAR_CHECK: ranks that check what others do not would wait for them
     kind: str = "cpu"  # of its device: "cpu" or "cuda"
     attempt: str = ""  # random: tells this attempt to meet from all others
+    version: int = _VERSION
 
     @classmethod
     def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
         """Return this process, as rank ``rank``, with tensors on this kind of device."""
         pid, start_ticks = load.engine().process_id()
-        host = os.uname().nodename if hasattr(os, "uname") else "this machine"
-        check = os.environ.get("PYRINGAR_CHECK", "")
-        return cls(rank, node_id(), host, pid, start_ticks, check, kind, attempt)
+        return cls(rank, node_id(), _host_name(), pid, start_ticks, kind, attempt)
 
     @classmethod
     def parse(cls, text: bytes, rank: int) -> Member:
@@ -84,36 +68,60 @@ class Member:
         Raises:
             RingarError: It is not what this version of pyringar writes.
         """
-        try:
-            fields = parse_object(text, LONGEST_BYTES)
-            version = fields.pop("version")
-            member = cls(**fields)
-        except (ValueError, TypeError, KeyError):
-            raise garbage(rank, text, "no member") from None
-        is_whole = (
-            version == _VERSION
-            and is_count(member.rank, rank, rank)
-            and all(map(_is_text, (member.node, member.host, member.check, member.kind)))
-            and _is_text(member.attempt)
-            and is_count(member.pid, 1, INT32_MAX)
-            and is_count(member.start_ticks, 0, _UINT64_MAX)
-        )
-        if not is_whole:
-            raise RingarError(
-                f"rank {rank} wrote {text[:200]!r} of version {_shortened(version)} into the "
-                f"store, expected rank {rank} of version {_VERSION}: do all ranks run the same "
-                "pyringar?"
-            )
-        return member
+        return cls(**read_fields(text, rank, _FIELDS))
+
+    @classmethod
+    def parse_all(cls, text: bytes, world_size: int) -> list[Member]:
+        """Return the members that rank 0 wrote, as the texts of `text`.
+
+        Raises as `parse`.
+        """
+        fields = read_fields(text, 0, {"members": list}, num_ranks=world_size)
+        members = enumerate(fields["members"])
+        return [cls.parse(str(member).encode(), rank) for rank, member in members]
 
     def text(self) -> str:
         """Return what `parse` reads."""
-        return json.dumps({"version": _VERSION, **asdict(self)})
+        return json.dumps(asdict(self))
 
     @property
     def name(self) -> str:
         """For messages."""
         return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+_FIELDS: dict[str, type] = {
+    name: type(value) for name, value in asdict(Member(0, "", "", 0, 0)).items()
+}
+
+
+def read_fields(
+    text: bytes, rank: int, types: dict[str, type], *, num_ranks: int = 1
+) -> dict[str, Any]:
+    """Return the fields of a JSON object that a rank wrote into the store.
+
+    Args:
+        text: What stands in the store.
+        rank: The rank that wrote it, for the message.
+        types: The type of every field.
+        num_ranks: How many ranks the object describes, which limits its length.
+
+    Raises:
+        RingarError: It is something else, or for another rank or version.
+    """
+    fields = None
+    if len(text) <= (num_ranks + 1) * _LONGEST_BYTES:
+        with suppress(ValueError, RecursionError):
+            fields = json.loads(text)
+    if isinstance(fields, dict):
+        is_whole = {name: type(value) for name, value in fields.items()} == types
+        is_of_rank = fields.get("rank", rank) == rank
+        if is_whole and is_of_rank and fields.get("version", _VERSION) == _VERSION:
+            return fields
+    raise RingarError(
+        f"rank {rank} wrote {text[:300]!r} into the store, expected a JSON object of version "
+        f"{_VERSION} with {', '.join(types)}: do all ranks run the same pyringar?"
+    )
 
 
 def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
@@ -125,57 +133,18 @@ def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
 
 
 def check_agreed(members: Sequence[Member]) -> None:
-    """Refuse ranks that check, or keep tensors on, what others do not.
+    """Refuse ranks whose tensors are on another kind of device than rank 0's.
 
     Raises:
         ArgumentError: Names two that differ.
     """
     first = members[0]
     for other in members:
-        if other.check != first.check:
-            raise ArgumentError(
-                f"PYRINGAR_CHECK is {first.check!r} for {first.name} and {other.check!r} for "
-                f"{other.name}, expected the same for all ranks"
-            )
         if other.kind != first.kind:
             raise ArgumentError(
                 f"device is a {first.kind} device for {first.name} and a {other.kind} device for "
                 f"{other.name}, expected GPUs for all ranks, or for none"
             )
-
-
-def where_nodes_are(nodes: Sequence[Sequence[int]], members: Sequence[Member]) -> str:
-    """Return the ranks and host of every machine, for messages."""
-    return "; ".join(f"ranks {list(ranks)} on {members[ranks[0]].host}" for ranks in nodes)
-
-
-def parse_object(text: bytes, longest_bytes: int) -> dict[str, Any]:
-    """Return a JSON object that a rank wrote; raise ValueError for anything else."""
-    if len(text) > longest_bytes:
-        raise ValueError("too long")
-    try:
-        fields = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(fields, dict):
-        raise ValueError("no object")
-    return fields
-
-
-def garbage(rank: int, text: Any, expected: str) -> RingarError:
-    """Return the error for what cannot be read; does not raise it."""
-    return RingarError(f"rank {rank} wrote {_shortened(text)} into the store, {expected}")
-
-
-def _shortened(value: Any) -> str:
-    try:
-        return repr(value[:80] if isinstance(value, (bytes, str)) else value)[:200]
-    except (ValueError, RecursionError):  # an integer of more digits than Python prints
-        return f"a {type(value).__name__}"
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str and len(value) <= _LONGEST_TEXT
 
 
 def check_one_node(members: Sequence[Member]) -> None:
@@ -185,13 +154,12 @@ def check_one_node(members: Sequence[Member]) -> None:
         ArgumentError: Names the machines.
     """
     nodes = ranks_by_node(members)
-    if len(nodes) > 1:
-        where = where_nodes_are(nodes, members)
-        if len({member.host for member in members}) < len(nodes):
-            where += (
-                "; process numbers or clocks of their own, or no /proc, make one of a container"
-            )
-        raise ArgumentError(
-            f"the ranks are on {len(nodes)} machines ({where}), a ProcessCommunicator is for one; "
-            "take pyringar.distributed.HierarchicalCommunicator, or make one per machine"
-        )
+    if len(nodes) == 1:
+        return
+    where = "; ".join(f"ranks {ranks} on {members[ranks[0]].host}" for ranks in nodes)
+    if len({member.host for member in members}) < len(nodes):
+        where += "; process numbers or clocks of their own, or no /proc, make one of a container"
+    raise ArgumentError(
+        f"the ranks are on {len(nodes)} machines ({where}), a ProcessCommunicator is for one; "
+        "take pyringar.distributed.HierarchicalCommunicator, or make one per machine"
+    )

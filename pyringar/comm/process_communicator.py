@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,6 @@ from pyringar.comm.member import Member, check_agreed, check_one_node
 from pyringar.comm.orders import engine_order
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.shared_tensors import check_one_size, memory_of, remove_region
-from pyringar.comm.shown import never_fails
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
@@ -37,9 +35,8 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError, Unsup
 
 __all__ = ["ProcessCommunicator"]
 
-ALGORITHMS = ("auto", "direct", "ring")
+ALGORITHMS = ("auto", "direct")
 _AUTO, _WHY = choose("processes")
-_CHECKS = ("", "digest")
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -47,51 +44,48 @@ Tensors = Tensor | Sequence[Tensor]
 class ProcessCommunicator(OwnRank, EngineCommunicator):
     """This process's rank in a group of processes on one machine, which reduce together.
 
-    All ranks make the same calls in the same order. Calls that differ are found before data moves
-    and raise on every rank; so does a rank that dies or stays away.
+    All ranks make the same calls in the same order. Calls that differ raise on every rank before
+    data moves; so does a rank that dies or stays away.
 
-    With tensors on GPUs (``device``), ranks may share one. A call is enqueued on the current
-    stream, after what is there; the host waits until the other ranks have enqueued theirs, never
-    for a device. It cannot be captured in a CUDA graph.
+    Ranks may share a GPU. A call is enqueued on the current stream; the host waits until the other
+    ranks have enqueued theirs, never for a device. A CUDA graph cannot capture it.
 
     Args:
         store: A torch.distributed store that all ranks share. None: that of torch.distributed if it
             is initialised, else torchrun's.
         rank: This process's rank; only with ``store``.
         world_size: Number of ranks; only with ``store``.
-        name: Tells groups on one store apart. Groups of one name must be made in the same order by
-            all ranks.
-        algorithm: ``"auto"``, ``"direct"`` or ``"ring"`` for every call that names none itself.
+        name: Tells groups on one store apart. All ranks make groups of one name in the same order.
+        algorithm: ``"auto"`` or ``"direct"``, which are the same.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
             for all. A call in which all ranks move may take longer.
         device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
             ranks a GPU, or on none.
-        compares_shapes: Refuse tensors of other shapes than on other ranks. False: as many elements
-            will do, and correspond by index; on the CPU only.
-        max_blocks: How many thread blocks a kernel of this rank's calls may have on its GPU; None:
-            as many as help.
+        compares_shapes: Refuse tensors of other shapes than on other ranks. False: only numbers of
+            elements must agree; on the CPU only.
+        max_blocks: Most thread blocks of a kernel on this rank's GPU; None: as many as help.
 
     See `Communicator` for ``order``.
 
     Raises:
         ArgumentError: Wrong arguments; no store; ranks on several machines (names them); a device
             that is not there, or ranks on GPUs and on the CPU.
-        CudaError: CUDA refuses to show memory to other processes, or to map theirs.
+        CudaError: CUDA refuses to share memory with other processes.
         CollectiveTimeout: Ranks did not come in time (names them).
         PeerLostError: A rank died, or the store is gone.
-        RingarError: A rank could not make or map the shared memory; all ranks name it, and why.
+        RingarError: A rank could not make or map the shared memory (names it, on all ranks).
         UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
-            is tried with real data); ``algorithm="ring"`` on GPUs.
+            is tried with real data); ``algorithm="ring"``.
 
     A failed communicator refuses further calls with the reason; a new one can be made by the same
-    processes. With ``PYRINGAR_CHECK=digest`` in the environment, ranks compare a digest of every
-    result, and an error names the two that differ.
+    processes. An exception from a signal handler, such as KeyboardInterrupt, ends the call or wait
+    within 0.2 s and fails the communicator on all ranks. A handler must not call the communicator
+    itself.
 
-    A store may be one that was used before: what another attempt to meet left there, by processes
-    dead or alive, is not taken for a rank of this one.
+    A store may have been used before: ranks ignore the values of earlier attempts to meet.
 
-    Cost: a megabyte and a half of shared memory per rank, anonymous (memfd), so that even SIGKILL
-    leaks nothing. On a GPU 64 MiB of its memory beside that, up to 256 MiB where all ranks share
+    Cost: a megabyte of shared memory per rank, anonymous (memfd), so that even SIGKILL leaks
+    nothing. On a GPU 64 MiB of its memory beside that, up to 256 MiB where all ranks share
     it. `close` frees them if the other ranks close within 0.2 s; else the next communicator on GPUs
     that this process makes or closes does, or its end.
     """
@@ -140,7 +134,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
     def _configure(self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any) -> None:
         """Check and keep what was asked for, before others are told."""
-        self._algorithm = check_choice("algorithm", algorithm, ALGORITHMS)
+        self._algorithm = _check_algorithm(algorithm)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
         self._device = check_device("cpu" if device is None else device, "device")
@@ -148,10 +142,6 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         if not isinstance(name, str):
             raise ArgumentError(f"name is {name!r}, expected a string")
         self._name = name
-        check = os.environ.get("PYRINGAR_CHECK", "")
-        if check not in _CHECKS:
-            raise ArgumentError(f"PYRINGAR_CHECK is {check!r}, expected 'digest', or nothing")
-        self._checks_digests = check == "digest"
 
     def _join(self, meeting: Rendezvous, members: list[Member], compares_shapes: bool) -> None:
         """Make the engine's group, in memory that all members share."""
@@ -171,7 +161,6 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             world_size=self._world_size,
             token=token,
             timeout_s=self._timeout_s,
-            checks_digests=self._checks_digests,
             **options,
         )
         meeting.wait_until_mapped(self._group.absent_ranks)
@@ -183,7 +172,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self.reduce_plain = (
             _decline
             if self._device.type == "cuda"
-            else self._group.plain_all_reduce(*self._resolve(None, None))
+            else self._group.plain_all_reduce(self._resolve(None, None))
         )
         self._in_flight = {}
         what = (
@@ -194,7 +183,8 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         self._num_regions = 0
         # Tells the others that this rank has left, sooner than they would find its process gone.
         close_at_exit(
-            *(self, ProcessCommunicator.close),
+            self,
+            ProcessCommunicator.close,
             abort=ProcessCommunicator.abort,
             progress=ProcessCommunicator._progress,
         )
@@ -296,16 +286,10 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
         See `Communicator.all_reduce` for the dtypes and the other arguments.
 
-        Where ranks' tensors lie otherwise (in other strides; registered, but at other offsets), the
-        call is announced twice and the data packed in the order of its index.
-
-        Cost: data goes through slots that fit the caches, in pieces of up to 64 KiB for two
-        ranks, of 128 KiB for more, which up to 256 KiB send one. Two ranks, and up to 32 KiB any
-        number, reduce everything each: a wait per piece, ``(k + 1) N`` bytes read and ``2 N``
-        written by every rank. Else each reduces a slice: two waits per piece, ``(3 - 2 / k) N``
-        read and ``2 N`` written. GPUs have slots of 16 MiB, of up to 64 MiB where
-        all ranks share one, and change over at 256 KiB. Registered tensors: two waits, ``2 k N`` in
-        all.
+        Cost: data goes through slots that fit the caches, in pieces. Two ranks, and up to 32 KiB
+        any number, each reduce everything: one wait per piece, ``(k + 1) N`` bytes read and ``2 N``
+        written by every rank. Otherwise each reduces a slice: two waits per piece,
+        ``(3 - 2 / k) N`` read and ``2 N`` written. Registered tensors: two waits, ``2 k N`` in all.
         """
         if (
             not async_op
@@ -319,11 +303,11 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
             operators.reduce(self._handle, own, op, algorithm, order)
             return None
-        chosen, order = self._resolve(algorithm, order)
+        order = self._resolve(algorithm, order)
         native = self._group.all_reduce(
-            tensors, op_name(op), chosen, order, self._in_flight if async_op else None
+            tensors, op_name(op), order, self._in_flight if async_op else None
         )
-        return self._begun(native, "all_reduce", op_name(op), chosen) if async_op else None
+        return self._begun(native, "all_reduce", op_name(op)) if async_op else None
 
     def all_reduce_coalesced(
         self,
@@ -353,7 +337,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
 
         See `all_reduce` for the other arguments and errors.
         """
-        _, order = self._resolve(None, None)
+        order = self._resolve(None, None)
         native = self._group.reduce_scatter(
             output, input, op_name(op), order, self._in_flight if async_op else None
         )
@@ -422,7 +406,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         See `all_reduce` for the other arguments and errors.
         """
         bound: Callable[[], None] = self._group.bind(
-            tensors, op_name(op), *self._resolve(algorithm, order)
+            tensors, op_name(op), self._resolve(algorithm, order)
         )
         return bound
 
@@ -447,9 +431,9 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         """Show a tensor of `shared_empty` to all ranks; every rank calls it with its own.
 
         From then on `all_reduce` of tensors in that memory (the tensor, its views) reduces
-        them where they lie, if on all ranks they lie at the same offset in it. Ranks then write
-        into each other's memory: one that is late enough for the others to give it up ends the
-        block that it works on, at most 1 MiB, even after `all_reduce` has raised there.
+        them where they lie, if they lie at the same offset on all ranks. Ranks then write into each
+        other's memory: after `all_reduce` has raised CollectiveTimeout, the late rank still ends
+        the block of at most 1 MiB that it works on.
 
         Args:
             tensor: Lies in memory of `shared_empty`, of one size on all ranks.
@@ -541,24 +525,25 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             The plan; ``algorithm`` is as in `stats`.
         """
         check_plan(nbytes, dtype)
-        chosen, reason = self._algorithm, "asked for"
-        if self._algorithm == "auto":
-            chosen, reason = _AUTO, _WHY
-        plan = self._group.plan(nbytes, str(dtype).removeprefix("torch."), chosen)
+        reason = _WHY if self._algorithm == "auto" else "asked for"
+        plan = self._group.plan(nbytes)
         return Plan.in_processes(
-            *(plan["algorithm"], plan["num_pieces"], reason, self._world_size, nbytes),
-            self._resolve(None, None)[1],
+            plan["algorithm"],
+            plan["num_pieces"],
+            reason,
+            self._world_size,
+            nbytes,
+            self._resolve(None, None),
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return what ran: ``{"exchange" | "direct" | "ring" | "registered": {"calls", ...}}``.
+        """Return what ran: ``{"exchange" | "direct" | "registered": {"calls", ...}}``.
 
         ``exchange`` is ``direct`` for small tensors, and what other collectives do.
         """
         stats: dict[str, dict[str, float]] = self._group.stats()
         return stats
 
-    @never_fails
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
         return (
@@ -567,20 +552,20 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
         )
 
-    def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
-        """Return ``"direct"`` or ``"ring"``, and the order in which the engine adds."""
-        if algorithm is None:
-            algorithm = self._algorithm
-        else:
-            check_choice("algorithm", algorithm, ALGORITHMS)
+    def _resolve(self, algorithm: str | None, order: str | None) -> str:
+        """Return the order in which the engine adds."""
+        if algorithm is not None:
+            _check_algorithm(algorithm)
         order = self._order if order is None else check_choice("order", order, ORDERS)
-        if algorithm == "ring" and self._device.type != "cpu":
-            raise UnsupportedError(
-                f"algorithm is 'ring' and this rank's device {self._device}: ranks in processes of "
-                "their own have no ring on GPUs; take 'auto' or 'direct'"
-            )
-        chosen = _AUTO if algorithm == "auto" else algorithm
-        return chosen, engine_order(chosen, order, has_gpus=self._device.type != "cpu")
+        return engine_order("direct", order, has_gpus=self._device.type != "cpu")
+
+
+def _check_algorithm(algorithm: Any) -> str:
+    if algorithm == "ring":
+        raise UnsupportedError(
+            "algorithm is 'ring', which ranks in processes do not have; take 'auto' or 'direct'"
+        )
+    return check_choice("algorithm", algorithm, ALGORITHMS)
 
 
 def _decline(*_call: object) -> bool:

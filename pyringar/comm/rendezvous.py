@@ -1,35 +1,31 @@
 """Let ranks in processes find each other: through a torch store, then shared memory.
 
 A store may outlive the processes that wrote into it (torchrun keeps one for all restarts), and a
-process may outlive its stores and groups. So nothing is counted: every attempt to meet draws a
-random name (``Member.attempt``), a group is what rank 0 agrees to, and it is agreed to in the
-store, below ``pyringar/NAME``:
+process may outlive its stores and groups. So nothing is counted. Every attempt to meet draws a
+random name (``Member.attempt``), and rank 0 decides which attempts make a group. It is decided in
+the store, below ``pyringar/NAME``:
 
 ================== ================================== =============================================
-key                written by                         says
+key                written by                         holds
 ================== ================================== =============================================
-``call``           rank 0, as it begins               its member; answer below its attempt, A
+``call``           rank 0, as it begins               its member; answers go below its attempt, A
 ``A/member/R``     rank R, having read ``call``       its member
 ``A/came``         rank R, afterwards: counts up      that rank 0 should look again
-``A/members``      rank 0, once                       all members; or why there will be no group
+``A/members``      rank 0, once                       all members
 ``A/segment``      rank 0, once                       where its memory is
-``A/failed``       whoever fails after ``members``    why there will be no group
-everything else    the group (`Rendezvous.store`)     below ``A``, too: gloo, sub-groups, machines
+``A/failed``       the rank that fails                why there will be no group
+everything else    the group (`Rendezvous.store`)     also below ``A``: gloo, sub-groups
 ================== ================================== =============================================
 
-Rank 0 believes an answer because it stands below a name that nobody knew before; rank R believes
-``members`` because they repeat its own attempt. What another attempt left fits neither:
+Rank 0 trusts an answer because it stands below a name that was unknown before. Rank R trusts
+``members`` because they repeat its own attempt. Values of earlier attempts match neither:
 
-- ``call`` of a process that was gone before we looked, or that ended without us, is no call yet;
-- ``call`` that changes is answered anew; first rank R looks whether the old one named it after all;
-- an answer that is written again, by a rank that gave up and came again, counts instead of the old;
-- a process that called, or answered, and *then* died, has died in this attempt: PeerLostError.
+- rank R ignores the ``call`` of a process that died before, or of a group without rank R;
+- when ``call`` changes, rank R answers anew;
+- an answer that is written again, by a rank that gave up and came again, replaces the old one;
+- a process that dies after it called or answered raises PeerLostError on the others.
 
-No process number is compared between machines; there the attempts' names do it alone. The number of
-a torchrun restart would not: each agent counts its own.
-
-The store is asked a few times per rank, rank 0 a few times per member, then in turns that grow
-longer. What comes out of it is checked before it is used: another process may have written it.
+Process ids are not compared between machines; there the attempts' names suffice.
 """
 
 from __future__ import annotations
@@ -37,21 +33,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pyringar.comm.arguments import is_count
-from pyringar.comm.member import INT32_MAX, LONGEST_BYTES, Member, garbage, parse_object
+from pyringar.comm.member import Member, read_fields
 from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
-from pyringar.errors import (
-    ArgumentError,
-    CollectiveTimeout,
-    PeerLostError,
-    RingarError,
-)
+from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["Rendezvous"]
 
@@ -59,7 +49,7 @@ _TOKEN_BYTES = 32
 _ATTEMPT_BYTES = 16
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-_POLL_S_PER_RANK = 0.001  # all of them ask one store
+_POLL_S_PER_RANK = 0.001  # all ranks ask one store
 # A process that is being killed loses its descriptors a moment before it is gone.
 _DYING_S = 0.5
 _KINDS = {kind.__name__: kind for kind in (PeerLostError, CollectiveTimeout)}
@@ -101,14 +91,13 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
-        attempt = secrets.token_hex(_ATTEMPT_BYTES)
-        self._own = Member.this_process(rank, kind, attempt)
-        # Of whom we know, by rank. Of rank 0, the last that called; answered, if it was alive.
+        self._own = Member.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
+        # The known members, by rank. Of rank 0, that of its last call.
         self._members = {rank: self._own}
         self._has_answered = False
         self._given_up = ""  # why the last call came to nothing
         self._is_agreed = False
-        self._was_told = False  # by another why there will be no group
+        self._was_told = False  # by another rank why there will be no group
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -120,9 +109,8 @@ class Rendezvous:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None and not self._was_told:
-                # The store may be what failed.
-                with suppress(RingarError):
+            if error is not None and not self._was_told and (self._is_agreed or self.rank == 0):
+                with suppress(RingarError):  # the store may be what failed
                     self._tell(error)
         finally:
             self._store.close()
@@ -158,23 +146,23 @@ class Rendezvous:
         it: names it, with the reason.
         """
         if self.rank == 0:
-            token = secrets.token_bytes(_TOKEN_BYTES)
+            token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
             memory = self.engine.create_segment(self.world_size, token)
-            offer = {"fd": memory.fd, "token": token.hex()}
+            offer = {"fd": memory.fd, "token": token.decode()}
             self._store.set(self._key("segment"), json.dumps(offer))
             return memory, token
         text = self._poll(self._segment, lambda: [0], "to share its memory")
-        fd, token = self._parse_segment(text)
+        offer = read_fields(text, 0, {"fd": int, "token": str})
         try:
-            memory = self.engine.open_segment(self._members[0].pid, fd, self.world_size)
+            memory = self.engine.open_segment(self._members[0].pid, offer["fd"], self.world_size)
         except RingarError:
             # Rank 0 is being killed; or it lives, and has given up because another rank died.
             until = time.monotonic() + _DYING_S
             while time.monotonic() < until:
-                self._segment(True)
+                self._segment()
                 time.sleep(_LONGEST_POLL_S)
             raise
-        return memory, token
+        return memory, offer["token"].encode()
 
     def wait_until_mapped(self, absent_ranks: Callable[[], list[int]]) -> None:
         """Return when ``absent_ranks()``, who have not mapped the memory yet, is empty.
@@ -182,11 +170,10 @@ class Rendezvous:
         Raises as `share_memory`.
         """
 
-        def look(is_late: bool) -> bool | None:
+        def look() -> bool | None:
             if not absent_ranks():
                 return True
-            if is_late:
-                self._segment(True)
+            self._segment()
             return None
 
         self._poll(look, absent_ranks, "to map the group's memory")
@@ -194,7 +181,7 @@ class Rendezvous:
     # -- rank 0 ------------------------------------------------------------------------------------
 
     def _collect(self) -> list[Member]:
-        """Call, and return who answered."""
+        """Call, and return the members that answered."""
         self._store.set("call", self._own.text())
         others = range(1, self.world_size)
         came: Any = None
@@ -202,144 +189,105 @@ class Rendezvous:
         def missing() -> list[int]:
             return [rank for rank in others if rank not in self._members]
 
-        def look(is_late: bool) -> list[Member] | None:
+        def look() -> list[Member] | None:
             nonlocal came
-            if is_late:
-                self._check_alive(missing, "to join")
-            before, came = came, self._look_up("came")
+            before = came
+            (came,) = self._store.look_up([self._key("came")])
             if came != before:
                 self._read_answers(missing())
             if missing():
+                self._check_alive(missing, "to join")
                 return None
             if came != str(len(others)).encode():  # some have answered twice
                 self._read_answers(others)
             return [self._members[rank] for rank in range(self.world_size)]
 
         members = self._poll(look, missing, "to join")
-        self._store.set(
-            self._key("members"), json.dumps({"members": [member.text() for member in members]})
-        )
+        texts = [member.text() for member in members]
+        self._store.set(self._key("members"), json.dumps({"members": texts}))
         return members
 
-    def _read_answers(self, ranks: Sequence[int]) -> None:
-        texts = self._store.look_up([self._key(f"member/{rank}") for rank in ranks])
-        for rank, text in zip(ranks, texts, strict=True):
+    def _read_answers(self, ranks: Iterable[int]) -> None:
+        for rank, text in self._answers(ranks).items():
             if text is not None:
                 self._members[rank] = Member.parse(text, rank)
+
+    def _answers(self, ranks: Iterable[int]) -> dict[int, Any]:
+        """Return the answers to rank 0's call by rank, None where there is none."""
+        keys = {rank: self._key(f"member/{rank}") for rank in ranks}
+        return dict(zip(keys, self._store.look_up(list(keys.values())), strict=True))
 
     # -- other ranks -------------------------------------------------------------------------------
 
     def _join(self) -> list[Member]:
-        """Answer whoever calls, and return the members of the group that names this attempt."""
+        """Answer the call, and return the members of the group that names this attempt."""
         return self._poll(self._answer, self._not_answered, "to join")
 
-    def _answer(self, is_late: bool) -> list[Member] | None:
-        del is_late  # one process is looked at, in every turn
+    def _answer(self) -> list[Member] | None:
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
         caller = Member.parse(text, 0)
-        known = self._members.setdefault(0, caller)
-        if known.attempt != caller.attempt:
-            # Before it called anew it may have named us.
-            agreed = self._parse_members(self._look_up("members"))
-            if agreed is not None:
-                return agreed
-            self._members[0] = caller
+        if self._members.setdefault(0, caller).attempt != caller.attempt:
+            self._members[0] = caller  # rank 0 has called anew
             self._has_answered = False
             self._given_up = ""
-        is_alive = self._is_alive(caller)  # before the look, so that its last word is heard
-        text = self._look_up("members")
-        if text is not None:
-            self._has_answered = False  # it ended, perhaps without us
-            return self._parse_members(text)
-        if self._has_answered and not is_alive:
+        is_alive = self._is_alive(caller)  # before the look, so that its last value counts
+        members, failed = self._store.look_up([self._key("members"), self._key("failed")])
+        if members is not None:
+            self._has_answered = False  # the call is over, perhaps without this rank
+            group = Member.parse_all(members, self.world_size)
+            return group if self._own in group else None
+        if failed is not None:
+            if self._has_answered:
+                self._raise_told(failed)
+            self._has_answered = False
+        elif self._has_answered and not is_alive:
             self._check_alive(self._not_answered, "to join")
-        if not self._has_answered and is_alive:
+        elif is_alive and not self._has_answered:
             self._store.set(self._key(f"member/{self.rank}"), self._own.text())
             self._store.add(self._key("came"))
             self._has_answered = True
         return None
 
     def _not_answered(self) -> list[int]:
-        """Return for whom the group waits: rank 0, or those that its call waits for."""
+        """Return the ranks that the group waits for: rank 0, or those that its call waits for."""
         if not self._has_answered:
             return [0]
-        others = range(1, self.world_size)
-        try:
-            texts = self._store.look_up([self._key(f"member/{rank}") for rank in others])
-        except RingarError:  # the last words of an error that is raised already
-            return [0]
-        return [rank for rank, text in zip(others, texts, strict=True) if text is None] or [0]
-
-    def _parse_members(self, text: Any) -> list[Member] | None:
-        """Return who is in the group, None if this attempt is not; raise if it came to nothing."""
-        if text is None:
-            return None
-        try:
-            fields = parse_object(text, (self.world_size + 1) * LONGEST_BYTES)
-            if "error" in fields:
-                if self._own.attempt in fields["attempts"]:
-                    self._raise_told(fields)
-                return None
-            members = [Member.parse(m, rank) for rank, m in enumerate(fields["members"])]
-        except (ValueError, TypeError, KeyError):
-            raise garbage(0, text, "no list of members") from None
-        return members if self._own in members else None
+        answers = self._answers(range(1, self.world_size))
+        return [rank for rank, text in answers.items() if text is None] or [0]
 
     # -- the memory --------------------------------------------------------------------------------
 
-    def _segment(self, is_late: bool) -> Any:
-        """Return what stands there; raise what a rank says that failed, or for one that died."""
-        keys = [self._key("segment"), self._key("failed")]
-        segment, failed = self._store.look_up(keys)
+    def _segment(self) -> Any:
+        """Return the value of ``segment``, or None. Raise if a rank failed or died."""
+        segment, failed = self._store.look_up([self._key("segment"), self._key("failed")])
         if failed is not None:
-            # What cannot be read is nobody's reason; who wrote it will be missed.
-            with suppress(ValueError, TypeError, KeyError):
-                self._raise_told(parse_object(failed, LONGEST_BYTES))
-        if is_late:
-            self._check_alive(lambda: [0], "to share its memory")
+            self._raise_told(failed)
+        self._check_alive(lambda: [0], "to share its memory")
         return segment
-
-    def _parse_segment(self, text: Any) -> tuple[int, bytes]:
-        try:
-            fields = parse_object(text, LONGEST_BYTES)
-            fd, token = fields["fd"], bytes.fromhex(fields["token"])
-            if not (is_count(fd, 0, INT32_MAX) and len(token) == _TOKEN_BYTES):
-                raise ValueError("no descriptor or token")
-        except (ValueError, TypeError, KeyError):
-            raise garbage(0, text, "no segment") from None
-        return fd, token
 
     # -- failures ----------------------------------------------------------------------------------
 
     def _tell(self, error: BaseException) -> None:
-        """Say why there will be no group, to those who count on this rank."""
-        told: dict[str, Any] = {"error": str(error)[:1000] or type(error).__name__}
-        told |= {"kind": type(error).__name__, "rank": self.rank}
-        if self._is_agreed:
-            self._store.set(self._key("failed"), json.dumps(told))
-        elif self.rank == 0 and isinstance(error, RingarError):
-            # An answer that comes after this is another attempt's.
-            keys = [self._key(f"member/{rank}") for rank in range(1, self.world_size)]
-            told["attempts"] = []
-            for rank, text in enumerate(self._store.look_up(keys), start=1):
-                with suppress(RingarError):
-                    told["attempts"] += [Member.parse(text, rank).attempt] if text else []
-            self._store.set(self._key("members"), json.dumps(told))
+        """Write for the other ranks why there will be no group."""
+        told = {
+            "error": str(error)[:1000] or type(error).__name__,
+            "kind": type(error).__name__,
+            "teller": self.rank,
+        }
+        self._store.set(self._key("failed"), json.dumps(told))
 
-    def _raise_told(self, told: dict[str, Any]) -> None:
-        rank, text, kind = told["rank"], told["error"], told["kind"]
-        if not is_count(rank, 0, self.world_size - 1) or type(text) is not str:
-            raise ValueError("no error")
-        # Before there are members, one that did not wait long enough may call again.
-        if kind == CollectiveTimeout.__name__ and not self._is_agreed:
-            self._given_up = f"; {self._members[rank].name} has given up: {text}"
+    def _raise_told(self, text: bytes) -> None:
+        told = read_fields(text, 0, {"error": str, "kind": str, "teller": int})
+        name = self._members[told["teller"]].name
+        # Before there are members, a rank 0 that did not wait long enough may call again.
+        if told["kind"] == CollectiveTimeout.__name__ and not self._is_agreed:
+            self._given_up = f"; {name} has given up: {told['error']}"
             return
         self._was_told = True
-        raise _KINDS.get(kind, RingarError)(
-            f"{self._members[rank].name} could not make the group: {text}"
-        )
+        kind = _KINDS.get(told["kind"], RingarError)
+        raise kind(f"{name} could not make the group: {told['error']}")
 
     def _is_alive(self, member: Member) -> bool:
         is_here = member.node == self._own.node
@@ -355,20 +303,14 @@ class Rendezvous:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def _key(self, name: str, caller: Member | None = None) -> str:
-        return f"{(caller or self._members[0]).attempt}/{name}"
+    def _key(self, name: str) -> str:
+        return f"{self._members[0].attempt}/{name}"
 
-    def _look_up(self, name: str, caller: Member | None = None) -> Any:
-        (text,) = self._store.look_up([self._key(name, caller)])
-        return text
-
-    def _poll(
-        self, look: Callable[[bool], T | None], absent: Callable[[], list[int]], what: str
-    ) -> T:
-        """Look in turns that grow longer; in the longest, late ones, ``look`` may take its time."""
+    def _poll(self, look: Callable[[], T | None], absent: Callable[[], list[int]], what: str) -> T:
+        """Poll with exponential backoff until ``look`` returns something."""
         longest_s = _LONGEST_POLL_S + min(_POLL_S_PER_RANK * self.world_size, 0.2)
         pause_s = _FIRST_POLL_S
-        while (found := look(pause_s == longest_s)) is None:
+        while (found := look()) is None:
             if time.monotonic() >= self._deadline:
                 raise self._timed_out(absent(), what)
             time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))

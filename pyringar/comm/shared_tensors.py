@@ -35,8 +35,8 @@ def shared_empty(
 
     Raises:
         ArgumentError: A wrong shape, or one of 2^63 bytes or more.
-        RingarError: The memory could not be allocated, for instance because the machine, or a
-            cgroup that this process is in, has less left; says how much was asked for.
+        RingarError: The memory could not be allocated, for instance because the machine has less
+            left; says how much was asked for.
         UnsupportedError: This is not Linux.
     """
     if not isinstance(dtype, torch.dtype):

@@ -15,7 +15,6 @@ from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
     PeerLostError,
-    RingarError,
     UnsupportedError,
 )
 
@@ -94,9 +93,8 @@ class PatientStore:
         rank: Who asks, in messages.
         deadline: Of all answers, on the monotonic clock.
 
-    Every method raises `CollectiveTimeout` at the deadline, `PeerLostError` where the
-    store's process is gone, and `RingarError` where it fails otherwise or no thread can
-    start.
+    Every method raises `CollectiveTimeout` at the deadline, and `PeerLostError` where the store's
+    process is gone.
     """
 
     def __init__(self, store: Any, group: str, rank: int, deadline: float) -> None:
@@ -111,14 +109,11 @@ class PatientStore:
         self._ask(lambda: self.store.set(key, value))
 
     def add(self, key: str) -> None:
-        """Count one up, so that whoever looks at ``key`` sees a change."""
+        """Add one to the number at ``key``."""
         self._ask(lambda: self.store.add(key, 1))
 
     def look_up(self, keys: Sequence[str]) -> list[Any]:
-        """Return what stands at each of ``keys`` now, None where nothing does; never waits for it.
-
-        What the store hands out is for the caller to check: bytes, if nobody tampers with it.
-        """
+        """Return the value of each of ``keys``, None where there is none yet."""
         store = self.store
         found: list[Any] = self._ask(
             lambda: [store.get(k) if store.check([k]) else None for k in keys]
@@ -141,11 +136,6 @@ class PatientStore:
             raise PeerLostError(
                 f"the store of group {self._group} does not answer rank {self._rank}, so its "
                 f"process is gone: {error}"
-            ) from error
-        except Exception as error:
-            raise RingarError(
-                f"the store of group {self._group} failed rank {self._rank}: "
-                f"{type(error).__name__}: {error}"
             ) from error
         if not is_answered:
             raise CollectiveTimeout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,9 +73,6 @@ class Plan:
         reason: Why this algorithm.
         threads: On which threads a call that is waited for would run, where one pass in the
             host's memory reduces; else "".
-        operation: The collective: ``"all_reduce"``, ``"reduce"`` or ``"broadcast"``.
-        link_bytes: Most bytes that one GPU sends to, or receives from, all others, where
-            ``direct`` runs between GPUs that reach each other's memory; else 0.
     """
 
     algorithm: str
@@ -84,8 +81,6 @@ class Plan:
     traffic_bytes: int
     reason: str
     threads: str = ""
-    operation: str = "all_reduce"
-    link_bytes: int = 0
 
     @classmethod
     def of(
@@ -95,7 +90,6 @@ class Plan:
         topology: Topology,
         nbytes: int,
         order: str = "rank",
-        operation: str = "all_reduce",
     ) -> Plan:
         """Return what an algorithm does for ranks in one process.
 
@@ -105,24 +99,18 @@ class Plan:
             topology: Where the ranks are.
             nbytes: Bytes of one rank's data.
             order: In which ranks are added, unless the algorithm has one of its own.
-            operation: The collective. Others than ``"all_reduce"`` run ``fused`` or ``direct``.
         """
         k = len(topology.devices)
         steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
         if algorithm in ("fused", "direct"):
-            passes = {"all_reduce": 2 * k, "reduce": k + 1, "broadcast": k}[operation]
+            passes = 2 * k
         elif algorithm == "ring":
             # CPU ranks read each other's tensors, only partial sums go through slots; GPUs send
             # everything through slots.
             passes = 5 * (k - 1) if topology.place == "host" else 6 * k - 4
         else:
             passes = 6 * (k - 1)
-        plan = cls._made(algorithm, order, steps, passes * nbytes, reason, k)
-        link_bytes = 0
-        if algorithm == "direct" and topology.place == "gpus":
-            reason = _BETWEEN_GPUS.get(operation, reason)
-            link_bytes = _link_bytes(topology, nbytes, operation)
-        return replace(plan, reason=reason, operation=operation, link_bytes=link_bytes)
+        return cls._made(algorithm, order, steps, passes * nbytes, reason, k)
 
     @classmethod
     def in_processes(
@@ -131,7 +119,7 @@ class Plan:
         """Return what an algorithm does for ranks in processes of their own.
 
         Args:
-            algorithm: ``"exchange"``, ``"direct"`` or ``"ring"``.
+            algorithm: ``"exchange"`` or ``"direct"``.
             num_pieces: Pieces in which the data moves.
             reason: Why it was chosen, in words.
             world_size: Number of ranks.
@@ -140,11 +128,10 @@ class Plan:
         """
         k = world_size
         # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
-        # what is not a rank's own. ring: announced once; every byte goes through slots.
+        # what is not a rank's own.
         rounds, passes = {
             "exchange": (num_pieces, k * (k + 3)),
             "direct": (2 * num_pieces, 5 * k - 2),
-            "ring": (1 + 2 * (k - 1) * num_pieces, 6 * k - 4),
         }[algorithm]
         return cls._made(algorithm, order, rounds, passes * nbytes, reason, k)
 
@@ -161,35 +148,10 @@ class Plan:
     def __str__(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         threads = f", {self.threads}" if self.threads else ""
-        what = "" if self.operation == "all_reduce" else f"{self.operation} by "
-        link = f" at most {self.link_bytes:,} bytes each way per GPU," if self.link_bytes else ""
         return (
-            f"{what}{self.algorithm}: {steps}, {self.traffic_bytes:,} bytes of memory traffic,"
-            f"{link} {self.order} order{threads} ({self.reason})"
+            f"{self.algorithm}: {steps}, {self.traffic_bytes:,} bytes of memory traffic, "
+            f"{self.order} order{threads} ({self.reason})"
         )
-
-
-# Why no link carries all bytes of a direct call that has a root.
-_BETWEEN_GPUS = {
-    "reduce": "each GPU reduces a slice and writes it to the root",
-    "broadcast": "each GPU reads a slice from the root and writes it to the other ranks",
-}
-
-
-def _link_bytes(topology: Topology, nbytes: int, operation: str) -> int:
-    """Return the most bytes that one GPU sends or receives in a direct call.
-
-    With a slice for each of ``d`` GPUs, a GPU that has ``m`` of ``k`` ranks exchanges with others:
-    its slice of their ranks' tensors, ``k - m`` times, and their slices of its own ranks' tensors,
-    ``m * (d - 1)`` times. With a root one of the two is a single tensor, the root's.
-    """
-    k, d = len(topology.devices), len(topology.memories)
-    counts = [len(ranks) for ranks in topology.memories.values()]
-    if operation == "all_reduce":
-        slices = max(k - m + m * (d - 1) for m in counts)
-    else:  # at the root, and at another GPU
-        slices = max(max(k - m + d - 1, m * (d - 1) + 1) for m in counts)
-    return slices * -(-nbytes // d)
 
 
 def check_device(given: Any, name: str) -> torch.device:

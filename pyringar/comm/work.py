@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pyringar.comm.shown import never_fails
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
 __all__ = ["Work"]
@@ -16,9 +15,8 @@ class Work:
 
     Until it is done its tensors must be neither read nor written, nor their memory resized or
     shared: after ``resize_``, ``untyped_storage().resize_()``, ``share_memory_()`` or sending one
-    through ``torch.multiprocessing`` the engine writes where memory was freed.
-    Dropping it is fine, and so is dropping or changing the lists, or a new ``.data``: the
-    communicator keeps the memory that the tensors had, and reduces that.
+    through ``torch.multiprocessing`` the engine writes where memory was freed. Dropping the work,
+    the tensors or the lists is fine: the communicator keeps the memory.
     """
 
     def __init__(self, native: Any, in_flight: dict[Any, object], *call: str) -> None:
@@ -55,6 +53,9 @@ class Work:
         Returns:
             True.
 
+        An exception from a signal handler, such as KeyboardInterrupt, ends the wait within 0.2 s,
+        and fails a `ProcessCommunicator` on all ranks. Ranks of one process go on.
+
         Raises:
             RingarError: The collective's own error, if it failed.
             ArgumentError: ``timeout`` is no number of seconds.
@@ -74,7 +75,6 @@ class Work:
         self.is_completed()
         return True
 
-    @never_fails
     def __repr__(self) -> str:
         state = "done"
         if self._native is not None and not self._native.is_completed():

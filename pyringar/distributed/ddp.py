@@ -12,7 +12,6 @@ from torch.futures import Future
 from pyringar.choices import check_choice
 from pyringar.comm.arguments import check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.shown import never_fails
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.work import Completer, PendingWork
 
@@ -51,7 +50,6 @@ class HookState:
             )
         return self._comm
 
-    @never_fails
     def __repr__(self) -> str:
         comm = "made with the first gradients" if self._comm is None else repr(self._comm)
         return f"HookState(op={self.op!r}, comm: {comm})"

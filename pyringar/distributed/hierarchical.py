@@ -32,7 +32,6 @@ from pyringar.comm.jobs import Job, Jobs
 from pyringar.comm.member import Member, check_agreed, ranks_by_node
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.rendezvous import Rendezvous
-from pyringar.comm.shown import never_fails
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan
 from pyringar.comm.work import Work
@@ -520,7 +519,6 @@ class HierarchicalCommunicator(OwnRank):
             self._failure = why
         self._links.abort(str(self._failure) or type(self._failure).__name__)
 
-    @never_fails
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
         return (

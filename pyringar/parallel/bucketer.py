@@ -15,7 +15,6 @@ from pyringar.comm.arguments import op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
-from pyringar.comm.shown import never_fails
 from pyringar.engine import load
 from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel.bucket_params import (
@@ -209,7 +208,6 @@ class GradientBucketer:
         """
         self._end("close() was called", is_failure=bool(self._launched))
 
-    @never_fails
     def __repr__(self) -> str:
         state = "backward has begun" if self._native.begin_ns() else "waits for backward"
         if self._closed:

@@ -25,7 +25,7 @@ std::string told(int number) { std::ostringstream text; text << number; return t
 """
 # Errors with integers and fractions; then what /proc tells.
 USE = r"""
-import os, sys
+import os
 import torch
 import pyringar as pr
 from pyringar.engine import load
@@ -47,13 +47,11 @@ pid = os.getppid()
 with open(f"/proc/{pid}/stat") as stat:
     start_ticks = int(stat.read().rpartition(")")[2].split()[19])
 print("alive:", engine.is_alive(pid, start_ticks), engine.is_alive(pid, start_ticks + 1))
-print("free:", engine.memory_left_bytes(sys.argv[1]))
 """
 TOLD = r"""all_reduce: tensors\[1\] has shape \(7,\), but tensors\[0\] has \(5,\); .*
 all_reduce: ring sum of 5 float32 .* 2 ranks: rank 0 waited 0\.25 s for rank 1 to send at step 0 .*
 cannot allocate .*1152921504606846976 bytes.* of which [0-9]+ bytes are left.*
 alive: True False
-free: 3072
 """
 USE_CUDA = """
 import torch
@@ -106,16 +104,14 @@ def test_engine_exports_init_alone(cache, tiny, static, monkeypatch, compiler, i
 @needs_compiler
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("compiler", some(["g++", "clang++"], "g++"))
-def test_static_libstdcxx_beside_torch(cache, static, tmp_path, compiler):
+def test_static_libstdcxx_beside_torch(cache, static, compiler):
     """Compiles without warnings; errors are complete and /proc is read."""
     require(compiler)
     cxx = static(compiler, "-Werror")
     engine = build.build_engine(build.Recipe())
     assert exported(engine) == ["PyInit__engine"]
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemAvailable:  1 kB\nSwapFree: 2 kB\n")
     environment = {"PYRINGAR_CACHE_DIR": cache, "CXX": cxx}
-    told = run(sys.executable, "-c", USE, tmp_path, cwd=REPO, **environment)
+    told = run(sys.executable, "-c", USE, cwd=REPO, **environment)
     assert re.fullmatch(TOLD, told), told
 
 

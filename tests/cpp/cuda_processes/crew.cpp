@@ -93,7 +93,7 @@ Crew::Groups Crew::join(const std::vector<SharedMemory>& memory, int rank) const
   Groups groups;
   for (const SharedMemory& one : memory) {
     SharedMemory own = SharedMemory::open(getpid(), one.fd(), one.bytes(), "a test");
-    const Segment segment = Segment::attach(own.data(), own.bytes(), world_size_, SegmentToken{});
+    const Segment segment = Segment::attach(own.data(), world_size_, SegmentToken{});
     groups.push_back(
         std::make_unique<CudaProcessGroup>(std::move(own), segment, rank, place(rank), options_));
     while (!groups.back()->host().absent_ranks().empty()) std::this_thread::yield();
@@ -122,7 +122,6 @@ CudaProcessOptions random_options(Random& random) {
   options.slot_bytes = kSlotBytes[random.below(3)];
   options.most_shared_slot_bytes = options.slot_bytes * (std::size_t{1} << random.below(3));
   options.exchange_bytes = random.one_in(2) ? 0 : 2 * options.slot_bytes;
-  options.checks_digests = random.one_in(4);
   if (random.one_in(3)) options.max_blocks = random.between(1, 8);
   return options;
 }

@@ -100,12 +100,12 @@ thread_local std::function<void()> nap;
 // How the process of one rank comes to its end: between two calls, or while its host waits in one;
 // with its device far behind, somewhere, or at the end of all it was asked to do.
 struct Death {
-  Death(Random& random, int world_size, const std::vector<Case>& cases, bool waits_for_device)
+  Death(Random& random, int world_size, const std::vector<Case>& cases)
       : victim(random.between(0, world_size - 1)),
         last_one((victim + 1) % world_size),
         at(random.below(cases.size() + 1)),
         busy_from(random.below(at + 2)),
-        is_done_before(waits_for_device || random.one_in(3)),
+        is_done_before(random.one_in(3)),
         is_waiting(at < cases.size() && !cases[at].is_async && random.one_in(2)) {}
 
   const int victim;
@@ -159,8 +159,7 @@ void check_death(Random& random) {
   const Crew crew(random, world_size, options, random.one_in(2) ? 0 : random.between(1, 30), true);
   const std::vector<Case> cases = random_cases(random, world_size, options);
   std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
-  // A host that compares digests waits for its own device.
-  Death death(random, world_size, cases, options.checks_digests);
+  Death death(random, world_size, cases);
   const std::uint64_t seed = random.bits();
   crew.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
@@ -175,7 +174,6 @@ void check_late(Random& random) {
   const int world_size = random.between(2, 4);
   const int culprit = random.between(0, world_size - 1);
   CudaProcessOptions options = random_options(random);
-  options.checks_digests = false;  // a host would wait for its device
   options.timeout = 300ms;
   const Crew crew(random, world_size, options, random.between(1, 30), true);
   const std::vector<Case> cases = plain_cases(random, 1 + random.below(4));
@@ -214,7 +212,6 @@ void check_late_midway(Random& random) {
   const int world_size = random.between(2, 4);
   const int culprit = random.between(0, world_size - 1);
   CudaProcessOptions options = random_options(random);
-  options.checks_digests = false;
   options.timeout = 300ms;
   const Crew crew(random, world_size, options, random.between(1, 30), true);
   const std::vector<Case> cases = plain_cases(random, 4);
@@ -245,7 +242,6 @@ void check_late_midway(Random& random) {
 void check_busy(Random& random) {
   const int world_size = random.between(2, 4);
   CudaProcessOptions options = random_options(random);
-  options.checks_digests = false;
   options.timeout = 500ms;
   const Crew crew(random, world_size, options, random.between(1, 30), true);
   const std::vector<Case> cases = plain_cases(random, 2);
@@ -272,7 +268,6 @@ void check_earlier_calls(Random& random) {
   const int world_size = random.between(2, 4);
   const int odd = random.between(0, world_size - 1);
   CudaProcessOptions options = random_options(random);
-  options.checks_digests = false;
   const Crew crew(random, world_size, options, random.between(1, 30), true);
   const std::vector<Case> cases = plain_cases(random, 1 + random.below(3));
   std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
@@ -322,7 +317,6 @@ void check_abort(Random& random) {
   const int busy = random.between(0, world_size - 1);
   const int aborting = (busy + 1) % world_size;
   CudaProcessOptions options = random_options(random);
-  options.checks_digests = false;
   const Crew crew(random, world_size, options, random.between(1, 30), true);
   const std::vector<Case> cases = plain_cases(random, 1 + random.below(3));
   std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
@@ -352,43 +346,11 @@ void check_abort(Random& random) {
   });
 }
 
-// The same while a call of the rank waits inside CUDA, to compare what all have got.
-void check_abort_of_a_blocked_call(Random& random) {
-  CudaProcessOptions options = random_options(random);
-  options.checks_digests = true;
-  const Crew crew(random, 2, options, random.between(1, 30), true);
-  const std::vector<Case> cases = plain_cases(random, 1);
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, 2);
-  std::atomic<int> num_aborted{0};
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    if (rank == 0) hold(rank, true);
-    std::thread caller([&] {
-      Calls calls{cases, tensors, group, rank};
-      const ErrorKind kind = rank == 1 ? ErrorKind::kState : ErrorKind::kPeerLost;
-      CHECK(calls.enqueue_from(0, kind) != "", "nobody noticed");
-    });
-    std::this_thread::sleep_for(20ms);
-    const Stopwatch watch;
-    if (rank == 1) {
-      CHECK(group.close(Leaving::kAborting), "it has not closed");
-      CHECK(watch.seconds() < kGraceSeconds, "abort waited for long");
-      num_aborted += 1;
-    }
-    while (num_aborted == 0) std::this_thread::yield();
-    if (rank == 0) hold(rank, false);
-    caller.join();
-    group.close(Leaving::kAtOnce);
-  });
-}
-
 // A rank closes while its GPU is busy with other work: it is told, once, and its tensors stay in
-// use until the GPU has come to its calls. A signal's handler may end the wait, and close
-// meanwhile.
+// use until the GPU has come to its calls. A signal's handler may end the wait.
 void check_close_of_a_busy_rank(Random& random) {
   struct Interrupt {};
   CudaProcessOptions options = random_options(random);
-  options.checks_digests = false;
   options.timeout = 100ms;
   options.on_nap = [] {
     if (nap) nap();
@@ -410,7 +372,7 @@ void check_close_of_a_busy_rank(Random& random) {
     while (num_enqueued < 2) std::this_thread::yield();
     if (rank == 0 && is_interrupted) {
       nap = [&] {
-        CHECK(!group.close(), "closed in the midst of it");
+        check_throws(ErrorKind::kState, "signal handler", [&] { group.close(); });
         throw Interrupt{};
       };
       try {
@@ -470,7 +432,6 @@ const std::vector<Part> kFaults = {
     {"earlier-calls", &check_earlier_calls, 5},
     {"refused-launch", &check_refused_launch, 4},
     {"abort", &check_abort, 5},
-    {"abort-blocked", &check_abort_of_a_blocked_call, 10},
     {"close-busy", &check_close_of_a_busy_rank, 10},
     {"broken-capture", &check_broken_capture, 8},
 };
