@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,8 +171,30 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
         yield functools.cache(lambda k: made.enter_context(pr.Communicator(["cpu"] * k)))
 
 
-# For tests/cuda. In a conftest.py of that folder, pytest 9.1 does not find them for files that are
-# named on the command line after a file of another folder.
+# For tests/conformance and tests/cuda. In a conftest.py of such a folder, pytest 9.1 does not find
+# them for files that are named on the command line after a file of another folder.
+
+
+@pytest.fixture(scope="session")
+def transport_of() -> Iterator[Callable[[str], Any]]:
+    """``transport_of(name)``: "threads", "processes" or "gpu", with groups for all tests."""
+    from transports import TRANSPORTS
+
+    with contextlib.ExitStack() as made:
+        yield functools.cache(
+            lambda name: made.enter_context(contextlib.closing(TRANSPORTS[name]()))
+        )
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.fixture(
+    params=["threads", "processes", pytest.param("gpu", marks=[pytest.mark.cuda, NO_GPU])]
+)
+def transport(request: pytest.FixtureRequest, transport_of: Callable[[str], Any]) -> Any:
+    """Each transport in turn."""
+    return transport_of(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -175,42 +175,6 @@ def test_a_call_that_fails_after_others_saw_it_counts_as_a_change(is_bound):
     assert versions == [1, 1]
 
 
-def test_a_tensor_that_changes_between_calls(pair):
-    tensors = [torch.zeros(0), torch.zeros(0)]
-
-    def reduce(rank):
-        tensor = tensors[rank]
-        for step, numel in enumerate((5, 3000, 7, 1)):
-            tensor.resize_(numel).fill_(rank + step)
-            pair[rank].all_reduce(tensor)
-            assert tensor.tolist() == [2 * step + 1] * numel
-        tensor.data = torch.full((2, 9), rank, dtype=torch.int64)
-        pair[rank].all_reduce(tensor, "max")
-        assert tensor.tolist() == [[1] * 9] * 2
-
-    together(reduce)
-
-
-def test_both_ways_meet_and_agree(pair):
-    """One rank goes the short way, the other the long one, with the same call."""
-    strided = torch.zeros(6, 2)[:, 0]
-
-    def reduce(rank):
-        tensor = torch.arange(6.0) if rank == 0 else strided.copy_(torch.ones(6))
-        pair[rank].all_reduce(tensor, "mean")
-        assert tensor.tolist() == [0.5, 1, 1.5, 2, 2.5, 3]
-
-    together(reduce)
-
-
-def test_other_shapes_and_ops_are_refused(pair):
-    def reduce(rank):
-        with pytest.raises(pr.ArgumentError, match="ranks call different things"):
-            pair[rank].all_reduce(torch.ones(6) if rank == 0 else torch.ones(2, 3))
-
-    together(reduce)
-
-
 def test_threads_that_share_a_communicator(pair):
     """One call uses the short way's memory; others meanwhile go the long way."""
     num_calls = 200
