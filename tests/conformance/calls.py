@@ -301,6 +301,12 @@ class Placed:
     def _signed(self, words: Words) -> Words:
         return negated(words, self.part.kind) if self._layout.is_negated else words
 
+    @property
+    def can_be_array(self) -> bool:
+        """Whether NumPy has the dtype and reaches the memory."""
+        is_plain = self.part.dtype is not torch.bfloat16 and not self.part.has_negated
+        return is_plain and self._memory.device.type == "cpu"
+
     def array(self) -> np.ndarray:
         """Return NumPy's view of the memory."""
         kind = self.part.kind
