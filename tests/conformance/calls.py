@@ -19,6 +19,7 @@ from oracle import (
     Kind,
     Words,
     chunk,
+    is_nan,
     negated,
     positional,
     random,
@@ -105,7 +106,16 @@ _POOL_ROWS, _POOL_ELEMS = 17, 20_011  # a prime: repeated, it matches no block o
 
 @functools.cache
 def _pool(dtype: torch.dtype, row: int) -> Words:
-    return words_of(random(_POOL_ELEMS, dtype, row))
+    """Random elements; a NaN has any sign and payload, and may be a signaling one."""
+    kind, words = KINDS[dtype], words_of(random(_POOL_ELEMS, dtype, row))
+    any_bits = np.random.default_rng(row).integers(
+        1, np.iinfo(kind.word).max, _POOL_ELEMS, kind.word
+    )
+    return np.where(is_nan(words, kind), any_bits | _exponent(kind) | 1, words)
+
+
+def _exponent(kind: Kind) -> np.unsignedinteger:
+    return kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
 
 
 def drawn(numel: int, dtype: torch.dtype, seed: int, rank: int) -> Words:
@@ -218,6 +228,10 @@ class Call:
     def is_in_place(self, i: int) -> bool:
         """Whether the output of a reduction to one rank is that rank's input."""
         return self.entry == "reduce in place" or (self.entry == "reduce_coalesced" and i % 2 == 1)
+
+    def is_copy(self, field: Field) -> bool:
+        """Whether the field has the very bits of an input afterwards."""
+        return not field.is_written or self.entry in (*BROADCASTS, "all_gather")
 
     def _shares(self, rank: int) -> list[Field]:
         """Return the fields of a call between whole tensors and one share of each rank."""

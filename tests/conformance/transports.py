@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from calls import (
     ALL_REDUCES,
@@ -233,6 +234,8 @@ def check_rank(
         if rank == 0 or not is_shared:
             wanted = call.wanted(rank, one.field, order, by_index=by_index)
             assert_words(found, wanted, one.part.kind, call)
+            if call.is_copy(one.field) and not one.part.has_negated:
+                assert np.array_equal(found, wanted), f"the bits of a NaN were changed: {call}"
         if one.field.is_written or call.entry in BROADCASTS:
             digest = zlib.crc32(found.tobytes(), digest)
     return digest
