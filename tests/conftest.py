@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +31,12 @@ else:
 
 # The files that take longest begin first, so that no core waits for the last one.
 LONG = """
-test_compiled test_processes test_grader test_build test_orders test_train_checkpoints test_peers
-test_process_deaths test_distributed_ends test_rendezvous test_cluster_failures test_cluster
-test_cluster_run test_all_reduce test_exits test_audit_processes test_sharded_training
-test_torch_team test_grader_processes test_process_faults test_signals test_distributed
-test_bound_lists test_differential test_docs test_deadlines test_private_cache test_examples
+test_compiled test_layouts test_distributed_machines test_process_deaths test_rendezvous
+test_train_checkpoints test_distributed_ends test_grader test_bits test_build test_peers
+test_refused test_exits test_audit_processes test_sharded_training test_torch_team
+test_grader_processes test_process_faults test_signals test_cluster_failures test_cluster
+test_cluster_run test_distributed test_prepared test_random test_entries test_docs
+test_deadlines test_private_cache test_examples
 """
 MOST_WORKERS = 8  # each imports torch, and tests have several ranks
 
@@ -92,8 +94,30 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
         yield functools.cache(lambda k: made.enter_context(pr.Communicator(["cpu"] * k)))
 
 
-# For tests/cuda. In a conftest.py of that folder, pytest 9.1 does not find them for files that are
-# named on the command line after a file of another folder.
+# For tests/conformance and tests/cuda. In a conftest.py of such a folder, pytest 9.1 does not find
+# them for files that are named on the command line after a file of another folder.
+
+
+@pytest.fixture(scope="session")
+def transport_of() -> Iterator[Callable[[str], Any]]:
+    """``transport_of(name)``: "threads", "processes" or "gpu", with groups for all tests."""
+    from transports import TRANSPORTS
+
+    with contextlib.ExitStack() as made:
+        yield functools.cache(
+            lambda name: made.enter_context(contextlib.closing(TRANSPORTS[name]()))
+        )
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.fixture(
+    params=["threads", "processes", pytest.param("gpu", marks=[pytest.mark.cuda, NO_GPU])]
+)
+def transport(request: pytest.FixtureRequest, transport_of: Callable[[str], Any]) -> Any:
+    """Each transport in turn."""
+    return transport_of(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -147,6 +147,7 @@ def _serve(control: socket.socket) -> None:
 
 def _main(for_programs: socket.socket, for_ranks: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's: programs and ranks take it back
+    sys.path.append(str(HERE / "conformance"))  # ranks run functions of its modules
     _die_with_parent()
     import torch
 

@@ -1,15 +1,17 @@
-"""What a collective must give, worked out in plain torch. The engine is asked for its sizes only.
+"""The promised results of a reduction, computed in NumPy.
 
-Inputs that cannot lie (positional, or random and full of special values, another seed for every
-rank), the promised order of additions, and comparison of bits instead of tolerances.
+Nothing here adds with torch or with pyringar, which give only the memory of tensors and the sizes
+at which the engine changes what it does. Elements are kept as unsigned words; 16-bit floats are
+widened and rounded bit by bit. Comparisons are of bits, but any NaN equals any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,20 +22,58 @@ INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 DTYPES = (*FLOATS, *INTEGERS)
 OPS = ("sum", "mean", "max", "min", "prod")
 NATIVE = ("fused", "direct", "ring")
-RANK_ORDER = ("auto", "fused", "direct", "sharded", "naive")
-ALGORITHMS = (*RANK_ORDER, "ring")
+ALGORITHMS = ("auto", "fused", "direct", "sharded", "naive", "ring")
 
 # A letter for each rank says on which machine it is; without them all are on one.
 machines = ""
 
-# Random values lie between 2^-reach and 2^reach, so that sums lose bits, another in every order.
-_REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat16: 20}
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Words = np.ndarray  # elements as unsigned integers, in any shape
+
+
+class Kind(NamedTuple):
+    """A dtype: torch's, the word of an element, and the NumPy type of its partial sums."""
+
+    torch: torch.dtype
+    word: type
+    wide: type
+    exponent_bits: int = 0  # 0: integers
+    fraction_bits: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        return self.exponent_bits > 0
+
+
+KINDS = {
+    kind.torch: kind
+    for kind in (
+        Kind(torch.float64, np.uint64, np.float64, 11, 52),
+        Kind(torch.float32, np.uint32, np.float32, 8, 23),
+        Kind(torch.float16, np.uint16, np.float32, 5, 10),
+        Kind(torch.bfloat16, np.uint16, np.float32, 8, 7),
+        Kind(torch.int8, np.uint8, np.int8),
+        Kind(torch.uint8, np.uint8, np.uint8),
+        Kind(torch.int32, np.uint32, np.int32),
+        Kind(torch.int64, np.uint64, np.int64),
+    )
+}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def words_of(tensor: Tensor) -> Words:
+    """Return the elements of a tensor on the CPU as words, in its shape."""
+    return bits(tensor).numpy().view(KINDS[tensor.dtype].word)
+
+
+def tensor_of(words: Words, dtype: torch.dtype) -> Tensor:
+    """Return a new tensor of these elements."""
+    signed = np.array(words).view(f"i{dtype.itemsize}")
+    return torch.from_numpy(signed).view(dtype)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers, in the order of its index."""
-    return tensor.detach().resolve_neg().contiguous().view(_BITS[tensor.element_size()])
+    """Return the elements of a tensor as signed integers, in the order of its index."""
+    return tensor.detach().resolve_neg().contiguous().view(_SIGNED[tensor.element_size()])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -41,18 +81,196 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def limit_bytes(name: str) -> int:
-    """Size at which the CPU engine cuts buffers or changes what it does."""
+    """Return the size at which the CPU engine cuts buffers or changes what it does."""
     limits: dict[str, int] = load.engine().limits()
     return limits[name]
 
 
 def piece_elems(dtype: torch.dtype, world_size: int = 2) -> int:
-    """Elements of one message in a ring of so many ranks: 16-bit floats travel as fp32."""
+    """Return the elements of one message in a ring: 16-bit floats travel as fp32."""
     piece_bytes: int = load.engine().ring_slot_bytes(world_size)
     return piece_bytes // max(dtype.itemsize, 4 if dtype.is_floating_point else 1)
 
 
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def widened(words: Words, kind: Kind) -> np.ndarray:
+    """Return the numbers, in the type of partial sums."""
+    if kind.torch is torch.bfloat16:
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    if kind.torch is torch.float16:
+        return words.view(np.float16).astype(np.float32)
+    return words.view(kind.wide)
+
+
+def rounded(values: np.ndarray, kind: Kind) -> Words:
+    """Round partial sums to the nearest element, ties to the even one."""
+    if kind.torch is torch.float16:
+        return values.astype(np.float16).view(np.uint16)
+    if kind.torch is torch.bfloat16:
+        word = values.view(np.uint32).astype(np.uint64)
+        nearest = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+    return np.ascontiguousarray(values).view(kind.word)
+
+
+def is_nan(words: Words, kind: Kind) -> np.ndarray:
+    if not kind.is_float:
+        return np.zeros(words.shape, dtype=bool)
+    infinity = ((1 << kind.exponent_bits) - 1) << kind.fraction_bits
+    return (words & kind.word((1 << (8 * words.itemsize - 1)) - 1)) > kind.word(infinity)
+
+
+def negated(words: Words, kind: Kind) -> Words:
+    if kind.is_float:
+        return words ^ kind.word(1 << (8 * words.itemsize - 1))
+    return (~words + kind.word(1)).astype(kind.word)
+
+
+def _combined(total: np.ndarray, term: np.ndarray, op: str) -> np.ndarray:
+    if op in ("sum", "mean"):
+        return total + term
+    if op == "prod":
+        return total * term
+    # NaN wins; of two equal numbers (0 and -0) the later one.
+    keep = total > term if op == "max" else total < term
+    keep |= total != total
+    return np.where(keep, total, term)
+
+
+def _divided(total: np.ndarray, count: int, kind: Kind) -> np.ndarray:
+    if kind.is_float:
+        return total / kind.wide(count)
+    wide = total.astype(np.int64)
+    quotient = wide // count  # towards minus infinity
+    return (quotient + ((wide < 0) & (quotient * count != wide))).astype(kind.wide)
+
+
+def _finished(total: np.ndarray, op: str, count: int, kind: Kind) -> Words:
+    return rounded(_divided(total, count, kind) if op == "mean" else total, kind)
+
+
+# -- orders of additions ---------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def in_rank_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
+    """``((x0 + x1) + x2) + ...``; on several machines of the sums of the machines."""
+    places = machines if len(machines) == len(parts) else "a" * len(parts)
+    sums: dict[str, np.ndarray] = {}
+    for place, part in zip(places, parts, strict=True):
+        term = widened(part, kind)
+        sums[place] = _combined(sums[place], term, op) if place in sums else term
+    total, *others = sums.values()
+    for other in others:
+        total = _combined(total, other, op)
+    return _finished(total, op, len(parts), kind)
+
+
+@np.errstate(all="ignore")
+def in_tree_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
+    """``T(lo, hi) = T(lo, mid) + T(mid, hi)``, ``mid - lo`` the largest power of two that fits."""
+
+    def tree(lo: int, hi: int) -> np.ndarray:
+        if hi - lo == 1:
+            return widened(parts[lo], kind)
+        half = 1
+        while half * 2 < hi - lo:
+            half *= 2
+        return _combined(tree(lo, lo + half), tree(lo + half, hi), op)
+
+    return _finished(tree(0, len(parts)), op, len(parts), kind)
+
+
+@np.errstate(all="ignore")
+def exactly(parts: Sequence[Words], op: str, kind: Kind) -> Words:
+    """The real sum, rounded once; a mean of 16-bit floats is divided in fp32."""
+    if not kind.is_float:
+        return in_rank_order(parts, op, kind)
+    to = KINDS[torch.float32] if op == "mean" and kind.fraction_bits < 23 else kind
+    columns = zip(*[widened(part, kind).ravel().tolist() for part in parts], strict=True)
+    sums = np.array([exact_sum(column, to) for column in columns], dtype=np.float64)
+    return _finished(sums.astype(kind.wide).reshape(parts[0].shape), op, len(parts), kind)
+
+
+_UNIT = 1074  # every float is a multiple of 2^-1074
+
+
+def exact_sum(terms: Sequence[float], kind: Kind) -> float:
+    """Return the number of this kind that is nearest to the sum; of two the even one."""
+    total = 0
+    for term in terms:
+        if not math.isfinite(term):
+            return sum(x for x in terms if not math.isfinite(x))
+        numerator, denominator = term.as_integer_ratio()
+        total += numerator << (_UNIT + 1 - denominator.bit_length())
+    if total == 0:
+        return -0.0 if all(math.copysign(1, x) < 0 for x in terms) else 0.0
+    bias = (1 << (kind.exponent_bits - 1)) - 1
+    least = _UNIT + 1 - bias - kind.fraction_bits  # log2 of the smallest number, in units
+    quantum = max(abs(total).bit_length() - 1 - kind.fraction_bits, least, 0)
+    count, rest = divmod(abs(total), 1 << quantum)
+    count += 2 * rest > 1 << quantum or (2 * rest == 1 << quantum and count % 2)
+    nearest = count << quantum
+    too_large = 1 << (_UNIT + bias + 1)
+    size = math.inf if nearest >= too_large else math.ldexp(count, quantum - _UNIT)
+    return math.copysign(size, 1 if total > 0 else -1)
+
+
+def chunk(numel: int, world_size: int, index: int) -> slice:
+    """Chunks are contiguous; their sizes differ by at most one; the longer come first."""
+    sizes = [numel // world_size + (i < numel % world_size) for i in range(world_size)]
+    begin = sum(sizes[:index])
+    return slice(begin, begin + sizes[index])
+
+
+def in_ring_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
+    """Chunk ``c`` of flat parts in the order of ranks c+1, c+2, ..., c+k (mod k)."""
+    k = len(parts)
+    pieces = []
+    for c in range(k):
+        order = [(c + 1 + i) % k for i in range(k)]
+        where = chunk(len(parts[0]), k, c)
+        pieces.append(in_rank_order([parts[rank][where] for rank in order], op, kind))
+    return np.concatenate(pieces)
+
+
+Fold = Callable[[Sequence[Words], str, Kind], Words]
+FOLDS: dict[str, Fold] = {
+    "rank": in_rank_order,
+    "tree": in_tree_order,
+    "exact": exactly,
+    "ring": in_ring_order,
+}
+
+
+def folded(parts: Sequence[Tensor], op: str, order: str) -> Tensor:
+    """Return the reduction of tensors in an order: one of `FOLDS`."""
+    kind = KINDS[parts[0].dtype]
+    words = FOLDS[order]([words_of(part) for part in parts], op, kind)
+    return tensor_of(words, kind.torch)
+
+
+def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
+    return folded(parts, op, "rank")
+
+
+def tree_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
+    return folded(parts, op, "tree")
+
+
+def expected(parts: Sequence[Tensor], op: str, algorithm: str, order: str = "any") -> Tensor:
+    """Return the result of an all_reduce over these flat tensors."""
+    if order in ("tree", "exact"):
+        return folded(parts, op, order)
+    return folded(parts, op, "ring" if algorithm == "ring" else "rank")
+
+
 # -- inputs ----------------------------------------------------------------------------------------
+
+# Random values lie between 2^-reach and 2^reach, so that sums lose bits, other bits in every order.
+_REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat16: 20}
 
 
 def positional(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
@@ -92,143 +310,33 @@ def inputs(numel: int, dtype: torch.dtype, world_size: int, seed: int = 0) -> li
     return [random(numel, dtype, 1000 * seed + rank) for rank in range(world_size)]
 
 
-# -- the promised results --------------------------------------------------------------------------
-
-
-def _fold(total: Tensor, part: Tensor, op: str) -> Tensor:
-    if op in ("sum", "mean"):
-        return total + part
-    if op == "prod":
-        return total * part
-    # NaN wins; of two equal numbers (0 and -0) the later one.
-    keep = total > part if op == "max" else total < part
-    if total.is_floating_point():
-        keep = keep | (total != total)
-    return torch.where(keep, total, part)
-
-
-def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """``((x0 + x1) + x2) + ...`` in this order; 16-bit floats in fp32 with one rounding.
-
-    On several machines so on each, and then the sums of the machines, in the order of their first
-    ranks.
-    """
-    dtype = parts[0].dtype
-    partial = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    places = machines if len(machines) == len(parts) else "a" * len(parts)
-    sums: dict[str, Tensor] = {}
-    for place, part in zip(places, parts, strict=True):
-        part = part.to(partial)
-        sums[place] = _fold(sums[place], part, op) if place in sums else part
-    total, *others = sums.values()
-    for other in others:
-        total = _fold(total, other, op)
-    return _finished(total, op, len(parts), dtype)
-
-
-def _finished(total: Tensor, op: str, count: int, dtype: torch.dtype) -> Tensor:
-    """A sum as elements; a mean divided before."""
-    if op == "mean":
-        if dtype.is_floating_point:
-            total = total / torch.full_like(total, count)
-        else:  # towards zero, in arithmetic wide enough for any divisor
-            total = torch.div(total.long(), count, rounding_mode="trunc").to(dtype)
-    return total.to(dtype)
-
-
-def tree_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """``T(lo, hi) = T(lo, mid) + T(mid, hi)``, ``mid - lo`` the largest power of two that fits."""
-    dtype = parts[0].dtype
-    partial = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-    def tree(lo: int, hi: int) -> Tensor:
-        if hi - lo == 1:
-            return parts[lo].to(partial)
-        half = 1
-        while half * 2 < hi - lo:
-            half *= 2
-        return _fold(tree(lo, lo + half), tree(lo + half, hi), op)
-
-    return _finished(tree(0, len(parts)), op, len(parts), dtype)
-
-
-def exact_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """The sum as a fraction, rounded; a mean is rounded before it is divided, too."""
-    dtype = parts[0].dtype
-    if not dtype.is_floating_point:
-        return reduced(parts, op)
-    to = torch.float32 if op == "mean" and dtype.itemsize == 2 else dtype
-    columns = zip(*[part.double().tolist() for part in parts], strict=True)
-    sums = torch.tensor([exact_sum(column, to) for column in columns], dtype=torch.float64)
-    return _finished(sums.to(to), op, len(parts), dtype)
-
-
-def exact_sum(terms: Sequence[float], dtype: torch.dtype) -> float:
-    """The number of ``dtype`` that is nearest to the sum; of two the even one."""
-    if specials := [x for x in terms if not math.isfinite(x)]:
-        return sum(specials)  # whatever the others come to
-    total = sum(map(Fraction, terms))
-    if total == 0:
-        return -0.0 if all(math.copysign(1, x) < 0 for x in terms) else 0.0
-    info = torch.finfo(dtype)
-    digits = 1 - int(math.log2(info.eps))
-    least = int(math.log2(info.smallest_normal)) - digits + 1
-    exponent = abs(total.numerator).bit_length() - total.denominator.bit_length()
-    exponent -= abs(total) < Fraction(2) ** exponent
-    quantum = Fraction(2) ** max(exponent - digits + 1, least)
-    nearest = round(total / quantum) * quantum  # of two the even one
-    size = math.inf if abs(nearest) > Fraction(info.max) else float(abs(nearest))
-    return math.copysign(size, 1 if total > 0 else -1)
-
-
-def chunk(numel: int, world_size: int, index: int) -> slice:
-    """Chunks are contiguous; their sizes differ by at most one; the longer come first."""
-    sizes = [numel // world_size + (i < numel % world_size) for i in range(world_size)]
-    begin = sum(sizes[:index])
-    return slice(begin, begin + sizes[index])
-
-
-def ring_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Flat tensors; chunk ``c`` is added in the order of ranks c+1, c+2, ..., c+k (mod k)."""
-    world_size = len(parts)
-    pieces = []
-    for c in range(world_size):
-        order = [(c + 1 + i) % world_size for i in range(world_size)]
-        where = chunk(len(parts[0]), world_size, c)
-        pieces.append(reduced([parts[rank][where] for rank in order], op))
-    return torch.cat(pieces)
-
-
-def expected(parts: Sequence[Tensor], op: str, algorithm: str, order: str = "any") -> Tensor:
-    """The result of an all_reduce over these flat tensors."""
-    by_order = {"tree": tree_reduced, "exact": exact_reduced}
-    if order in by_order:
-        return by_order[order](parts, op)
-    return ring_reduced(parts, op) if algorithm == "ring" else reduced(parts, op)
-
-
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def assert_bits(actual: Tensor, wanted: Tensor, context: object = "") -> None:
-    """Equal in every bit, but that one NaN is as good as another."""
-    assert actual.dtype == wanted.dtype, context
-    assert actual.shape == wanted.shape, context
-    wrong = bits(actual) != bits(wanted)
-    if wanted.is_floating_point():
-        wrong &= ~(actual.isnan() & wanted.isnan())
+def differing(found: Words, wanted: Words, kind: Kind) -> np.ndarray:
+    """Return where bits differ, but for one NaN and another."""
+    return (found != wanted) & ~(is_nan(found, kind) & is_nan(wanted, kind))
+
+
+def assert_words(found: Words, wanted: Words, kind: Kind, context: object = "") -> None:
+    wrong = differing(found, wanted, kind)
     if wrong.any():
-        flat = wrong.reshape(-1)
-        at = int(flat.nonzero()[0])
-        got, want = actual.reshape(-1)[at].item(), wanted.reshape(-1)[at].item()
+        at = int(wrong.reshape(-1).nonzero()[0][0])
+        got, want = (widened(words, kind).reshape(-1)[at] for words in (found, wanted))
         raise AssertionError(
-            f"{context}: {int(flat.sum())} of {flat.numel()} elements differ, the first at {at}: "
+            f"{context}: {int(wrong.sum())} of {wrong.size} elements differ, the first at {at}: "
             f"{got!r}, expected {want!r}"
         )
 
 
+def assert_bits(actual: Tensor, wanted: Tensor, context: object = "") -> None:
+    assert actual.dtype == wanted.dtype, context
+    assert actual.shape == wanted.shape, context
+    assert_words(words_of(actual), words_of(wanted), KINDS[wanted.dtype], context)
+
+
 def assert_all_ranks(tensors: Sequence[Tensor], wanted: Tensor, context: object = "") -> None:
-    """Rank 0 has what was promised, every other rank the very bits of rank 0."""
+    """Rank 0 has the promised bits, every other rank the very bits of rank 0."""
     assert_bits(tensors[0], wanted, context)
     for rank, tensor in enumerate(tensors[1:], 1):
         assert same_bits(tensor, tensors[0]), f"{context}: rank {rank} differs from rank 0"

@@ -7,25 +7,19 @@ import functools
 import gc
 import itertools
 import os
-import random as python_random
 import re
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from oracle import (
-    DTYPES,
     assert_bits,
     bits,
-    expected,
     inputs,
-    limit_bytes,
-    random,
     reduced,
     same_bits,
 )
@@ -48,29 +42,12 @@ LARGE = 200_000  # elements: two waits per piece, several pieces
 SMALL = 100  # one wait
 
 
-@functools.cache
-def exchange_bytes() -> int:
-    """Up to here every rank reduces everything."""
-    return limit_bytes("process_exchange")
-
-
-@functools.cache
-def slot_bytes() -> int:
-    return limit_bytes("process_slot")
-
-
 def least_growth(free: Sequence[int]) -> int:
     """Return the least growth of used memory between samples of free memory, in bytes.
 
     A leak grows between any two samples; the memory of other processes also shrinks.
     """
     return min(before - after for before, after in itertools.pairwise(free))
-
-
-@functools.cache
-def reads_ahead_bytes() -> int:
-    """From here on two ranks read ahead of what they combine."""
-    return limit_bytes("process_reads_ahead")
 
 
 # -- checked against the oracle --------------------------------------------------------------------
@@ -82,38 +59,6 @@ def crc(*tensors: torch.Tensor) -> int:
     for tensor in tensors:
         value = zlib.crc32(bits(tensor).numpy().tobytes(), value)
     return value
-
-
-def check(state: SimpleNamespace, parts: list, op: str, algorithm: str, **options) -> int:
-    """One all_reduce; a checksum."""
-    mine = parts[state.rank].clone()
-    assert state.comm.all_reduce(mine, op, algorithm=algorithm, **options) is None
-    context = f"{algorithm} {op} {mine.dtype} k={len(parts)} numel={mine.numel()}"
-    wanted = expected(parts, op, algorithm, options.get("order", "any"))
-    assert_bits(mine, wanted, context)
-    return crc(mine)
-
-
-def check_list(state, lists: list, op: str = "sum", algorithm: str = "direct") -> int:
-    """One all_reduce_coalesced of ``lists[rank][i]``, contiguous; a checksum."""
-    mine = [tensor.clone() for tensor in lists[state.rank]]
-    state.comm.all_reduce_coalesced(mine, op, algorithm=algorithm)
-    for i, tensor in enumerate(mine):
-        parts = [row[i].reshape(-1) for row in lists]
-        wanted = expected(parts, op, algorithm)
-        assert_bits(tensor.reshape(-1), wanted, f"{algorithm} tensor {i} {tensor.dtype}")
-    return crc(*mine)
-
-
-def random_lists(choice: python_random.Random, k: int, count: int, most: int) -> list:
-    """Lists of tensors of mixed dtypes, empties among them."""
-    shapes = [
-        (choice.choice(DTYPES), choice.choice([0, 1, choice.randrange(most)])) for _ in range(count)
-    ]
-    return [
-        [random(n, dtype, 100 * rank + i) for i, (dtype, n) in enumerate(shapes)]
-        for rank in range(k)
-    ]
 
 
 @functools.cache

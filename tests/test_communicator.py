@@ -129,60 +129,6 @@ def test_communicators_do_not_trip_over_each_other():
         list(threads.map(work, (2, 3, 4)))
 
 
-# -- bound calls -----------------------------------------------------------------------------------
-
-
-def test_bound_calls_reduce_and_nothing_else():
-    with pr.Communicator(["cpu"] * 4) as comm:
-        tensors = ranks(4, 1024)
-        want = sum(t.clone() for t in tensors)
-        call = comm.bind(tensors)
-        versions = [t._version for t in tensors]
-        assert call() is None
-        assert all(torch.equal(t, want) for t in tensors)
-        assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
-        call()
-        assert torch.equal(tensors[3], want * 4)
-        mean = comm.bind(tensors, "mean", algorithm="ring")
-        mean()
-        assert torch.equal(tensors[0], want * 4)
-    with pytest.raises(pr.RingarError, match="closed"):
-        call()
-    assert torch.equal(tensors[0], want * 4)
-
-
-def test_bound_memory_outlives_the_tensors_own_use_of_it():
-    with pr.Communicator(["cpu"] * 2) as comm:
-        tensors = ranks(2, 100_000)
-        call = comm.bind(tensors)
-        new = torch.zeros(100_000)
-        tensors[0].data = new
-        gc.collect()
-        call()  # the old memory, as documented
-        assert torch.equal(new, torch.zeros(100_000))
-
-
-# -- autograd --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("algorithm", ["fused", "direct", "ring", "naive", "sharded"])
-def test_autograd_notices_the_write(algorithm):
-    with pr.Communicator(["cpu"] * 2, algorithm=algorithm) as comm:
-        weight = torch.ones(3, requires_grad=True)
-        saved = [torch.ones(3), torch.ones(3)]
-        loss = (weight * saved[0]).sum()
-        comm.all_reduce(saved)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-def test_inference_tensors_work():
-    with torch.inference_mode():
-        tensors = ranks(2)
-        pr.allreduce(tensors)
-        assert torch.equal(tensors[0], ranks(2)[0] + ranks(2)[1])
-
-
 # -- deadlines -------------------------------------------------------------------------------------
 
 
@@ -203,6 +149,20 @@ def test_a_late_rank_is_named_and_the_communicator_refuses(algorithm, late):
         with pytest.raises(pr.CollectiveTimeout, match="failed before"):
             comm.all_reduce(ranks(3), async_op=True).wait()
     assert pr.allreduce(ranks(3)) is None
+
+
+def test_rooted_calls_name_a_late_rank():
+    with pr.Communicator(["cpu"] * 2, algorithm="direct", timeout=0.2) as comm:
+        comm._group.delay_rank(1, 1.0)
+        tensors = ranks(2, 8)
+        with pytest.raises(pr.CollectiveTimeout, match=r"reduce: .*rank 0 waited .* for rank 1"):
+            comm.reduce(torch.empty(8), tensors)
+        for call in (
+            lambda: comm.reduce_coalesced([torch.empty(8)], [[t] for t in tensors]),
+            lambda: comm.broadcast_coalesced([[t] for t in tensors]),
+        ):
+            with pytest.raises(pr.CollectiveTimeout, match="failed before"):
+                call()
 
 
 # -- closing, forking, leaking ---------------------------------------------------------------------
@@ -383,18 +343,3 @@ def test_after_fork_the_child_is_told_and_allreduce_works():
     assert exit_code_of(child) == 0
     comm.all_reduce(ranks(2), algorithm="ring")  # the parent goes on
     comm.close()
-
-
-def test_stats_topology_and_repr():
-    with pr.Communicator(["cpu"] * 2, timeout=5) as comm:
-        comm.all_reduce(ranks(2))
-        comm.all_reduce(ranks(2), algorithm="ring")
-        comm.all_reduce(ranks(2), algorithm="naive")
-        stats = comm.stats()
-        assert stats["fused"]["calls"] == 1
-        assert stats["fused"]["bytes"] == 4000
-        assert stats["ring"]["busy_s"] > 0
-        assert stats["naive"]["calls"] == 1
-        assert comm.topology.memories == {"host": (0, 1)}
-        assert comm.world_size == 2
-        assert "ranks [0, 1]" in repr(comm)

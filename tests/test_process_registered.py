@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from cases import mostly_slow
-from oracle import OPS, assert_bits, inputs, reduced, same_bits
+from oracle import OPS, assert_bits, expected, inputs, reduced, same_bits
 from process_checks import WORLD_SIZES, crc, mapped_memories, needs_linux
 from ranks import another, on_ranks
 
@@ -61,7 +61,7 @@ def test_registered_tensors(state):
 
 @on_ranks(2, 3)
 def test_registered_and_other_tensors_together(state):
-    """Registered and others in one list, with gaps, in the ring, empty: right all the same."""
+    """Registered and others in one list, with gaps, empty: right all the same."""
     comm, k, rank = state.comm, state.world_size, state.rank
     parts = inputs(4000, torch.float32, k, seed=2)
     shared = pr.shared_empty((4, 1000))
@@ -236,3 +236,52 @@ def test_shared_empty_while_signals_come():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert beats
+
+
+# -- tensors that lie otherwise on some ranks ------------------------------------------------------
+
+
+def on_rank_registered(state) -> dict:
+    """Registered tensors at other places, in other strides, on some ranks only: through slots."""
+    comm, k, rank = state.comm, state.world_size, state.rank
+    for numel in (6, 60_000):
+        parts = inputs(numel, torch.float32, k, seed=6)
+        wanted = reduced(parts, "sum")
+        shared = pr.shared_empty(2 * numel)
+        comm.register(shared)
+        odd = rank == k - 1
+        own = {
+            "the same place": shared[:numel],
+            "another place": shared[numel:] if odd else shared[:numel],
+            "not registered": torch.empty(numel) if odd else shared[:numel],
+            "other strides": shared[:numel].view(2, -1).t().reshape(-1) if odd else shared[:numel],
+            "gaps": shared[::2] if odd else shared[:numel],
+        }
+        own["other strides"] = shared[:numel].view(2, -1)
+        if odd:
+            own["other strides"] = shared[:numel].view(-1, 2).t()
+        for name, tensor in own.items():
+            tensor.copy_(parts[rank].view(tensor.shape))
+            before = registered_calls(comm)
+            comm.all_reduce(tensor)
+            assert registered_calls(comm) - before == (name == "the same place"), name
+            assert_bits(tensor.reshape(-1), wanted, name)
+    return {}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_registered_tensors_that_lie_otherwise(crew_of, world_size):
+    crew_of(world_size).run(on_rank_registered)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("order", ["tree", "exact"])
+def test_registered_tensors_keep_the_order(state, order):
+    parts = inputs(4000, torch.float32, state.world_size)
+    with another(state, order=order) as comm:
+        shared = pr.shared_empty(4000)
+        comm.register(shared)
+        shared.copy_(parts[state.rank])
+        comm.all_reduce(shared)
+        assert_bits(shared, expected(parts, "sum", "direct", order))
+        assert registered_calls(comm) == 1

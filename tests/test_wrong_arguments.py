@@ -23,7 +23,13 @@ WRONG = {
 }
 X, Y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
 NET = nn.Linear(2, 2)
-C = pr.Communicator
+C, P, D, G, S = (
+    pr.Communicator,
+    pr.ProcessCommunicator,
+    pr.DataParallel,
+    pr.GradientBucketer,
+    pr.ShardedStep,
+)
 NUMBER, NOTHING, SIZES = {"int", "float"}, {"None"}, {"int", "ints", "empty list"}
 LISTS = {"empty list", "nested lists", "ints", "Nones"}
 
@@ -57,38 +63,18 @@ def alone(**options: Any) -> None:
 CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.allreduce, "tensors", set(), lambda v: pr.allreduce(v)),
     (pr.allreduce, "op", set(), lambda v: pr.allreduce(ones(), v)),
-    (pr.Communicator, "devices", set(), lambda v: pr.Communicator(v)),
-    (pr.Communicator, "algorithm", set(), lambda v: pr.Communicator(["cpu"], algorithm=v)),
-    (pr.Communicator, "order", set(), lambda v: pr.Communicator(["cpu"], order=v)),
-    (pr.Communicator, "timeout", NUMBER, lambda v: pr.Communicator(["cpu"], timeout=v)),
-    (pr.Communicator, "max_blocks", NOTHING, lambda v: pr.Communicator(["cpu"], max_blocks=v)),
+    (C, "devices", set(), lambda v: C(v)),
+    (C, "algorithm", set(), lambda v: C(["cpu"], algorithm=v)),
+    (C, "order", set(), lambda v: C(["cpu"], order=v)),
+    (C, "timeout", NUMBER, lambda v: C(["cpu"], timeout=v)),
+    (C, "max_blocks", NOTHING, lambda v: C(["cpu"], max_blocks=v)),
     (C.all_reduce, "tensors", set(), lambda v: ranks().all_reduce(v)),
     (C.all_reduce, "op", set(), lambda v: ranks().all_reduce(ones(), v)),
-    (
-        pr.Communicator.all_reduce,
-        "algorithm",
-        NOTHING,
-        lambda v: ranks().all_reduce(ones(), algorithm=v),
-    ),
+    (C.all_reduce, "algorithm", NOTHING, lambda v: ranks().all_reduce(ones(), algorithm=v)),
     (C.all_reduce, "order", NOTHING, lambda v: ranks().all_reduce(ones(), order=v)),
-    (
-        pr.Communicator.all_reduce_coalesced,
-        "lists",
-        set(),
-        lambda v: ranks().all_reduce_coalesced(v),
-    ),
-    (
-        pr.Communicator.all_reduce_coalesced,
-        "lists",
-        set(),
-        lambda v: ranks().all_reduce_coalesced([ones(), v]),
-    ),
-    (
-        pr.Communicator.reduce_scatter,
-        "outputs",
-        set(),
-        lambda v: ranks().reduce_scatter(v, ones(2, 6)),
-    ),
+    (C.all_reduce_coalesced, "lists", set(), lambda v: ranks().all_reduce_coalesced(v)),
+    (C.all_reduce_coalesced, "lists", set(), lambda v: ranks().all_reduce_coalesced([ones(), v])),
+    (C.reduce_scatter, "outputs", set(), lambda v: ranks().reduce_scatter(v, ones(2, 6))),
     (C.reduce_scatter, "inputs", set(), lambda v: ranks().reduce_scatter(ones(), v)),
     (C.all_gather, "outputs", set(), lambda v: ranks().all_gather(v, ones())),
     (C.all_gather, "inputs", set(), lambda v: ranks().all_gather(ones(2, 6), v)),
@@ -109,44 +95,31 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (C.bind_coalesced, "lists", set(), lambda v: ranks().bind_coalesced([ones(), v])),
     (C.plan, "nbytes", {"int"}, lambda v: ranks().plan(v)),
     (C.plan, "dtype", set(), lambda v: ranks().plan(3, v)),
-    (pr.ProcessCommunicator, "store", NOTHING, lambda v: process(v, 0, 1)),
-    (pr.ProcessCommunicator, "name", {"str"}, lambda v: alone(name=v)),
-    (pr.ProcessCommunicator, "algorithm", set(), lambda v: alone(algorithm=v)),
-    (pr.ProcessCommunicator, "timeout", NUMBER, lambda v: alone(timeout=v)),
-    (pr.ProcessCommunicator, "device", NOTHING, lambda v: alone(device=v)),
-    (pr.ProcessCommunicator, "max_blocks", NOTHING, lambda v: alone(max_blocks=v)),
-    (pr.GradientBucketer, "replicas", set(), lambda v: pr.GradientBucketer(v)),
-    (pr.GradientBucketer, "comm", NOTHING, lambda v: pr.GradientBucketer([NET], comm=v)),
-    (pr.GradientBucketer, "op", set(), lambda v: pr.GradientBucketer([NET], op=v)),
-    (
-        pr.GradientBucketer,
-        "bucket_cap_mb",
-        NUMBER,
-        lambda v: pr.GradientBucketer([NET], bucket_cap_mb=v),
-    ),
-    (pr.ShardedStep, "replicas", set(), lambda v: pr.ShardedStep(v, 2)),
-    (pr.ShardedStep, "num_shards", {"int"}, lambda v: pr.ShardedStep([NET], v)),
-    (pr.ShardedStep, "comm", NOTHING, lambda v: pr.ShardedStep([NET], 2, comm=v)),
-    (pr.ShardedStep, "num_threads", {"int"}, lambda v: pr.ShardedStep([NET], 2, num_threads=v)),
-    (pr.ShardedStep, "seed", {"int", "None"}, lambda v: pr.ShardedStep([NET], 2, seed=v)),
-    (pr.ShardedStep.__call__, "loss_of", set(), lambda v: pr.ShardedStep([NET], 2)(v)),
-    (pr.DataParallel, "module", set(), lambda v: pr.DataParallel(v, ["cpu"])),
-    (pr.DataParallel, "devices", NOTHING, lambda v: pr.DataParallel(NET, v)),
-    (pr.DataParallel, "device_ids", NOTHING, lambda v: pr.DataParallel(NET, device_ids=v)),
-    (pr.DataParallel, "dim", {"int"}, lambda v: pr.DataParallel(NET, ["cpu"], dim=v)),
-    (pr.DataParallel, "order", set(), lambda v: pr.DataParallel(NET, ["cpu"], order=v)),
-    (
-        pr.DataParallel,
-        "bucket_cap_mb",
-        NUMBER | NOTHING,
-        lambda v: pr.DataParallel(NET, ["cpu"], bucket_cap_mb=v),
-    ),
-    (pr.DataParallel, "weights", NOTHING, lambda v: pr.DataParallel(NET, ["cpu"], weights=v)),
-    (pr.DataParallel, "batchnorm", set(), lambda v: pr.DataParallel(NET, ["cpu"], batchnorm=v)),
-    (
-        *(pr.DataParallel, "output_device", NOTHING),
-        lambda v: pr.DataParallel(NET, ["cpu"], output_device=v),
-    ),
+    (P, "store", NOTHING, lambda v: process(v, 0, 1)),
+    (P, "name", {"str"}, lambda v: alone(name=v)),
+    (P, "algorithm", set(), lambda v: alone(algorithm=v)),
+    (P, "timeout", NUMBER, lambda v: alone(timeout=v)),
+    (P, "device", NOTHING, lambda v: alone(device=v)),
+    (P, "max_blocks", NOTHING, lambda v: alone(max_blocks=v)),
+    (G, "replicas", set(), lambda v: G(v)),
+    (G, "comm", NOTHING, lambda v: G([NET], comm=v)),
+    (G, "op", set(), lambda v: G([NET], op=v)),
+    (G, "bucket_cap_mb", NUMBER, lambda v: G([NET], bucket_cap_mb=v)),
+    (S, "replicas", set(), lambda v: S(v, 2)),
+    (S, "num_shards", {"int"}, lambda v: S([NET], v)),
+    (S, "comm", NOTHING, lambda v: S([NET], 2, comm=v)),
+    (S, "num_threads", {"int"}, lambda v: S([NET], 2, num_threads=v)),
+    (S, "seed", {"int", "None"}, lambda v: S([NET], 2, seed=v)),
+    (S.__call__, "loss_of", set(), lambda v: S([NET], 2)(v)),
+    (D, "module", set(), lambda v: D(v, ["cpu"])),
+    (D, "devices", NOTHING, lambda v: D(NET, v)),
+    (D, "device_ids", NOTHING, lambda v: D(NET, device_ids=v)),
+    (D, "dim", {"int"}, lambda v: D(NET, ["cpu"], dim=v)),
+    (D, "order", set(), lambda v: D(NET, ["cpu"], order=v)),
+    (D, "bucket_cap_mb", NUMBER | NOTHING, lambda v: D(NET, ["cpu"], bucket_cap_mb=v)),
+    (D, "weights", NOTHING, lambda v: D(NET, ["cpu"], weights=v)),
+    (D, "batchnorm", set(), lambda v: D(NET, ["cpu"], batchnorm=v)),
+    (D, "output_device", NOTHING, lambda v: D(NET, ["cpu"], output_device=v)),
     (pr.replicate, "module", set(), lambda v: pr.replicate(v, ["cpu"])),
     (pr.replicate, "devices", set(), lambda v: pr.replicate(NET, v)),
     (pr.get_params, "params", {"empty list"}, lambda v: pr.get_params(v, "cpu")),
@@ -157,12 +130,7 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.split_batch, "weights", NOTHING, lambda v: pr.split_batch(X, Y, ["cpu"], v)),
     (shard_sizes, "n", {"int"}, lambda v: shard_sizes(v, 2)),
     (shard_sizes, "num_shards", {"int"}, lambda v: shard_sizes(2, v)),
-    (
-        pr.evaluate_accuracy_gpus,
-        "replicas",
-        set(),
-        lambda v: accuracy(v, [(X, Y)]),
-    ),
+    (pr.evaluate_accuracy_gpus, "replicas", set(), lambda v: accuracy(v, [(X, Y)])),
     (count_correct, "data_iter", set(), lambda v: count_correct([NET], v)),
     (count_correct, "split_f", set(), lambda v: count_correct([NET], [(X, Y)], v)),
     (count_correct, "devices", NOTHING, lambda v: count_correct([NET], [(X, Y)], devices=v)),
@@ -196,7 +164,7 @@ def name_of(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_what_is_plainly_wrong_is_named(case):
+def test_wrong_argument_is_named(case):
     _, argument, right, call = case
     for kind, value in WRONG.items():
         if kind in right:
@@ -208,7 +176,7 @@ def test_what_is_plainly_wrong_is_named(case):
         assert not re.search(r"\ba (int|object|ndarray)\b|NoneType|\b1 entries", text), text
 
 
-def test_the_table_has_every_public_callable():
+def test_table_has_every_public_callable():
     public = {name: getattr(pr, name) for name in pr.__all__}
     callables = {
         name
@@ -218,7 +186,7 @@ def test_the_table_has_every_public_callable():
     assert callables - {case[0].__name__ for case in CASES} == {"Work", "Plan"}  # ours to make
 
 
-def test_arrays_of_other_libraries_are_named_among_what_is_taken():
+def test_message_names_arrays():
     array = np.ones(3, np.float32)
     pr.allreduce([array, array.copy()])
     with pytest.raises(pr.ArgumentError, match="expected a tensor, or an array of NumPy or CuPy"):
@@ -242,13 +210,13 @@ def test_arrays_of_other_libraries_are_named_among_what_is_taken():
         (lambda: pr.train.TrainConfig(dtype="half"), "float16"),
     ],
 )
-def test_the_nearest_name_is_told(call, near):
+def test_nearest_name_is_told(call, near):
     with pytest.raises(pr.ArgumentError, match=rf"; did you mean '{near}'\?$"):
         call()
 
 
 @pytest.mark.parametrize("op", ["", "xyzzy", b"mean", ["mean"]])
-def test_what_is_near_to_nothing_gets_no_hint(op):
+def test_far_name_gets_no_hint(op):
     with pytest.raises(pr.ArgumentError, match="expected one of") as refused:
         ranks().all_reduce(ones(), op)
     assert "did you mean" not in str(refused.value)
@@ -259,7 +227,7 @@ class TestTheBooksSignature:
 
     DATA = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
 
-    def test_a_module_and_a_data_parallel_one_answer_as_replicas_do(self):
+    def test_module_answers_as_replicas(self):
         net = nn.Identity()
         assert pr.evaluate_accuracy_gpus(net, self.DATA) == 0.75
         assert pr.evaluate_accuracy_gpus(net, self.DATA, pr.split_batch) == 0.75

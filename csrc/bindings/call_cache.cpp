@@ -1,6 +1,6 @@
 // call_cache: see the header.
 //
-// Tests     tests/test_call_cache.py
+// Tests     tests/conformance/test_prepared.py
 
 #include "bindings/call_cache.h"
 

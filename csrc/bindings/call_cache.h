@@ -5,7 +5,7 @@
 //           tensor had, and none that autograd watches. It keeps no tensor and no memory alive.
 //           Anything else is null, for the checks of a call to refuse or to prepare.
 // Threads   with the GIL held. A call that is found may run without it.
-// Tests     tests/test_call_cache.py
+// Tests     tests/conformance/test_prepared.py
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -3,7 +3,7 @@
 // Contract  an unknown name is an ArgumentError with the choices; every ErrorKind becomes the class
 //           of the same name in pyringar.errors.
 // Threads   with the GIL held.
-// Tests     tests/test_arguments.py, tests/test_communicator.py
+// Tests     tests/conformance/test_refused.py, tests/test_communicator.py
 #pragma once
 
 #include <pybind11/pybind11.h>

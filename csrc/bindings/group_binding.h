@@ -13,7 +13,7 @@
 //           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
 //           written before the first write: a call that fails half-way has written too.
 // Threads   with the GIL held; an engine releases it while it waits or moves data.
-// Tests     tests/test_communicator.py, tests/test_processes.py, tests/cuda
+// Tests     tests/test_communicator.py, tests/conformance/test_bits.py, tests/cuda
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -4,7 +4,7 @@
 // Contract  pyringar.engine.load loads it; pyringar.comm alone uses it, but for the schedule.
 //           Errors arrive as the classes of pyringar.errors. The GIL is released while data moves,
 //           except for calls so short that handing it over would take longer.
-// Tests     tests/test_communicator.py, tests/test_arguments.py
+// Tests     tests/test_communicator.py, tests/conformance/test_refused.py
 
 #include <pybind11/pybind11.h>
 

@@ -1,6 +1,6 @@
 // prepare: reads the lists, checks them, and lays out the pointer tables of a Collective.
 //
-// Tests     tests/test_arguments.py
+// Tests     tests/conformance/test_refused.py
 
 #include "bindings/prepare.h"
 

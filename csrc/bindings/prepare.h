@@ -3,7 +3,7 @@
 // Units     lists[rank][i]; every list holds one entry per rank, in rank order.
 // Contract  either a Collective that can run as it is, or an Error and nothing changed.
 // Threads   with the GIL held.
-// Tests     tests/test_arguments.py
+// Tests     tests/conformance/test_refused.py
 #pragma once
 
 #include <pybind11/pytypes.h>

@@ -2,7 +2,7 @@
 //
 // Contract  pyringar.comm.process_communicator is its only user. Every argument is checked before
 //           anything is announced to the other ranks.
-// Tests     tests/test_processes.py
+// Tests     tests/conformance/test_bits.py
 
 #include <pybind11/functional.h>
 

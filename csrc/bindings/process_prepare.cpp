@@ -1,6 +1,6 @@
 // process_prepare: reads the tensors, checks them, and finds their memory or copies it.
 //
-// Tests     tests/test_processes.py, tests/test_cuda_processes.py
+// Tests     tests/conformance/test_bits.py, tests/test_cuda_processes.py
 
 #include "bindings/process_prepare.h"
 

@@ -5,7 +5,7 @@
 //           other rank was told. What the ranks must have alike (sizes) goes into one digest of the
 //           call; strides of elements that do not lie in the order of their index into another.
 // Threads   with the GIL held.
-// Tests     tests/test_processes.py, tests/test_cuda_processes.py
+// Tests     tests/conformance/test_bits.py, tests/test_cuda_processes.py
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,6 +1,6 @@
 // tensor: DLPack's exchange table for the data, torch's attributes for what DLPack does not say.
 //
-// Tests     tests/test_arguments.py, tests/test_layouts.py
+// Tests     tests/conformance/test_refused.py, tests/conformance/test_layouts.py
 
 #include "bindings/tensor.h"
 

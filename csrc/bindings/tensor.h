@@ -4,7 +4,7 @@
 // Contract  A TensorView is valid while its Python object lives and is not resized. Every refusal
 //           is an Error that names the operation, the argument with its index, and the value.
 // Threads   with the GIL held.
-// Tests     tests/test_arguments.py, tests/test_layouts.py
+// Tests     tests/conformance/test_refused.py, tests/conformance/test_layouts.py
 #pragma once
 
 #include <pybind11/pytypes.h>  // a fifth of the whole pybind11's compile time

@@ -5,7 +5,7 @@
 // Contract  16-bit floats are accumulated in fp32 and rounded once; fp32, fp64 and integers in
 //           their own type. Integers wrap.
 // Threads   pure functions, any.
-// Tests     tests/test_all_reduce.py compares every dtype and op with an oracle, bit for bit.
+// Tests     tests/conformance/test_bits.py compares every dtype and op with an oracle, bit for bit.
 #pragma once
 
 #include <cstddef>

@@ -3,7 +3,7 @@
 // Floor     core: host only (device code reports through a status word, see the ring program).
 // Contract  the message names the operation, the culprit, the value and what was expected; the
 //           bindings turn each kind into the class of the same name in pyringar.errors.
-// Tests     tests/test_arguments.py
+// Tests     tests/conformance/test_refused.py
 #pragma once
 
 #include <charconv>

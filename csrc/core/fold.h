@@ -12,7 +12,7 @@
 //           partial sums. Sums of integers wrap, and are the same in every order.
 //
 // Threads   pure functions, any.
-// Tests     tests/test_orders.py has each equation once more, in Python
+// Tests     tests/conformance/test_bits.py has each equation once more, in Python
 #pragma once
 
 #include <cstdint>

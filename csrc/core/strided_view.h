@@ -1,7 +1,7 @@
 // strided_view: a tensor whose elements need not lie side by side.
 //
 // Units     shape and strides in elements; data borrowed.
-// Tests     tests/test_layouts.py
+// Tests     tests/conformance/test_layouts.py
 #pragma once
 
 #include <cstddef>

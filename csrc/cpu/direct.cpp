@@ -1,6 +1,6 @@
 // direct: barrier, one pass over the rank's own slice, barrier.
 //
-// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 
 #include "cpu/direct.h"
 

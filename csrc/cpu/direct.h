@@ -4,7 +4,7 @@
 // Contract  rank order. Between the two barriers nobody else touches a slice but its owner:
 //             all inputs ready | barrier | read peers, write peers | barrier | results visible
 // Threads   direct_rank() is called once per rank, all at once. False: a wait failed.
-// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once
 
 #include <vector>

@@ -1,6 +1,6 @@
 // fused: cuts all tensors of a call, laid end to end, into blocks that threads take one by one.
 //
-// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 
 #include "cpu/fused.h"
 

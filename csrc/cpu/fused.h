@@ -6,7 +6,7 @@
 //           Tensors of one call touch disjoint memory.
 // Threads   the caller's, and when there is enough to do torch's own (os/torch_team.h), or helpers
 //           of the pool where torch computes meanwhile or has no threads that can be joined.
-// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once
 
 #include <algorithm>

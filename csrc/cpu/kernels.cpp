@@ -1,6 +1,6 @@
 // kernels: which file holds the loops of which dtype.
 //
-// Tests     tests/test_all_reduce.py
+// Tests     tests/conformance/test_bits.py
 
 #include "cpu/kernels.h"
 

@@ -6,7 +6,7 @@
 // or
 //           how a range is cut. A destination may be one of the sources, not overlap one halfway.
 // Threads   pure functions of their arguments, any.
-// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once
 
 #include <cstddef>

@@ -8,7 +8,7 @@
 //           for fp32 and 2^53 for fp64 of three ranks and more), or a number is infinite.
 // Source    TwoSum: Knuth, "The Art of Computer Programming" 2, 4.2.2; a sum and the sum of its
 //           errors: Ogita, Rump and Oishi 2005.
-// Tests     tests/test_orders.py
+// Tests     tests/conformance/test_bits.py
 
 #if defined(__AVX512F__)
 #include <immintrin.h>

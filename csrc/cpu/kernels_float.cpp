@@ -1,6 +1,6 @@
 // kernels_float: the loops of cpu/kernels.h for fp32 and fp64.
 //
-// Tests     tests/test_all_reduce.py
+// Tests     tests/conformance/test_bits.py
 
 #include "cpu/kernels_impl.h"
 

@@ -1,6 +1,6 @@
 // kernels_half: the loops of cpu/kernels.h for fp16 and bf16.
 //
-// Tests     tests/test_all_reduce.py
+// Tests     tests/conformance/test_bits.py
 
 #include "cpu/kernels_impl.h"
 

@@ -2,7 +2,7 @@
 //
 // Floor     cpu; included by the kernels_*.cpp files only.
 // Contract  see cpu/kernels.h. Full blocks and tails use the same vector instructions.
-// Tests     tests/test_all_reduce.py, tests/cpp/stress.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // kernels_integer: the loops of cpu/kernels.h for integers.
 //
-// Tests     tests/test_all_reduce.py
+// Tests     tests/conformance/test_bits.py
 
 #include "cpu/kernels_impl.h"
 

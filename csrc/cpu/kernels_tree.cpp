@@ -1,6 +1,6 @@
 // kernels_tree: the fused loop that adds in the order of core/tree.h, for floats.
 //
-// Tests     tests/test_orders.py
+// Tests     tests/conformance/test_bits.py
 
 #include <iterator>
 #include <utility>

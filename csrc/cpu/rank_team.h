@@ -11,7 +11,7 @@
 //           (std::terminate), since the other ranks could not be told how far the links have come.
 // Threads   one run() at a time per team (its owner holds a lock). Threads start at first use and
 //           are joined by the destructor.
-// Tests     tests/cpp/stress.cpp, tests/test_ring.py
+// Tests     tests/cpp/stress.cpp, tests/conformance/test_bits.py
 #pragma once
 
 #include <functional>

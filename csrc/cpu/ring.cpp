@@ -1,6 +1,6 @@
 // ring: memory and arithmetic of a thread for the ring program.
 //
-// Tests     tests/test_ring.py, tests/cpp/stress.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 
 #include "cpu/ring.h"
 

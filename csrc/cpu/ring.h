@@ -7,7 +7,7 @@
 // Threads   ring_rank() is called once per rank, all at once, with the same arguments otherwise.
 //           It returns false when a wait failed; the Watch says whose.
 // Source    core/ring_program.h
-// Tests     tests/test_ring.py, tests/cpp/stress.cpp (ThreadSanitizer, random delays)
+// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp (ThreadSanitizer, random delays)
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // strided: an odometer over all dimensions but the last, a plain loop over that.
 //
-// Tests     tests/test_layouts.py
+// Tests     tests/conformance/test_layouts.py
 
 #include "cpu/strided.h"
 

@@ -5,7 +5,7 @@
 //           equal shape pack to equal positions; packed elements have their own sign. Gaps between
 //           elements are never touched.
 // Threads   pure functions of their arguments, any.
-// Tests     tests/test_layouts.py
+// Tests     tests/conformance/test_layouts.py
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // process: /proc/PID/stat, affinity masks.
 //
-// Tests     tests/test_processes.py, tests/test_process_deaths.py
+// Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py
 
 #include "os/process.h"
 

@@ -5,7 +5,7 @@
 // Contract  a process id names another process once the first is gone; with the time at which it
 //           started it does not. One that has ended and was not waited for yet (a zombie) is gone.
 // Threads   any.
-// Tests     tests/test_processes.py, tests/test_process_deaths.py
+// Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py
 #pragma once
 
 #include <cstdint>

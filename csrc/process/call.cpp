@@ -1,6 +1,6 @@
 // call: the engines that give the staged programs a process's memory and arithmetic.
 //
-// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 
 #include "process/call.h"
 

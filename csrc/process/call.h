@@ -5,7 +5,7 @@
 //           before all ranks agree on what they call.
 // Threads   a group runs one call at a time.
 // Source    core/staged_program.h
-// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
 // segment: offsets, and the checks of a segment that another process laid out.
 //
-// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 
 #include "process/segment.h"
 

@@ -16,7 +16,7 @@
 //           lie matters little: a slot is small enough to stay in caches, and its lines pass from
 //           core to core. Tensors that are registered lie where the rank that made them is.
 // Threads   counters and states are atomic; the rest of a line is published by them.
-// Tests     tests/test_processes.py, tests/cpp/process_test.cpp
+// Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 
 #include <array>

@@ -1,6 +1,6 @@
 // staged_counters: see the header.
 //
-// Tests     tests/test_processes.py
+// Tests     tests/conformance/test_bits.py
 
 #include "process/staged_counters.h"
 

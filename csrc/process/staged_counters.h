@@ -4,7 +4,7 @@
 // Contract  the counters and waits of core/staged_program.h, on the rank's line of the segment.
 //           What an engine's memory needs beyond them (the counters of a GPU) is the engine's.
 // Threads   a group runs one call at a time.
-// Tests     tests/test_processes.py
+// Tests     tests/conformance/test_bits.py
 #pragma once
 
 #include <cstdint>

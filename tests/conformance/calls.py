@@ -1,0 +1,339 @@
+"""A collective call as plain data: its tensors on every rank, and what each must hold afterwards.
+
+A `Call` is made by a table or by Hypothesis, pickled to ranks in processes, and run by every
+transport (transports.py). Each rank draws its own tensors from the seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from oracle import (
+    FOLDS,
+    KINDS,
+    Kind,
+    Words,
+    chunk,
+    is_nan,
+    negated,
+    positional,
+    random,
+    words_of,
+)
+
+# -- one tensor over all ranks ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a rank's tensor lie; without strides in the order of the index."""
+
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+    is_negated: bool = False
+
+    def strides_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        if self.strides is not None:
+            return self.strides
+        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+PLAIN = Layout()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor over all ranks.
+
+    Attributes:
+        layouts: One per rank, again from the first where there are more ranks.
+        draw: "random", with infinities, NaN and subnormals; "positional"; "masked", see there.
+        given: The values of every rank, in place of drawn ones.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layouts: tuple[Layout, ...] = (PLAIN,)
+    seed: int = 0
+    draw: str = "random"
+    given: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def has_negated(self) -> bool:
+        return any(layout.is_negated for layout in self.layouts)
+
+    def layout(self, rank: int) -> Layout:
+        return self.layouts[rank % len(self.layouts)]
+
+    def values(self, rank: int, world_size: int) -> Words:
+        """Return a rank's elements, flat."""
+        if self.given:
+            return words_of(self.given[rank]).reshape(-1)
+        if self.draw == "masked":
+            return masked(self.numel, self.dtype, world_size)[rank]
+        if self.draw == "positional":
+            return words_of(positional(self.numel, self.dtype, rank))
+        return drawn(self.numel, self.dtype, self.seed, rank)
+
+    def is_permuted(self, rank: int) -> bool:
+        """Whether the rank's elements lie side by side, but not in the order of their index."""
+        strides = self.layout(rank).strides_of(self.shape)
+        used = [s for s, n in zip(strides, self.shape, strict=True) if n != 1]
+        is_dense = lies_dense(self.shape, strides) and not self.layout(rank).is_negated
+        return is_dense and self.numel > 1 and used != sorted(used, reverse=True)
+
+    def strides_used(self, rank: int) -> tuple[int, ...]:
+        """Return the strides of dimensions of more than one element; those of others are free."""
+        strides = self.layout(rank).strides_of(self.shape)
+        return tuple(s for s, n in zip(strides, self.shape, strict=True) if n != 1)
+
+
+_POOL_ROWS, _POOL_ELEMS = 17, 20_011  # a prime: repeated, it matches no block of the engine's
+
+
+@functools.cache
+def _pool(dtype: torch.dtype, row: int) -> Words:
+    """Random elements; a NaN has any sign and payload, and may be a signaling one."""
+    kind, words = KINDS[dtype], words_of(random(_POOL_ELEMS, dtype, row))
+    any_bits = np.random.default_rng(row).integers(
+        1, np.iinfo(kind.word).max, _POOL_ELEMS, kind.word
+    )
+    return np.where(is_nan(words, kind), any_bits | _exponent(kind) | 1, words)
+
+
+def _exponent(kind: Kind) -> np.unsignedinteger:
+    return kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
+
+
+def drawn(numel: int, dtype: torch.dtype, seed: int, rank: int) -> Words:
+    """Return random elements, from a pool: to draw them takes longer than to reduce them."""
+    row = _pool(dtype, rank % _POOL_ROWS)
+    begin = 61 * seed % 9973 + 101 * (rank // _POOL_ROWS)
+    end = begin + numel
+    return row[begin:end] if end <= len(row) else np.resize(row[begin:], numel)
+
+
+@functools.lru_cache(4)
+def masked(numel: int, dtype: torch.dtype, world_size: int) -> list[Words]:
+    """Small numbers, and in every element large ones of two ranks, which cancel.
+
+    Of the other ranks only those are left in the sum that are added after the two have met.
+    """
+    rng = np.random.default_rng([numel, world_size])
+    info = torch.finfo(dtype)
+    small = info.smallest_normal if dtype == torch.float16 else 1.0
+    rows = rng.uniform(1, 2, (numel, world_size)) * small
+    for row in rows if world_size > 1 else ():
+        i, j = rng.choice(world_size, 2, replace=False)
+        row[i], row[j] = info.max / 4, -info.max / 4
+    return [words_of(torch.from_numpy(row.copy()).to(dtype)) for row in rows.T]
+
+
+def lies_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    used = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1)
+    expected = 1
+    for stride, size in used:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def reduction(part: Part, world_size: int, op: str, order: str, *, by_index: bool = False) -> Words:
+    """Return the reduction of a part over all ranks, flat, in the order of the index.
+
+    Args:
+        order: One of `FOLDS`.
+        by_index: A ring cuts chunks in the order of the index; else dense tensors that lie alike
+            on all ranks are cut as they lie in memory.
+    """
+    values = [part.values(rank, world_size) for rank in range(world_size)]
+    fold = FOLDS[order]
+    alike = {(part.strides_used(r), part.is_permuted(r)) for r in range(world_size)}
+    if order != "ring" or by_index or len(alike) > 1 or not part.is_permuted(0):
+        return fold(values, op, part.kind)
+    strides = part.layout(0).strides_of(part.shape)
+    dims = sorted(range(len(part.shape)), key=lambda dim: -strides[dim])
+    lying = [v.reshape(part.shape).transpose(dims) for v in values]
+    total = fold([np.ascontiguousarray(v).reshape(-1) for v in lying], op, part.kind)
+    result = np.empty(part.shape, part.kind.word)
+    result.transpose(dims)[...] = total.reshape(lying[0].shape)
+    return result.reshape(-1)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+ALL_REDUCES = ("all_reduce", "async", "repeated", "bind")
+LISTS = ("coalesced", "async coalesced", "bind_coalesced")
+ROOTED = ("reduce", "reduce in place", "reduce_coalesced")
+BROADCASTS = ("broadcast", "async broadcast", "broadcast_coalesced")
+SHARES = ("reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call of ``k`` ranks.
+
+    Attributes:
+        entry: The method, and how it is called: see transports.py.
+        by_communicator: Algorithm and order are the communicator's, not the call's.
+        holds: "tensors", "tuples" of them, or NumPy "arrays".
+        flushes: Odd ranks, or the one process of all, flush denormals.
+    """
+
+    entry: str
+    k: int
+    parts: tuple[Part, ...]
+    op: str = "sum"
+    algorithm: str = "auto"
+    order: str = "any"
+    root: int = 0
+    by_communicator: bool = False
+    holds: str = "tensors"
+    flushes: bool = False
+
+    def fields(self, rank: int) -> list[Field]:
+        """Return the tensors that a rank passes: inputs first, then outputs of their own."""
+        if self.entry in BROADCASTS:
+            return [Field(part, rank, is_written=rank != self.root) for part in self.parts]
+        if self.entry in SHARES:
+            return self._shares(rank)
+        if self.entry not in ROOTED:
+            return [Field(part, rank) for part in self.parts]
+        is_root = rank == self.root
+        inputs = [
+            Field(part, rank, is_written=is_root and self.is_in_place(i))
+            for i, part in enumerate(self.parts)
+        ]
+        outputs = [
+            Field(part, rank + 1, is_read=False)
+            for i, part in enumerate(self.parts)
+            if is_root and not self.is_in_place(i)
+        ]
+        return inputs + outputs
+
+    def is_in_place(self, i: int) -> bool:
+        """Whether the output of a reduction to one rank is that rank's input."""
+        return self.entry == "reduce in place" or (self.entry == "reduce_coalesced" and i % 2 == 1)
+
+    def is_copy(self, field: Field) -> bool:
+        """Whether the field has the very bits of an input afterwards."""
+        return not field.is_written or self.entry in (*BROADCASTS, "all_gather")
+
+    def _shares(self, rank: int) -> list[Field]:
+        """Return the fields of a call between whole tensors and one share of each rank."""
+        [whole] = self.parts
+        gaps = Layout((2,)) if whole.layout(rank).strides else PLAIN
+        share = Part(whole.dtype, (whole.numel // self.k,), (gaps,))
+        if self.entry == "reduce_scatter":
+            read, written = whole, share
+        else:
+            read, written = share, whole
+        return [
+            Field(read, rank, is_written=False, source=whole),
+            Field(written, rank, is_read=False, source=whole),
+        ]
+
+    def wanted(self, rank: int, field: Field, order: str, *, by_index: bool = False) -> Words:
+        """Return the elements of a rank's field after the call.
+
+        Args:
+            order: In which the transport adds, one of `FOLDS`.
+            by_index: See `reduction`.
+        """
+        part = field.source or field.part
+        if not field.is_written:
+            return field.values(self.k)
+        if self.entry in BROADCASTS:
+            return part.values(self.root, self.k)
+        if self.entry == "all_gather":
+            n = part.numel // self.k
+            return np.concatenate([part.values(r, self.k)[:n] for r in range(self.k)])
+        if self.entry == "reduce_scatter":
+            total = reduction(part, self.k, self.op, order, by_index=True)
+            return total[chunk(part.numel, self.k, rank)]
+        return reduction(part, self.k, self.op, order, by_index=by_index)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a rank in a call."""
+
+    part: Part
+    rank: int  # whose layout it has
+    is_read: bool = True
+    is_written: bool = True
+    source: Part | None = None  # of whose values it holds the first
+
+    def values(self, world_size: int) -> Words:
+        return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
+
+
+class Placed:
+    """A field in memory, with other bytes around and between its elements."""
+
+    def __init__(self, field: Field, world_size: int, device: str = "cpu") -> None:
+        self.field, self.part = field, field.part
+        self._layout = self.part.layout(field.rank)
+        shape, strides = self.part.shape, self._layout.strides_of(self.part.shape)
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        size = self._layout.offset + (last + 1 if self.part.numel else 0) + 5
+        kind = self.part.kind
+        noise = (np.arange(size) * 37 % 199).astype(kind.word)
+        self._strides = strides
+        self._is_own = np.zeros(size, dtype=bool)
+        self._view(self._is_own)[...] = True
+        self._noise = noise.copy()
+        if field.is_read:
+            self._view(noise)[...] = self._signed(field.values(world_size)).reshape(shape)
+        self._first = noise
+        self._memory = torch.from_numpy(noise.view(f"i{noise.itemsize}").copy()).to(device)
+        self.tensor = self._memory.view(self.part.dtype).as_strided(
+            shape, strides, self._layout.offset
+        )
+        if self._layout.is_negated:
+            self.tensor = torch._neg_view(self.tensor)
+
+    def _view(self, base: np.ndarray) -> np.ndarray:
+        strides = [s * base.itemsize for s in self._strides]
+        first = base[self._layout.offset :]
+        return np.lib.stride_tricks.as_strided(first, self.part.shape, strides)
+
+    def _signed(self, words: Words) -> Words:
+        return negated(words, self.part.kind) if self._layout.is_negated else words
+
+    @property
+    def can_be_array(self) -> bool:
+        """Whether NumPy has the dtype and reaches the memory."""
+        is_plain = self.part.dtype is not torch.bfloat16 and not self.part.has_negated
+        return is_plain and self._memory.device.type == "cpu"
+
+    def array(self) -> np.ndarray:
+        """Return NumPy's view of the memory."""
+        kind = self.part.kind
+        name = np.float16 if self.part.dtype is torch.float16 else kind.wide
+        return self._view(self._memory.numpy()).view(name)
+
+    def rewrite(self) -> None:
+        """Write the elements that it had first."""
+        self._memory.copy_(torch.from_numpy(self._first.view(f"i{self._first.itemsize}")))
+
+    def read(self) -> Words:
+        """Return the elements, flat; fail if a byte between them was written."""
+        after = self._memory.cpu().numpy().view(self.part.kind.word)
+        changed = (after != self._noise) & ~self._is_own
+        assert not changed.any(), "memory between the elements was written"
+        return self._signed(np.ascontiguousarray(self._view(after)).reshape(-1))

@@ -1,0 +1,302 @@
+"""Has every rank the promised bits: one rounding, the named order, equal on all ranks (P2-P4)?
+
+Every test runs over all transports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from calls import Call, Part
+from cases import mostly_slow
+from oracle import (
+    DTYPES,
+    FLOATS,
+    OPS,
+    assert_all_ranks,
+    assert_bits,
+    folded,
+    inputs,
+    limit_bytes,
+    same_bits,
+    tree_reduced,
+)
+
+F32, BF16 = torch.float32, torch.bfloat16
+MOST_RANKS = (6, 7, 9, 12, 16, 17)
+
+
+def calls_of(transport, numel, dtype, k, op, *, draw="random"):
+    """One call for every algorithm in its own order, and for every other order."""
+    choices = [(algorithm, "any") for algorithm in transport.algorithms]
+    choices += [("direct", "tree"), ("auto", "tree"), ("auto", "exact")]
+    part = Part(dtype, (numel,), seed=numel, draw=draw)
+    calls = [Call("all_reduce", k, (part,), op, *choice) for choice in choices]
+    return [call for call in calls if transport.can_run(call)]
+
+
+# -- everything against everything -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_ops_and_orders(transport, dtype):
+    transport.check(
+        [
+            call
+            for k in transport.world_sizes
+            for numel in (k + 1, 257)
+            for op in OPS
+            for call in calls_of(transport, numel, dtype, k, op)
+        ]
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_sizes(transport, dtype):
+    """Nothing, less than an element each, one each, a vector and its neighbors."""
+    transport.check(
+        [
+            call
+            for k in transport.world_sizes
+            for numel in sorted({0, 1, k - 1, k, 15, 16, 17, 63, 64, 65})
+            for call in calls_of(transport, numel, dtype, k, "sum")
+            if call.order != "exact"
+        ]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_positions(transport, dtype):
+    """Integers name position and rank: an element in the wrong place has the wrong sum."""
+    transport.check(
+        [
+            call
+            for numel in (1009, 70_001)
+            for call in calls_of(transport, numel, dtype, 3, "sum", draw="positional")
+            if call.order != "exact"
+        ]
+    )
+
+
+@pytest.mark.usefixtures("two_torch_threads")
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, F32, BF16), ids=str)
+def test_borders(transport, dtype):
+    """Around sizes of blocks, pieces and slots; on threads large enough for several."""
+    for k in (2, 3):
+        transport.check(
+            [
+                call
+                for border in transport.borders(dtype, k)
+                for numel in (border - 1, border, border + 1)
+                for call in calls_of(transport, numel, dtype, k, "sum")
+                if call.order == "any" and call.algorithm not in ("auto", "naive", "sharded")
+            ]
+        )
+
+
+@pytest.mark.usefixtures("two_torch_threads")
+def test_millions(transport):
+    for dtype, k, numel in ((F32, 3, 1_000_003), (torch.float16, 4, 786_433)):
+        calls = calls_of(transport, numel, dtype, k, "mean")
+        transport.check([call for call in calls if call.order in ("any", "tree")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_everything(transport, dtype):
+    for k in transport.world_sizes:
+        borders = [border + off for border in transport.borders(dtype, k) for off in (-1, 0, 1)]
+        for numel in {0, 1, k - 1, k, k + 1, 15, 16, 17, 63, 64, 65, 257, *borders}:
+            for op in OPS:
+                calls = calls_of(transport, numel, dtype, k, op)
+                transport.check([c for c in calls if c.order != "exact" or numel < 300])
+
+
+@pytest.mark.parametrize("dtype", mostly_slow(FLOATS, F32, BF16), ids=str)
+def test_orders_of_additions(transport, dtype):
+    """Large terms cancel, and what was added before they met is lost."""
+    transport.check(
+        [
+            call
+            for k in transport.world_sizes
+            for call in calls_of(transport, 257, dtype, k, "sum", draw="masked")
+        ]
+    )
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def each_way(transport):
+    """Return algorithms and orders, as options of an all_reduce."""
+    ways = [{"algorithm": algorithm} for algorithm in transport.algorithms]
+    return ways + [{"order": order} for order in transport.orders]
+
+
+def test_integers_wrap_and_divide_towards_zero(transport):
+    for way in each_way(transport):
+        tensors = [torch.tensor([100, -100, -7, 7, -128], dtype=torch.int8)] * 2
+        assert transport.reduced(tensors, **way)[1].tolist() == [-56, 56, -14, 14, 0]
+        tensors = [torch.tensor([-7, 7, 2**62 + 1]), torch.tensor([0, 0, 2])]
+        assert transport.reduced(tensors, "mean", **way)[0].tolist() == [-3, 3, 2**61 + 1]
+
+
+def test_one_rounding(transport):
+    """2048 + 1 is 2048 in fp16, so only a wider sum has 2048 + 1 + 1 = 2050."""
+    for way, (dtype, large) in itertools.product(
+        each_way(transport), ((torch.float16, 2048.0), (BF16, 256.0))
+    ):
+        tensors = [torch.full((37,), value).to(dtype) for value in (large, 1, 1)]
+        for result in transport.reduced(tensors, **way):
+            assert (result == large + 2).all(), way
+
+
+def test_subnormals_survive(transport):
+    for dtype in FLOATS:
+        tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        wanted = torch.tensor(3 * tiny, dtype=torch.float64).to(dtype)
+        for way in each_way(transport):
+            tensors = [torch.full((67,), tiny, dtype=dtype)] * 3
+            assert (transport.reduced(tensors, **way)[2] == wanted).all(), (dtype, way)
+
+
+def test_nan_wins_on_every_rank(transport):
+    for algorithm, op, holder in itertools.product(transport.algorithms, ("max", "min"), range(3)):
+        tensors = [torch.tensor([1.0, math.inf, -math.inf]) for _ in range(3)]
+        tensors[holder][:] = math.nan
+        for result in transport.reduced(tensors, op, algorithm=algorithm):
+            assert result.isnan().all(), (algorithm, op, holder)
+
+
+def test_orders_by_hand(transport):
+    """1 is lost where it meets 1e30 before -1e30 comes."""
+    small, large = torch.tensor([1.0]), torch.tensor([1e30])
+    terms = [small, small, large, -large, small]
+    wanted = {"any": 1.0, "rank": 1.0, "tree": 3.0, "exact": 3.0}
+    ones = [small, large, small, -large, small]
+    for order in transport.orders:
+        if order != "exact":
+            tensors = [term.repeat(9) for term in ones]
+            found = transport.reduced(tensors, order=order)[0]
+            assert found.tolist() == [1.0] * 9, order
+        found = transport.reduced([term.repeat(9) for term in terms], order=order)[0]
+        assert found.tolist() == [wanted[order]] * 9, order
+
+
+def test_ring_order_by_hand(transport):
+    """Chunk c of 3 adds ranks c+1, c+2, c."""
+    if "ring" not in transport.algorithms:
+        pytest.skip("this transport has no ring")
+    tensors = [torch.full((3,), value) for value in (1e30, -1e30, 1.0)]
+    found = transport.reduced(tensors, algorithm="ring")[0]
+    # (-1e30 + 1) + 1e30, (1 + 1e30) + -1e30, (1e30 + -1e30) + 1
+    assert found.tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_exact_sums_of_hard_numbers(transport, dtype):
+    """Sums that overflow on the way, cancel, lie between two numbers, and are rounded to one."""
+    if "exact" not in transport.orders:
+        pytest.skip("this transport has no exact sums")
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal * info.eps
+    numbers = [info.max, -info.max, 1.0, -1.0, info.eps, info.eps / 2, -tiny, tiny, 0.0, -0.0]
+    numbers += [math.inf, -math.inf, math.nan, info.smallest_normal, 3.0, -2.0, info.max / 2]
+    columns = itertools.product(numbers, repeat=3)
+    given = [torch.tensor(row, dtype=torch.float64).to(dtype) for row in zip(*columns, strict=True)]
+    part = Part(dtype, (len(given[0]),), given=tuple(given))
+    transport.check([Call("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")])
+    # Of many numbers that are added fast a few that are not: each at another place of its block.
+    hard = Part(dtype, (131,), draw="masked")
+    given = [torch.ones(131 * 131, dtype=dtype) for _ in range(3)]
+    for rank, tensor in enumerate(given):
+        values = hard.values(rank, 3).view(f"i{dtype.itemsize}")
+        tensor[::131] = torch.from_numpy(values).view(dtype)
+    part = Part(dtype, (131 * 131,), given=tuple(given))
+    transport.check([Call("all_reduce", 3, (part,), order="exact")])
+
+
+def test_exact_sums_do_not_depend_on_ranks(transport):
+    if "exact" not in transport.orders:
+        pytest.skip("this transport has no exact sums")
+    for dtype in FLOATS:
+        parts = inputs(257, dtype, 3)
+        wanted = transport.reduced(parts, order="exact")[0]
+        for shuffled in itertools.permutations(parts):
+            assert_bits(transport.reduced(shuffled, order="exact")[0], wanted)
+
+
+@pytest.mark.parametrize("each", [2, 4])
+def test_tree_has_the_bits_of_more_ranks(transport, each):
+    """k ranks that each add m terms as the tree does have the bits of k * m ranks."""
+    for k in (1, 2, 3):
+        parts = inputs(257, F32, k * each)
+        sums = [tree_reduced(parts[rank * each : (rank + 1) * each], "sum") for rank in range(k)]
+        assert_all_ranks(transport.reduced(sums, order="tree"), tree_reduced(parts, "sum"))
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "direct", "ring"])
+def test_every_run_has_the_same_bits(transport, algorithm):
+    if algorithm not in transport.algorithms:
+        pytest.skip(f"this transport has no {algorithm}")
+    parts = inputs(100_003, F32, 3)
+    results = [transport.reduced(parts, algorithm=algorithm) for _ in range(5)]
+    assert all(same_bits(tensor, results[0][0]) for tensors in results for tensor in tensors)
+
+
+# -- on threads only -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads(transport_of):
+    return transport_of("threads")
+
+
+@pytest.mark.parametrize("k", MOST_RANKS)
+def test_more_ranks(threads, k):
+    for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int32, "prod")):
+        threads.check(calls_of(threads, 257, dtype, k, op))
+
+
+@pytest.mark.parametrize("k", [33, 150])
+def test_more_ranks_than_any_table(threads, k):
+    """Past 16 ranks the pointer tables move from the stack; past 127 a rank count leaves int8."""
+    for dtype, op in ((F32, "sum"), (torch.int8, "mean")):
+        calls = calls_of(threads, 1031, dtype, k, op)
+        threads.check([c for c in calls if k < 100 or c.algorithm not in ("direct", "ring")])
+
+
+def test_large_trees(threads):
+    numel = limit_bytes("fused_block") // 4 + 77
+    threads.check(
+        [Call("all_reduce", k, (Part(F32, (numel,)),), "mean", order="tree") for k in (4, 33, 70)]
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", ["fused", "direct", "ring"])
+def test_more_than_two_to_the_31_elements(make_comm, algorithm):
+    numel = 2**31 + 70_001
+    pattern = torch.arange(251, dtype=torch.uint8)  # a prime: no two blocks look alike
+    tensors = [(pattern * rank).repeat(numel // 251 + 1)[:numel] for rank in (1, 2)]
+    make_comm(2, timeout=300).all_reduce(tensors, algorithm=algorithm)
+    wanted = (pattern * 3).repeat(2**20)
+    for tensor in tensors:
+        for piece in tensor.split(251 * 2**20):
+            assert torch.equal(piece, wanted[: piece.numel()])
+
+
+# -- the oracle and the inputs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_inputs_distinguish_orders(dtype):
+    part = Part(dtype, (257,), draw="masked")
+    values = [part.values(rank, 6) for rank in range(6)]
+    given = [torch.from_numpy(v.view(f"i{dtype.itemsize}")).view(dtype) for v in values]
+    found = [folded(given, "sum", order) for order in ("rank", "ring", "tree", "exact")]
+    for one, other in itertools.combinations(found, 2):
+        assert not same_bits(one, other)

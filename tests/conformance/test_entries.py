@@ -1,0 +1,177 @@
+"""Does every entry of a group keep its promise: whose tensor is written, with which bits?
+
+An entry is a method and a way to call it: all_reduce now, in the background, prepared, of lists,
+to one rank; reduce_scatter, all_gather and broadcast. Every test runs over all transports.
+"""
+
+from __future__ import annotations
+
+import gc
+import random as python_random
+import time
+
+import pytest
+import torch
+from calls import ALL_REDUCES, LISTS, ROOTED, SHARES, Call, Layout, Part
+from cases import mostly_slow
+from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes, piece_elems
+from ranks import on_ranks
+
+F32, BF16 = torch.float32, torch.bfloat16
+ENTRIES = ("book", *ALL_REDUCES, *LISTS, *ROOTED, "broadcast", "async broadcast")
+
+
+def choices(transport, call):
+    """Return the call with every algorithm and order, of the call and of the communicator."""
+    made = [
+        Call(
+            **{
+                **vars(call),
+                "algorithm": algorithm,
+                "order": order,
+                "by_communicator": by_communicator,
+            }
+        )
+        for algorithm in transport.algorithms
+        for order in transport.orders
+        for by_communicator in (False, True)
+    ]
+    return [one for one in made if transport.can_run(one)]
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, "broadcast_coalesced", *SHARES])
+def test_entries(transport, entry):
+    if entry not in transport.entries:
+        pytest.skip(f"this transport has no {entry}")
+    for k, (dtype, op) in zip(
+        (1, 2, 3, 4),
+        ((F32, "mean"), (BF16, "sum"), (F32, "sum"), (torch.int8, "mean")),
+        strict=True,
+    ):
+        for numel in (0, k, 17 * k):
+            parts = tuple(Part(dtype, (numel + i,), seed=i) for i in range(3))
+            is_list = entry in LISTS or entry.endswith("coalesced")
+            for root in range(k):
+                call = Call(entry, k, parts if is_list else parts[:1], op, root=root)
+                transport.check(choices(transport, call))
+                if "reduce" in entry and entry not in ROOTED:
+                    break  # it has no root
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_other_reductions(transport, op):
+    calls = [
+        call
+        for entry in transport.entries
+        for call in choices(transport, Call(entry, 3, (Part(torch.float16, (33,)),), op, root=1))
+    ]
+    transport.check(calls)
+
+
+def test_large_shares(transport):
+    """Around the sizes of slots, of which every rank has a part."""
+    calls = []
+    for k in (2, 3):
+        part = limit_bytes("process_slot") // k // 4
+        for numel in (part - 1, part + 1, 4 * part + 3, 70_001):
+            for dtype in (F32, torch.uint8):
+                for entry in SHARES:
+                    gaps = (Layout(), Layout((1,), 1)) if dtype == F32 else (Layout(),)
+                    call = Call(entry, k, (Part(dtype, (k * numel,), gaps),), by_communicator=True)
+                    calls += [call, Call(**{**vars(call), "algorithm": "ring"})]
+    transport.check([call for call in calls if call.algorithm in transport.algorithms])
+
+
+@pytest.mark.parametrize("numel", [100, 200_003])
+def test_large_broadcasts(transport, numel):
+    for entry in ("broadcast", "async broadcast"):
+        parts = (Part(torch.float16, (numel,)),)
+        transport.check([Call(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
+
+
+def test_lists_reduced_by_every_algorithm_to_the_bits_of_one_by_one(transport):
+    dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
+    parts = tuple(Part(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33)))
+    for op in ("sum", "max"):
+        transport.check(choices(transport, Call("coalesced", 3, parts[:3], op)))
+        calls = [Call("coalesced", 3, parts, op, algorithm) for algorithm in transport.algorithms]
+        transport.check(calls)
+
+
+# -- many calls ------------------------------------------------------------------------------------
+
+
+def crowd_on_rank(state, calls):
+    start = time.monotonic()
+    tensor = torch.ones(20_000)
+    for _ in range(calls):
+        state.comm.all_reduce(tensor, "mean")
+        state.comm.barrier()
+    assert torch.equal(tensor, torch.ones(20_000))
+    return time.monotonic() - start
+
+
+def test_more_processes_than_cores_do_not_crawl(joined_crew):
+    """Blind spinning on few cores takes a time slice per wait: minutes for this many calls."""
+    assert max(joined_crew(10).run(crowd_on_rank, calls=20)) < 20
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_more_threads_than_cores_do_not_crawl(comm_of, algorithm):
+    tensors = [torch.ones(20_000) for _ in range(16)]
+    start = time.monotonic()
+    for _ in range(40):
+        comm_of(16).all_reduce(tensors, "mean", algorithm=algorithm)
+    assert time.monotonic() - start < 20
+    assert torch.equal(tensors[5], torch.ones(20_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_a_hundred_ranks(make_comm, algorithm):
+    comm = make_comm(100, timeout=120)
+    for numel in (7, 100, 100_003):
+        parts = inputs(numel, F32, 100)
+        tensors = [part.clone() for part in parts]
+        comm.all_reduce(tensors, algorithm=algorithm)
+        assert_all_ranks(tensors, folded(parts, "sum", "ring" if algorithm == "ring" else "rank"))
+
+
+@pytest.mark.slow
+def test_a_slot_is_not_overwritten_early(comm_of):
+    parts = inputs(4 * 3 * piece_elems(F32) + 1, F32, 4)
+    wanted = folded(parts, "sum", "ring")
+    for _ in range(500):
+        tensors = [part.clone() for part in parts]
+        comm_of(4).all_reduce(tensors, algorithm="ring")
+        assert_all_ranks(tensors, wanted)
+
+
+@on_ranks(*mostly_slow([1, 2, 3], 1, 3))
+def test_many_calls_in_flight(state):
+    """Calls in the background run in the order in which they were submitted."""
+    choice = python_random.Random(11)
+    pending = []
+    for number in range(60):
+        dtype, numel = choice.choice(DTYPES), choice.choice([0, 1, 500, 9000, 70_000])
+        parts = inputs(numel, dtype, state.world_size, seed=number)
+        mine = parts[state.rank].clone()
+        work = state.comm.all_reduce(mine, async_op=True)
+        pending.append((work, mine, folded(parts, "sum", "rank")))
+        if number % 20 == 19:  # runs after what was submitted before
+            state.comm.barrier()
+            assert all(work.is_completed() for work, _, _ in pending)
+    for work, mine, wanted in pending:
+        assert work.wait() is True
+        assert_all_ranks([mine], wanted)
+    state.comm.barrier(async_op=True).wait()
+
+
+@on_ranks(2)
+def test_dropped_works_keep_their_tensors(state):
+    kept = torch.ones(300_000)
+    for _ in range(20):
+        state.comm.all_reduce(torch.ones(200_000), async_op=True)
+        gc.collect(0)
+    state.comm.all_reduce(kept)
+    assert kept.sum().item() == 600_000.0

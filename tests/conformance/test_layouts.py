@@ -1,0 +1,240 @@
+"""Do elements belong together by index, in any layout, and is no byte between them touched?
+
+Every test runs over all transports. A ring cuts dense tensors that lie alike as they lie.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import hypothesis
+import pytest
+import torch
+from calls import PLAIN, SHARES, Call, Layout, Part
+from hypothesis import strategies as st
+from oracle import DTYPES, assert_all_ranks, assert_bits, folded, inputs, random
+
+import pyringar as pr
+
+F32 = torch.float32
+# Shapes with the strides of views of a tensor of shape (4, 6, 5, 3), and of others.
+LAYOUTS = {
+    "whole": ((4, 6, 5, 3), (90, 15, 3, 1), 0),
+    "channels last": ((4, 3, 6, 5), (90, 1, 15, 3), 0),
+    "transposed": ((6, 4, 5, 3), (15, 90, 3, 1), 0),
+    "reversed dims": ((3, 5, 6, 4), (1, 3, 15, 90), 0),
+    "rows": ((2, 6, 5, 3), (90, 15, 3, 1), 90),
+    "inner slice": ((4, 3, 5, 2), (90, 15, 3, 1), 16),
+    "every other": ((2, 2, 5, 2), (180, 45, 3, 2), 0),
+    "column": ((4, 6), (90, 15), 7),
+    "sliced and permuted": ((3, 4, 3, 5), (6, 90, 1, 15), 15),
+    "one element": ((), (), 17),
+    "empty slice": ((4, 0, 5, 3), (90, 15, 3, 1), 0),
+    "diagonal": ((3, 5), (1, 18), 0),
+    "new dims": ((4, 1, 6, 5, 3, 1), (90, 7, 15, 3, 1, 0), 0),
+    "offset": ((359,), (1,), 1),
+    "columns of wide rows": ((300, 67), (200, 3), 1),
+    "large transposed": ((300, 400), (1, 300), 2),
+}
+MIXES = {
+    "transposed": ((4, 4), [(4, 1), (1, 4)]),
+    "channels last": ((3, 4, 5, 6), [(120, 30, 6, 1), (120, 1, 24, 4)]),
+    "all permuted": ((3, 4, 6), [(1, 3, 12), (1, 18, 3), (24, 1, 4)]),
+    "steps beside dense": ((6, 7), [(7, 1), (14, 2)]),
+    "columns of wider rows": ((6, 7), [(14, 1), (21, 1)]),
+    "large": ((100, 402), [(402, 1), (1, 100), (804, 2)]),
+}
+LISTS = (
+    "coalesced",
+    "async coalesced",
+    "bind_coalesced",
+    "reduce_coalesced",
+    "broadcast_coalesced",
+)
+NEGATED = (Layout(is_negated=True), Layout((2,), 1, is_negated=True), PLAIN)
+
+
+def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
+    """One call for every entry and algorithm, as far as they go together."""
+    parts = tuple(replace(part, seed=i) for i, part in enumerate(parts))
+    calls = [
+        Call(entry, k, parts[:1] if entry not in LISTS else parts, op, algorithm, root=k - 1)
+        for entry in entries or transport.entries
+        for algorithm in transport.algorithms
+        for op in ops
+    ]
+    shared = [
+        Call(entry, k, parts[:1], by_communicator=True, algorithm=algorithm)
+        for entry in transport.entries
+        for algorithm in transport.algorithms
+        if entry in SHARES and parts and parts[0].numel % k == 0
+    ]
+    return [call for call in calls + shared if transport.can_run(call)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(transport, name):
+    shape, strides, offset = LAYOUTS[name]
+    for dtype in (F32, torch.bfloat16, torch.int8):
+        parts = (
+            Part(dtype, shape, (Layout(strides, offset),)),
+            Part(torch.float64, (5,)),
+        )
+        for k in (1, 3):
+            transport.check(calls_of(transport, parts, k))
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_layouts_that_differ_by_rank(transport, name):
+    shape, strides = MIXES[name]
+    layouts = tuple(Layout(s, offset) for offset, s in enumerate(strides))
+    for dtype in (F32, torch.int64):
+        for mixed in (layouts, layouts[::-1]):
+            part = Part(dtype, shape, mixed)
+            transport.check(calls_of(transport, (part, Part(F32, (3,)), part), 3))
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16, torch.int64, torch.uint8], ids=str)
+def test_negated_views(transport, dtype):
+    for layouts in (NEGATED, NEGATED[:1], NEGATED[::-1]):
+        part = Part(dtype, (36,), layouts)
+        transport.check(calls_of(transport, (part, part), 3, ops=("sum", "max")))
+
+
+def test_negated_view_beside_permuted_ones(transport):
+    """The strides are alike, and only the sign differs."""
+    layouts = (Layout((1, 2)), Layout((1, 2), is_negated=True), Layout((1, 2)))
+    parts = (Part(F32, (2, 3), layouts),)
+    transport.check(calls_of(transport, parts, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scalars(transport, dtype):
+    transport.check(calls_of(transport, (Part(dtype, ()),), 3))
+
+
+def test_strides_of_dimensions_of_one_do_not_matter(transport):
+    for shape, strides in (
+        ((1, 1, 5), [(5, 9, 1), (77, 999, 1), (0, 0, 1)]),
+        ((1, 4, 3), [(12, 1, 4), (17, 1, 4), (22, 1, 4)]),
+        ((1, 1), [(0, 9), (1, 9), (2, 9)]),
+    ):
+        parts = (Part(F32, shape, tuple(map(Layout, strides))),)
+        transport.check(calls_of(transport, parts, 3))
+
+
+def test_lists_of_mixed_dtypes(transport):
+    """Empty tensors, scalars, seven dimensions, and no tensor at all."""
+    shapes = [(20, 1, 3, 3), (20,), (), (0,), (40, 128), (1,), (9001,), (2,) * 7, (0, 3)]
+    mixed = tuple(Part(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
+    entries = [entry for entry in LISTS if entry in transport.entries]
+    for parts in (mixed, (), mixed[:1]):
+        for k in (1, 2, 3):
+            transport.check(calls_of(transport, parts, k, entries=entries))
+
+
+def test_lists_of_single_bytes(transport):
+    """Two dtypes in turn: more padding than data."""
+    parts = tuple(Part((torch.int8, torch.uint8)[i % 2], (1,)) for i in range(3000))
+    transport.check(calls_of(transport, parts, 2, entries=["coalesced"], ops=("max",))[:2])
+
+
+def test_a_thousand_small_tensors(transport):
+    parts = tuple(Part(F32, (37,), seed=i) for i in range(1000))
+    calls = [Call("coalesced", 2, parts, "mean", algorithm) for algorithm in ("direct", "ring")]
+    transport.check([call for call in calls if call.algorithm in transport.algorithms])
+
+
+def test_large_tensors_in_lists(transport):
+    parts = tuple(
+        Part(dtype, (32_769,), seed=i) for i, dtype in enumerate([F32, torch.bfloat16] * 8)
+    )
+    transport.check(calls_of(transport, parts, 2, entries=["coalesced"]))
+    transport.check(calls_of(transport, parts, 3, entries=["coalesced"]))
+
+
+@pytest.mark.parametrize("holds", ["tuples", "arrays"])
+def test_tuples_and_arrays(transport, holds):
+    """NumPy arrays are reduced where they lie; the caller's tuples keep their tensors."""
+    parts = tuple(Part(dtype, (36,), (Layout((2,), 1), PLAIN)) for dtype in (F32, torch.float16))
+    calls = calls_of(transport, parts, 3)
+    if holds == "arrays":
+        calls = [call for call in calls if call.entry not in ("reduce in place", "repeated")]
+    transport.check([Call(**{**vars(call), "holds": holds}) for call in calls])
+
+
+@pytest.mark.usefixtures("two_torch_threads")
+def test_threads_that_flush_denormals(transport):
+    """The caller's float mode changes no bit, and stays."""
+    for dtype in (F32, torch.float64, torch.float16):
+        parts = (Part(dtype, (36,)), Part(dtype, (36_000,)))
+        calls = calls_of(transport, parts, 3, ops=("sum", "mean"))
+        transport.check([Call(**{**vars(call), "flushes": True}) for call in calls])
+
+
+# -- ranks that share a memory: on threads only ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "dim"), [(F32, (501, 4), 1), (torch.float16, (4, 501), 0)]
+)
+def test_ranks_in_one_buffer(comm_of, dtype, shape, dim):
+    """Columns, interleaved in memory, and rows: no shared byte."""
+    for algorithm in ("auto", "direct", "ring", "sharded", "naive"):
+        base = random(4 * 501, dtype, 1).view(shape)
+        parts = [part.clone() for part in base.unbind(dim)]
+        comm_of(4).all_reduce(list(base.unbind(dim)), algorithm=algorithm)
+        wanted = folded(parts, "sum", "ring" if algorithm == "ring" else "rank")
+        assert_all_ranks(base.unbind(dim), wanted, algorithm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16], ids=str)
+def test_misaligned_memory(comm_of, dtype):
+    """Memory from elsewhere may begin at any byte."""
+    parts = inputs(1009, dtype, 3)
+    for algorithm in ("fused", "direct", "ring"):
+        buffers = [bytearray(1009 * dtype.itemsize + 1) for _ in range(3)]
+        tensors = [torch.frombuffer(b, dtype=dtype, offset=1) for b in buffers]
+        assert all(t.data_ptr() % dtype.itemsize for t in tensors)
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part)
+        comm_of(3).all_reduce(tensors, algorithm=algorithm)
+        wanted = folded(parts, "sum", "ring" if algorithm == "ring" else "rank")
+        assert_all_ranks(tensors, wanted, algorithm)
+
+
+def test_thin_slices_of_a_large_tensor_are_checked_fast(comm_of):
+    """The check for overlaps costs what the slice costs, not what lies between."""
+    base = torch.empty(1 << 31, dtype=torch.int8)  # pages that are not touched cost nothing
+    for apart in (1 << 30, 1):  # one behind the other, interleaved
+        tensors = [base[rank * apart :][: 1 << 30 : 1 << 22] for rank in range(2)]
+        comm_of(2).all_reduce(tensors)
+        start = time.perf_counter()
+        for _ in range(20):
+            comm_of(2).all_reduce(tensors)
+        assert time.perf_counter() - start < 1
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(data=st.data())
+def test_overlap_is_found_exactly(comm_of, data):
+    """Two views of one storage: refused if and only if they share an element, and never changed."""
+    ndim = data.draw(st.integers(1, 3))
+    shape = [data.draw(st.integers(1, 4)) for _ in range(ndim)]
+    strides = [data.draw(st.integers(0, 9)) for _ in range(ndim)]
+    starts = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 20))
+    base = torch.arange(128, dtype=torch.int32)
+    views = [base.as_strided(shape, strides, start) for start in starts]
+    places = [view.reshape(-1).tolist() for view in views]
+    touched = places[0] + places[1]
+    if len(set(touched)) == len(touched):
+        comm_of(2).all_reduce(views)
+        wanted = torch.tensor(places, dtype=torch.int32).sum(0).int()
+        for view in views:
+            assert_bits(view.reshape(-1), wanted)
+        base[touched] = torch.tensor(touched, dtype=torch.int32)
+    else:
+        with pytest.raises(pr.ArgumentError, match=r"shares memory with|overlaps itself"):
+            comm_of(2).all_reduce(views)
+    assert torch.equal(base, torch.arange(128, dtype=torch.int32))

@@ -1,0 +1,158 @@
+"""Which calls does the short way of `ProcessCommunicator.all_reduce` take, and which the long one?
+
+The short way takes one plain tensor without options; results of both are compared elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pairs import RankPair
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pyringar as pr
+
+
+@pytest.fixture
+def comm():
+    with pr.ProcessCommunicator(dist.HashStore(), 0, 1) as one:
+        yield one
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(3), torch.ones(2, 3), torch.ones(()), torch.ones(4, dtype=torch.int8)]
+)
+def test_takes_plain_tensors(comm, tensor):
+    version = tensor._version
+    assert comm.reduce_plain(tensor, "sum", None, None)
+    assert comm.reduce_plain([tensor], "mean", None, None)
+    assert tensor._version == version + 2
+    assert comm.stats()["exchange"]["calls"] == 2
+
+
+def test_takes_leaves_without_autograd(comm):
+    with torch.no_grad():
+        assert comm.reduce_plain(torch.ones(3, requires_grad=True), "sum", None, None)
+        assert not comm.reduce_plain(torch.nn.Parameter(torch.ones(3)), "sum", None, None)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 4)[:, ::2],
+        torch.ones(4, 4).t(),
+        torch.ones(3, requires_grad=True),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3, dtype=torch.cfloat).conj().imag,  # negated
+        torch.ones(0),
+        torch.ones(3).as_subclass(Mine),
+        torch.empty(3, device="meta"),
+        [torch.ones(3), torch.ones(3)],
+        (torch.ones(3),),
+        [],
+        None,
+        "tensor",
+    ],
+    ids=str,
+)
+def test_declines_other_tensors(comm, tensor):
+    assert not comm.reduce_plain(tensor, "sum", None, None)
+    assert comm.stats() == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (dist.ReduceOp.SUM, None, None),
+        ("summ", None, None),
+        (None, None, None),
+        ("sum", "direct", None),
+        ("sum", None, "rank"),
+        ("sum",),
+    ],
+    ids=str,
+)
+def test_declines_other_arguments(comm, arguments):
+    tensor = torch.ones(3)
+    assert not comm.reduce_plain(tensor, *arguments)
+    assert tensor._version == 0
+    assert comm.stats() == {}
+
+
+def test_declines_inside_dispatch_modes(comm):
+    tensor = torch.ones(3)
+    with Watching():
+        assert not comm.reduce_plain(tensor, "sum", None, None)
+
+    def program(x):
+        y = x.clone()
+        comm.all_reduce(y)
+        return y
+
+    assert "pyringar" in make_fx(program, tracing_mode="real")(tensor).code
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_call_that_fails_in_the_middle_counts_as_a_write(is_bound):
+    versions = []
+
+    def call(rank):
+        tensor, comm = torch.ones(3), pair.comms[rank]
+        reduce = comm.bind(tensor) if is_bound else lambda: comm.all_reduce(tensor)
+        deadline = time.monotonic() + 20
+        while rank == 1 and len(versions) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(2 if rank == 0 else 0):
+            with pytest.raises(pr.CollectiveTimeout):
+                reduce()
+            versions.append(tensor._version)  # the second call is refused at once
+
+    with RankPair(timeout=0.5) as pair:
+        pair.on_ranks(call)
+    assert versions == [1, 1]
+
+
+def test_both_ways_meet():
+    """One rank takes the short way, the other the long one, with the same call."""
+    with RankPair() as pair:
+        tensors = [torch.arange(6.0), torch.ones(6, 2)[:, 0]]
+        pair.all_reduce(tensors, "mean")
+        assert all(t.tolist() == [0.5, 1, 1.5, 2, 2.5, 3] for t in tensors)
+        with pytest.raises(pr.ArgumentError, match="ranks call different things"):
+            pair.all_reduce([torch.ones(6), torch.ones(2, 3)])
+
+
+def test_threads_share_a_communicator():
+    """One call uses the memory of the short way; other calls meanwhile go the long way."""
+
+    def reduce(rank):
+        def call():
+            for _ in range(200):
+                tensor = torch.ones(8)
+                pair.comms[rank].all_reduce(tensor)
+                totals.append(tensor[7].item())
+
+        totals = []
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert totals == [2.0] * 400
+
+    with RankPair() as pair:
+        pair.on_ranks(reduce)

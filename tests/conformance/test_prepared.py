@@ -1,0 +1,396 @@
+"""Is a call that is made again checked again when anything about its tensors has changed?
+
+A plain call that comes again, `bind` and `bind_coalesced` keep what was checked: they must reduce
+the right memory, tell autograd, and keep no memory alive but what they promise to keep.
+"""
+
+from __future__ import annotations
+
+import gc
+import random as python_random
+import signal
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from oracle import assert_all_ranks, assert_bits, folded, inputs
+from pairs import K, make_pair
+from torch import nn
+
+import pyringar as pr
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+ON_CPU = ["threads", "processes"]
+
+
+@pytest.fixture(params=[*ON_CPU, pytest.param("gpu", marks=[pytest.mark.cuda, NO_GPU])])
+def pair(request):
+    with make_pair(request.param, order="rank") as made:
+        yield made
+
+
+@pytest.fixture(params=ON_CPU)
+def cpu_pair(request):
+    with make_pair(request.param, order="rank") as made:
+        yield made
+
+
+def ranks(pair, *shape, seed=0):
+    parts = inputs(torch.Size(shape).numel(), torch.float32, K, seed)
+    return [part.to(device_of(pair), copy=True).view(shape) for part in parts]
+
+
+def device_of(pair):
+    return pair.devices[0] if isinstance(pair, pr.Communicator) else torch.device("cpu")
+
+
+def copies(tensors):
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def assert_reduces(pair, tensors, op="sum", **options):
+    """Reduce in place twice, the second time values that were written in between."""
+    for _ in range(2):
+        before = copies(tensors)
+        pair.all_reduce(tensors, op, **options)
+        assert_all_ranks(copies(tensors), folded(before, op, options.get("order") or "rank"), op)
+        for rank, tensor in enumerate(tensors):
+            tensor.detach().mul_(rank + 2)
+
+
+# -- plain calls that come again -------------------------------------------------------------------
+
+
+def test_other_reductions_and_orders(pair):
+    tensors = ranks(pair, 1031)
+    for op in ("sum", "mean", "max", "sum"):
+        assert_reduces(pair, tensors, op)
+        assert_reduces(pair, tuple(tensors), op)
+    assert_reduces(pair, tensors, order="tree")
+    assert_reduces(pair, tensors, algorithm="direct")
+
+
+def test_versions_are_counted(pair):
+    tensors = ranks(pair, 7)
+    before = [tensor._version for tensor in tensors]
+    for _ in range(3):
+        pair.all_reduce(tensors)
+    assert [t._version - was for t, was in zip(tensors, before, strict=True)] == [3] * K
+
+
+def test_new_memory_is_reduced(pair):
+    tensors = ranks(pair, 33)
+    assert_reduces(pair, tensors)
+    old = tensors[1].data
+    kept = old.clone()
+    tensors[1].data = ranks(pair, 33, seed=5)[1]
+    assert_reduces(pair, tensors)
+    assert torch.equal(old.view(torch.int32), kept.view(torch.int32))
+    tensors[0].set_(ranks(pair, 33, seed=6)[0])
+    assert_reduces(pair, tensors)
+    tensors = [torch.zeros(0, device=device_of(pair)) for _ in range(K)]
+    for numel in (5, 3000, 7, 1):
+        for rank, tensor in enumerate(tensors):
+            tensor.resize_(numel).fill_(rank + numel)
+        pair.all_reduce(tensors)
+        assert [tensor.tolist() for tensor in tensors] == [[2.0 * numel + 1] * numel] * K
+
+
+def test_other_views_of_the_same_memory(pair):
+    tensors = ranks(pair, 6, 4)
+    assert_reduces(pair, tensors)
+    assert_reduces(pair, [tensor[:3] for tensor in tensors])
+    assert_reduces(pair, [tensor.flatten() for tensor in tensors])
+    assert_reduces(pair, [tensor.view(torch.int32) for tensor in tensors])
+    assert_reduces(pair, [tensor.t() for tensor in tensors])
+    assert_reduces(pair, [tensor[:, ::2] for tensor in tensors])
+    assert_reduces(pair, [torch._neg_view(tensor) for tensor in tensors])
+    assert_reduces(pair, [tensors[0].t(), tensors[1].view(4, 6)])
+    assert_reduces(pair, tensors)
+
+
+@pytest.mark.parametrize("is_new_object", [True, False], ids=["new object", "new data"])
+def test_negated_view_is_noticed(pair, is_new_object):
+    base = ranks(pair, 8)
+    views = [tensor.view(8) for tensor in base]
+    for _ in range(20):
+        if is_new_object:  # at the address of a view that is gone
+            views = [tensor.view(8) for tensor in base]
+        views[0].data = base[0]
+        assert_reduces(pair, views)
+        if is_new_object:
+            views = []
+            views = [torch._neg_view(base[0]), base[1].view(8)]
+        else:
+            views[0].data = torch._neg_view(base[0])
+        assert_reduces(pair, views)
+
+
+def test_requires_grad_is_noticed(pair):
+    tensors = ranks(pair, 9)
+    assert_reduces(pair, tensors)
+    for tensor in tensors:
+        tensor.requires_grad_()
+    with pytest.raises(pr.ArgumentError, match="requires grad"):
+        pair.all_reduce(tensors)
+    with torch.no_grad():
+        assert_reduces(pair, tensors)
+
+
+def test_bad_arguments_are_noticed(pair):
+    tensors = ranks(pair, 9)
+    assert_reduces(pair, tensors)
+    kept = copies(tensors)
+    for bad in ([None, None], [tensors[0].bool()] * K, [tensors[0][:1].expand(9)] * K):
+        with pytest.raises((pr.ArgumentError, pr.UnsupportedError)):
+            pair.all_reduce(bad)
+    for algorithm in ("fusd", ["fused"]):
+        with pytest.raises(pr.ArgumentError, match="algorithm") as refused:
+            pair.all_reduce(tensors, algorithm=algorithm)
+        assert refused.value.__context__ is None
+    for tensor, before in zip(copies(tensors), kept, strict=True):
+        assert_bits(tensor, before)
+    assert_reduces(pair, tensors)
+
+
+def test_lists_are_cut_as_given(pair):
+    lists = [[tensor[:5], tensor[5:]] for tensor in ranks(pair, 12)]
+    for _ in range(2):
+        before = [copies(mine) for mine in lists]
+        pair.all_reduce_coalesced(lists)
+        for i in range(2):
+            wanted = folded([mine[i] for mine in before], "sum", "rank")
+            assert_all_ranks(copies([mine[i] for mine in lists]), wanted)
+
+
+def test_no_memory_is_kept(pair):
+    tensors = ranks(pair, 4096)
+    pair.all_reduce(tensors)
+    watches = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    del tensors
+    gc.collect()
+    assert [watch() for watch in watches] == [None] * K
+
+
+def test_random_calls_on_the_same_tensors(pair):
+    draw = python_random.Random(7)
+    pool = [ranks(pair, 64, seed=seed) for seed in range(4)]
+    for step in range(300):
+        begin, end = draw.choice([0, 0, 0, 1, 8]), draw.choice([64, 64, 64, 33])
+        tensors = [tensor[begin:end] for tensor in draw.choice(pool)]
+        if draw.random() < 0.2:
+            tensors.reverse()
+        before = copies(tensors)
+        op = draw.choice(["sum", "max", "mean"])
+        pair.all_reduce(tensors, op)
+        assert_all_ranks(copies(tensors), folded(before, op, "rank"), step)
+        for rank, tensor in enumerate(tensors):
+            tensor.copy_(before[rank]).add_(rank)
+
+
+def test_more_calls_than_are_kept(pair):
+    pool = [ranks(pair, 3, seed=seed) for seed in range(150)]
+    for tensors in pool * 2:
+        assert_reduces(pair, tensors)
+
+
+# -- bind ------------------------------------------------------------------------------------------
+
+
+def bind(pair, kind, tensors):
+    if kind == "bind":
+        return pair.bind(tensors)
+    return pair.bind_coalesced([[tensor] for tensor in tensors])
+
+
+KINDS = pytest.mark.parametrize("kind", ["bind", "bind_coalesced"])
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["data", "set_", "resize_"])
+def test_bound_memory_is_kept_and_reduced(cpu_pair, kind, how):
+    """As documented; only a storage that grows frees it."""
+    numel = 100_000
+    tensors, new = [torch.ones(numel) for _ in range(K)], torch.full((numel,), 7.0)
+    old = tensors[0].detach()
+    call = bind(cpu_pair, kind, tensors)
+    if how == "data":
+        tensors[0].data = new
+    elif how == "set_":
+        tensors[0].set_(new)
+    else:
+        tensors[0].resize_(0)
+    del tensors
+    gc.collect()
+    call()
+    assert torch.equal(new, torch.full((numel,), 7.0))
+    assert torch.equal(old, torch.full((numel,), 2.0))
+
+
+@KINDS
+def test_bound_call_lets_go_of_its_memory(cpu_pair, kind):
+    tensors = [torch.ones(4) for _ in range(K)]
+    watches = [weakref.ref(tensor) for tensor in tensors]
+    call = bind(cpu_pair, kind, tensors)
+    del tensors
+    gc.collect()
+    assert all(watch() is not None for watch in watches)
+    del call
+    gc.collect()
+    assert all(watch() is None for watch in watches)
+
+
+@KINDS
+@pytest.mark.parametrize("is_view", [False, True])
+def test_bound_call_tells_autograd(cpu_pair, kind, is_view):
+    base = [torch.arange(1.0, 7.0).view(2, 3) for _ in range(K)]
+    tensors = [one[0] if is_view else one for one in base]
+    weight = torch.ones(tensors[0].shape, requires_grad=True)
+    call = bind(cpu_pair, kind, tensors)
+    for _ in range(3):
+        versions = [one._version for one in base]
+        loss = (weight * tensors[0]).sum()
+        call()
+        assert [one._version for one in base] == [version + 1 for version in versions]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_tensor_that_requires_grad_later_is_written(cpu_pair):
+    tensors = [torch.ones(3) for _ in range(K)]
+    call = cpu_pair.bind(tensors)
+    leaf = tensors[0].requires_grad_()
+    loss = leaf.square().sum()
+    call()
+    assert leaf.tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_and_inference_tensors(cpu_pair):
+    parameters = [nn.Parameter(torch.ones(2, 1, 3)) for _ in range(K)]
+    with torch.no_grad():
+        call = cpu_pair.bind_coalesced([[one] for one in parameters])
+        cpu_pair.all_reduce(parameters)
+    call()
+    assert parameters[0].tolist() == [[[4] * 3]] * 2
+    with torch.inference_mode():
+        tensors = [torch.ones(3) for _ in range(K)]
+        cpu_pair.all_reduce(tensors, torch.distributed.ReduceOp.SUM)
+    cpu_pair.bind(tensors)()
+    assert tensors[1].tolist() == [4, 4, 4]
+
+
+def test_lists_themselves_may_change(cpu_pair):
+    lists = [[torch.ones(3)] for _ in range(K)]
+    call = cpu_pair.bind_coalesced(lists)
+    kept, other = lists[0][0], torch.full((3,), 7.0)
+    lists[0][0] = other
+    lists[1].clear()
+    gc.collect()
+    call()
+    assert kept.tolist() == [2, 2, 2]
+    assert other.tolist() == [7, 7, 7]
+
+
+@KINDS
+def test_closed_group_refuses_prepared_calls(cpu_pair, kind):
+    tensors = [torch.ones(3) for _ in range(K)]
+    call = bind(cpu_pair, kind, tensors)
+    call()
+    version = tensors[0]._version
+    cpu_pair.close()
+    for again in (call, call, lambda: cpu_pair.all_reduce(tensors)):
+        with pytest.raises(pr.RingarError, match="closed"):
+            again()
+    assert tensors[0].tolist() == [2, 2, 2]
+    assert tensors[0]._version == version
+
+
+def test_bound_call_outlives_the_name_of_its_communicator(make_comm):
+    lists = [[torch.ones(3)], [torch.ones(3)]]
+    call = pr.Communicator(["cpu"] * 2).bind_coalesced(lists)
+    gc.collect()
+    with pytest.raises(pr.RingarError, match="closed"):
+        call()
+
+
+def test_autograd_notices_every_write(cpu_pair):
+    for algorithm in ("auto", "direct"):
+        weight = torch.ones(3, requires_grad=True)
+        saved = [torch.ones(3) for _ in range(K)]
+        loss = (weight * saved[0]).sum()
+        cpu_pair.all_reduce(saved, algorithm=algorithm)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# -- on one communicator of threads ----------------------------------------------------------------
+
+
+def test_memory_that_changes_during_the_call():
+    """A signal handler changes it, while the call waits for a late rank."""
+    with pr.Communicator(["cpu"] * K, algorithm="direct", order="rank") as comm:
+        old, new = ranks(comm, 33), ranks(comm, 33, seed=5)
+        tensors = [tensor.view(33) for tensor in old]
+
+        def change(*_):
+            for tensor, memory in zip(tensors, new, strict=True):
+                tensor.data = memory
+
+        comm.all_reduce(tensors)
+        comm._group.delay_rank(1, 0.5)
+        handler = signal.signal(signal.SIGALRM, change)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            comm.all_reduce(tensors)
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+        assert tensors[0].data_ptr() == new[0].data_ptr()
+        comm._group.delay_rank(1, 0)
+        assert_reduces(comm, tensors)
+
+
+def test_threads_share_prepared_calls(comm_of):
+    pool = [ranks(comm_of(2), 257, seed=seed) for seed in range(6)]
+    shared = comm_of(2).bind_coalesced([[torch.zeros(1000)], [torch.zeros(1000)]])
+
+    def run(tensors):
+        own = comm_of(2).bind([torch.full((9,), 1.0 + r) for r in range(K)], "max")
+        for _ in range(30):
+            assert_reduces(comm_of(2), tensors)
+            own()
+            shared()
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(run, pool))
+
+
+def test_threads_reduce_new_views(comm_of):
+    """Reading a view gives the GIL away: other threads replace calls meanwhile."""
+    base, is_done = ranks(comm_of(2), 300), threading.Event()
+    interval = sys.getswitchinterval()
+
+    def replace_calls():
+        pool = [ranks(comm_of(2), 3, seed=seed) for seed in range(70)]
+        while not is_done.is_set():
+            for tensors in pool:
+                comm_of(2).all_reduce(tensors)
+
+    def reduce_views():
+        try:
+            for _ in range(60):
+                views = [[tensor[i : i + 1] for i in range(300)] for tensor in base]
+                comm_of(2).all_reduce_coalesced(views, "max")
+        finally:
+            is_done.set()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda run: run(), [reduce_views, replace_calls, replace_calls]))
+    finally:
+        sys.setswitchinterval(interval)

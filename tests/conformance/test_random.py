@@ -1,0 +1,184 @@
+"""Has a random call the promised bits, on every transport?
+
+Hypothesis draws the call: entry, ranks, dtypes, shapes, strides, signs, orders, float modes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from calls import LISTS, PLAIN, ROOTED, SHARES, Call, Layout, Part
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DTYPES, KINDS, OPS, differing, in_rank_order, is_nan, rounded, widened
+
+BORDERS = [0, 1, 2, 3, 7, 16, 64, 1024, 4096, 8192, 16_384, 32_768]
+
+
+@st.composite
+def layouts(draw, shape, *, can_be_negated):
+    """Any order of dimensions, with or without gaps; nothing overlaps."""
+    dims = draw(st.permutations(range(len(shape))))
+    steps = st.integers(1, 3) if draw(st.booleans()) else st.just(1)
+    strides, reach = [0] * len(shape), 1
+    for dim in dims:
+        strides[dim] = reach * draw(steps)
+        reach = strides[dim] * max(1, shape[dim])
+        if shape[dim] == 1:
+            strides[dim] = draw(st.integers(0, 50))  # means nothing
+    is_negated = can_be_negated and draw(st.integers(0, 15)) == 15
+    return Layout(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
+
+
+@st.composite
+def parts(draw, k, *, seed=0, is_small, num_shares=1):
+    small = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+    near_borders = st.builds(
+        lambda border, offset: (max(0, border + offset),),
+        st.sampled_from(BORDERS[:6] if is_small else BORDERS),
+        st.integers(-2, 2),
+    )
+    shape = draw(small | near_borders)
+    if num_shares > 1:
+        shape = (*shape, num_shares)
+    layout = partial(layouts, shape, can_be_negated=True)
+    lying = draw(st.just((PLAIN,)) | st.tuples(layout()) | st.tuples(*[layout() for _ in range(k)]))
+    return Part(
+        draw(st.sampled_from(DTYPES)), shape, lying, seed=4 * draw(st.integers(0, 100)) + seed
+    )
+
+
+@st.composite
+def calls(draw, transport):
+    """A call that the transport must run."""
+    k = draw(st.sampled_from(transport.world_sizes))
+    entry = draw(st.sampled_from(transport.entries))
+    op = draw(st.sampled_from(OPS))
+    is_plain = entry == "book"
+    order = "any" if is_plain else draw(st.sampled_from(transport.orders))
+    algorithm = "auto" if is_plain else draw(st.sampled_from(transport.algorithms))
+    is_list = entry in LISTS or entry.endswith("coalesced")
+    num_parts = draw(st.integers(1, 3)) if is_list else 1
+    call = Call(
+        entry,
+        k,
+        tuple(
+            draw(
+                parts(k, seed=i, is_small=order == "exact", num_shares=k if entry in SHARES else 1)
+            )
+            for i in range(num_parts)
+        ),
+        op,
+        algorithm,
+        order,
+        root=draw(st.integers(0, k - 1)),
+        by_communicator=entry in SHARES or draw(st.booleans()),
+        holds="tensors"
+        if entry in ("repeated", *ROOTED)
+        else draw(st.sampled_from(["tensors", "tuples", "arrays"])),
+        flushes=draw(st.booleans()),
+    )
+    if not transport.can_run(call):
+        return Call(**{**vars(call), "algorithm": "auto", "order": "any" if is_plain else "rank"})
+    return call
+
+
+def check_examples(transport, max_examples):
+    @settings(max_examples=max_examples)
+    @given(call=calls(transport))
+    def check(call):
+        transport.check([call])
+
+    check()
+
+
+def test_random_calls(transport):
+    check_examples(transport, 250)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+def test_many_random_calls(transport):
+    check_examples(transport, 20_000)
+
+
+# -- whether a mistake would be noticed ------------------------------------------------------------
+
+
+def adds_in_another_order(parts, op, kind):
+    return in_rank_order([*parts[1:], parts[0]], op, kind)
+
+
+def loses_nan(parts, op, kind):
+    result = in_rank_order(parts, op, kind)
+    return np.where(is_nan(result, kind), parts[0], result)
+
+
+def truncates_bfloat16(parts, op, kind):
+    if kind.torch is not torch.bfloat16:
+        return in_rank_order(parts, op, kind)
+    wide = [part.astype(np.uint32) << 16 for part in parts]
+    return (in_rank_order(wide, op, KINDS[torch.float32]) >> 16).astype(np.uint16)
+
+
+def rounds_twice(parts, op, kind):
+    total = parts[0]
+    for part in parts[1:]:
+        total = in_rank_order([total, part], op, kind)
+    return total
+
+
+def is_one_short_at_a_border(parts, op, kind):
+    result = in_rank_order(parts, op, kind)
+    border = 8192 // result.itemsize
+    result[border - 1 : border] = parts[0][border - 1 : border]
+    return result
+
+
+def flushes_denormals(parts, op, kind):
+    result = in_rank_order(parts, op, kind)
+    if not kind.is_float:
+        return result
+    exponent = kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
+    return np.where((result & exponent) == 0, kind.word(0), result)
+
+
+MISTAKES = [
+    adds_in_another_order,
+    loses_nan,
+    truncates_bfloat16,
+    rounds_twice,
+    is_one_short_at_a_border,
+    flushes_denormals,
+]
+
+
+def test_mistakes_are_found():
+    found = set()
+
+    @settings(max_examples=150)
+    @given(part=parts(4, is_small=False), op=st.sampled_from(OPS))
+    def look(part, op):
+        values = [part.values(rank, 4) for rank in range(4)]
+        wanted = in_rank_order(values, op, part.kind)
+        for mistake in MISTAKES:
+            if differing(mistake(values, op, part.kind), wanted, part.kind).any():
+                found.add(mistake.__name__)
+
+    look()
+    assert found == {mistake.__name__ for mistake in MISTAKES}
+
+
+def test_oracle_rounds_16_bit_floats():
+    everything = np.arange(1 << 16, dtype=np.uint16)
+    for dtype in (torch.float16, torch.bfloat16):
+        kind = KINDS[dtype]
+        back = rounded(widened(everything, kind), kind)
+        assert (back == everything)[~is_nan(everything, kind)].all()
+    kind = KINDS[torch.bfloat16]
+    one = np.array([0x3F80], dtype=np.uint16)  # its neighbor is 2^-7 away
+    for add, wanted in ((0.5, 0x3F80), (0.75, 0x3F81), (1.5, 0x3F82), (0.25, 0x3F80)):
+        assert rounded(widened(one, kind) + np.float32(add * 2.0**-7), kind)[0] == wanted

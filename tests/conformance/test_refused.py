@@ -1,0 +1,377 @@
+"""Is every bad argument refused by a message with its name and value, and is nothing changed?
+
+`tests/test_wrong_arguments.py` asks it of every public callable; here tensors are wrong.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from oracle import DTYPES, OPS
+from pairs import K, make_pair
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pyringar as pr
+from pyringar.choices import ALGORITHMS, ORDERS
+from pyringar.comm import process_communicator
+from pyringar.comm.orders import engine_order
+from pyringar.engine import load
+
+
+@pytest.fixture(params=["threads", "processes"])
+def pair(request):
+    with make_pair(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def comm():
+    with pr.Communicator(["cpu"] * 3) as made:
+        yield made
+
+
+def ranks(k=K, shape=(2, 3), dtype=torch.float32):
+    return [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) + r for r in range(k)]
+
+
+def refuse(call, *words, kind=pr.ArgumentError):
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, pr.RingarError)
+    for word in words:
+        assert re.search(word, str(caught.value)), f"{word!r} is not in: {caught.value}"
+
+
+def read_only(tensor):
+    array = tensor.clone().numpy()
+    array.flags.writeable = False
+    return array
+
+
+def fake(tensor):
+    return FakeTensorMode().from_tensor(tensor)
+
+
+# A tensor of rank 1 made wrong, and the words of the message beside its name.
+WRONG = {
+    "expanded": (lambda t: t[:1].expand(4, 3), r"\(4, 3\)", "overlaps itself"),
+    "numbers": (lambda t: t.tolist()[0], "float|list"),
+    "None": (lambda t: None, "None"),
+    "number": (lambda t: 7, "an int"),
+    "requires grad": (lambda t: t.clone().requires_grad_(), "requires grad", "no_grad"),
+}
+UNSUPPORTED = {
+    "sparse coo": (lambda t: t.to_sparse(), "sparse_coo"),
+    "sparse csr": (lambda t: t.to_sparse_csr(), "sparse_csr"),
+    "meta": (lambda t: t.to("meta"), "meta"),
+    "bool": (lambda t: t > 1, "torch.bool", "float32"),
+    "complex": (lambda t: t.to(torch.complex64), "complex64"),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), "float8"),
+    "int16": (lambda t: t.short(), "int16"),
+    "fake": (fake, "memory"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("what", WRONG | UNSUPPORTED)
+@pytest.mark.parametrize("entry", ["all_reduce", "direct", "coalesced", "bind", "broadcast"])
+def test_wrong_tensors(pair, what, entry):
+    make, *words = (WRONG | UNSUPPORTED)[what]
+    kind = pr.UnsupportedError if what in UNSUPPORTED else pr.ArgumentError
+    tensors = ranks()
+    before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
+    wrong = [make(tensor) for tensor in tensors]  # on all ranks, or one would wait
+    calls = {
+        "all_reduce": lambda: pair.all_reduce(wrong),
+        "direct": lambda: pair.all_reduce(wrong, algorithm="direct"),
+        "coalesced": lambda: pair.all_reduce_coalesced([[torch.ones(2), t] for t in wrong]),
+        "bind": lambda: pair.bind(wrong),
+        "broadcast": lambda: pair.broadcast(wrong),
+    }
+    refuse(calls[entry], *words, kind=kind)
+    for tensor, old, version in zip(tensors, before, versions, strict=True):
+        assert torch.equal(tensor, old)
+        assert tensor._version == version
+    pair.all_reduce(tensors)
+    assert torch.equal(tensors[1], before[0] + before[1])
+
+
+def test_tensors_of_one_call_that_share_memory(pair):
+    base = torch.zeros(100)
+    refuse(lambda: pair.all_reduce_coalesced([[base, base[50:]]] * K), "shares memory with")
+    refuse(lambda: pair.all_gather([base] * K, [base[:50]] * K), "shares memory with")
+    refuse(lambda: pair.reduce_scatter([base[:50]] * K, [base] * K), "shares memory with")
+    negated = torch._neg_view(base)
+    refuse(lambda: pair.bind_coalesced([[base, negated]] * K), "shares memory with")
+    assert not base.any()
+
+
+def test_shapes_of_shares(pair):
+    whole, part = ranks(K, (6,)), ranks(K, (3,))
+    seven, double = ranks(K, (7,)), ranks(K, (3,), torch.float64)
+    refuse(lambda: pair.reduce_scatter(part, seven), "has 7", "has 3", "2 times")
+    refuse(lambda: pair.all_gather(seven, part), "has 7", "has 3")
+    refuse(lambda: pair.all_gather(ranks(K, (5,)), part), "has 5")
+    refuse(lambda: pair.all_gather(whole, double), "dtype float64", "float32")
+    refuse(lambda: pair.reduce_scatter(double, whole), "dtype float64", "float32")
+    for root in (-1, K, True, "0", 1.0, None):
+        refuse(lambda root=root: pair.broadcast(whole, root), f"root is {root!r}")
+    assert torch.equal(whole[0], ranks(K, (6,))[0])
+
+
+def test_lists(pair):
+    one = torch.ones(2)
+    refuse(lambda: pair.all_reduce_coalesced([3] * K), "an int", "list")
+    refuse(lambda: pair.bind_coalesced([one] * K), "Tensor", "list")
+
+
+def test_names_of_ops_algorithms_and_orders(pair):
+    tensors = ranks()
+    for op in ("avg", "SUM", "", None, 3, torch.distributed.ReduceOp.BAND):
+        for call in (pair.all_reduce, pair.bind):
+            refuse(lambda call=call, op=op: call(tensors, op), "op is", "sum, mean")
+    refuse(lambda: pair.all_reduce(tensors, algorithm="nccl"), "'nccl'", "direct")
+    refuse(lambda: pair.all_reduce(tensors, order="ring"), "order is 'ring'", "rank")
+    refuse(lambda: pair.all_reduce(tensors, order="trees"), "order is 'trees'.*mean 'tree'")
+    for op in ("max", "min", "prod"):
+        words = f"order is 'exact' and op '{op}'"
+        refuse(lambda op=op: pair.all_reduce(tensors, op, order="exact"), words)
+        refuse(lambda op=op: pair.bind(tensors, op, order="exact"), words)
+    for nbytes, dtype, words in (
+        (-1, torch.float32, "nbytes is -1"),
+        (1.5, torch.float32, "nbytes is 1.5"),
+        (True, torch.float32, "nbytes is True"),
+        (8, np.float32, "dtype is"),
+    ):
+        refuse(lambda nbytes=nbytes, dtype=dtype: pair.plan(nbytes, dtype), words)
+    assert torch.equal(tensors[0], ranks()[0])
+
+
+def test_torch_reduce_ops_are_taken(pair):
+    c10d = torch.distributed.ReduceOp
+    by_name = {"sum": c10d.SUM, "mean": c10d.AVG, "max": c10d.MAX, "min": c10d.MIN}
+    for name, op in (*by_name.items(), ("prod", c10d.PRODUCT)):
+        theirs, ours = ranks(), ranks()
+        pair.all_reduce(theirs, op)
+        pair.all_reduce(ours, name)
+        assert torch.equal(theirs[1], ours[1])
+
+
+@pytest.mark.parametrize("transport", ["threads", "processes"])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "30", None, True])
+def test_timeouts(transport, timeout):
+    refuse(lambda: make_pair(transport, timeout=timeout), "timeout is")
+
+
+@pytest.mark.parametrize("order", ["rank", "tree", "exact"])
+def test_orders_that_an_algorithm_cannot_keep(order):
+    for algorithm in ("ring", "naive", "sharded"):
+        if order == "rank" and algorithm != "ring":
+            continue
+        words = f"algorithm is '{algorithm}' and order is '{order}'"
+        refuse(lambda a=algorithm: make_pair("threads", algorithm=a, order=order), words)
+        with make_pair("threads", algorithm=algorithm) as pair:
+            tensors = ranks()
+            refuse(lambda pair=pair, t=tensors: pair.all_reduce(t, order=order), words)
+            assert torch.equal(tensors[0], ranks()[0])
+
+
+def test_exact_sums_on_gpus():
+    assert engine_order("direct", "tree", has_gpus=True) == "tree"
+    refuse(
+        lambda: engine_order("direct", "exact", has_gpus=True),
+        "order is 'exact' and ranks are on GPUs",
+        kind=pr.UnsupportedError,
+    )
+
+
+# -- lists of all ranks' tensors -------------------------------------------------------------------
+
+BASE = torch.zeros(100)
+WRONG_LISTS = {
+    "same tensor twice": (lambda t: [t[0], t[1], t[0]], r"tensors\[2\].*shares.*tensors\[0\]"),
+    "overlapping slices": (
+        lambda t: [BASE[:10], BASE[50:60], BASE[5:15]],
+        r"tensors\[2\] shares memory with tensors\[0\]",
+    ),
+    "shape": (lambda t: [t[0], torch.zeros(3, 2), t[2]], r"tensors\[1\].*\(3, 2\).*\(2, 3\)"),
+    "dtype": (lambda t: [t[0], t[1], t[2].double()], r"tensors\[2\].*float64.*float32"),
+    "None": (lambda t: [t[0], None, t[2]], r"tensors\[1\] is None"),
+    "sparse": (lambda t: [t[0], t[1].to_sparse(), t[2]], r"tensors\[1\].*sparse_coo"),
+    "bool": (lambda t: [x > 1 for x in t], r"tensors\[0\].*torch.bool"),
+    "meta": (lambda t: [t[0], t[1], t[2].to("meta")], r"tensors\[2\].*meta"),
+    "read-only array": (lambda t: [t[0], read_only(t[1]), t[2]], "ndarray.*read-only"),
+    "array twice": (lambda t: [t[0], t[1].numpy(), t[1].numpy()], "shares memory"),
+    "one tensor": (lambda t: t[0], "tensors is a Tensor, expected a list"),
+    "generator": (lambda t: (x for x in t), "tensors is a generator, expected a list"),
+    "too few": (lambda t: t[:2], "tensors has 2 entries, expected 3"),
+    "too many": (lambda t: [*t, torch.zeros(2, 3)], "tensors has 4 entries, expected 3"),
+    "expanded": (lambda t: [torch.zeros(1, 3).expand(2, 3) for _ in t], r"\(2, 3\) overlaps"),
+    "grad": (lambda t: [t[0], t[1].clone().requires_grad_(), t[2]], r"tensors\[1\] requires grad"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_LISTS)
+@pytest.mark.parametrize("algorithm", ["fused", "ring", "naive"])
+def test_wrong_lists(comm, what, algorithm):
+    make, words = WRONG_LISTS[what]
+    tensors = ranks(3)
+    wrong = make(tensors)
+    for again in (wrong, wrong):  # what is refused is not kept as a prepared call
+        refuse(
+            lambda again=again: comm.all_reduce(again, algorithm=algorithm),
+            words,
+            kind=pr.RingarError,
+        )
+    assert all(map(torch.equal, tensors, ranks(3)))
+    assert [tensor._version for tensor in tensors] == [0] * 3
+
+
+def set_entry(rank, i, value):
+    return lambda lists: lists[rank].__setitem__(i, value)
+
+
+WRONG_LISTS_OF_LISTS = {
+    "shape": (set_entry(2, 1, torch.zeros(2, 3)), r"lists\[2\]\[1\] has shape \(2, 3\)"),
+    "dtype": (set_entry(1, 0, torch.zeros(2).double()), r"lists\[1\]\[0\] has dtype float64"),
+    "None": (set_entry(1, 0, None), r"lists\[1\]\[0\] is None"),
+    "missing tensor": (lambda lists: lists[1].pop(), r"lists\[1\] has 1 entry, expected 2"),
+    "missing rank": (lambda lists: lists.pop(), "lists has 2 entries, expected 3"),
+    "other order": (lambda lists: lists[2].reverse(), r"lists\[2\]\[0\] has shape"),
+    "rank twice": (
+        lambda lists: lists.__setitem__(1, lists[0]),
+        r"lists\[1\]\[(\d)\] shares memory with lists\[0\]\[\1\]",
+    ),
+    "grad": (lambda lists: lists[1][0].requires_grad_(), r"lists\[1\]\[0\] requires grad"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_LISTS_OF_LISTS)
+def test_wrong_lists_of_lists(comm, what):
+    change, words = WRONG_LISTS_OF_LISTS[what]
+    lists = [[torch.zeros(2), torch.zeros(3, 2)] for _ in range(3)]
+    change(lists)
+    versions = [tensor._version for mine in lists for tensor in mine if tensor is not None]
+    for name in ("all_reduce_coalesced", "bind_coalesced", "broadcast_coalesced"):
+        refuse(lambda name=name: getattr(comm, name)(lists), f"{name}: {words}")
+    tensors = [tensor for mine in lists for tensor in mine if tensor is not None]
+    assert [tensor._version for tensor in tensors] == versions
+
+
+def test_tied_parameters(comm):
+    """One rank's tied parameters would be summed twice."""
+    shared = torch.zeros(2)
+    lists = [[shared, shared], *[[torch.zeros(2), torch.zeros(2)] for _ in range(2)]]
+    refuse(lambda: comm.all_reduce_coalesced(lists), r"lists\[0\]\[1\] shares memory")
+
+
+def test_wrong_outputs_of_reduce(comm):
+    shared = torch.zeros(12)
+    inputs, output = ranks(3, (6,)), torch.full((6,), 9.0)
+    for bad, words in (
+        (output[:5], r"reduce: output has shape \(5,\)"),
+        (output.double(), "output has dtype float64, but inputs"),
+        ([output], "output is a list"),
+        (output.clone().requires_grad_(), "output requires grad"),
+        (inputs[1], r"output shares memory with inputs\[1\]"),
+        (torch._neg_view(inputs[0]), r"output shares memory with inputs\[0\]"),
+        (shared[:1].expand(6), "output of shape .* overlaps itself"),
+    ):
+        refuse(lambda bad=bad: comm.reduce(bad, inputs), words)
+    refuse(lambda: comm.reduce(shared[3:9], [shared[:6], *inputs[1:]]), r"memory with inputs\[0\]")
+    meta = torch.zeros(6, device="meta")
+    refuse(lambda: comm.reduce(meta, inputs), "output", "meta", kind=pr.UnsupportedError)
+    refuse(lambda: comm.reduce(output, [*inputs[:2], inputs[2][:4]]), r"inputs\[2\] has shape")
+    refuse(lambda: comm.reduce(output, inputs[:2]), "inputs has 2 entries, expected 3")
+    lists, outputs = [[t, t.double()] for t in ranks(3, (6,))], [output, output.double()]
+    twice = [[t, t.clone()] for t in ranks(3, (6,))]
+    for bad, given, words in (
+        (outputs[:1], lists, "outputs has 1 entry, expected 2"),
+        (output, lists, "outputs is a Tensor, expected a list"),
+        (outputs[::-1], lists, r"outputs\[0\] has dtype float64"),
+        (outputs, [*lists[:2], lists[2][:1]], r"lists\[2\] has 1"),
+        ([output, output], twice, r"outputs\[1\] shares memory with outputs\[0\]"),
+        ([twice[0][1], output], twice, r"outputs\[0\] shares memory with lists\[0\]\[1\]"),
+        ([twice[0][0]] * 2, twice, r"outputs\[1\] shares memory with outputs\[0\]"),
+    ):
+        refuse(lambda bad=bad, given=given: comm.reduce_coalesced(bad, given), words)
+    for root in (-1, 3, True):
+        refuse(lambda root=root: comm.reduce(output, inputs, root=root), "reduce: root is")
+        refuse(lambda root=root: comm.broadcast_coalesced(lists, root), "coalesced: root is")
+        refuse(
+            lambda root=root: comm.reduce_coalesced(outputs, lists, root=root),
+            "reduce_coalesced: root is",
+        )
+    assert all(map(torch.equal, inputs, ranks(3, (6,))))
+    assert (output == 9).all()
+    assert not shared.any()
+
+
+def test_sources_may_share_memory(comm):
+    """A tensor is refused where it would be written twice, and may be read twice."""
+    lists = [[t, t[2:]] for t in ranks(3, (6,))]
+    outputs = [torch.zeros(6), torch.zeros(4)]
+    comm.reduce_coalesced(outputs, lists)
+    assert torch.equal(outputs[0], sum(ranks(3, (6,))))
+    assert torch.equal(outputs[1], outputs[0][2:])
+    copies = [[t.clone() for t in lists[1]] for _ in range(2)]
+    comm.broadcast_coalesced([copies[0], lists[1], copies[1]], 1)
+    assert all(torch.equal(t, s) for mine in copies for t, s in zip(mine, lists[1], strict=True))
+    inputs = [torch.full((5,), 2.0**rank, requires_grad=True) for rank in range(3)]
+    comm.reduce(inputs[1].detach(), inputs, root=1)  # in place, under another name
+    assert [t.tolist() for t in inputs] == [[1] * 5, [7] * 5, [4] * 5]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "naive", "sharded"])
+def test_algorithms_without_a_call(algorithm):
+    output, inputs = torch.zeros(6), ranks(3, (6,))
+    with pr.Communicator(["cpu"] * 3, algorithm=algorithm) as comm:
+        calls = {
+            "reduce": lambda: comm.reduce(output, inputs),
+            "reduce_coalesced": lambda: comm.reduce_coalesced([output], [[t] for t in inputs]),
+        }
+        if algorithm != "ring":
+            calls["bind"] = lambda: comm.bind(inputs)
+            calls["bind_coalesced"] = lambda: comm.bind_coalesced([[t] for t in inputs])
+            calls["all_gather"] = lambda: comm.all_gather(inputs, ranks(3, (2,)))
+            calls["reduce_scatter"] = lambda: comm.reduce_scatter(ranks(3, (2,)), inputs)
+        for name, call in calls.items():
+            refuse(call, f"{name}: algorithm '{algorithm}'", kind=pr.UnsupportedError)
+    assert not output.any()
+    assert all(map(torch.equal, inputs, ranks(3, (6,))))
+
+
+@pytest.mark.parametrize("devices", [[], "cpu", 4, None, ["gpu"], ["cpu", 3.5]])
+def test_devices(devices):
+    refuse(lambda: pr.Communicator(devices), "devices")
+
+
+def test_missing_devices_are_named():
+    missing = f"cuda:{torch.cuda.device_count() + 7}"
+    refuse(lambda: pr.Communicator(["cpu", missing]), r"devices\[1\]", missing, "cpu")
+    refuse(lambda: pr.Communicator(["mps"]), r"devices\[0\]", "mps", "cpu")
+
+
+@pytest.mark.parametrize("algorithm", ["auto", ("fused", 5, "ring"), ["fused"], 3, "\udc80"])
+def test_engine_knows_names_only(algorithm):
+    group = load.engine().Group(2, 5.0)
+    tensors = ranks()
+    refuse(
+        lambda: group.all_reduce(tensors, "sum", algorithm, "rank", None),
+        "expected one of fused, direct, ring",
+    )
+    assert torch.equal(tensors[0], ranks()[0])
+    group.close()
+
+
+def test_python_has_the_names_of_the_engine():
+    """Python has lists of its own: `import pyringar` must not load the engine."""
+    names = load.engine().names()
+    assert [str(dtype) for dtype in DTYPES] == [f"torch.{name}" for name in names["dtypes"]]
+    assert list(OPS) == names["ops"]
+    assert list(ORDERS) == ["any", *names["orders"]]
+    assert set(names["algorithms"]) == {*ALGORITHMS} - {"auto", "sharded", "naive"}
+    assert {*process_communicator.ALGORITHMS} - {"auto"} < set(names["process_algorithms"])

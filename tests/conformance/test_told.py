@@ -1,0 +1,204 @@
+"""Do plan, stats and guarantee tell what a group runs, ran and promises? What does auto take?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle import limit_bytes
+from pairs import K, make_pair
+from ranks import another, on_ranks
+
+import pyringar as pr
+from pyringar.comm import communicator
+from pyringar.comm.auto import choose
+from pyringar.comm.topology import Topology
+
+MIB = 2**20
+
+# -- guarantee, stats ------------------------------------------------------------------------------
+
+GUARANTEES = {
+    # run to run, across sizes, across numbers of ranks, across orders of the ranks
+    "any": (True, False, False, False),
+    "rank": (True, True, False, False),
+    "tree": (True, True, True, False),
+    "exact": (True, True, False, True),
+}
+
+
+@pytest.mark.parametrize("transport", ["threads", "processes"])
+@pytest.mark.parametrize("order", GUARANTEES)
+def test_guarantee_and_plan_tell_the_order(transport, order):
+    with make_pair(transport, order=order) as pair:
+        told = pair.guarantee
+        assert pair.plan(100).order == ("rank" if order == "any" else order)
+    assert told.order == order
+    assert GUARANTEES[order] == (
+        told.run_to_run,
+        told.across_sizes,
+        told.across_rank_counts,
+        told.across_orders,
+    )
+
+
+def test_guarantee_in_words():
+    assert str(pr.Guarantee.of("exact")) == (
+        "exact: same bits across runs, sizes, splits and engines, orders of the ranks"
+    )
+
+
+def test_stats_of_threads(make_comm):
+    comm, lists = make_comm(2, timeout=5), [[torch.ones(1000)], [torch.ones(1000)]]
+    firsts = [mine[0] for mine in lists]
+    assert comm.stats() == {}
+    comm.all_reduce(firsts)
+    comm.all_reduce(firsts, algorithm="ring")
+    comm.all_reduce(firsts, algorithm="naive")
+    stats = comm.stats()
+    assert stats["fused"] | {"busy_s": 0} == {"calls": 1, "bytes": 4000, "busy_s": 0}
+    assert stats["ring"]["busy_s"] > 0
+    assert stats["naive"] == {"calls": 1}
+    for call in (
+        lambda: comm.all_reduce_coalesced(lists),
+        lambda: comm.broadcast_coalesced(lists, 1),
+        lambda: comm.reduce_coalesced([torch.ones(1000)], lists),
+        lambda: comm.bind_coalesced([[], []])(),
+    ):
+        before = comm.stats()["fused"]["calls"]
+        call()
+        assert comm.stats()["fused"]["calls"] == before + 1, "one call for all tensors"
+    assert comm.topology.memories == {"host": (0, 1)}
+    assert comm.world_size == 2
+    assert "ranks [0, 1]" in repr(comm)
+
+
+@on_ranks(3)
+def test_stats_of_processes(state):
+    with another(state) as comm:
+        assert comm.stats() == {}
+        comm.all_reduce(torch.ones(10))
+        comm.all_reduce(torch.ones(100_000))
+        comm.barrier()
+        ran = {name: [row["calls"], row["bytes"]] for name, row in comm.stats().items()}
+    assert ran["direct"] == [1, 400_000]
+    assert ran["exchange"][0] >= 2
+    return ran
+
+
+@pytest.mark.parametrize("entry", ["reduce_coalesced", "broadcast_coalesced"])
+def test_works_of_lists(make_comm, entry):
+    comm, lists = make_comm(2), [[torch.ones(3)], [torch.ones(3)]]
+    if entry == "reduce_coalesced":
+        work = comm.reduce_coalesced([torch.ones(3)], lists, "mean", async_op=True)
+        assert repr(work).startswith("Work(reduce_coalesced, mean, fused, ")
+    else:
+        work = comm.broadcast_coalesced(lists, async_op=True)
+    assert work.wait() is True
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+def test_plans_of_threads(make_comm):
+    comm = make_comm(3)
+    plan = comm.plan(4096)
+    assert (plan.algorithm, plan.reason) == choose("host")
+    assert str(plan).startswith("fused: 0 steps, 24,576 bytes of memory traffic, rank order")
+    assert (plan.steps, plan.traffic_bytes, plan.order) == (0, 6 * 4096, "rank")
+    ring = make_comm(4, algorithm="ring")
+    plan = ring.plan(100)
+    assert (plan.steps, plan.order, plan.traffic_bytes) == (6, "ring", 5 * 3 * 100)
+
+
+def on_rank_plans(state, nbytes, algorithm):
+    with another(state, algorithm=algorithm) as comm:
+        plan = comm.plan(nbytes)
+        before = {name: row["calls"] for name, row in comm.stats().items()}
+        comm.all_reduce(torch.ones(nbytes // 4))
+        ran = [n for n, row in comm.stats().items() if row["calls"] > before.get(n, 0)]
+        assert ran == [plan.algorithm], (nbytes, plan, ran)
+        return plan.algorithm, plan.steps, plan.traffic_bytes, plan.order
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nbytes", "algorithm", "plan"),
+    [
+        # A piece of a call is all of it, or 64 KiB of two ranks, 128 KiB of more.
+        (1, MIB, "auto", ("exchange", 0, 0, "rank")),
+        (2, 4, "auto", ("exchange", 1, 10 * 4, "rank")),
+        (2, MIB, "auto", ("exchange", 16, 10 * MIB, "rank")),
+        (3, 2 * MIB, "direct", ("direct", 32, 26 * MIB, "rank")),
+    ],
+)
+def test_plans_of_processes(crew_of, world_size, nbytes, algorithm, plan):
+    found = crew_of(world_size).agree(on_rank_plans, nbytes=nbytes, algorithm=algorithm)
+    assert found == plan
+
+
+@on_ranks(3)
+def test_plans_around_the_exchange(state):
+    most = limit_bytes("process_exchange")
+    assert on_rank_plans(state, most, "auto") == ("exchange", 1, 18 * most, "rank")
+    assert on_rank_plans(state, most + 4, "auto") == ("direct", 2, 13 * (most + 4), "rank")
+
+
+# -- auto ------------------------------------------------------------------------------------------
+
+TAKEN = {
+    **{"host": "fused", "gpu": "fused", "gpus": "direct"},
+    **{"mixed": "direct", "processes": "direct"},
+}
+
+
+@pytest.mark.parametrize(
+    ("devices", "place"),
+    [
+        (["cpu", "cpu"], "host"),
+        (["cuda:0", "cuda:0"], "gpu"),
+        (["cuda:0", "cuda:1"], "gpus"),
+        (["cpu", "cuda:0"], "mixed"),
+    ],
+)
+def test_places(devices, place):
+    assert Topology.of([torch.device(d) for d in devices]).place == place
+
+
+def test_auto_takes_what_documents_say():
+    assert {place: choose(place)[0] for place in TAKEN} == TAKEN
+    with pytest.raises(pr.ArgumentError, match="place is 'moon', expected one of host, gpu, gpus"):
+        choose("moon")
+
+
+class Group:
+    """Stands in for an engine between GPUs: notes the algorithms that it is told to run."""
+
+    def __init__(self):
+        self.taken = []
+
+    def bind(self, tensors, op, algorithm, order):
+        self.taken.append(algorithm)
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.taken.append(
+            next(a for a in arguments if a in ("direct", "ring", "fused"))
+        )
+
+    def close(self):
+        return True
+
+
+@pytest.mark.parametrize("order", ["any", "rank"])
+def test_no_kernel_waits_for_another_gpu_by_default(monkeypatch, order):
+    monkeypatch.setattr(Topology, "place", "gpus")
+    monkeypatch.setattr(communicator, "_make_group", lambda *arguments: Group())
+    with pr.Communicator(["cpu"] * K) as comm:
+        for numel in (2, 1 << 20):
+            whole, half = ([torch.zeros(n) for _ in range(K)] for n in (numel, numel // 2))
+            comm.all_reduce(whole, order=order)
+            comm.all_reduce_coalesced([half, half], order=order)
+            comm.bind(whole, order=order)
+            comm.reduce_scatter(half, whole)
+            comm.all_gather(whole, half)
+            comm.all_reduce([np.zeros(numel, np.float32)] * K, order=order)
+        assert comm._group.taken == ["direct"] * 12

@@ -1,0 +1,218 @@
+"""Does a bucketer see gradients that lie elsewhere, and let go of memory that is replaced?"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from bucketing_nets import (
+    assert_next_step_is_right,
+    assert_reduced,
+    backward_one_by_one,
+    clear,
+    inputs,
+    loss_of,
+    make_net,
+    summed,
+)
+from oracle import assert_bits, expected, random
+from torch import Tensor, nn
+
+import pyringar as pr
+
+K = 3
+
+
+def watches_of(tensors: list[Tensor]) -> list[weakref.ref]:
+    return [weakref.ref(tensor) for tensor in tensors] + [
+        weakref.ref(tensor.untyped_storage()) for tensor in tensors
+    ]
+
+
+@pytest.fixture
+def nets() -> list[nn.Module]:
+    net = make_net()
+    return [copy.deepcopy(net) for _ in range(K)]
+
+
+@pytest.fixture
+def comm():
+    with pr.Communicator(["cpu"] * K, order="rank") as comm:
+        yield comm
+
+
+def grads_of(nets: list[nn.Module]) -> list[Tensor]:
+    return [param.grad for net in nets for param in net.parameters()]
+
+
+def step(nets, bucketer, *, seed: int = 0, set_to_none: bool = False) -> None:
+    """One step, compared with sums of gradients that no bucketer saw."""
+    xs = inputs(seed=seed)
+    assert_next_step_is_right(nets, xs, bucketer, set_to_none=set_to_none)
+
+
+def warm_bucketer(nets, comm, **options) -> pr.GradientBucketer:
+    bucketer = pr.GradientBucketer(nets, comm=comm, **options)
+    step(nets, bucketer, set_to_none=True)
+    for seed in range(3):
+        step(nets, bucketer, seed=seed)
+    return bucketer
+
+
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda param: setattr(param, "grad", param.grad.clone()),
+        lambda param: setattr(param.grad, "data", param.grad.clone()),
+        lambda param: param.grad.set_(param.grad.clone()),
+        lambda param: setattr(param.grad, "data", torch.empty_like(param).t().clone().t()),
+        lambda param: setattr(param, "grad", torch._neg_view(param.grad)),
+        lambda param: setattr(param, "grad", param.grad.detach()),
+        lambda param: setattr(param, "grad", None),
+    ],
+    ids=["new", "data", "set_", "strides", "negated", "alias", "none"],
+)
+def test_gradient_that_lies_elsewhere_is_reduced(nets, comm, which, change):
+    """First of its bucket or not: what backward leaves there is what is reduced."""
+    with warm_bucketer(nets, comm) as bucketer:
+        with torch.no_grad():
+            param = list(nets[1].parameters())[which]
+            change(param)
+        for seed in range(4):
+            step(nets, bucketer, seed=seed)
+
+
+def test_memory_goes_with_gradients(nets, comm):
+    with warm_bucketer(nets, comm) as bucketer:
+        watches = watches_of(grads_of(nets))
+        assert all(watch() is not None for watch in watches)
+        clear(nets)
+        gc.collect()
+        assert all(watch() is None for watch in watches)
+        step(nets, bucketer, seed=7, set_to_none=True)
+
+
+def test_kept_gradient_keeps_no_others(nets, comm):
+    with warm_bucketer(nets, comm) as bucketer:
+        kept = [nets[0].get_parameter(name).grad for name, _ in nets[0].named_parameters()]
+        watches = watches_of(grads_of(nets[1:]))
+        clear(nets)
+        step(nets, bucketer, set_to_none=True)
+        gc.collect()
+        assert all(watch() is None for watch in watches)
+        assert len(kept) == 6
+
+
+def test_no_garbage_collection_is_needed(nets, comm):
+    gc.collect()
+    gc.disable()
+    try:
+        bucketer = warm_bucketer(nets, comm)
+        watches = watches_of(grads_of(nets))
+        clear(nets)
+        assert all(watch() is None for watch in watches)
+        step(nets, bucketer)
+        bucketer.close()
+    finally:
+        gc.enable()
+
+
+def test_accumulated_gradients(nets, comm):
+    xs = [inputs(seed=seed) for seed in range(3)]
+    with warm_bucketer(nets, comm) as bucketer:
+        for set_to_none in (False, True, False, False):
+            locals_ = [copy.deepcopy(net) for net in nets]
+            clear([*nets, *locals_], set_to_none=set_to_none)
+            for x in xs:
+                backward_one_by_one(locals_, x)
+            with bucketer.no_sync():
+                for x in xs[:-1]:
+                    backward_one_by_one(nets, x)
+            backward_one_by_one(nets, xs[-1])
+            bucketer.wait()
+            comm.all_reduce_coalesced([[p.grad for p in net.parameters()] for net in locals_])
+            assert_reduced(nets, [p.grad for p in locals_[0].parameters()])
+
+
+def test_autograd_notices_reduced_gradients(nets, comm):
+    with warm_bucketer(nets, comm, overlap=False) as bucketer:
+        clear(nets, set_to_none=False)
+        weight = torch.ones(5, requires_grad=True)
+        backward_one_by_one(nets, inputs())
+        loss = (weight * nets[0][4].bias.grad).sum()
+        bucketer.wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_with_a_graph(nets, comm, overlap):
+    xs = inputs()
+    with warm_bucketer(nets, comm, overlap=overlap) as bucketer:
+        wanted = summed(nets, xs)
+        for create_graph in (True, False, True, True, False):
+            clear(nets, set_to_none=False)
+            for net, x in zip(nets, xs, strict=True):
+                loss_of(net, x).backward(create_graph=create_graph)
+            bucketer.wait()
+            assert_reduced(nets, wanted)
+            assert nets[0][0].bias.grad.requires_grad or not create_graph
+        clear(nets)
+
+
+def test_closed_communicator_raises_in_launch(nets):
+    comm = pr.Communicator(["cpu"] * K, order="rank")
+    with warm_bucketer(nets, comm, overlap=True):
+        clear(nets, set_to_none=False)
+        comm.close()
+        with pytest.raises(pr.RingarError, match="closed"):
+            backward_one_by_one(nets, inputs())
+
+
+def test_replicas_of_different_memory_formats():
+    """Gradients lie as their parameters do, so that those of replicas lie otherwise."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 2))
+    replicas = pr.replicate(plain, ["cpu"] * 2)
+    replicas[1].to(memory_format=torch.channels_last)
+    assert replicas[0][0].weight.stride() != replicas[1][0].weight.stride()
+    halves = torch.randn(4, 3, 5, 5).chunk(2)
+    own = [
+        torch.autograd.grad(replica(x).sum(), list(replica.parameters()))
+        for replica, x in zip(replicas, halves, strict=True)
+    ]
+    with pr.GradientBucketer([list(r.parameters()) for r in replicas]) as bucketer:
+        for replica, x in zip(replicas, halves, strict=True):
+            replica(x).sum().backward()
+        bucketer.wait()
+    for i, pair in enumerate(zip(*[r.parameters() for r in replicas], strict=True)):
+        assert torch.equal(pair[0].grad, pair[1].grad)
+        assert torch.equal(pair[0].grad, own[0][i] + own[1][i])
+
+
+@pytest.mark.parametrize("order", ["tree", "exact"])
+def test_buckets_keep_the_order_of_the_communicator(order):
+    k = 6
+    replicas = pr.replicate(nn.Sequential(*[nn.Linear(17, 17) for _ in range(4)]), ["cpu"] * k)
+    terms = [
+        [random(289, torch.float32, 9 * r + i, specials=False) for i in range(4)] for r in range(k)
+    ]
+    with (
+        pr.Communicator(["cpu"] * k, order=order) as comm,
+        pr.GradientBucketer(replicas, comm=comm, bucket_cap_mb=0.002) as buckets,
+    ):
+        for rank, replica in enumerate(replicas):
+            sum(
+                (layer.weight * term.view(17, 17)).sum()
+                for layer, term in zip(replica, terms[rank], strict=True)
+            ).backward()
+        buckets.wait()
+    for i in range(4):
+        wanted = expected([terms[rank][i] for rank in range(k)], "sum", "fused", order)
+        for replica in replicas:
+            assert_bits(replica[i].weight.grad.reshape(-1), wanted)
