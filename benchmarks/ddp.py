@@ -1,28 +1,23 @@
-"""Time DDP's training step on the backends gloo and ringar, in the same processes, interleaved.
+"""Time a step of DistributedDataParallel on the backends gloo and ringar, in the same processes.
 
-    python benchmarks/ddp.py --json out.jsonl
-
-A step is forward, backward and DDP's all-reduces, without the optimiser; its time is that of the
-slowest rank. On as many cores as ranks nothing can overlap: communication costs what it computes
-and waits.
+A step is forward, backward and the all-reduces of DDP, without the optimizer.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
-
-from benchmarks.bench import Benchmark, Case, Effort, Run, run_as_script
-from benchmarks.candidates import CANDIDATES, names_in
+from benchmarks.bench import Benchmark, Case, Run
 from benchmarks.ranks import Answer, Worker, run_cases
-from benchmarks.timing import host_s, in_turns
+from benchmarks.timing import Effort, Sampler, host_s
 from pyringar.train.model_resnet18 import resnet18
+
+CANDIDATES = ("bare", "gloo", "ringar")
 
 
 def mlp() -> nn.Module:
@@ -41,7 +36,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def step(model: nn.Module, x: Tensor) -> None:
-    """Run forward and backward; gradients are made anew."""
+    """Run forward and backward."""
     model.zero_grad()
     model(x).square().mean().backward()
 
@@ -52,7 +47,14 @@ def gradients(model: nn.Module) -> Tensor:
 
 
 class StepWorker(Worker):
-    """One rank: makes a module for each candidate and times their steps."""
+    """One rank, with a module per candidate."""
+
+    def wrapped(self, candidate: str, module: nn.Module) -> nn.Module:
+        """Return the module with the candidate's all-reduces."""
+        if candidate == "bare":
+            return module
+        group = self.group if candidate == "ringar" else dist.group.WORLD
+        return DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
 
     def run_case(self, case: Case, effort: Effort) -> Answer:
         """Check all candidates, then time their steps in turns."""
@@ -61,63 +63,51 @@ class StepWorker(Worker):
         models: dict[str, nn.Module] = {}
         for name in case.candidates:
             torch.manual_seed(0)
-            models[name] = CANDIDATES[name].calls["ddp"](make(), self.group)
+            models[name] = self.wrapped(name, make())
         for _ in range(3):  # DDP makes its buckets anew after the first
             for model in models.values():
                 step(model, x)
         want = gradients(models["gloo"])
-        correct = {
+        right = {
             name: name == "bare" or torch.allclose(gradients(model), want, rtol=1e-3, atol=1e-5)
             for name, model in models.items()
         }
 
-        def sampler(model: nn.Module) -> Callable[[], float]:
-            def sample() -> float:
+        def sampler(model: nn.Module) -> Sampler:
+            def sample() -> Sequence[float]:
                 step(model, x)
                 self.comm.barrier()
-                return host_s(lambda: step(model, x), 1)
+                return [host_s(lambda: step(model, x))]
 
             return sample
 
-        samples = in_turns(
-            {name: sampler(model) for name, model in models.items()},
-            rounds=effort.rounds,
-            budget_s=effort.budget_s,
-            agree=self.agree,
-        )
-        least = self.over_ranks([float(right) for right in correct.values()], "min")
-        return self.slowest(samples), {n: bool(r) for n, r in zip(correct, least, strict=True)}
+        return self.time({name: sampler(m) for name, m in models.items()}, right, effort)
 
 
 def measure(run: Run) -> None:
-    """Run the models one after the other."""
+    """Run the models in the same processes."""
     for case, timings, correct in run_cases(StepWorker, run.cases, run.effort):
         bare_s = timings["bare"].median_s
         parts_s = {
-            name: {"communication": timing.median_s - bare_s}
-            for name, timing in timings.items()
-            if name != "bare"
+            name: {"communication": timings[name].median_s - bare_s} for name in CANDIDATES[1:]
         }
-        run.add(run.rows(case, timings, correct, limit_s=bare_s, parts_s=parts_s))
+        run.add(case, timings, correct, limit_s=bare_s, parts_s=parts_s)
 
 
 def cases_of(effort: str) -> list[Case]:
-    """Return what is measured with this effort."""
-    names = list(MODELS)[: 1 if effort == "smoke" else None]
-    return [Case(name, 2, names_in("ddp")) for name in names]
+    """Return the models, on two ranks."""
+    return [Case(name, 2, CANDIDATES) for name in list(MODELS)[: 1 if effort == "trial" else None]]
 
 
 BENCHMARK = Benchmark(
     section="ddp",
     title="DistributedDataParallel",
-    about="A step without the optimiser, time of the slowest rank. `communication` is the step "
+    about="A step without the optimizer, time of the slowest rank. `communication` is the step "
     "less the same step without DDP, which is the limit.",
-    baseline=("gloo",),
-    limit="bare",
-    efforts={"full": Effort(31, 300.0), "quick": Effort(7, 60.0), "smoke": Effort(2, 60.0)},
+    efforts={"full": Effort(31, 60.0), "quick": Effort(7, 10.0), "trial": Effort(2, 60.0)},
     cases=cases_of,
     measure=measure,
+    ours="ringar",
+    peers=("gloo",),
+    limit="bare",
 )
-
-if __name__ == "__main__":
-    run_as_script(BENCHMARK)

@@ -17,9 +17,9 @@ from pyringar.engine import load
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Return what `describe_host` does, the engine's own build, and with a GPU what is known of it.
+    """Return the facts of `describe_host`, of the engine's build and, for CUDA, of the GPU.
 
-    Engines that are not built yet are built.
+    Builds the engines that are not built yet.
     """
     facts = describe_host() | {"engine": load.engine().build_info()}
     if device.startswith("cuda"):
@@ -64,14 +64,12 @@ def _cpu_model() -> str:
                 if line.startswith("model name"):
                     return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # not Linux: the platform module knows something
+        pass  # not Linux
     return platform.processor() or platform.machine()
 
 
 def describe_gpu() -> dict[str, Any]:
     """Return the first GPU's name and capability, their number, driver and CUDA."""
-    from benchmarks.nccl import nccl_version
-
     facts = torch.cuda.get_device_properties(0)
     return {
         "gpu": facts.name,
@@ -82,7 +80,7 @@ def describe_gpu() -> dict[str, Any]:
         "l2_mib": round(facts.L2_cache_size / 2**20, 1),
         "driver": _driver_version(),
         "torch_cuda": torch.version.cuda,
-        "nccl": nccl_version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
 
 

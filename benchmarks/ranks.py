@@ -1,4 +1,4 @@
-"""Run cases with a process per rank, and wait for none that is gone."""
+"""Run cases with one process per rank, where torch's groups and ours are in the same processes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import torch.distributed as dist
 
 import pyringar as pr
 import pyringar.distributed  # registers the backend
-from benchmarks.bench import Case, Effort
-from benchmarks.timing import Timing
+from benchmarks.bench import Case
+from benchmarks.timing import Effort, Sampler, Timing, in_turns
 
-Answer = tuple[dict[str, Timing], dict[str, bool]]  # of each candidate: its timing, is it right
+Answer = tuple[dict[str, Timing], dict[str, bool]]  # by candidate: the timing, and is it right
 
 
 class Worker:
-    """One rank in its process: torch's default group, ours beside it. A subclass has `run_case`.
+    """One rank in its process: torch's default group, and ours. A subclass has ``run_case``.
 
     Args:
-        rank: This process's.
+        rank: The number of this rank.
         world_size: Number of ranks.
-        folder: Where the stores are.
-        device: Of this rank's tensors.
-        backend: torch's, of the default group.
+        folder: Holds the stores.
+        device: Device of this rank's tensors.
+        backend: Backend of torch's default group.
     """
 
     def __init__(
@@ -47,30 +47,31 @@ class Worker:
         store = dist.FileStore(f"{folder}/ours", world_size)
         self.comm = pr.ProcessCommunicator(store, rank, world_size, device=device)
         self.group = dist.new_group(backend="ringar") if device == "cpu" else None
+        self._host = dist.new_group(backend="gloo")  # for numbers, whatever the device
 
-    def over_ranks(self, values: Sequence[float], reduce: str = "max") -> list[float]:
-        """Return each value's maximum or minimum over ranks."""
+    def over_ranks(self, values: Sequence[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
+        """Return each value's maximum over ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        if self.device == "cpu":
-            self.comm.all_reduce(tensor, reduce)
-        else:
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, reduce.upper()))
+        dist.all_reduce(tensor, op, group=self._host)
         return tensor.tolist()
 
-    def agree(self, spent_s: float) -> float:
-        """Return the most seconds that a rank has spent."""
-        return self.over_ranks([spent_s])[0]
-
-    def slowest(self, samples: dict[str, list[float]]) -> dict[str, Timing]:
-        """Return timings of the slowest rank in every sample."""
-        return {name: Timing.of(self.over_ranks(seconds)) for name, seconds in samples.items()}
+    def time(self, samplers: dict[str, Sampler], right: dict[str, bool], effort: Effort) -> Answer:
+        """Time candidates in turns; return the slowest rank's times, and what all ranks found."""
+        timings = in_turns(
+            samplers,
+            effort,
+            agree=lambda spent_s: self.over_ranks([spent_s])[0],
+            reduce=self.over_ranks,
+        )
+        everywhere = self.over_ranks(list(map(float, right.values())), dist.ReduceOp.MIN)
+        return timings, dict(zip(right, map(bool, everywhere), strict=True))
 
     def run_case(self, case: Case, effort: Effort) -> Answer:
-        """Check and time the case's candidates in turns, the same on every rank."""
+        """Check and time the candidates of a case, the same on every rank."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave both groups."""
+        """Close our group, and torch's."""
         self.comm.close()
         dist.destroy_process_group()
 
@@ -82,10 +83,10 @@ def run_cases(
     *arguments: Any,
     deadline_s: float = 600.0,
 ) -> Iterator[tuple[Case, dict[str, Timing], dict[str, bool]]]:
-    """Yield each case with what its ranks answer within the deadline; all have as many ranks.
+    """Yield each case with the answer of its ranks. All cases have the same number of ranks.
 
     Raises:
-        RuntimeError: A rank failed, or none answered in time; the message has its error.
+        RuntimeError: A rank failed, or no answer came in time; the message has the rank's error.
     """
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
@@ -105,7 +106,7 @@ def run_cases(
             for case in cases:
                 yield case, *_receive(out, ranks, f"{case.name}, {world_size} ranks", deadline_s)
             for process in ranks:
-                process.join(timeout=10)  # all is told; NCCL may keep threads
+                process.join(timeout=10)  # NCCL may keep threads
         finally:
             for process in ranks:
                 process.kill()
@@ -122,7 +123,7 @@ def _work(
     effort: Effort,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Run all cases: the process of a rank. It tells the parent what goes wrong."""
+    """Run all cases in the process of a rank; tell the parent about an error."""
     try:
         made = worker(rank, world_size, folder, *arguments)
         for case in cases:
@@ -133,17 +134,16 @@ def _work(
     except Exception as error:
         traceback.print_exc()
         out.put(f"rank {rank}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        raise SystemExit(0) from None  # told; NCCL's own threads are not waited for
+        raise SystemExit(0) from None  # the parent is told; NCCL's threads are not waited for
 
 
 def _receive(out: Any, ranks: Sequence[BaseProcess], what: str, deadline_s: float) -> Answer:
-    """Return the next answer; RuntimeError when a rank has failed or time is over."""
     deadline = time.monotonic() + deadline_s
     while True:
         try:
             answer = out.get(timeout=0.5)
         except queue.Empty:
-            ended = [f"rank {r} ended: {p.exitcode}" for r, p in enumerate(ranks) if p.exitcode]
+            ended = [f"rank {r} exited: {p.exitcode}" for r, p in enumerate(ranks) if p.exitcode]
             if ended or time.monotonic() > deadline:
                 why = "; ".join(ended) or f"no answer within {deadline_s:g} s"
                 raise RuntimeError(f"{what}: {why}") from None

@@ -1,4 +1,4 @@
-"""List the benchmarks that a report has, in its order."""
+"""The sections of the report, in its order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from benchmarks import (
     allreduce_cuda,
     bucketing,
     ddp,
-    lists,
-    machines,
+    launch,
     orders,
     peers_cuda,
     processes,
@@ -17,19 +16,16 @@ from benchmarks import (
 )
 from benchmarks.bench import Benchmark
 
-SECTIONS: dict[str, Benchmark] = {
-    module.BENCHMARK.section: module.BENCHMARK
-    for module in (
-        allreduce,
-        lists,
-        orders,
-        processes,
-        machines,
-        ddp,
-        bucketing,
-        training,
-        allreduce_cuda,
-        peers_cuda,
-        training_cuda,
-    )
-}
+_MODULES = (
+    allreduce,
+    orders,
+    processes,
+    ddp,
+    bucketing,
+    training,
+    launch,
+    allreduce_cuda,
+    peers_cuda,
+    training_cuda,
+)
+SECTIONS: dict[str, Benchmark] = {module.BENCHMARK.section: module.BENCHMARK for module in _MODULES}
