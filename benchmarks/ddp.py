@@ -86,7 +86,8 @@ class StepWorker(Worker):
 
 def measure(run: Run) -> None:
     """Run the models in the same processes."""
-    for case, timings, correct in run_cases(StepWorker, run.cases, run.effort):
+    answers = run_cases(StepWorker, run.cases, run.effort, deadline_s=600.0)
+    for case, (timings, correct) in zip(run.cases, answers, strict=True):
         bare_s = timings["bare"].median_s
         parts_s = {
             name: {"communication": timings[name].median_s - bare_s} for name in CANDIDATES[1:]

@@ -8,9 +8,8 @@ NCCL 2.28 refuses, and is listed as not run.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ SETTINGS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "16",  # a rank takes its share of the multiprocessors
 }
-DEADLINE_S = 45.0
+DEADLINE_S = 60.0  # of one peer's cases on one number of ranks
 
 
 class PeerWorker(Worker):
@@ -36,6 +35,7 @@ class PeerWorker(Worker):
     def __init__(self, rank: int, world_size: int, folder: str, is_cuda: bool) -> None:
         device = f"cuda:{rank % torch.cuda.device_count()}" if is_cuda else "cpu"
         if is_cuda:
+            os.environ.update(SETTINGS)
             torch.cuda.set_device(device)
         self.clock = Clock(device)
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
@@ -85,21 +85,6 @@ class PeerWorker(Worker):
         return self.time({name: sampler(call) for name, call in calls.items()}, right, effort)
 
 
-@contextlib.contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables that the ranks' processes inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def measure(run: Run) -> None:
     """Run the cases of each peer; a peer that fails is listed with its reason."""
     groups = by_key(run.cases, lambda case: (case.candidates[0], case.world_size))
@@ -109,11 +94,9 @@ def measure(run: Run) -> None:
             continue
         is_cuda = run.device != "cpu"
         try:
-            with environment(SETTINGS):
-                for case, timings, correct in run_cases(
-                    PeerWorker, cases, run.effort, is_cuda, deadline_s=DEADLINE_S
-                ):
-                    run.add(case, timings, correct, limit_s=timings[LIMIT].median_s)
+            answers = run_cases(PeerWorker, cases, run.effort, is_cuda, deadline_s=DEADLINE_S)
+            for case, (timings, correct) in zip(cases, answers, strict=True):
+                run.add(case, timings, correct, limit_s=timings[LIMIT].median_s)
         except RuntimeError as error:
             refused.add(peer)
             run.skip(f"{peer}, {world_size} ranks and more", str(error))

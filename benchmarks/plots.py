@@ -39,6 +39,7 @@ STYLES = {
     "openmpi": Style("Open MPI", "#2f4f4f", "3"),
     "deepspeed": Style("DeepSpeed", "#b03060", "|"),
     "torchrun": Style("torchrun", GREY),
+    "limit": Style("limit", BLACK),
     "bare": Style("without DDP (limit)", BLACK),
     "undivided": Style("one replica (limit)", BLACK),
     "without": Style("without a reduction (limit)", BLACK),

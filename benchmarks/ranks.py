@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
+import pickle
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import pyringar as pr
 import pyringar.distributed  # registers the backend
@@ -81,73 +80,46 @@ def run_cases(
     cases: Sequence[Case],
     effort: Effort,
     *arguments: Any,
-    deadline_s: float = 600.0,
-) -> Iterator[tuple[Case, dict[str, Timing], dict[str, bool]]]:
-    """Yield each case with the answer of its ranks. All cases have the same number of ranks.
+    deadline_s: float,
+) -> list[Answer]:
+    """Return the answers to all cases, which have the same number of ranks.
 
     Raises:
-        RuntimeError: A rank failed, or no answer came in time; the message has the rank's error.
+        RuntimeError: A rank failed, or the deadline passed; the message names the rank.
     """
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
     world_size = cases[0].world_size
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(
-                target=_work,
-                args=(worker, rank, world_size, folder, out, cases, effort, arguments),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
+        given = (worker, world_size, folder, cases, effort, arguments)
+        ranks = mp.spawn(_work, given, nprocs=world_size, join=False)
+        deadline = time.monotonic() + deadline_s
         try:
-            for case in cases:
-                yield case, *_receive(out, ranks, f"{case.name}, {world_size} ranks", deadline_s)
-            for process in ranks:
-                process.join(timeout=10)  # NCCL may keep threads
+            while not ranks.join(timeout=0.5):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{world_size} ranks: no answer within {deadline_s:g} s")
+        except mp.ProcessRaisedException as error:
+            last_line = str(error).strip().splitlines()[-1]
+            raise RuntimeError(f"rank {error.error_index}: {last_line}") from error
+        except mp.ProcessExitedException as error:
+            raise RuntimeError(f"rank {error.error_index}: {error}") from error
         finally:
-            for process in ranks:
+            for process in ranks.processes:
                 process.kill()
                 process.join()
+        return pickle.loads(Path(folder, "answers").read_bytes())
 
 
 def _work(
-    worker: Callable[..., Worker],
     rank: int,
+    worker: Callable[..., Worker],
     world_size: int,
     folder: str,
-    out: Any,
     cases: Sequence[Case],
     effort: Effort,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Run all cases in the process of a rank; tell the parent about an error."""
-    try:
-        made = worker(rank, world_size, folder, *arguments)
-        for case in cases:
-            answer = made.run_case(case, effort)
-            if rank == 0:
-                out.put(answer)
-        made.close()
-    except Exception as error:
-        traceback.print_exc()
-        out.put(f"rank {rank}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        raise SystemExit(0) from None  # the parent is told; NCCL's threads are not waited for
-
-
-def _receive(out: Any, ranks: Sequence[BaseProcess], what: str, deadline_s: float) -> Answer:
-    deadline = time.monotonic() + deadline_s
-    while True:
-        try:
-            answer = out.get(timeout=0.5)
-        except queue.Empty:
-            ended = [f"rank {r} exited: {p.exitcode}" for r, p in enumerate(ranks) if p.exitcode]
-            if ended or time.monotonic() > deadline:
-                why = "; ".join(ended) or f"no answer within {deadline_s:g} s"
-                raise RuntimeError(f"{what}: {why}") from None
-            continue
-        if isinstance(answer, str):
-            raise RuntimeError(f"{what}: {answer}")
-        return answer
+    """Run all cases in the process of a rank."""
+    made = worker(rank, world_size, folder, *arguments)
+    answers = [made.run_case(case, effort) for case in cases]
+    if rank == 0:
+        Path(folder, "answers").write_bytes(pickle.dumps(answers))
+    made.close()

@@ -1,6 +1,7 @@
-"""Results files: one JSON line about the section and its machine, then one JSON line per row.
+"""Results files: one JSON line about the section and its machine, then one JSON line per case.
 
-A folder of results files, one per section, is a report. ``benchmarks/results`` is such a folder.
+A case's line holds what its rows share, and the rows by candidate. A folder of results files, one
+per section, is a report. ``benchmarks/results`` is such a folder.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 VERSION = 3
 NOISE = 0.02  # a row may be this much faster than its limit
+SHARED = ("section", "case", "world_size", "size_bytes", "clock", "limit_s")
 TIMES = ("median_s", "min_s", "q1_s", "q3_s")
 
 
@@ -131,10 +134,15 @@ def limit_of(rows: Sequence[Row]) -> float | None:
 def text_of(results: Results) -> str:
     """Return the text of a results file."""
     head = {"version": VERSION, **{k: v for k, v in asdict(results).items() if k != "rows" and v}}
-    rows = [
-        {k: v for k, v in asdict(row).items() if v is not None and v != {}} for row in results.rows
-    ]
-    return "".join(json.dumps(line) + "\n" for line in (head, *rows))
+    lines = [head]
+    for rows in by_key(results.rows, attrgetter(*SHARED)).values():
+        line: dict[str, Any] = {"rows": {}}
+        for row in rows:
+            values = {k: v for k, v in asdict(row).items() if v is not None and v != {}}
+            line |= {name: values.pop(name) for name in SHARED if name in values}
+            line["rows"][values.pop("candidate")] = values
+        lines.append(line)
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def write(path: str | Path, results: Results) -> None:
@@ -148,41 +156,31 @@ def read(path: str | Path) -> Results:
     """Read and check a results file.
 
     Raises:
-        InputError: The file cannot be read, is not JSON lines, has another version, or does not
-            hold a head with a machine and complete rows.
+        InputError: The file cannot be read, or is not a results file of this version.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        head, *rows = [json.loads(line) for line in lines] or [None]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InputError(f"{path}: is not JSON lines: {error}") from error
-    if not isinstance(head, dict) or head.pop("version", None) != VERSION:
-        raise InputError(f"{path}: line 1 is not the head of a results file of version {VERSION}")
-    if not isinstance(head.get("machine"), dict) or not head["machine"].get("cpu"):
-        raise InputError(f"{path}: line 1 does not name the machine")
-    unknown = set(head) - {field.name for field in fields(Results) if field.name != "rows"}
-    if unknown or "section" not in head:
-        raise InputError(f"{path}: line 1 is not the head of a section: {sorted(unknown)}")
-    return Results(**head, rows=[_row_of(path, n, row) for n, row in enumerate(rows, start=2)])
+        head, *cases = [json.loads(line) for line in lines]
+        if head.pop("version") != VERSION or not head["machine"]["cpu"]:
+            raise ValueError(f"line 1 is not the head of a results file of version {VERSION}")
+        rows = [
+            Row(candidate=name, **{k: case[k] for k in SHARED if k in case}, **values)
+            for case in cases
+            for name, values in case["rows"].items()
+        ]
+        results = Results(**head, rows=rows)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise InputError(f"{path}: not a results file: {type(error).__name__}: {error}") from error
+    for row in rows:
+        for name in TIMES:
+            if not getattr(row, name) > 0:
+                value = getattr(row, name)
+                raise InputError(f"{path}: {row.about}: {name} is {value!r}, expected > 0")
+    return results
 
 
-def _row_of(path: str | Path, line: int, values: Any) -> Row:
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: line {line}: is a {type(values).__name__}, expected an object")
-    for name in TIMES:
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise InputError(f"{path}: line {line}: {name} is {value!r}, expected more than 0")
-    try:
-        return Row(**values)
-    except TypeError as error:
-        raise InputError(f"{path}: line {line}: is not a row: {error}") from error
-
-
-def read_folder(folder: str | Path) -> list[Results]:
-    """Read the results files of a folder.
+def read_folder(folder: str | Path) -> dict[str, Results]:
+    """Read the results files of a folder, by section. The file of gpu_check.py has several.
 
     Raises:
         InputError: A file cannot be used, or there is none.
@@ -190,14 +188,8 @@ def read_folder(folder: str | Path) -> list[Results]:
     files = sorted(Path(folder).glob("*.jsonl"))
     if not files:
         raise InputError(f"{folder}: holds no results, expected *.jsonl")
-    return [read(file) for file in files]
-
-
-def by_section(files: Iterable[Results]) -> dict[str, Results]:
-    """Return results by section; the file of gpu_check.py holds several sections."""
     found: dict[str, Results] = {}
-    for results in files:
-        sections = by_key(results.rows, lambda row: row.section) or {results.section: []}
-        for section, rows in sections.items():
+    for results in map(read, files):
+        for section, rows in by_key(results.rows, lambda row: row.section).items():
             found[section] = replace(results, section=section, rows=rows)
     return found

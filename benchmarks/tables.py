@@ -2,11 +2,10 @@
 
     python benchmarks/tables.py              # rewrite what is out of date
     python benchmarks/tables.py --check      # exit status 1 if that would change anything
-    python benchmarks/tables.py --from PATH  # first take over the results of a report
 
-PATH is the folder of `python benchmarks/run_all.py --out DIR`, or the file of
-`python benchmarks/gpu_check.py --out FILE`. Its results replace those in benchmarks/results. A
-report of gpu_check.py also removes the notes about the report that it replaces.
+To publish new results, copy them into benchmarks/results first: all files of
+`python benchmarks/run_all.py --out DIR`, or the file of
+`python benchmarks/gpu_check.py --out DIR/gpu_check.jsonl`. Edit gpu_check.md there by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 
 from benchmarks import plots, report
 from benchmarks.machine import machine_in_words
-from benchmarks.rows import InputError, Results, Sections, by_section, read, read_folder, write
+from benchmarks.rows import InputError, Sections, read_folder
 from benchmarks.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +27,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "report.md"
 FIGURES = ROOT / "docs" / "figures"
-GPU_CHECK = "gpu_check"  # a report of several sections, whose benchmarks are quick
+GPU_NOTES = "gpu_check.md"  # what is known beside the rows of gpu_check.py
 OTHER_FIGURES = {"timeline.png", "cluster.png"}  # drawn by the commands in docs/
 BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
 PAGE_NOTE = "<!-- Written by benchmarks/tables.py from benchmarks/results; do not edit. -->\n\n"
@@ -38,8 +37,20 @@ ON_GPU = {"allreduce_cuda": 3, "training_cuda": 1}
 
 
 def sections() -> Sections:
-    """Return the committed results."""
-    return by_section(read_folder(RESULTS))
+    """Return the results that are published.
+
+    Raises:
+        InputError: They are not to be published: wrong, failed, or not of a full run.
+    """
+    found = read_folder(RESULTS)
+    for name, results in found.items():
+        faults = [*(row.about for row in results.wrong), *(item["why"] for item in results.failed)]
+        if faults:
+            raise InputError(f"{RESULTS}: {name} is wrong or failed: {faults[0]}")
+        is_gpu_check = SECTIONS[name].device == "cuda" and results.machine.get("gpu")
+        if results.effort != "full" and not is_gpu_check:
+            raise InputError(f"{RESULTS}: {name} is a {results.effort} run, expected a full one")
+    return found
 
 
 def readme() -> str:
@@ -59,13 +70,8 @@ def readme() -> str:
 
 def page() -> str:
     """Return docs/report.md."""
-    notes = gpu_notes().read_text() if gpu_notes().exists() else ""
+    notes = (RESULTS / GPU_NOTES).read_text()
     return PAGE_NOTE + report.render(sections(), Path(FIGURES.name), notes)
-
-
-def gpu_notes() -> Path:
-    """Return the file with what is known beside the rows of gpu_check.py's report."""
-    return RESULTS / f"{GPU_CHECK}.md"
 
 
 def stale() -> list[str]:
@@ -86,38 +92,6 @@ def extra_figures() -> list[Path]:
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
 
 
-def take_over(path: Path) -> None:
-    """Copy the results of a report into benchmarks/results.
-
-    Raises:
-        InputError: The report is missing, wrong, failed, or not of a full run.
-    """
-    measured = read_folder(path) if path.is_dir() else [read(path)]
-    for results in measured:
-        check(path, results)
-    for results in measured:
-        if results.section == GPU_CHECK:
-            gpu_notes().unlink(missing_ok=True)
-            for step in results.facts["steps"]:
-                step.pop("tail", None)  # the step's output, with paths of that machine
-        if results.rows:
-            write(RESULTS / results.filename, results)
-
-
-def check(path: Path, results: Results) -> None:
-    """Raise InputError if results are not to be published."""
-    name, is_gpu_check = results.section, results.section == GPU_CHECK
-    for section in by_section([results]):
-        if section not in SECTIONS:
-            raise InputError(f"{path}: section {section!r} is none of {', '.join(SECTIONS)}")
-    if results.effort != "full" and not (is_gpu_check and results.machine.get("gpu")):
-        raise InputError(f"{path}: {name} is a {results.effort} run, expected a full one")
-    if results.failed:
-        raise InputError(f"{path}: {name} failed: {results.failed[0]['why']}")
-    if results.wrong:
-        raise InputError(f"{path}: {name} is wrong: {results.wrong[0].about}")
-
-
 def rewrite() -> None:
     """Bring everything up to date."""
     README.write_text(readme())
@@ -133,20 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if it would")
-    parser.add_argument("--from", dest="report", type=Path, metavar="PATH", help="take over")
     args = parser.parse_args(argv)
-    if args.check:
-        names = ", ".join(stale())
-        if names:
+    try:
+        if not args.check:
+            rewrite()
+        elif names := ", ".join(stale()):
             print(f"{names}: out of date: run python benchmarks/tables.py", file=sys.stderr)
-        return int(bool(names))
-    if args.report:
-        try:
-            take_over(args.report)
-        except InputError as error:
-            print(error, file=sys.stderr)
-            return 2
-    rewrite()
+            return 1
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

@@ -107,7 +107,7 @@ def images(count: int) -> ImageData:
 def run_epochs(run: Run, case: Case) -> None:
     """Check that the loss falls, and time epochs of all candidates in turns."""
     is_resnet = case.settings.get("model") == "resnet18"
-    count = 300 if run.is_trial else RESNET_IMAGES if is_resnet else NUM_IMAGES
+    count = 96 if run.is_trial else RESNET_IMAGES if is_resnet else NUM_IMAGES
     scale = 1.0 if run.is_trial else count / NUM_IMAGES
     data, batch_size = images(count), min(BATCH_SIZE, count // 3)
     losses: dict[str, float] = {}

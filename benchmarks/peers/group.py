@@ -13,8 +13,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 START_S = 60.0  # deadline for the hello of all ranks
 ANSWER_S = 60.0  # deadline for the answers to a request
@@ -27,12 +28,12 @@ class GroupError(RuntimeError):
     """The ranks of a library did not start, exited, or did not answer in time."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Rank:
     connection: socket.socket
-    pid: int
+    answers: TextIO
+    pidfd: int  # a process id may be used again
     version: str
-    received: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,6 @@ class Group:
         self._about = f"{name}, {ranks} ranks"
         self._ranks: dict[int, _Rank] = {}
         self._programs: list[subprocess.Popen[bytes]] = []
-        self._pidfds: dict[int, int] = {}
         self._stack = contextlib.ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._errors = folder / "stderr"
@@ -160,9 +160,7 @@ class Group:
                     late = ", ".join(str(r) for r in self._ranks if r not in lines)
                     self._fail(f"{what}: no answer of rank {late} within its deadline")
                 for key, _ in ready:
-                    line = _line(self._ranks[key.data])
-                    if line is None:
-                        continue
+                    line = self._ranks[key.data].answers.readline().strip()
                     if not line or line.startswith("error "):
                         why = line.removeprefix("error ") or f"exited{self._last_words()}"
                         self._fail(f"{what}: rank {key.data}: {why}")
@@ -204,30 +202,25 @@ class Group:
             with contextlib.suppress(TimeoutError, ValueError):  # no rank yet; or lost before hello
                 connection, _ = listener.accept()
                 connection.settimeout(max(0.1, deadline_s - time.monotonic()))
-                _, number, pid, version = connection.makefile("r").readline().split(" ", 3)
+                answers = connection.makefile("r")
+                _, number, pid, version = answers.readline().split(" ", 3)
                 connection.settimeout(None)
-                self._ranks[int(number)] = _Rank(connection, int(pid), version.strip())
-        self._watch()
-
-    def _watch(self) -> None:
-        """Open a pidfd of every process below the programs: a process id may be used again."""
-        for pid in descendants([p.pid for p in self._programs]):
-            if pid not in self._pidfds:
-                with contextlib.suppress(ProcessLookupError):
-                    self._pidfds[pid] = os.pidfd_open(pid)
+                pidfd = os.pidfd_open(int(pid))
+                self._ranks[int(number)] = _Rank(connection, answers, pidfd, version.strip())
 
     def _kill(self) -> None:
-        self._watch()
-        for pidfd in self._pidfds.values():
+        for rank in self._ranks.values():
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
         for program in self._programs:
-            program.kill()
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
 
     def _end(self) -> None:
         """Close the connections, on which ranks exit; wait for the programs; kill what is left."""
         deadline_s = time.monotonic() + (END_S if self._ranks else 0.0)
         for rank in self._ranks.values():
+            rank.answers.close()
             rank.connection.close()
         for program in self._programs:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -235,43 +228,12 @@ class Group:
         self._kill()
         for program in self._programs:
             program.wait()
-        for pidfd in self._pidfds.values():
-            select.select([pidfd], [], [], END_S)  # readable once the process has exited
-            os.close(pidfd)
-        self._pidfds.clear()
+        for rank in self._ranks.values():
+            select.select([rank.pidfd], [], [], END_S)  # readable once the process has exited
+            os.close(rank.pidfd)
+        self._ranks.clear()
 
     def _last_words(self) -> str:
         """Return the last line that the programs wrote."""
         lines = self._errors.read_text(errors="replace").strip().splitlines()
         return f": {lines[-1].strip()}" if lines else ""
-
-
-def _line(rank: _Rank) -> str | None:
-    """Return a whole line, an empty one at the end of the connection, or None if more must come."""
-    try:
-        data = rank.connection.recv(2**16)
-    except ConnectionResetError:
-        data = b""
-    if not data:
-        return ""
-    rank.received += data
-    if not rank.received.endswith(b"\n"):
-        return None
-    line = rank.received.decode().strip()
-    rank.received.clear()
-    return line
-
-
-def descendants(roots: Sequence[int]) -> list[int]:
-    """Return these processes and all that they have started."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            _, _, rest = stat.read_text().rpartition(")")
-            children.setdefault(int(rest.split()[1]), []).append(int(stat.parent.name))
-    found, waiting = [], list(roots)
-    while waiting:
-        pid = waiting.pop()
-        found.append(pid)
-        waiting += children.get(pid, [])
-    return found
