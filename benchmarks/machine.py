@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,14 +60,9 @@ def num_cores() -> int:
 
 
 def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", path.read_text()) if path.exists() else []
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def describe_gpu() -> dict[str, Any]:
@@ -76,8 +73,6 @@ def describe_gpu() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "compute_capability": f"{facts.major}.{facts.minor}",
         "gpu_memory_gib": round(facts.total_memory / 2**30, 1),
-        "multiprocessors": facts.multi_processor_count,
-        "l2_mib": round(facts.L2_cache_size / 2**20, 1),
         "driver": _driver_version(),
         "torch_cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),

@@ -23,6 +23,7 @@ from benchmarks.timing import Effort, Sampler, in_turns
 
 BESIDE = ", beside a busy process"  # how the names of cases with another program end
 LIMIT = "limit"
+OURS = ("gloo", "auto", "bound", "direct", "backend", LIMIT)  # in the same processes
 
 
 def measure(run: Run) -> None:
@@ -36,20 +37,22 @@ def measure(run: Run) -> None:
     for k, cases in by_key(run.cases, lambda case: case.world_size).items():
         with ExitStack() as stack:
             ours = stack.enter_context(start_our_ranks(k))
-            peers = {name: stack.enter_context(PEERS[name].start(k)) for name in present}
+            groups = dict.fromkeys(OURS, ours)
+            groups |= {name: stack.enter_context(PEERS[name].start(k)) for name in present}
             for case in cases:
-                run_case(run, case, ours, peers)
-            versions = {group.name: group.version for group in (ours, *peers.values())}
+                run_case(run, case, groups)
+            versions = {group.name: group.version for group in groups.values()}
             run.results.facts["versions"] = versions
 
 
-def run_case(run: Run, case: Case, ours: Group, peers: Mapping[str, Group]) -> None:
-    """Time and check all candidates in turns."""
+def run_case(run: Run, case: Case, groups: Mapping[str, Group]) -> None:
+    """Time and check the candidates that have ranks, in turns."""
     wrong = dict.fromkeys(case.candidates, 0)
     is_busy = case.name.endswith(BESIDE)
 
     def sampler(name: str) -> Sampler:
-        measure_calls = peers.get(name, ours).sampler(name, case.shapes[0][0])
+        what = case.shapes[0][0] if case.shapes else case.name
+        measure_calls = groups[name].sampler(name, what)
 
         def sample() -> Sequence[float]:
             answer = measure_calls()
@@ -60,10 +63,11 @@ def run_case(run: Run, case: Case, ours: Group, peers: Mapping[str, Group]) -> N
         return sample
 
     with busy_process() if is_busy else nullcontext():
-        names = [name for name in case.candidates if name not in PEERS or name in peers]
-        timings = in_turns({name: sampler(name) for name in names}, run.effort)
+        samplers = {name: sampler(name) for name in case.candidates if name in groups}
+        timings = in_turns(samplers, run.effort)
     correct = {name: not count for name, count in wrong.items()}
-    limit_s = timings[LIMIT].median_s if LIMIT in timings else None
+    limit = timings.get(run.benchmark.limit or "")
+    limit_s = limit.median_s if limit else None
     run.add(case, timings, correct, limit_s=limit_s)
 
 
@@ -104,13 +108,13 @@ def cases_of(effort: str) -> list[Case]:
         sizes, busy_sizes, all_ranks = (4 * KIB,), (), [2]
     elif effort == "quick":
         sizes, busy_sizes, all_ranks = (4 * KIB, MIB, 16 * MIB), (4 * KIB,), [2, 4]
-    always = ("gloo", *PEERS, "auto", "bound")
+    some = ("gloo", *PEERS, "auto", "bound")
     return [
         case
         for k in all_ranks
         for case in (
-            *(case_of(size, k, *always, "direct", "backend", LIMIT) for size in sizes),
-            *(case_of(size, k, *always, suffix=BESIDE) for size in busy_sizes),
+            *(case_of(size, k, *PEERS, *OURS) for size in sizes),
+            *(case_of(size, k, *some, suffix=BESIDE) for size in busy_sizes),
         )
     ]
 

@@ -210,7 +210,7 @@ def speedup_line(
     found = []
     for group in by_key(rows, lambda row: row.group).values():
         if ratio := speedup(group):
-            case = group[0].case.partition(", beside")[0]
+            case = group[0].case.removesuffix(BESIDE)
             found.append((ratio, f"{case}, {num_ranks(group[0].world_size)}"))
     if not found:
         return ""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import pyringar as pr
 from benchmarks.bench import Benchmark, Case, Run, each_case
 from benchmarks.timing import Clock, Effort, Sampler, in_turns
-from pyringar.train import ImageData, TrainConfig, Trainer
+from pyringar.train import ImageData, LeNet, TrainConfig, Trainer
 from pyringar.train.data import batches
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.synthetic import synthetic_images
@@ -72,33 +72,13 @@ class BookLoop:
         return Epoch(time.perf_counter() - begin, total.item() / len(labels))
 
 
-def lenet_module() -> nn.Module:
-    """Return the book's LeNet as a module."""
-    return nn.Sequential(
-        nn.Conv2d(1, 20, 3),
-        nn.ReLU(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(20, 50, 5),
-        nn.ReLU(),
-        nn.AvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(800, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
-
-
 @functools.cache
 def images(count: int) -> ImageData:
     """Return training images, of which 6,000 are drawn and repeated."""
     drawn, labels = synthetic_images(min(count, NUM_DRAWN), 20)
     times = -(-count // len(labels))
-    return ImageData(
-        "synthetic garments",
-        drawn.repeat(times, 1, 1, 1)[:count],
-        labels.repeat(times)[:count],
-        *synthetic_images(256, 21),
-    )
+    train = drawn.repeat(times, 1, 1, 1)[:count], labels.repeat(times)[:count]
+    return ImageData("synthetic garments", *train, *synthetic_images(256, 21))
 
 
 # -- epochs ----------------------------------------------------------------------------------------
@@ -143,8 +123,7 @@ def epoch_of(
     """Return a function that trains for an epoch."""
     if name == BOOK:
         is_resnet = case.settings.get("model") == "resnet18"
-        width = case.settings.get("width", 64)
-        net = resnet18(width=width, seed=0) if is_resnet else lenet_module()
+        net = resnet18(width=case.settings.get("width", 64)) if is_resnet else LeNet()
         return BookLoop(net, run.device, data, batch_size).epoch
     config = TrainConfig(
         devices=[run.device] * case.world_size,
@@ -165,11 +144,9 @@ def epoch_of(
 
 def epoch_of_one_rank_s(run: Run, case: Case) -> float | None:
     """Return the limit of several ranks on one GPU: the epoch of one rank, measured before."""
-    found = (case.name, 1, RINGAR)
-    for row in run.results.rows:
-        if case.world_size > 1 and (row.case, row.world_size, row.candidate) == found:
-            return row.median_s
-    return None
+    found = {(row.case, row.world_size, row.candidate): row for row in run.results.rows}
+    one = found.get((case.name, 1, RINGAR))
+    return one.median_s if one and case.world_size > 1 else None
 
 
 # -- one step's communication ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import selectors
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 START_S = 60.0  # deadline for the hello of all ranks
 ANSWER_S = 60.0  # deadline for the answers to a request
@@ -112,61 +113,63 @@ class Group:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def sampler(self, candidate: str, numel: int) -> Callable[[], Answer]:
+    def sampler(self, candidate: str, what: int | str) -> Callable[[], Answer]:
         """Return a function that takes a sample: as many calls as fit some milliseconds."""
 
         def each_s(calls: int) -> float:
             begin_s = time.perf_counter()
-            self.measure(candidate, numel, calls, 1)
+            self.measure(candidate, what, calls, 1)
             return max(time.perf_counter() - begin_s, 1e-6) / (1 + calls)
 
         # One lucky measurement would give too many calls, one late measurement too few.
         once_s = each_s(1)
         once_s = once_s if once_s > SAMPLE_S else statistics.median(each_s(3) for _ in range(3))
         calls = max(FEW_CALLS, min(FAST_CALLS, round(SAMPLE_S / once_s)))
-        return lambda: self.measure(candidate, numel, calls, 1 + calls // 4)
+        return lambda: self.measure(candidate, what, calls, 1 + calls // 4)
 
-    def measure(self, candidate: str, numel: int, calls: int, warm_up: int) -> Answer:
+    def measure(self, candidate: str, what: int | str, calls: int, warm_up: int) -> Answer:
         """Make all ranks call, and return the times and the checks.
 
         Args:
             candidate: A name that the library's ranks know.
-            numel: Elements of each rank's float32 tensor.
+            what: Elements of each rank's float32 tensor, or the name of a model.
             calls: Timed calls, each after a barrier.
             warm_up: Calls before the timed ones, which are checked only.
 
         Raises:
             GroupError: A rank failed, exited, or was too late.
         """
-        line = f"{calls} {warm_up} {numel} {candidate}\n"
+        request = {"candidate": candidate, "what": what, "calls": calls, "warm_up": warm_up}
+        line = f"{json.dumps(request)}\n"
         deadline_s = time.monotonic() + self._answer_s
         with contextlib.suppress(BrokenPipeError):  # a rank is lost: `_answers` says which
             for rank in self._ranks.values():
                 rank.connection.sendall(line.encode())
-        answers = self._answers(f"{candidate}, {numel} elements", deadline_s)
-        wrong = max(numbers[0] for numbers in answers)
-        times_ns = [numbers[1:] for numbers in answers]
-        return Answer([max(same) * 1e-9 for same in zip(*times_ns, strict=True)], wrong)
+        answers = self._answers(f"{candidate}, {what}", deadline_s)
+        calls_ns = zip(*(answer["ns"] for answer in answers), strict=True)
+        wrong = max(answer["wrong"] for answer in answers)
+        return Answer([max(same) * 1e-9 for same in calls_ns], wrong)
 
-    def _answers(self, what: str, deadline_s: float) -> list[list[int]]:
-        """Return the numbers of every rank's answer."""
-        lines: dict[int, str] = {}
+    def _answers(self, what: str, deadline_s: float) -> list[dict[str, Any]]:
+        """Return every rank's answer."""
+        answers: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for number, rank in self._ranks.items():
                 selector.register(rank.connection, selectors.EVENT_READ, number)
-            while len(lines) < len(self._ranks):
+            while len(answers) < len(self._ranks):
                 ready = selector.select(max(0.0, deadline_s - time.monotonic()))
                 if not ready:
-                    late = ", ".join(str(r) for r in self._ranks if r not in lines)
+                    late = ", ".join(str(r) for r in self._ranks if r not in answers)
                     self._fail(f"{what}: no answer of rank {late} within its deadline")
                 for key, _ in ready:
-                    line = self._ranks[key.data].answers.readline().strip()
-                    if not line or line.startswith("error "):
-                        why = line.removeprefix("error ") or f"exited{self._last_words()}"
-                        self._fail(f"{what}: rank {key.data}: {why}")
-                    lines[key.data] = line
+                    line = self._ranks[key.data].answers.readline()
+                    if not line:
+                        self._fail(f"{what}: rank {key.data}: exited{self._last_words()}")
+                    answers[key.data] = answer = json.loads(line)
+                    if "error" in answer:
+                        self._fail(f"{what}: rank {key.data}: {answer['error']}")
                     selector.unregister(key.fileobj)
-        return [[int(word) for word in line.split()] for line in lines.values()]
+        return list(answers.values())
 
     def _fail(self, why: str) -> None:
         """Kill all ranks and raise."""
@@ -203,10 +206,10 @@ class Group:
                 connection, _ = listener.accept()
                 connection.settimeout(max(0.1, deadline_s - time.monotonic()))
                 answers = connection.makefile("r")
-                _, number, pid, version = answers.readline().split(" ", 3)
+                hello = json.loads(answers.readline())
                 connection.settimeout(None)
-                pidfd = os.pidfd_open(int(pid))
-                self._ranks[int(number)] = _Rank(connection, answers, pidfd, version.strip())
+                pidfd = os.pidfd_open(hello["pid"])
+                self._ranks[hello["rank"]] = _Rank(connection, answers, pidfd, hello["version"])
 
     def _kill(self) -> None:
         for rank in self._ranks.values():

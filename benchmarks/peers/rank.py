@@ -1,27 +1,44 @@
 """What a rank of a measured library does: fill, meet, time one call, check, and answer.
 
 It needs only NumPy, so that it works in the environment of any peer. Between two requests a rank
-waits in the kernel, and uses no processor. A request is a line of text, and so is its answer:
+waits in the kernel, and uses no processor. A request is a line of JSON, and so is its answer:
 
-    CALLS WARM_UP NUMEL CANDIDATE
-    WRONG NS NS ...                 (or: error WHAT)
+    {"candidate": NAME, "what": WHAT, "calls": NUMBER, "warm_up": NUMBER}
+    {"wrong": NUMBER, "ns": [NUMBER, ...]}                     (or: {"error": TEXT})
 
-WRONG counts the calls, warm-up included, after which the tensor was not exactly the sum.
+``wrong`` counts the calls, warm-up included, after which the result was not what it must be.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 PERIOD, SHIFTS = 17, 8
 ROW = PERIOD * 240  # elements that are written at a time: 16 KiB, which leaves the caches alone
 PATTERN = (np.arange(ROW) % PERIOD).astype(np.float32)
+
+
+class Timed(Protocol):
+    """What is timed, and how to make it ready and check it."""
+
+    def fill(self, shift: int) -> object:
+        """Write this rank's input, which differs between shifts."""
+
+    def barrier(self) -> object:
+        """Wait for all ranks."""
+
+    def call(self) -> object:
+        """Make the call that is timed."""
+
+    def is_right(self, shift: int) -> bool:
+        """Return whether the result of the call is right."""
 
 
 class Sum:
@@ -47,7 +64,7 @@ class Sum:
         barrier: Callable[[], object],
         call: Callable[[], object],
     ) -> None:
-        self.barrier, self.call = barrier, call
+        self.array, self.barrier, self.call = array, barrier, call
         self._rank, self._world_size = rank, world_size
         self._row = PATTERN[: array.size]
         whole = array.size // self._row.size * self._row.size
@@ -69,37 +86,40 @@ class Sum:
         return bool(self._flags.all()) and np.array_equal(self._rest, row[: self._rest.size])
 
 
-def serve(address: str, rank: int, version: str, prepare: Callable[[str, int], Sum]) -> None:
+def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], Timed]) -> None:
     """Answer requests until the benchmark closes the connection.
 
     Args:
         address: The benchmark's Unix socket.
         rank: The number of this rank.
         version: The name and version of the library.
-        prepare: Maps a candidate and a number of elements to what is timed. It is called again
-            only for another number of elements.
+        prepare: Maps a candidate, and a number of elements or a model, to what is timed. What it
+            made is kept until a request names another number or model.
     """
-    ready: dict[tuple[int, str], Sum] = {}
+    ready: dict[tuple[str, Any], Timed] = {}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        connection.sendall(f"hello {rank} {os.getpid()} {' '.join(version.split())}\n".encode())
+
+        def answer(**values: Any) -> None:
+            connection.sendall(f"{json.dumps(values)}\n".encode())
+
+        answer(rank=rank, pid=os.getpid(), version=" ".join(version.split()))
         for line in connection.makefile("r"):
-            calls, warm_up, count, candidate = line.rstrip("\n").split(" ", 3)
-            numel = int(count)
+            request = json.loads(line)
+            key = request["candidate"], request["what"]
             try:
-                ready = {key: timed for key, timed in ready.items() if key[0] == numel}
-                if (numel, candidate) not in ready:
-                    ready[numel, candidate] = prepare(candidate, numel)
-                numbers = run(ready[numel, candidate], int(calls), int(warm_up))
+                ready = {other: timed for other, timed in ready.items() if other[1] == key[1]}
+                if key not in ready:
+                    ready[key] = prepare(*key)
+                wrong, times_ns = run(ready[key], request["calls"], request["warm_up"])
             except Exception as error:
-                what = " ".join(f"{type(error).__name__}: {error}".split())
-                connection.sendall(f"error {what}\n".encode())
+                answer(error=" ".join(f"{type(error).__name__}: {error}".split()))
                 raise
-            connection.sendall(f"{' '.join(map(str, numbers))}\n".encode())
+            answer(wrong=wrong, ns=times_ns)
 
 
-def run(timed: Sum, calls: int, warm_up: int) -> list[int]:
-    """Make calls, each after a barrier; return the number of wrong sums, then the timed ns."""
+def run(timed: Timed, calls: int, warm_up: int) -> tuple[int, list[int]]:
+    """Make calls, each after a barrier; return the number of wrong results, and the timed ns."""
     times_ns, wrong = [], 0
     for shift in range(warm_up + calls):
         timed.fill(shift)
@@ -110,4 +130,4 @@ def run(timed: Sum, calls: int, warm_up: int) -> list[int]:
         timed.barrier()  # a rank that shares its core does not wait for another rank's check
         times_ns.append(end_ns - begin_ns)
         wrong += not timed.is_right(shift)
-    return [wrong, *times_ns[warm_up:]]
+    return wrong, times_ns[warm_up:]

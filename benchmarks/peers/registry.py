@@ -13,6 +13,8 @@ from benchmarks.peers.group import Group
 HERE = Path(__file__).resolve().parent
 VARIABLE = "PYRINGAR_PEERS"
 STAMP = "requirements.txt"  # in a complete environment: what it was made of
+# Where there are fewer GPUs than ranks, NCCL may let ranks share one; NCCL 2.28 refuses.
+NCCL_SETTINGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "16"}
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,15 @@ def start_ranks(
     return Group(name, commands, k, environment=environment or {}, each=each)
 
 
-def start_our_ranks(k: int) -> Group:
-    """Start the ranks of pyringar and gloo, one process per rank."""
-    return start_ranks("pyringar and gloo", [sys.executable, str(HERE / "torch_rank.py")], k)
+def start_our_ranks(k: int, device: str = "cpu", backend: str = "gloo") -> Group:
+    """Start ranks of pyringar, with torch's default group of this backend, a process per rank.
+
+    Raises:
+        GroupError: The ranks did not start.
+    """
+    variables = {"DEVICE": device, "BACKEND": backend, **NCCL_SETTINGS}
+    command = [sys.executable, str(HERE / "torch_rank.py")]
+    return start_ranks(f"pyringar and {backend}", command, k, environment=variables)
 
 
 _MPI = ("{env}/bin/python", "{here}/mpi.py")

@@ -1,4 +1,7 @@
-"""A rank of pyringar, and of gloo beside it: torch_rank.py ADDRESS, with RANK and WORLD_SIZE."""
+"""A rank of pyringar, and of torch.distributed beside it: torch_rank.py ADDRESS.
+
+RANK and WORLD_SIZE are its environment, with DEVICE (cpu or cuda) and BACKEND (gloo or nccl).
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,92 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed one comes first
 
 import pyringar as pr
-from benchmarks.peers.rank import Sum, serve
-from benchmarks.ranks import Worker
+import pyringar.distributed  # registers the backend
+from benchmarks.peers.rank import Sum, Timed, serve
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def prepare(worker: Worker, candidate: str, numel: int) -> Sum:
+class Groups:
+    """The groups of one rank: torch's default group, ours, and torch's of backend ``ringar``."""
+
+    def __init__(self, folder: Path, device: str = "cpu", backend: str = "gloo") -> None:
+        torch.set_num_threads(1)
+        torch_store, store = (
+            dist.FileStore(str(folder / name), WORLD_SIZE) for name in ("torch", "ours")
+        )
+        dist.init_process_group(backend, store=torch_store, rank=RANK, world_size=WORLD_SIZE)
+        self.comm = pr.ProcessCommunicator(store, RANK, WORLD_SIZE, device=device)
+        self.ringar = dist.new_group(backend="ringar") if device == "cpu" else None
+
+    def close(self) -> None:
+        """Close our group, and torch's."""
+        self.comm.close()
+        dist.destroy_process_group()
+
+
+class SumOnDevice:
+    """A sum of a GPU's tensor, whose numbers are written and checked in the host's memory."""
+
+    def __init__(self, tensor: Tensor, call: Callable[[], object], on_host: Sum) -> None:
+        self._tensor, self._call, self._on_host = tensor, call, on_host
+        self.barrier = on_host.barrier
+
+    def fill(self, shift: int) -> None:
+        """Write this rank's numbers."""
+        self._on_host.fill(shift)
+        self._tensor.copy_(torch.from_numpy(self._on_host.array))
+        torch.cuda.synchronize()
+
+    def call(self) -> None:
+        """Sum, and wait for the device."""
+        self._call()
+        torch.cuda.synchronize()
+
+    def is_right(self, shift: int) -> bool:
+        """Return whether every element is the sum of what the ranks wrote."""
+        self._on_host.array[...] = self._tensor.cpu().numpy()
+        return self._on_host.is_right(shift)
+
+
+def prepare(groups: Groups, device: str, candidate: str, numel: int) -> Timed:
     """Return the call of a candidate on a tensor of its own."""
-    tensor = torch.zeros(numel)
-    comm, group, barrier = worker.comm, worker.group, worker.comm.barrier
-    world_size = worker.world_size
+    tensor = torch.zeros(numel, device=device)
+    comm, barrier, world_size = groups.comm, groups.comm.barrier, WORLD_SIZE
     call: Callable[[], object]
-    if candidate == "gloo":
-        call, barrier = lambda: dist.all_reduce(tensor), dist.barrier
+    if candidate in ("gloo", "nccl"):
+        call = lambda: dist.all_reduce(tensor)  # noqa: E731
+        barrier = dist.barrier
     elif candidate == "backend":
-        call = lambda: dist.all_reduce(tensor, group=group)  # noqa: E731
-        barrier = lambda: dist.barrier(group=group)  # noqa: E731
+        call = lambda: dist.all_reduce(tensor, group=groups.ringar)  # noqa: E731
+        barrier = lambda: dist.barrier(group=groups.ringar)  # noqa: E731
     elif candidate == "limit":
         call, world_size = lambda: tensor.mul_(1), 1
     elif candidate == "bound":
         call = comm.bind([tensor])
     else:
         call = lambda: comm.all_reduce(tensor, algorithm=candidate)  # noqa: E731
-    return Sum(tensor.numpy(), worker.rank, world_size, barrier, call)
+    if tensor.is_cuda:
+        array = torch.zeros(numel).numpy()
+        return SumOnDevice(tensor, call, Sum(array, RANK, world_size, barrier, call))
+    return Sum(tensor.numpy(), RANK, world_size, barrier, call)
 
 
 def main(address: str) -> None:
     """Serve until the benchmark closes the connection."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    worker = Worker(rank, world_size, str(Path(address).parent))
+    device = os.environ["DEVICE"]
+    if device == "cuda":
+        device = f"cuda:{RANK % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    groups = Groups(Path(address).parent, device, os.environ["BACKEND"])
     version = f"pyringar {pr.__version__}"
-    serve(address, rank, version, lambda candidate, numel: prepare(worker, candidate, numel))
-    worker.close()
+    serve(address, RANK, version, lambda name, numel: prepare(groups, device, name, numel))
+    groups.close()
 
 
 if __name__ == "__main__":
