@@ -264,7 +264,7 @@ def judge_tests(step: Step) -> None:
     failures = re.findall(r"^FAILURE OF (.+)\n((?: {4}.*\n)*)", step.output, re.M)
     counts = Counter(outcome.lower() for outcome, _ in ended)
     running = sorted(set(begun) - {test for _, test in ended})
-    step.facts = {"counts": counts, "running": running}
+    step.facts = {"counts": dict(counts), "running": running}
     step.facts["failures"] = [{"test": test, "error": error} for test, error in failures]
     step.add_note(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
     step.add_note(f"in {', '.join(running)}" if running else "")

@@ -152,7 +152,7 @@ GOOD = text_of(one_row())
     [
         ("{", "JSONDecodeError"),
         ("", "ValueError: not enough values to unpack"),
-        ("[1]", "AttributeError"),
+        ("[1]", "TypeError"),
         (GOOD.replace('"version": 3', '"version": 7'), "not the head of a results file"),
         (GOOD.replace('"cpu": "one"', '"cpu": ""'), "not the head of a results file"),
         (GOOD.replace('"machine"', '"engine"'), "KeyError: 'machine'"),
