@@ -144,7 +144,6 @@ class Run:
                 self.benchmark.measure(self)
         except Exception as error:  # other sections can still be measured
             self.fail("the section", error)
-        self.save()
         return self.results
 
     def add(
@@ -179,11 +178,13 @@ class Run:
     def skip(self, what: str, why: str) -> None:
         """Note what could not be measured, and the reason."""
         self.results.not_run.append({"what": what, "why": why})
+        self.save()
 
     def fail(self, what: str, error: Exception) -> None:
         """Note what ended with an error. It makes the run a failure."""
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.results.failed.append({"what": what, "why": why})
+        self.save()
 
     def save(self) -> None:
         """Write the results file."""

@@ -89,7 +89,6 @@ def test_ringar_keeps_the_order_it_promises():
 
 
 DYNAMIC = {"OMPI_MCA_coll": "basic,libnbc,self,tuned", "OMPI_MCA_coll_tuned_use_dynamic_rules": "1"}
-MPICH = {"MPIR_CVAR_DEVICE_COLLECTIVES": "none"}
 
 
 @pytest.mark.slow
@@ -102,10 +101,6 @@ MPICH = {"MPIR_CVAR_DEVICE_COLLECTIVES": "none"}
          "recursive doubling", "((0+1)+2)+(3+4)"),
         ("openmpi", {**DYNAMIC, "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"},
          "ring", "chunk c adds ranks c, c+1, ... (mod 5)"),
-        ("mpich", {**MPICH, "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "recursive_doubling"},
-         "recursive doubling", "((0+1)+2)+(3+4)"),
-        ("mpich", {**MPICH, "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring"},
-         "ring", "chunk c adds ranks c+1, c+2, ... (mod 5)"),
     ],
 )  # fmt: skip
 def test_what_an_mpi_library_is_told_to_do_is_found(peer, variables, verdict, detail, monkeypatch):
