@@ -24,8 +24,8 @@ from benchmarks.machine import num_cores
 from benchmarks.sums import is_close, random_lists, rank_order, ring_order
 from benchmarks.timing import Effort, after_operation, in_turns
 
-PEERS = ("naive", "stack")
-CANDIDATES = (*PEERS, "fused", "direct", "ring", "sharded", "auto")
+NAIVE = "naive"
+CANDIDATES = (NAIVE, "fused", "direct", "ring", "sharded", "auto")
 LIMITS = ("each buffer", "one buffer")
 Lists = list[list[Tensor]]  # lists[rank][i]
 
@@ -40,22 +40,12 @@ def naive(lists: Sequence[Sequence[Tensor]]) -> None:
             other.copy_(first)
 
 
-def stack_and_sum(lists: Sequence[Sequence[Tensor]]) -> None:
-    """Sum by one line of torch, and copy the sum to every rank."""
-    for data in zip(*lists, strict=True):
-        total = torch.stack(data).sum(0)
-        for tensor in data:
-            tensor.copy_(total)
-
-
 def call_of(name: str, comm: pr.Communicator, lists: Lists) -> Callable[[], object]:
     """Return the call of a candidate on these tensors."""
     column = [tensors[0] for tensors in lists]
     is_list = len(lists[0]) > 1
-    if name == "naive":
+    if name == NAIVE:
         return lambda: naive(lists)
-    if name == "stack":
-        return lambda: stack_and_sum(lists)
     if name == "allreduce":
         return lambda: pr.allreduce(column)
     if name == "bound":
@@ -72,7 +62,7 @@ def is_correct(name: str, comm: pr.Communicator, case: Case, device: str = "cpu"
     promised = ring_order if name == "ring" else rank_order
     for i, terms in enumerate(zip(*inputs, strict=True)):
         want = promised([term.flatten() for term in terms])
-        is_right = is_close if name in PEERS else torch.equal
+        is_right = is_close if name == NAIVE else torch.equal
         if not all(is_right(tensors[i].flatten(), want) for tensors in lists):
             return False
     return True
@@ -117,7 +107,7 @@ def cases_of(effort: str) -> list[Case]:
     cases = [flat_case(size, k, candidates_of(size, k)) for size in sizes for k in all_ranks]
     if effort == "full":
         halves = (("fp16", 2), ("fp16", 4), ("bf16", 2), ("bf16", 4))
-        cases += [flat_case(64 * MIB, k, ("naive", "fused"), dtype) for dtype, k in halves]
+        cases += [flat_case(64 * MIB, k, (NAIVE, "fused"), dtype) for dtype, k in halves]
     models = {"LeNet": LENET, "ResNet-18": resnet18_shapes()}
     names = (*CANDIDATES, "bound")
     return cases + [Case(m, k, names, models[m]) for m in models for k in all_ranks[:3]]
@@ -125,7 +115,7 @@ def cases_of(effort: str) -> list[Case]:
 
 def candidates_of(size_bytes: int, k: int) -> tuple[str, ...]:
     """Return the candidates of a size: a call's overhead is seen on small tensors only."""
-    names = ("naive", "fused", "auto") if k > 8 else CANDIDATES
+    names = (NAIVE, "fused", "auto") if k > 8 else CANDIDATES
     if size_bytes <= 4 * KIB:
         names += ("allreduce",)
     return (*names, "bound") if size_bytes <= MIB else names
@@ -141,6 +131,6 @@ BENCHMARK = Benchmark(
     cases=cases_of,
     measure=each_case(run_case),
     ours="auto",
-    peers=PEERS,
+    peers=(NAIVE,),
     threads=num_cores(),  # plain torch and the limit get all cores, as ours do
 )

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 import pyringar as pr
-from benchmarks.allreduce import PEERS, call_of, is_correct, zeros
+from benchmarks.allreduce import NAIVE, call_of, is_correct, zeros
 from benchmarks.bench import (
     LENET,
     MIB,
@@ -105,17 +105,17 @@ def replays_of(calls: dict[str, Callable[[], object]], count: int) -> dict[str, 
 
 def cases_of(effort: str) -> list[Case]:
     """Return all cases; those of a trial have at most 1000 elements a dimension."""
-    large = (*PEERS, "fused", "ring", "auto")
+    large = (NAIVE, "fused", "ring", "auto")
     cases = [
         *(flat_case(256 * MIB, k, large, dtype) for dtype in ("fp32", "bf16") for k in (2, 4, 8)),
-        flat_case(256 * MIB, 16, (*PEERS, "fused")),  # in groups of four
+        flat_case(256 * MIB, 16, (NAIVE, "fused")),  # in groups of four
         *(flat_case(size, k, large) for size in (2**16, MIB, 16 * MIB) for k in (2, 4)),
-        Case("LeNet", 4, (*PEERS, "auto"), LENET),
-        *(Case("ResNet-18", k, (*PEERS, "auto"), resnet18_shapes()) for k in (2, 4)),
+        Case("LeNet", 4, (NAIVE, "auto"), LENET),
+        *(Case("ResNet-18", k, (NAIVE, "auto"), resnet18_shapes()) for k in (2, 4)),
     ]
     latencies = [
-        flat_case(4096, 4, ("naive", "fused", "allreduce", "bound", "ring")),
-        Case("LeNet calls", 4, ("naive", "auto"), LENET),
+        flat_case(4096, 4, (NAIVE, "fused", "allreduce", "bound", "ring")),
+        Case("LeNet calls", 4, (NAIVE, "auto"), LENET),
     ]
     cases += [replace(case, settings={"is_latency": True}) for case in latencies]
     if effort != "trial":
@@ -137,7 +137,7 @@ BENCHMARK = Benchmark(
     cases=cases_of,
     measure=each_case(run_case),
     ours="auto",
-    peers=PEERS,
+    peers=(NAIVE,),
     threads=None,
     device="cuda",
 )

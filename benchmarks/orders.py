@@ -17,10 +17,7 @@ ORDERS = ("rank", "tree", "exact")
 
 def is_correct(order: str, comm: pr.Communicator, case: Case) -> bool:
     """Return whether every rank holds the sum of that order after one call."""
-    inputs, results = (
-        [tensors[0] for tensors in random_lists(case)],
-        [tensors[0] for tensors in random_lists(case)],
-    )
+    inputs, results = ([own[0] for own in random_lists(case)] for _ in range(2))
     comm.all_reduce(results, order=order)
     if not all(torch.equal(result, results[0]) for result in results):
         return False

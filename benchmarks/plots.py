@@ -32,7 +32,6 @@ STYLES = {
     "naive": Style("the book's loop", GREY, "s"),
     "book": Style("the book's loop", GREY),
     "nn.DataParallel": Style("nn.DataParallel", GREY),
-    "stack": Style("torch.stack().sum()", PINK, "v"),
     "gloo": Style("gloo", GREY, "s"),
     "nccl": Style("NCCL", YELLOW, "X"),
     "impi": Style("Intel MPI", "#4b0082", "1"),

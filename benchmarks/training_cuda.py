@@ -188,31 +188,18 @@ def run_step(run: Run, case: Case) -> None:
             "coalesced": lambda: step_after(lambda: comm.all_reduce_coalesced(gradients())),
             "without": lambda: step_after(lambda: None),
         }
-        is_equal = leave_equal_gradients(calls["bucketed"], calls["coalesced"], gradients)
+        found = []
+        with torch.backends.cudnn.flags(deterministic=True):
+            for name in ("bucketed", "coalesced"):
+                calls[name]()
+                found.append([grad.clone() for mine in gradients() for grad in mine])
+        is_equal = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         clock = Clock(run.device)
         effort = Effort(5 + 5 * run.effort.rounds, 4.0)
         timings = in_turns({name: clock.sampler(call) for name, call in calls.items()}, effort)
     without_s = timings["without"].median_s
     parts_s = {"bucketed": {"exposed": max(0.0, timings["bucketed"].median_s - without_s)}}
     run.add(case, timings, dict.fromkeys(timings, is_equal), limit_s=without_s, parts_s=parts_s)
-
-
-def leave_equal_gradients(
-    one: Callable[[], object],
-    other: Callable[[], object],
-    gradients: Callable[[], list[list[Tensor]]],
-) -> bool:
-    """Return whether two steps leave the same bits, with convolutions that add in one order."""
-    was = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    try:
-        found = []
-        for step in (one, other):
-            step()
-            found.append([grad.clone() for mine in gradients() for grad in mine])
-    finally:
-        torch.backends.cudnn.deterministic = was
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # -- cases -----------------------------------------------------------------------------------------

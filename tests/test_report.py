@@ -65,14 +65,14 @@ def changed(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> No
 # -- the command -----------------------------------------------------------------------------------
 
 CANDIDATES = {
-    "allreduce": {"naive", "stack", "fused", "direct", "ring", "sharded", "auto", "bound"},
+    "allreduce": {"naive", "fused", "direct", "ring", "sharded", "auto", "bound"},
     "orders": {"rank", "tree", "exact"},
     "processes": {"gloo", "auto", "bound", "direct", "backend", "limit"},
     "ddp": {"bare", "gloo", "ringar"},
     "bucketing": {"naive", "fused per tensor", "coalesced", "bucketed, 1 MB"},
     "training": {"undivided", "book", "ringar", "ringar, shards"},
     "launch": {"threads", "torchrun"},
-    "allreduce_cuda": {"naive", "stack", "fused", "ring", "auto", "allreduce", "bound"},
+    "allreduce_cuda": {"naive", "fused", "ring", "auto", "allreduce", "bound"},
     "peers_cuda": {"gloo", "auto", "limit"},
     "training_cuda": {"ringar", "nn.DataParallel", "bucketed", "coalesced", "without"},
 }
@@ -212,7 +212,7 @@ def test_wrong_sum_is_caught(trial: Callable[..., Trial], monkeypatch: pytest.Mo
 
     def planted(name: str, comm: Any, lists: list[list[torch.Tensor]]) -> Callable[[], object]:
         call = right(name, comm, lists)
-        if name not in ("direct", "stack"):
+        if name not in ("direct", "naive"):
             return call
 
         def wrong() -> None:  # the last rank misses one element
@@ -226,9 +226,9 @@ def test_wrong_sum_is_caught(trial: Callable[..., Trial], monkeypatch: pytest.Mo
     run = trial("allreduce")
     assert run.status == 1
     wrong = run.results("allreduce").wrong
-    assert {row.candidate for row in wrong} == {"direct", "stack"}
+    assert {row.candidate for row in wrong} == {"direct", "naive"}
     assert "WRONG: 4 KiB fp32, 2 ranks, direct" in run.printed
-    assert "**Wrong results.** allreduce: 4 KiB fp32, 2 ranks, stack" in run.page
+    assert "**Wrong results.** allreduce: 4 KiB fp32, 2 ranks, naive" in run.page
 
 
 def test_wrong_order_is_caught(
@@ -329,16 +329,16 @@ def test_published_limits_are_below_curves() -> None:
 
 
 def test_table_compares_with_the_best_peer() -> None:
-    rows = timed(naive=90.0, stack=60.0, fused=31.0, auto=30.0)
+    rows = timed(naive=60.0, fused=31.0, auto=30.0)
     header, _, line = report.table(Results("allreduce", {}, rows=rows)).splitlines()
-    columns = "| case | ranks | `naive` | `stack` | `fused` | `auto` | best peer / `auto` |"
+    columns = "| case | ranks | `naive` | `fused` | `auto` | best peer / `auto` |"
     assert header == columns
-    assert line == "| 1 MiB fp32 | 2 | 90 us | 60 us | 31 us | **30 us** | 2.00 |"
+    assert line == "| 1 MiB fp32 | 2 | 60 us | 31 us | **30 us** | 2.00 |"
 
 
 @pytest.mark.parametrize(("auto_us", "slow"), [(55.0, 0), (56.0, 1)])
 def test_auto_is_compared_with_algorithms(auto_us: float, slow: int) -> None:
-    rows = timed(naive=90.0, stack=10.0, fused=50.0, ring=70.0, auto=auto_us)
+    rows = timed(naive=90.0, fused=50.0, ring=70.0, auto=auto_us)
     (line,) = report.auto_lines({"allreduce": Results("allreduce", {}, rows=rows)})
     assert f"in {slow} of 1 cases" in line
     assert f"takes {auto_us / 50:.2f} times as long (allreduce, 1 MiB fp32, 2 ranks)" in line

@@ -114,6 +114,7 @@ def start_our_ranks(k: int, device: str = "cpu", backend: str = "gloo") -> Group
 
 
 _MPI = ("{env}/bin/python", "{here}/mpi.py")
+_DEEPSPEED_NEEDS = "setuptools>=77 wheel einops hjson msgpack ninja psutil py-cpuinfo pydantic tqdm"
 _LOAD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Op; Op().load()"
 _ALL = (
     Peer(
@@ -133,18 +134,7 @@ _ALL = (
     Peer(
         name="deepspeed",
         label="DeepSpeed",
-        requirements=(
-            "setuptools>=77",
-            "wheel",
-            "einops",
-            "hjson",
-            "msgpack",
-            "ninja",
-            "psutil",
-            "py-cpuinfo",
-            "pydantic",
-            "tqdm",
-        ),
+        requirements=tuple(_DEEPSPEED_NEEDS.split()),
         alone=("deepspeed==0.19.8",),
         build=("{env}/bin/python", "-c", _LOAD),
         program=("{env}/bin/python", "{here}/deepspeed_rank.py"),
