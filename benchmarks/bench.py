@@ -132,13 +132,17 @@ class Run:
         self.benchmark, self.effort = benchmark, benchmark.efforts[effort]
         self.cases = benchmark.cases(effort) if cases is None else list(cases)
         self.is_trial = effort == "trial"
-        self.device = "cuda:0" if benchmark.device == "cuda" and not self.is_trial else "cpu"
+        is_cuda = benchmark.device == "cuda" and not self.is_trial
+        self.device = "cuda:0" if is_cuda and torch.cuda.is_available() else "cpu"
         self._folder, self._tell = folder, tell
         with torch_threads(benchmark.threads):
             self.results = Results(benchmark.section, describe_machine(self.device), effort)
 
     def measure(self) -> Results:
         """Run all cases. An error ends the section; its rows until then stay."""
+        if why := self.benchmark.why_not(self.results.effort):
+            self.skip("the section", why)
+            return self.results
         try:
             with torch_threads(self.benchmark.threads):
                 self.benchmark.measure(self)

@@ -294,7 +294,7 @@ def judge_rows(step: Step) -> None:
         step.state = FAILED
         step.add_note(f"{len(results.wrong)} WRONG" if results.wrong else "")
         step.add_note(*(f"{item['what']}: {item['why']}" for item in results.failed))
-    elif results.not_run and not step.rows and step.code:
+    elif results.not_run and not step.rows:
         step.state = NOT_RUN
 
 

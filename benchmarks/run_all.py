@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an install
 from benchmarks import plots, report
 from benchmarks.bench import Benchmark, Case, Run
 from benchmarks.machine import describe_machine, machine_in_words
-from benchmarks.rows import Results, write
+from benchmarks.rows import Results
 from benchmarks.sections import SECTIONS
 
 START_S = 1.0  # what a case takes beside its budget: checks, and warming up
@@ -78,7 +78,10 @@ def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
 
 def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str, Results]:
     """Measure one section after the other, and print its table."""
-    cases = {benchmark.section: chosen_cases(benchmark, args) for benchmark in sections}
+    cases = {
+        benchmark.section: [] if benchmark.why_not(args.effort) else chosen_cases(benchmark, args)
+        for benchmark in sections
+    }
     planned_s = {b.section: b.efforts[args.effort].budget_s + START_S for b in sections}
     progress = Progress(planned_s, {name: len(found) for name, found in cases.items()})
     found: dict[str, Results] = {}
@@ -153,27 +156,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; return the exit status."""
     args = parse_arguments(argv)
     chosen = [SECTIONS[name] for name in args.sections or SECTIONS]
-    whys = {benchmark.section: benchmark.why_not(args.effort) for benchmark in chosen}
-    can_run = [b for b in chosen if not whys[b.section] and chosen_cases(b, args)]
+    chosen = [benchmark for benchmark in chosen if chosen_cases(benchmark, args)]
+    if not chosen:
+        print("no case has such a name and number of ranks", file=sys.stderr)
+        return 2
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for name in SECTIONS:  # of an earlier run into the same folder
             (args.out / f"{name}.jsonl").unlink(missing_ok=True)
     print(machine_in_words(describe_machine()))
-    found: dict[str, Results] = {}
-    for benchmark in chosen:
-        if why := whys[benchmark.section]:
-            print(f"{benchmark.section}: not run: {why}")
-            missing = [{"what": "the section", "why": why}]
-            machine = describe_machine()
-            results = Results(benchmark.section, machine, args.effort, not_run=missing)
-            found[benchmark.section] = results
-            if args.out:
-                write(args.out / results.filename, results)
-    if not can_run:
-        print("no case has such a name and number of ranks, or none can run here", file=sys.stderr)
-        return 2
-    found |= measure(can_run, args)
+    found = measure(chosen, args)
     if args.out:
         write_report(args.out, found)
     return int(any(results.wrong or results.failed for results in found.values()))

@@ -30,7 +30,14 @@ from benchmarks.allreduce import naive
 from benchmarks.bench import Benchmark, Case, Run, each_case
 from benchmarks.sums import tree_order
 from benchmarks.timing import Effort, Sampler, in_turns, torch_threads
-from pyringar.train import ImageData, TrainConfig, Trainer, lenet, lenet_params
+from pyringar.train import (
+    EpochResult,
+    ImageData,
+    TrainConfig,
+    Trainer,
+    lenet,
+    lenet_params,
+)
 from pyringar.train.data import batches
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.synthetic import synthetic_images
@@ -106,23 +113,19 @@ class Book:
 class Ringar:
     """The trainer, an epoch at a time."""
 
-    def __init__(self, model: str, world_size: int, data: ImageData, **options: Any) -> None:
-        config = TrainConfig(
-            devices=["cpu"] * world_size,
-            epochs=1,
-            lr=LR,
-            lr_schedule="constant",
-            seed=SEED,
-            **options,
-            **MODELS[model],
-        )
+    def __init__(self, devices: list[str], data: ImageData, **options: Any) -> None:
+        config = TrainConfig(devices=devices, epochs=1, lr_schedule="constant", **options)
         self._trainer = Trainer(config, data)
         self.close = self._trainer.close
         self.replicas = self._trainer.replicas
 
+    def epoch(self) -> EpochResult:
+        """Train on all images once, then test; the seconds are without the test."""
+        return self._trainer.run().epochs[0]
+
     def epoch_s(self) -> float:
-        """Return the seconds of one pass over the images, without the test."""
-        return self._trainer.run().epochs[0].seconds
+        """Return the seconds of one pass over the images."""
+        return self.epoch().seconds
 
 
 def loop_of(
@@ -131,7 +134,8 @@ def loop_of(
     """Return the training loop of a candidate."""
     if name in ("undivided", "book"):
         return Book(model, 1 if name == "undivided" else world_size, data)
-    loop = Ringar(model, world_size, data, **({"shards": NUM_SHARDS} if name == SHARDS else {}))
+    shards = {"shards": NUM_SHARDS} if name == SHARDS else {}
+    loop = Ringar(["cpu"] * world_size, data, lr=LR, seed=SEED, **shards, **MODELS[model])
     stack.callback(loop.close)
     return loop
 

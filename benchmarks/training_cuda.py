@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import pyringar as pr
 from benchmarks.bench import Benchmark, Case, Run, each_case
 from benchmarks.timing import Clock, Effort, Sampler, in_turns
-from pyringar.train import ImageData, LeNet, TrainConfig, Trainer
+from benchmarks.training import Ringar
+from pyringar.train import EpochResult, ImageData, LeNet
 from pyringar.train.data import batches
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.synthetic import synthetic_images
@@ -119,27 +120,16 @@ def epoch_of(
     data: ImageData,
     batch_size: int,
     stack: contextlib.ExitStack,
-) -> Callable[[], Epoch]:
+) -> Callable[[], Epoch | EpochResult]:
     """Return a function that trains for an epoch."""
     if name == BOOK:
         is_resnet = case.settings.get("model") == "resnet18"
         net = resnet18(width=case.settings.get("width", 64)) if is_resnet else LeNet()
         return BookLoop(net, run.device, data, batch_size).epoch
-    config = TrainConfig(
-        devices=[run.device] * case.world_size,
-        batch_size=batch_size,
-        epochs=1,
-        lr=LR,
-        lr_schedule="constant",
-        **case.settings,
-    )
-    trainer = stack.enter_context(Trainer(config, data))
-
-    def epoch() -> Epoch:
-        result = trainer.run().epochs[0]
-        return Epoch(result.seconds, result.loss)
-
-    return epoch
+    devices = [run.device] * case.world_size
+    ringar = Ringar(devices, data, lr=LR, batch_size=batch_size, **case.settings)
+    stack.callback(ringar.close)
+    return ringar.epoch
 
 
 def epoch_of_one_rank_s(run: Run, case: Case) -> float | None:
@@ -189,7 +179,7 @@ def run_step(run: Run, case: Case) -> None:
             "without": lambda: step_after(lambda: None),
         }
         found = []
-        with torch.backends.cudnn.flags(deterministic=True):
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
             for name in ("bucketed", "coalesced"):
                 calls[name]()
                 found.append([grad.clone() for mine in gradients() for grad in mine])

@@ -265,7 +265,7 @@ def benchmark(path: Path, code: str, limit_s: float = 60.0) -> Step:
         ("put('one'); time.sleep(100)", "cut off", "ended at its limit; 1 rows", 1),
         ("put('one'); os.abort()", "FAILED", "ended by SIGABRT; 1 rows", 1),
         ("1 / 0", "FAILED", "InputError: ", 0),
-        ("put('none'); sys.exit(2)", "not run", "0 rows", 0),
+        ("put('none')", "not run", "0 rows", 0),
     ],
 )
 def test_outcome_of_benchmark(
@@ -283,14 +283,14 @@ def test_training_keeps_rows_of_ended_cases(
     """The third case, on two ranks, fails in its first epoch; a signal ends the fourth."""
     ranks = []
 
-    class Trainer(training_cuda.Trainer):
-        def run(self) -> Any:
-            ranks.append(len(self.config.devices))
+    class Ringar(training_cuda.Ringar):
+        def epoch(self) -> Any:
+            ranks.append(len(self.replicas))
             if ranks.count(2):
                 raise KeyboardInterrupt if ranks.count(2) > 1 else RuntimeError("planted")
-            return super().run()
+            return super().epoch()
 
-    monkeypatch.setattr(training_cuda, "Trainer", Trainer)
+    monkeypatch.setattr(training_cuda, "Ringar", Ringar)
     run = Run(training_cuda.BENCHMARK, "trial", folder=tmp_path)
     run.cases = [case for case in run.cases if case.name == "LeNet"] * 2
     with pytest.raises(KeyboardInterrupt):

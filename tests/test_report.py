@@ -142,7 +142,7 @@ def test_gpu_section_without_gpu_is_listed(
     changed(monkeypatch, "orders", cases=lambda effort: SECTIONS["allreduce"].cases("trial")[:1])
     changed(monkeypatch, "orders", measure=lambda run: None)
     assert run_all.main(["--quick", "orders", "training_cuda", "--out", str(tmp_path)]) == 0
-    assert "training_cuda: not run: no CUDA device" in capsys.readouterr().out
+    assert "not run: the section: no CUDA device" in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
     assert "- training_cuda: the section: no CUDA device" in text
 

@@ -16,29 +16,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 PERIOD, SHIFTS = 17, 8
 ROW = PERIOD * 240  # elements that are written at a time: 16 KiB, which leaves the caches alone
 PATTERN = (np.arange(ROW) % PERIOD).astype(np.float32)
-
-
-class Timed(Protocol):
-    """What is timed, and how to make it ready and check it."""
-
-    def fill(self, shift: int) -> object:
-        """Write this rank's input, which differs between shifts."""
-
-    def barrier(self) -> object:
-        """Wait for all ranks."""
-
-    def call(self) -> object:
-        """Make the call that is timed."""
-
-    def is_right(self, shift: int) -> bool:
-        """Return whether the result of the call is right."""
 
 
 class Sum:
@@ -86,17 +70,17 @@ class Sum:
         return bool(self._flags.all()) and np.array_equal(self._rest, row[: self._rest.size])
 
 
-def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], Timed]) -> None:
+def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], Any]) -> None:
     """Answer requests until the benchmark closes the connection.
 
     Args:
         address: The benchmark's Unix socket.
         rank: The number of this rank.
         version: The name and version of the library.
-        prepare: Maps a candidate, and a number of elements or a model, to what is timed. What it
-            made is kept until a request names another number or model.
+        prepare: Maps a candidate, and a number of elements or a model, to an object with the four
+            methods of `Sum`, which is kept until a request names another number or model.
     """
-    ready: dict[tuple[str, Any], Timed] = {}
+    ready: dict[tuple[str, Any], Any] = {}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
 
@@ -118,7 +102,7 @@ def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], T
             answer(wrong=wrong, ns=times_ns)
 
 
-def run(timed: Timed, calls: int, warm_up: int) -> tuple[int, list[int]]:
+def run(timed: Any, calls: int, warm_up: int) -> tuple[int, list[int]]:
     """Make calls, each after a barrier; return the number of wrong results, and the timed ns."""
     times_ns, wrong = [], 0
     for shift in range(warm_up + calls):

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed 
 
 import pyringar as pr
 import pyringar.distributed  # registers the backend
-from benchmarks.peers.rank import Sum, Timed, serve
+from benchmarks.peers.rank import Sum, serve
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -65,7 +65,7 @@ class SumOnDevice:
         return self._on_host.is_right(shift)
 
 
-def prepare(groups: Groups, device: str, candidate: str, numel: int) -> Timed:
+def prepare(groups: Groups, device: str, candidate: str, numel: int) -> Sum | SumOnDevice:
     """Return the call of a candidate on a tensor of its own."""
     tensor = torch.zeros(numel, device=device)
     comm, barrier, world_size = groups.comm, groups.comm.barrier, WORLD_SIZE
