@@ -287,11 +287,11 @@ def test_rounds_end_at_the_budget() -> None:
 # -- tables and pictures ---------------------------------------------------------------------------
 
 
-def timed(limit_us: float | None = None, **times_us: float) -> list[Row]:
-    """One case of allreduce."""
-    return [
+def timed(limit_us: float | None = None, section: str = "allreduce", **times_us: float) -> Results:
+    """One case, with a median per candidate."""
+    rows = [
         Row(
-            section="allreduce",
+            section=section,
             case="1 MiB fp32",
             world_size=2,
             candidate=name,
@@ -306,15 +306,16 @@ def timed(limit_us: float | None = None, **times_us: float) -> list[Row]:
         )
         for name, us in times_us.items()
     ]
+    return Results(section, {}, rows=rows)
 
 
 @pytest.mark.parametrize(
     ("limit_us", "is_limit"), [(10.0, True), (19.9, True), (20.3, True), (20.5, False)]
 )
 def test_limit_that_a_row_beats_is_none(limit_us: float, is_limit: bool) -> None:
-    rows = timed(limit_us, naive=90.0, auto=20.0)
-    assert limit_of(rows) == (limit_us * 1e-6 if is_limit else None)
-    text = report.table(Results("allreduce", {}, rows=rows))
+    results = timed(limit_us, naive=90.0, auto=20.0)
+    assert limit_of(results.rows) == (limit_us * 1e-6 if is_limit else None)
+    text = report.table(results)
     assert ("%" in text) is is_limit
     assert ("| limit |" in text) is is_limit
 
@@ -328,18 +329,28 @@ def test_published_limits_are_below_curves() -> None:
                 assert math.isnan(limit_s) or limit_s < row.median_s * 1.03, row.about
 
 
-def test_table_compares_with_the_best_peer() -> None:
-    rows = timed(naive=60.0, fused=31.0, auto=30.0)
-    header, _, line = report.table(Results("allreduce", {}, rows=rows)).splitlines()
-    columns = "| case | ranks | `naive` | `fused` | `auto` | best peer / `auto` |"
-    assert header == columns
-    assert line == "| 1 MiB fp32 | 2 | 60 us | 31 us | **30 us** | 2.00 |"
+def test_best_peer_of_each_case_counts() -> None:
+    results = timed(section="processes", gloo=90.0, impi=60.0, limit=7.0, bound=29.0, auto=30.0)
+    results.rows += [
+        replace(row, case="4 KiB", median_s=row.median_s * (3 if row.candidate == "impi" else 1))
+        for row in results.rows
+    ]
+    header, _, first, second = report.table(results).splitlines()
+    columns = "`gloo` | `impi` | `limit` | `bound` | `auto` | best peer / `auto` |"
+    assert header == f"| case | ranks | {columns}"
+    assert first == "| 1 MiB fp32 | 2 | 90 us | 60 us | 7 us | **29 us** | 30 us | 2.00 |"
+    assert second.endswith("| 3.00 |")
+    alone, *_ = report.section_lines(results)
+    assert alone == (
+        "One process per rank, against the best of gloo and Intel MPI: 2.5 times as fast in the "
+        "median of 2 cases, from 2.00 (1 MiB fp32, 2 ranks) to 3 (4 KiB, 2 ranks)."
+    )
 
 
 @pytest.mark.parametrize(("auto_us", "slow"), [(55.0, 0), (56.0, 1)])
 def test_auto_is_compared_with_algorithms(auto_us: float, slow: int) -> None:
-    rows = timed(naive=90.0, fused=50.0, ring=70.0, auto=auto_us)
-    (line,) = report.auto_lines({"allreduce": Results("allreduce", {}, rows=rows)})
+    results = timed(naive=90.0, fused=50.0, ring=70.0, auto=auto_us)
+    (line,) = report.auto_lines({"allreduce": results})
     assert f"in {slow} of 1 cases" in line
     assert f"takes {auto_us / 50:.2f} times as long (allreduce, 1 MiB fp32, 2 ranks)" in line
 
