@@ -54,20 +54,11 @@ def cases_of(effort: str) -> list[Case]:
     if effort == "trial":
         return [flat_case(4 * KIB, 3, ORDERS)]
     if effort == "quick":
-        cases = [flat_case(size, 4, ORDERS) for size in (4 * KIB, MIB, 16 * MIB)]
-        return [*cases, flat_case(16 * MIB, 4, ORDERS, "bf16")]
-    sizes = {
-        "fp32": (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB),
-        "fp64": (16 * MIB,),
-        "fp16": (MIB, 16 * MIB),
-        "bf16": (MIB, 16 * MIB),
-    }
-    return [
-        flat_case(size, k, ORDERS, dtype)
-        for dtype in sizes
-        for size in sizes[dtype]
-        for k in (4, 8)
-    ]
+        return [flat_case(size, 4, ORDERS) for size in (4 * KIB, MIB, 16 * MIB)]
+    sizes = [("fp32", size) for size in (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)]
+    sizes += [("fp64", 16 * MIB)]
+    sizes += [(dtype, size) for dtype in ("fp16", "bf16") for size in (MIB, 16 * MIB)]
+    return [flat_case(size, k, ORDERS, dtype) for dtype, size in sizes for k in (4, 8)]
 
 
 BENCHMARK = Benchmark(

@@ -37,7 +37,6 @@ STYLES = {
     "impi": Style("Intel MPI", "#4b0082", "1"),
     "openmpi": Style("Open MPI", "#2f4f4f", "3"),
     "deepspeed": Style("DeepSpeed", "#b03060", "|"),
-    "torchrun": Style("torchrun", GREY),
     "limit": Style("limit", BLACK),
     "bare": Style("without DDP (limit)", BLACK),
     "undivided": Style("one replica (limit)", BLACK),

@@ -30,15 +30,9 @@ from benchmarks.allreduce import naive
 from benchmarks.bench import Benchmark, Case, Run, each_case
 from benchmarks.sums import tree_order
 from benchmarks.timing import Effort, Sampler, in_turns, torch_threads
-from pyringar.train import (
-    EpochResult,
-    ImageData,
-    TrainConfig,
-    Trainer,
-    lenet,
-    lenet_params,
-)
+from pyringar.train import EpochResult, ImageData, TrainConfig, Trainer
 from pyringar.train.data import batches
+from pyringar.train.model_lenet import lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.synthetic import synthetic_images
 

@@ -71,7 +71,6 @@ CANDIDATES = {
     "ddp": {"bare", "gloo", "ringar"},
     "bucketing": {"naive", "fused per tensor", "coalesced", "bucketed, 1 MB"},
     "training": {"undivided", "book", "ringar", "ringar, shards"},
-    "launch": {"threads", "torchrun"},
     "allreduce_cuda": {"naive", "fused", "ring", "auto", "allreduce", "bound"},
     "peers_cuda": {"gloo", "auto", "limit"},
     "training_cuda": {"ringar", "nn.DataParallel", "bucketed", "coalesced", "without"},
@@ -89,7 +88,7 @@ def test_section_is_measured_and_right(trial: Callable[..., Trial], section: str
     assert {row.candidate for row in results.rows} == CANDIDATES[section]
     for row in results.rows:
         assert 0 < row.min_s <= row.q1_s <= row.median_s <= row.q3_s
-        has_limit = section not in ("orders", "bucketing", "launch")
+        has_limit = section not in ("orders", "bucketing")
         is_call = row.clock in (None, "device") and section != "training_cuda"
         assert (row.limit_s is not None) == has_limit or not is_call, row.about
     for key in ("cpu", "cores", "date", "torch", "python", "system", "pyringar", "engine"):

@@ -20,10 +20,7 @@ from pyringar.train.model_resnet18 import resnet18
 
 def mlp() -> nn.Module:
     """Return 25 million parameters in six matrices."""
-    width = 2048
-    layers: list[nn.Module] = []
-    for _ in range(6):
-        layers += [nn.Linear(width, width), nn.ReLU()]
+    layers = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
     return nn.Sequential(*layers)
 
 
