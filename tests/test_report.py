@@ -250,8 +250,8 @@ def test_exact_sum_off_by_one_bit_is_caught() -> None:
 def test_wrong_training_is_caught(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The book's loop reduces nothing; the tree adds from the other end."""
-    monkeypatch.setattr(training, "tree_order", lambda terms: sums.tree_order(terms[::-1]))
+    """The book's loop reduces nothing; the loop of shards adds in rank order, not by the tree."""
+    monkeypatch.setattr(training, "tree_order", sums.rank_order)
     book = training.Book.__init__
     monkeypatch.setattr(
         training.Book,
