@@ -1,37 +1,27 @@
-"""Time a training step with gradients reduced in four ways: after backward, or while it runs.
-
-    python benchmarks/bucketing.py --quick
-    python benchmarks/bucketing.py --only lenet --ranks 4 --json out.jsonl
+"""Time a training step with gradients reduced after backward, or in buckets while it runs.
 
 A step is forward and backward of all ranks and the reduction of their gradients, without the
-optimiser. Ranks take turns on the host's cores, so there is no idle core that a reduction could
-use: hiding it cannot make the step shorter than the work in it. On a CPU this shows that buckets
-cost nothing.
+optimizer. CPU ranks run one after the other on all cores, so no idle core can hide a reduction:
+on a CPU this shows that buckets cost nothing.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
-
 import pyringar as pr
-from benchmarks.bench import Benchmark, Case, Effort, Run, run_as_script
-from benchmarks.candidates import naive
+from benchmarks.allreduce import naive
+from benchmarks.bench import Benchmark, Case, Run, each_case
 from benchmarks.machine import num_cores
-from benchmarks.timing import Timing, host_s, in_turns
+from benchmarks.timing import Effort, host_s, in_turns
 from pyringar.train import lenet, lenet_params
 from pyringar.train.model_resnet18 import resnet18
-
-Sample = tuple[float, float, float]  # seconds of a step, its reductions, and those after backward
 
 
 @dataclass(frozen=True)
@@ -41,24 +31,41 @@ class Model:
     params: list[list[Tensor]]
     loss: Callable[[int], Tensor]
 
+    @property
+    def gradients(self) -> list[list[Tensor]]:
+        """The gradients of every rank."""
+        return [[param.grad for param in params] for params in self.params]
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to reduce: what runs after backward, and returns the seconds of a `Sample`'s end."""
+    """A way to reduce, and the known parts of its steps' times.
+
+    ``reduce`` runs after backward. It returns seconds: ``exposed``, the reductions' time after
+    backward, and in buckets also ``reductions``, all of their time.
+    """
 
     model: Model
-    reduce: Callable[[], tuple[float, float]]
+    reduce: Callable[[], dict[str, float]]
+    parts_s: list[dict[str, float]] = field(default_factory=list)
 
-    def step(self) -> Sample:
+    def sample(self) -> Sequence[float]:
         """Run and time one step."""
         for params in self.model.params:
             for param in params:
                 param.grad = None
-        start = time.perf_counter()
+        begin = time.perf_counter()
         for rank in range(len(self.model.params)):
             self.model.loss(rank).backward()
-        reduction_s, exposed_s = self.reduce()
-        return time.perf_counter() - start, reduction_s, exposed_s
+        parts_s = self.reduce()
+        seconds = time.perf_counter() - begin
+        self.parts_s.append(parts_s)
+        return [seconds]
+
+    def median_parts_s(self) -> dict[str, float]:
+        """Return the median of each part over all steps."""
+        names = self.parts_s[0]
+        return {name: statistics.median(step[name] for step in self.parts_s) for name in names}
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -74,10 +81,7 @@ def make_lenet(world_size: int) -> Model:
 
 def make_resnet18(world_size: int) -> Model:
     """Return ResNet-18, all 11 million parameters, with 8 images over all ranks."""
-    nets = []
-    for _ in range(world_size):
-        torch.manual_seed(0)
-        nets.append(resnet18())
+    nets = [resnet18(seed=0) for _ in range(world_size)]
     shards = _images(world_size, 8)
     params = [list(net.parameters()) for net in nets]
     return Model(params, lambda rank: nets[rank](shards[rank]).square().sum())
@@ -109,12 +113,11 @@ MODELS = {"lenet": make_lenet, "small": make_small, "resnet18": make_resnet18}
 
 
 def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -> Candidate:
-    """Return the candidate that begins when backward is over: all of it is exposed."""
+    """Return the candidate that reduces after backward: all of the time is exposed."""
 
-    def reduce() -> tuple[float, float]:
-        gradients = [[param.grad for param in params] for params in model.params]
-        spent_s = host_s(lambda: call(gradients), 1)
-        return spent_s, spent_s
+    def reduce() -> dict[str, float]:
+        gradients = model.gradients
+        return {"exposed": host_s(lambda: call(gradients))}
 
     return Candidate(model, reduce)
 
@@ -123,16 +126,16 @@ def bucketed(model: Model, comm: pr.Communicator, cap_mb: float) -> Candidate:
     """Return the candidate that reduces while backward runs."""
     bucketer = pr.GradientBucketer(model.params, comm=comm, bucket_cap_mb=cap_mb, overlap=True)
 
-    def reduce() -> tuple[float, float]:
+    def reduce() -> dict[str, float]:
         bucketer.wait()
         stats = bucketer.stats()
-        return stats.communication_s, stats.exposed_s
+        return {"reductions": stats.communication_s, "exposed": stats.exposed_s}
 
     return Candidate(model, reduce)
 
 
 def make_candidate(name: str, model: Model, comm: pr.Communicator) -> Candidate:
-    """Return the candidate of this name."""
+    """Return the candidate of a name, such as "bucketed, 1 MB"."""
 
     def per_tensor(lists: list[list[Tensor]]) -> None:
         for tensors in zip(*lists, strict=True):
@@ -146,48 +149,37 @@ def make_candidate(name: str, model: Model, comm: pr.Communicator) -> Candidate:
 
 
 def run_case(run: Run, case: Case) -> None:
-    """Check and time all candidates in turns."""
-    make = MODELS[case.name]
+    """Check all candidates, then time their steps in turns."""
     with pr.Communicator(["cpu"] * case.world_size, order="rank") as comm:
         candidates = {
-            name: make_candidate(name, make(case.world_size), comm) for name in case.candidates
+            name: make_candidate(name, MODELS[case.name](case.world_size), comm)
+            for name in case.candidates
         }
         correct = check(candidates)
-        for candidate in candidates.values():
-            candidate.step()
-        samples = in_turns(
-            {name: candidate.step for name, candidate in candidates.items()},
-            rounds=run.effort.rounds,
-            budget_s=run.effort.budget_s,
-        )
-    timings, parts_s = {}, {}
-    for name, found in samples.items():
-        steps, reductions, exposed = zip(*found, strict=True)
-        timings[name] = Timing.of(steps)
-        parts_s[name] = {
-            "reductions": statistics.median(reductions),
-            "exposed": statistics.median(exposed),
-        }
-    run.add(run.rows(case, timings, correct, limit_s=None, parts_s=parts_s))
+        for candidate in candidates.values():  # the first step is slower
+            candidate.parts_s.clear()
+        timings = in_turns({name: c.sample for name, c in candidates.items()}, run.effort)
+    parts_s = {name: candidate.median_parts_s() for name, candidate in candidates.items()}
+    run.add(case, timings, correct, parts_s=parts_s)
 
 
 def check(candidates: dict[str, Candidate]) -> dict[str, bool]:
-    """Say of each whether it leaves the naive sum, bit for bit, in every rank's gradients."""
+    """Return whether each leaves the naive sum, bit for bit, in every rank's gradients."""
     for candidate in candidates.values():
-        candidate.step()
-    want = [p.grad for p in candidates["naive"].model.params[0]]
+        candidate.sample()
+    want = candidates["naive"].model.gradients[0]
     return {
         name: all(
-            torch.equal(param.grad, grad)
-            for params in candidate.model.params
-            for param, grad in zip(params, want, strict=True)
+            torch.equal(grad, right)
+            for gradients in candidate.model.gradients
+            for grad, right in zip(gradients, want, strict=True)
         )
         for name, candidate in candidates.items()
     }
 
 
 def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
-    """Return what counting costs: a parameter with a hook against one without, by minima."""
+    """Return the cost of a gradient hook: a parameter with one against one without, by minima."""
     hooked, other, bare = (
         [torch.zeros(1, requires_grad=True) for _ in range(num_params)] for _ in range(3)
     )
@@ -195,10 +187,10 @@ def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
     def backward_s(params: list[Tensor]) -> float:
         for param in params:
             param.grad = None
-        return host_s(sum(param * 2.0 for param in params).backward, 1)
+        return host_s(sum(param * 2.0 for param in params).backward)
 
     with_hook, without = [], []
-    # Two ranks, of which one has gradients: nothing is complete, and hooks do nothing but count.
+    # Of two ranks only one has gradients: no bucket is complete, and the hooks only count.
     with pr.GradientBucketer([hooked, other], overlap=False) as bucketer:
         for _ in range(rounds):
             with_hook.append(backward_s(hooked))
@@ -209,38 +201,29 @@ def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
 
 def measure(run: Run) -> None:
     """Measure a hook, then run the cases."""
-    run.results.facts["hook_s"] = hook_cost_s(rounds=3 if run.is_smoke else 31)
-    for case in run.cases:
-        run_case(run, case)
-
-
-# -- cases -----------------------------------------------------------------------------------------
-
-
-def cases(models: Sequence[str], ranks: Sequence[int], caps_mb: Sequence[float]) -> list[Case]:
-    """Return all models on all numbers of ranks."""
-    names = ("naive", "fused per tensor", "coalesced", *(f"bucketed, {c:g} MB" for c in caps_mb))
-    return [Case(model, k, names) for model in models for k in ranks]
+    run.results.facts["hook_s"] = hook_cost_s(rounds=3 if run.is_trial else 31)
+    each_case(run_case)(run)
 
 
 def cases_of(effort: str) -> list[Case]:
-    """Return what is measured with this effort."""
-    if effort == "smoke":
-        return cases(("lenet",), (2,), (1,))
-    return cases(tuple(MODELS), (2, 4), (1, 10) if effort == "quick" else (0.1, 1, 10))
+    """Return all models on two and four ranks."""
+    names = ("naive", "fused per tensor", "coalesced")
+    if effort == "trial":
+        return [Case("lenet", 2, (*names, "bucketed, 1 MB"))]
+    caps_mb = (1, 10) if effort == "quick" else (0.1, 1, 10)
+    names += tuple(f"bucketed, {cap_mb:g} MB" for cap_mb in caps_mb)
+    return [Case(model, k, names) for model in MODELS for k in (2, 4)]
 
 
 BENCHMARK = Benchmark(
     section="bucketing",
     title="Gradients while backward runs",
-    about="A training step without the optimiser, gradients checked bit for bit. `exposed` is "
+    about="A training step without the optimizer, gradients checked bit for bit. `exposed` is "
     "the part of the reductions' time after backward.",
-    baseline=("coalesced",),
-    efforts={"full": Effort(61, 12.0), "quick": Effort(5, 0.5), "smoke": Effort(5, 0.0)},
+    efforts={"full": Effort(61, 12.0), "quick": Effort(5, 0.5), "trial": Effort(5, 0.0)},
     cases=cases_of,
     measure=measure,
-    threads=num_cores(),  # with one, a core would be idle that a reduction could use
+    ours="bucketed, 10 MB",
+    peers=("naive",),
+    threads=num_cores(),  # with one thread, a reduction could use an idle core
 )
-
-if __name__ == "__main__":
-    run_as_script(BENCHMARK)

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,19 +40,18 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import gpu_test_log
-from benchmarks.bench import format_goal
 from benchmarks.machine import describe_host, num_cores
 from benchmarks.rows import Results, Row, read, write
-from benchmarks.script import exit_with
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = Path("/dev/shm")
 OK, FAILED, CUT_OFF, NOT_RUN, NOT_REACHED = "ok", "FAILED", "cut off", "not run", "not reached"
 ON_CPU = "PYRINGAR_TEST_CUDA_ON_CPU"
-TEST_S = 60  # for one test, where it sets no limit itself
+TEST_S = 60  # limit of a test that sets none itself
 ABORT_S, KILL_S, POLL_S = 3.0, 10.0, 0.1
 PRINTED_FAILURES, PRINTED_LINES, PRINTED_COLUMNS = 8, 15, 140
+BENCHMARKS_S = {"allreduce_cuda": 70.0, "training_cuda": 120.0, "peers_cuda": 70.0}
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 NCU_SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis")
 NCU_METRICS = ("Duration", "DRAM Throughput", "Registers Per Thread", "Achieved Occupancy")
 
@@ -61,14 +61,14 @@ class Step:
     """A process to run, and its outcome.
 
     Attributes:
-        command: The program and its arguments; none where the program is absent.
-        limit_s: Seconds after which it is ended.
-        judge: Reads what it printed or wrote, and completes the outcome.
+        command: The program and its arguments; empty if the program is missing.
+        limit_s: Seconds after which the process is killed.
+        judge: Reads what the process printed or wrote, and completes the outcome.
         file: Where the process writes what ``judge`` reads.
-        code: Exit status; None if it was ended here.
-        note: One line.
-        output: What it printed, stdout and stderr together.
-        facts: What it found, as JSON.
+        code: Exit status; None if the process was killed here.
+        note: One line about the outcome.
+        output: What the process printed, stdout and stderr together.
+        facts: What ``judge`` found, as JSON.
     """
 
     name: str
@@ -91,56 +91,58 @@ class Step:
 
     @property
     def tail(self) -> str:
-        """The end of the output; more of it where the step failed."""
-        return self.output[-2_000:] if self.state == OK else self.output[-20_000:]
+        """The end of the output of a step that is not well."""
+        return "" if self.state == OK else self.output[-20_000:]
+
+    @property
+    def summary(self) -> str:
+        """One line: the name, the state, the seconds and the note."""
+        return f"{self.name:<15} {self.state:<11} {self.seconds:>6.1f} s  {self.note}".rstrip()
 
 
 # -- the plan --------------------------------------------------------------------------------------
 
 
-def plan(folder: Path, *, is_quick: bool, is_trial: bool) -> list[list[Step]]:
+def plan(folder: Path, *, is_trial: bool) -> list[list[Step]]:
     """Return the stages, each a list of steps that run at the same time."""
     runs = [sys.executable, "benchmarks/gpu_runs.py"]
 
-    def benchmark(name: str, limit_s: float) -> Step:
-        file = folder / f"{name}.jsonl"
-        command = [sys.executable, f"benchmarks/{name}.py", "--allow-busy", "--json", str(file)]
-        command += ["--dry-run"] if is_trial else ["--quick"] if is_quick else []
-        return Step(name, command, limit_s if is_quick else 10 * limit_s, judge_rows, file=file)
+    def benchmark(name: str) -> Step:
+        out = folder / name
+        effort = "--dry-run" if is_trial else "--quick"
+        command = [sys.executable, "benchmarks/run_all.py", name, effort, "--out", str(out)]
+        return Step(name, command, BENCHMARKS_S[name], judge_rows, file=out / f"{name}.jsonl")
 
-    def tool(name: str, program: str, options: Sequence[str], *run: str) -> Step:
+    def tool(step: Step, program: str, options: Sequence[str], *run: str) -> Step:
         path = None if is_trial else find_tool(program)
-        command = [path, *options, *runs, *run] if path else []
-        judge = judge_profile if program == "ncu" else judge_sanitizer
-        step = Step(name, command, 110.0 if program != "ncu" else 40.0, judge)
-        if not command:
+        if path is None:
             step.state, step.note = NOT_RUN, "no GPU" if is_trial else f"no {program}"
+        else:
+            step.command = [path, *options, *runs, *run]
         return step
 
     def sanitizer(name: str) -> Step:
-        step = tool(name, "compute-sanitizer", ["--tool", name, "--error-exitcode", "9"], "reduce")
-        step.variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        return step
+        step = Step(name, [], 110.0, judge_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+        options = ["--tool", name, "--error-exitcode", "9"]
+        return tool(step, "compute-sanitizer", options, "reduce")
 
     def profile(algorithm: str) -> Step:
         options = ["--csv", "--clock-control", "none", "-k", f"regex:{algorithm}"]
         options += ["--launch-skip", "2", "--launch-count", "1"]
         options += [word for name in NCU_SECTIONS for word in ("--section", name)]
-        return tool(f"ncu_{algorithm}", "ncu", options, "launch", algorithm)
+        step = Step(f"ncu_{algorithm}", [], 40.0, judge_profile)
+        return tool(step, "ncu", options, "launch", algorithm)
 
-    log = folder / "tests.jsonl"
     # addopts is for the whole suite. A hang in CUDA runs no signal handler, but a thread ends it.
     tests = [sys.executable, "-m", "pytest", *test_files(), "-m", "cuda", "-o", "addopts="]
-    tests += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu_test_log", "--test-log", str(log)]
-    tests += ["-q", "--tb=short", f"--timeout={TEST_S}", "--timeout-method=thread"]
+    tests += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu_plugin", "-v", "--tb=no"]
+    tests += [f"--timeout={TEST_S}", "--timeout-method=thread"]
     tests += ["-n", str(max(2, num_cores() - 5)), "--dist", "worksteal"]
-    sanitizers = map(sanitizer, ("memcheck", "racecheck", "initcheck", "synccheck"))
+    tests_s = 600.0 if is_trial else 110.0
     return [
         [Step("build", [*runs, "build"], 150.0, judge_build)],
-        [Step("tests", tests, 600.0 if is_trial else 110.0, judge_tests, file=log), *sanitizers],
-        [benchmark("allreduce_cuda", 70.0)],
-        [benchmark("training_cuda", 120.0)],
-        [benchmark("peers_cuda", 70.0)],
+        [Step("tests", tests, tests_s, judge_tests), *map(sanitizer, SANITIZERS)],
+        *([benchmark(name)] for name in BENCHMARKS_S),
         [profile("fused")],
         [profile("ring")],
     ]
@@ -154,7 +156,7 @@ def test_files() -> list[str]:
 
 
 def find_tool(name: str) -> str | None:
-    """Find a program on PATH, in CUDA_HOME, or where CUDA is usually installed."""
+    """Find a program on PATH, in CUDA_HOME, or in the usual folder of CUDA."""
     homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     places = [str(Path(home, "bin", name)) for home in homes if home]
     return next(filter(None, map(shutil.which, (name, *places))), None)
@@ -165,7 +167,7 @@ def find_tool(name: str) -> str | None:
 
 @contextlib.contextmanager
 def process_of(step: Step, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a step in a new process group; at the end of the block, end the group and judge it."""
+    """Start a step in a new process group; at the end of the block, kill the group and judge it."""
     with tempfile.TemporaryFile() as output:
         begin = time.monotonic()
         step.note = "ended from outside"
@@ -182,15 +184,15 @@ def process_of(step: Step, environment: dict[str, str]) -> Iterator[subprocess.P
             yield process
         finally:
             step.code = process.poll()
-            step.add_note(end(process))
+            step.add_note(kill(process))
             step.seconds = round(time.monotonic() - begin, 1)
             output.seek(0)
             step.output = output.read().decode(errors="replace")
             judge(step)
 
 
-def end(process: subprocess.Popen[bytes]) -> str:
-    """End a process group. SIGABRT makes Python print its stacks, also within a CUDA call.
+def kill(process: subprocess.Popen[bytes]) -> str:
+    """Kill a process group. SIGABRT makes Python print its stacks, also within a CUDA call.
 
     Returns:
         A note if the process survived, which it does while it is stuck in the driver.
@@ -225,7 +227,7 @@ def run_stage(steps: Sequence[Step], environment: dict[str, str], save: Callable
                     own.close()
                     running.remove(item)
                     save()
-                    print(summarize(step), flush=True)
+                    print(step.summary, flush=True)
 
 
 # -- judging ---------------------------------------------------------------------------------------
@@ -250,48 +252,49 @@ def judge_build(step: Step) -> None:
         kernels = found["kernels"]
         spilling = [kernel["name"] for kernel in kernels if kernel["spill_store_bytes"]]
         registers = max((kernel["registers"] for kernel in kernels), default=0)
-        step.facts = {"machine": found["machine"], "most_registers": registers}
-        step.facts |= {"kernels": len(kernels), "spilling": spilling}
+        step.facts = {"machine": found["machine"], "spilling": spilling}
         step.add_note(f"{len(kernels)} kernels, at most {registers} registers")
         step.add_note(f"{len(spilling)} spill" if spilling else "")
 
 
 def judge_tests(step: Step) -> None:
-    """Take the outcomes from the log, which is there however the run ended."""
-    found = gpu_test_log.read(step.file or Path())
-    step.facts = vars(found) | {"counts": dict(found.counts)}
-    step.add_note(found.in_words())
-    if found.not_passed or (step.state == OK and not found.counts["passed"]):
+    """Take the outcomes that pytest-xdist and gpu_plugin.py have printed until the end."""
+    ended = re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (.+?) *$", step.output, re.M)
+    begun = re.findall(r"^(\S+::.+?) *$", step.output, re.M)
+    failures = re.findall(r"^FAILURE OF (.+)\n((?: {4}.*\n)*)", step.output, re.M)
+    counts = Counter(outcome.lower() for outcome, _ in ended)
+    running = sorted(set(begun) - {test for _, test in ended})
+    step.facts = {"counts": dict(counts), "running": running}
+    step.facts["failures"] = [{"test": test, "error": error} for test, error in failures]
+    step.add_note(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
+    step.add_note(f"in {', '.join(running)}" if running else "")
+    if failures or (step.state == OK and not counts["passed"]):
         step.state = FAILED
 
 
 def judge_leftovers(step: Step, before: set[str]) -> None:
-    """Fail the tests if a shared-memory file of theirs is left."""
-    if step.file and (left := sorted(shared_memory() - before)):
+    """Fail the tests if they left a file in shared memory."""
+    if step.command and (left := sorted(shared_memory() - before)):
         step.state, step.facts["left_in_dev_shm"] = FAILED, left
         step.add_note(f"left in {SHARED_MEMORY}: {', '.join(left)}")
 
 
 def shared_memory() -> set[str]:
-    """Return the names in the folder of shared memory."""
-    with contextlib.suppress(OSError):
-        return set(os.listdir(SHARED_MEMORY))
-    return set()
+    """Return the names of the files in shared memory."""
+    return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
 
 
 def judge_rows(step: Step) -> None:
     """Take the rows that a benchmark wrote until its end."""
     results = read(step.file or Path())
-    goals = results.facts.get("goals", [])
-    reached = sum(goal["is_reached"] is True for goal in goals)
     step.rows = results.rows
-    step.facts = {"section": results.section, "effort": results.effort, "others": results.others}
-    step.facts |= {"not_run": results.not_run, "facts": results.facts}
-    step.add_note(f"{len(results.rows)} rows", f"{reached} of {len(goals)} goals" if goals else "")
-    if results.wrong:
+    step.facts = {"not_run": results.not_run, "failed": results.failed}
+    step.add_note(f"{len(results.rows)} rows")
+    if results.wrong or results.failed:
         step.state = FAILED
-        step.add_note(f"{len(results.wrong)} WRONG")
-    elif results.not_run and not step.rows and step.code == 1:
+        step.add_note(f"{len(results.wrong)} WRONG" if results.wrong else "")
+        step.add_note(*(f"{item['what']}: {item['why']}" for item in results.failed))
+    elif results.not_run and not step.rows:
         step.state = NOT_RUN
 
 
@@ -328,7 +331,7 @@ def judge_profile(step: Step) -> None:
 # -- the report ------------------------------------------------------------------------------------
 
 
-def results_of(machine: dict[str, Any], steps: Sequence[Step], *, is_quick: bool) -> Results:
+def results_of(machine: dict[str, Any], steps: Sequence[Step]) -> Results:
     """Return all that is known, as a results file holds it."""
     not_run = [{"what": step.name, "why": step.note} for step in steps if step.state == NOT_RUN]
     for step in steps:
@@ -337,13 +340,10 @@ def results_of(machine: dict[str, Any], steps: Sequence[Step], *, is_quick: bool
     return Results(
         section="gpu_check",
         machine=machine,
-        effort="quick" if is_quick else "full",
+        effort="quick",
         rows=[row for step in steps for row in step.rows],
         not_run=not_run,
-        facts={
-            "failed": [step.name for step in steps if step.state == FAILED],
-            "steps": [{key: getattr(step, key) for key in keys} for step in steps],
-        },
+        facts={"steps": [{key: getattr(step, key) for key in keys} for step in steps]},
     )
 
 
@@ -356,28 +356,20 @@ def commit() -> str | None:
     return None
 
 
-def summarize(step: Step) -> str:
-    """Return one line about a step."""
-    return f"{step.name:<15} {step.state:<11} {step.seconds:>6.1f} s  {step.note}".rstrip()
-
-
-def summary(steps: Sequence[Step]) -> list[str]:
-    """Return the last lines to print: failures first, then goals and steps."""
+def last_lines(steps: Sequence[Step]) -> list[str]:
+    """Return the last lines to print: failures first, then a line per step."""
     lines: list[str] = []
     for step in steps:
-        failures = step.facts.get("not_passed", [])
+        failures = step.facts.get("failures", [])
         for failure in failures[:PRINTED_FAILURES]:
-            lines += [f"{failure['outcome']}: {failure['test']}"]
-            lines += [f"    {line}" for line in failure["error"][-6:]]
+            lines += [f"FAILED: {failure['test']}", *failure["error"].splitlines()]
         if len(failures) > PRINTED_FAILURES:
             lines.append(f"... and {len(failures) - PRINTED_FAILURES} more: see the report")
         if step.state == FAILED and not failures:
             lines += [f"-- the end of {step.name}:", *step.output.splitlines()[-PRINTED_LINES:]]
-    goals = [goal for s in steps for goal in s.facts.get("facts", {}).get("goals", [])]
-    lines += [*map(format_goal, goals), *map(summarize, steps)]
-    lines += [
-        f"not run: {m['what']}: {m['why']}" for s in steps for m in s.facts.get("not_run", [])
-    ]
+    lines += [step.summary for step in steps]
+    missing = [item for step in steps for item in step.facts.get("not_run", [])]
+    lines += [f"not run: {item['what']}: {item['why']}" for item in missing]
     return [line[:PRINTED_COLUMNS] for line in lines]
 
 
@@ -394,20 +386,18 @@ def variables() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan) -> int:
-    """Run the stages, keep the report, print a summary; return the exit status."""
+    """Run the stages, keep the report, print the outcome; return the exit status."""
     about, _, more = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser(
         description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--only", metavar="STEP,...", help="these steps, after the build")
-    help_of_full = "all rounds of the benchmarks, and peers of 4 ranks: an hour"
-    parser.add_argument("--full", action="store_true", help=help_of_full)
     parser.add_argument("--dry-run", action="store_true", help="print the steps, and run nothing")
     args = parser.parse_args(argv)
     is_trial = os.environ.get(ON_CPU) == "1"
     with tempfile.TemporaryDirectory() as folder, exiting_on_signals():
-        stages = make_plan(Path(folder), is_quick=not args.full, is_trial=is_trial)
+        stages = make_plan(Path(folder), is_trial=is_trial)
         names = [step.name for step in itertools.chain(*stages)]
         only = args.only.split(",") if args.only else names
         if unknown := sorted(set(only) - set(names)):
@@ -416,10 +406,10 @@ def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan
         if args.dry_run:
             print_plan(chosen)
             return 0
-        return run_all(list(filter(None, chosen)), args.out, is_quick=not args.full)
+        return run_all(list(filter(None, chosen)), args.out)
 
 
-def run_all(stages: Sequence[Sequence[Step]], out: Path, *, is_quick: bool) -> int:
+def run_all(stages: Sequence[Sequence[Step]], out: Path) -> int:
     """Run the stages one after the other; without a build, none but the first."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     steps = list(itertools.chain(*stages))
@@ -427,9 +417,9 @@ def run_all(stages: Sequence[Sequence[Step]], out: Path, *, is_quick: bool) -> i
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
-        write(out, results_of(machine, steps, is_quick=is_quick))
+        write(out, results_of(machine, steps))
 
-    save()  # a place that cannot be written ends the command before it runs anything
+    save()  # a file that cannot be written ends the command before it runs anything
     begin = time.monotonic()
     try:
         for stage in stages:
@@ -446,7 +436,7 @@ def run_all(stages: Sequence[Sequence[Step]], out: Path, *, is_quick: bool) -> i
     finally:
         save()
     print(f"\n{time.monotonic() - begin:.0f} s in all; the report is {out}")
-    print("\n".join(summary(steps)))
+    print("\n".join(last_lines(steps)))
     failed = [step.name for step in steps if step.state in (FAILED, CUT_OFF, NOT_REACHED)]
     print(f"FAILED: {', '.join(failed)}" if failed else "all well")
     return int(bool(failed))
@@ -462,7 +452,7 @@ def print_plan(stages: Sequence[Sequence[Step]]) -> None:
 
 @contextlib.contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Let a signal end the process groups and save the report."""
+    """Let a signal kill the process groups and save the report."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
     try:
@@ -473,4 +463,4 @@ def exiting_on_signals() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    sys.exit(main())

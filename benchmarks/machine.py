@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from pyringar.engine import load
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Return what `describe_host` does, the engine's own build, and with a GPU what is known of it.
+    """Return the facts of `describe_host`, of the engine's build and, for CUDA, of the GPU.
 
-    Engines that are not built yet are built.
+    Builds the engines that are not built yet.
     """
     facts = describe_host() | {"engine": load.engine().build_info()}
     if device.startswith("cuda"):
@@ -58,31 +60,22 @@ def num_cores() -> int:
 
 
 def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux: the platform module knows something
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", path.read_text()) if path.exists() else []
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def describe_gpu() -> dict[str, Any]:
     """Return the first GPU's name and capability, their number, driver and CUDA."""
-    from benchmarks.nccl import nccl_version
-
     facts = torch.cuda.get_device_properties(0)
     return {
         "gpu": facts.name,
         "gpus": torch.cuda.device_count(),
         "compute_capability": f"{facts.major}.{facts.minor}",
         "gpu_memory_gib": round(facts.total_memory / 2**30, 1),
-        "multiprocessors": facts.multi_processor_count,
-        "l2_mib": round(facts.L2_cache_size / 2**20, 1),
         "driver": _driver_version(),
         "torch_cuda": torch.version.cuda,
-        "nccl": nccl_version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
 
 

@@ -1,140 +1,135 @@
-"""Run every benchmark that this machine allows, and write one report.
+"""Measure, on this machine, how fast pyringar is beside its peers, and write a report.
 
-    python benchmarks/run_all.py --out DIR             # 30 minutes or so on two cores
-    python benchmarks/run_all.py --out DIR --quick     # 3 minutes; every section, rough figures
-    python benchmarks/run_all.py --out DIR --only allreduce,ddp
+    python benchmarks/run_all.py                      # every section that this machine can run
+    python benchmarks/run_all.py --quick              # under 4 minutes on two cores, rough figures
+    python benchmarks/run_all.py ddp training         # these sections
+    python benchmarks/run_all.py allreduce --only "1 MiB" --ranks 2,4
+    python benchmarks/run_all.py --out DIR            # also results files, pictures and report.md
 
-DIR then holds report.md, which is for people, its pictures, and a results file per section, which
-benchmarks/compare.py and benchmarks/tables.py read. All are written anew after every section, so
-that an aborted run leaves the sections that were over. It does not begin beside other programs
-that use the processors; a section that some disturbed is marked, and makes the run a failure.
---allow-busy measures nevertheless, and only marks. Exit status: 0 all well, 1 a result was wrong,
-or a section failed or was disturbed, 2 wrong arguments, 3 other programs run, 130 aborted.
+Every section prints its table when it ends. With --out, its results file is rewritten after each
+case, so an interrupted run keeps what it has measured. Leave the machine alone meanwhile.
+
+Exit status: 0; 1 if a result was wrong or something failed; 2 for a wrong argument.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-from benchmarks import rows as files
-from benchmarks.bench import PEERS_HELP, Benchmark, Run
-from benchmarks.busy import others_now, refusal
+from benchmarks import plots, report
+from benchmarks.bench import Benchmark, Case, Run
 from benchmarks.machine import describe_machine, machine_in_words
-from benchmarks.peers.registry import peers_option
-from benchmarks.report import page, plots
-from benchmarks.rows import Results, Row
-from benchmarks.script import exit_with
+from benchmarks.rows import Results
 from benchmarks.sections import SECTIONS
 
-FIGURES = "figures"
+START_S = 1.0  # what a case takes beside its budget: checks, and warming up
+BAR_WIDTH = 20
 
 
-class Report:
-    """The results files, report.md and the pictures, written anew whenever something is over."""
+class Progress:
+    """A line on a terminal: the share that is done, the time left, and the last case.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.sections: dict[str, Results] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in SECTIONS:  # of an earlier run into the same folder
-            for path in folder.glob(f"{name}-[cg]pu.jsonl"):
-                path.unlink()
+    Args:
+        planned_s: Seconds that each section should take per case, by section.
+        cases: The number of cases, by section.
+    """
 
-    def add(self, results: Results) -> None:
-        """Take a section; write its file first, for no measurement must hang on a picture."""
-        self.sections[results.section] = results
-        files.write(self._folder / results.filename, results)
-        figures = plots.draw(self.sections, self._folder / FIGURES)
-        text = page.render(self.sections, figures, FIGURES)
-        files.write_atomically(self._folder / "report.md", text)
+    def __init__(self, planned_s: dict[str, float], cases: dict[str, int]) -> None:
+        self._planned_s = planned_s
+        self._total_s = sum(planned_s[name] * count for name, count in cases.items())
+        self._done_s, self._begin_s = 0.0, time.monotonic()
+        self._is_shown = sys.stderr.isatty()
 
-    def is_good(self, allows_busy: bool) -> bool:
-        """Say whether nothing failed, was wrong or, unless that is allowed, disturbed."""
-        return not any(
-            results.failed or results.wrong or (results.disturbed_by and not allows_busy)
-            for results in self.sections.values()
-        )
-
-
-def not_run(benchmark: Benchmark, effort: str, why: str) -> Results:
-    """Return the results of a section that did not run."""
-    missing = [{"what": "the section", "why": why}]
-    return Results(benchmark.section, describe_machine(), effort, not_run=missing)
-
-
-def run_section(
-    benchmark: Benchmark, effort: str, is_quiet: bool, peers: Sequence[str] | None = None
-) -> Results:
-    """Measure one section; what it raises goes into its results."""
-    count = 0
-
-    def tell(rows: Sequence[Row]) -> None:
-        nonlocal count
-        count += len(rows)
-        if not is_quiet:
-            line = f"{benchmark.section}: {count} rows, {rows[-1].about}"
+    def advance(self, section: str, case: Case) -> None:
+        """Count a case of a section that has ended."""
+        self._done_s = min(self._total_s, self._done_s + self._planned_s[section])
+        if self._is_shown:
+            line = f"{self.line(time.monotonic() - self._begin_s)}  {section}: {case.name}"
             print(f"\r{line:<100.100}", end="\r", file=sys.stderr, flush=True)
 
-    begin = time.monotonic()
-    run = Run(benchmark, effort, tell=tell, peers=peers)
+    def line(self, spent_s: float) -> str:
+        """Return the bar and the time left, if the rest goes on as the part that is done."""
+        share = self._done_s / self._total_s
+        left_s = round(spent_s / share * (1 - share))
+        bar = "#" * round(share * BAR_WIDTH)
+        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {left_s // 60}:{left_s % 60:02} left"
+
+    def clear(self) -> None:
+        """Remove the line, for other output."""
+        if self._is_shown:
+            print(f"\r{'':<100}", end="\r", file=sys.stderr, flush=True)
+
+
+def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
+    """Return the cases of a section that the command line asks for."""
+    return [
+        case
+        for case in benchmark.cases(args.effort)
+        if args.only in case.name and (not args.ranks or case.world_size in args.ranks)
+    ]
+
+
+def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str, Results]:
+    """Measure one section after the other, and print its table."""
+    cases = {
+        benchmark.section: [] if benchmark.why_not(args.effort) else chosen_cases(benchmark, args)
+        for benchmark in sections
+    }
+    planned_s = {b.section: b.efforts[args.effort].budget_s + START_S for b in sections}
+    progress = Progress(planned_s, {name: len(found) for name, found in cases.items()})
+    found: dict[str, Results] = {}
+    for benchmark in sections:
+        name = benchmark.section
+        run = Run(
+            benchmark,
+            args.effort,
+            cases=cases[name],
+            folder=args.out,
+            tell=lambda case, name=name: progress.advance(name, case),
+        )
+        found[name] = run.measure()
+        progress.clear()
+        print_section(found[name])
+    return found
+
+
+def print_section(results: Results) -> None:
+    """Print a section's table, and what went wrong."""
+    print(f"\n## {SECTIONS[results.section].title}\n", flush=True)
+    if results.rows:
+        print(report.table(results))
+    for item in results.not_run:
+        print(f"not run: {item['what']}: {item['why']}")
+    for item in results.failed:
+        print(f"FAILED: {item['what']}: {item['why']}")
+    for row in results.wrong:
+        print(f"WRONG: {row.about}")
+    sys.stdout.flush()
+
+
+def write_report(folder: Path, sections: dict[str, Results]) -> None:
+    """Write report.md, and the pictures where matplotlib is installed."""
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    if can_draw:
+        plots.draw(sections, folder / "figures")
+    figures = Path("figures") if can_draw else None
+    (folder / "report.md").write_text(report.render(sections, figures), encoding="utf-8")
+    print(f"\n{folder / 'report.md'}{'' if can_draw else ' (no pictures: matplotlib is missing)'}")
+
+
+def numbers(text: str) -> list[int]:
+    """Read numbers of ranks; argparse names the option that is wrong."""
     try:
-        run.measure()
-    except Exception as error:  # whatever it was, the other sections can still be measured
-        run.results.failed = f"{type(error).__name__}: {error}"
-        run.results.facts["traceback"] = "".join(traceback.format_exception(error))
-    run.results.facts["seconds"] = round(time.monotonic() - begin, 3)
-    return run.results
-
-
-def summarize(results: Results) -> str:
-    """Say in a line how a section went."""
-    if results.failed:
-        return f"{results.section}: FAILED: {results.failed}"
-    wrong = "; ".join(row.about for row in results.wrong)
-    busy = results.disturbed_by
-    names = len({row.candidate for row in results.rows})
-    return (
-        f"{results.section}: {len(results.rows)} rows of {names} candidates, "
-        f"{f'WRONG: {wrong}' if wrong else 'all right'}, {results.facts['seconds']:.0f} s"
-        f"{f', BUSY MACHINE: other programs used {busy}' if busy else ''}"
-    )
-
-
-def run(
-    chosen: Sequence[Benchmark],
-    effort: str,
-    folder: Path,
-    is_quiet: bool = False,
-    allows_busy: bool = False,
-    peers: Sequence[str] | None = None,
-) -> int:
-    """Measure sections one after the other; return the exit status."""
-    begin_s = time.monotonic()
-    report = Report(folder)
-    waiting = list(chosen)
-    try:
-        for benchmark in chosen:
-            if benchmark.why_not:
-                print(f"{benchmark.section}: not run: {benchmark.why_not}", flush=True)
-                report.add(not_run(benchmark, effort, benchmark.why_not))
-            else:
-                report.add(run_section(benchmark, effort, is_quiet, peers))
-                print(summarize(report.sections[benchmark.section]), flush=True)
-            waiting.remove(benchmark)
-    except KeyboardInterrupt:
-        for benchmark in waiting:
-            report.add(not_run(benchmark, effort, "the run was aborted"))
-        print(f"aborted; what was over is in {folder}", file=sys.stderr)
-        return 130
-    print(f"{folder / 'report.md'}: {(time.monotonic() - begin_s) / 60:.1f} minutes")
-    return 0 if report.is_good(allows_busy) else 1
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 2,4") from None
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -142,35 +137,39 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", metavar="DIR", required=True, help="folder of the report, in place of one there"
-    )
-    parser.add_argument("--quick", action="store_true", help="few sizes, few rounds, every section")
-    parser.add_argument("--only", metavar="NAME,...", help=f"some sections of {','.join(SECTIONS)}")
-    parser.add_argument("--allow-busy", action="store_true", help="even beside other programs")
-    parser.add_argument("--peers", type=peers_option, default="all", help=PEERS_HELP)
-    # A trial of the program, for its tests: seconds, one tiny case per section.
-    parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="few sizes, few rounds")
+    effort.add_argument("--dry-run", action="store_true", help="tiny, on the CPU: only a trial")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    parser.add_argument("--ranks", type=numbers, metavar="2,4", help="cases of so many ranks")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write results and report there")
     args = parser.parse_args(argv)
-    wanted = args.only.split(",") if args.only else list(SECTIONS)
-    for name in wanted:
+    for name in args.sections:
         if name not in SECTIONS:
-            parser.error(f"--only: {name!r} is none of {', '.join(SECTIONS)}")
-    args.sections = [benchmark for name, benchmark in SECTIONS.items() if name in wanted]
-    args.effort = "smoke" if args.smoke else "quick" if args.quick else "full"
+            parser.error(f"SECTION: {name!r} is none of {', '.join(SECTIONS)}")
+    args.effort = "trial" if args.dry_run else "quick" if args.quick else "full"
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write, and say how it went."""
+    """Measure, print and write; return the exit status."""
     args = parse_arguments(argv)
+    chosen = [SECTIONS[name] for name in args.sections or SECTIONS]
+    chosen = [benchmark for benchmark in chosen if chosen_cases(benchmark, args)]
+    if not chosen:
+        print("no case has such a name and number of ranks", file=sys.stderr)
+        return 2
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for name in SECTIONS:  # of an earlier run into the same folder
+            (args.out / f"{name}.jsonl").unlink(missing_ok=True)
     print(machine_in_words(describe_machine()))
-    if not args.allow_busy and args.effort != "smoke" and (why := refusal(others_now())):
-        print(why, file=sys.stderr)
-        return 3
-    is_quiet = not sys.stderr.isatty()
-    return run(args.sections, args.effort, Path(args.out), is_quiet, args.allow_busy, args.peers)
+    found = measure(chosen, args)
+    if args.out:
+        write_report(args.out, found)
+    return int(any(results.wrong or results.failed for results in found.values()))
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""List the benchmarks that a report has, in its order."""
+"""The sections of the report, in its order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from benchmarks import (
     allreduce_cuda,
     bucketing,
     ddp,
-    lists,
-    machines,
     orders,
     peers_cuda,
     processes,
@@ -17,19 +15,15 @@ from benchmarks import (
 )
 from benchmarks.bench import Benchmark
 
-SECTIONS: dict[str, Benchmark] = {
-    module.BENCHMARK.section: module.BENCHMARK
-    for module in (
-        allreduce,
-        lists,
-        orders,
-        processes,
-        machines,
-        ddp,
-        bucketing,
-        training,
-        allreduce_cuda,
-        peers_cuda,
-        training_cuda,
-    )
-}
+_MODULES = (
+    allreduce,
+    orders,
+    processes,
+    ddp,
+    bucketing,
+    training,
+    allreduce_cuda,
+    peers_cuda,
+    training_cuda,
+)
+SECTIONS: dict[str, Benchmark] = {module.BENCHMARK.section: module.BENCHMARK for module in _MODULES}

@@ -2,11 +2,10 @@
 
     python benchmarks/tables.py              # rewrite what is out of date
     python benchmarks/tables.py --check      # exit status 1 if that would change anything
-    python benchmarks/tables.py --from PATH  # first take over the results of a report
 
-PATH is the folder that `python benchmarks/run_all.py --out DIR` wrote, or the file of
-`python benchmarks/gpu_check.py --out FILE`. Its results files become those of benchmarks/results. A
-report of gpu_check.py replaces the one there, and its notes, which are written by hand.
+To publish new results, copy them into benchmarks/results first: all files of
+`python benchmarks/run_all.py --out DIR`, or the file of
+`python benchmarks/gpu_check.py --out DIR/gpu_check.jsonl`. Edit gpu_check.md there by hand.
 """
 
 from __future__ import annotations
@@ -18,142 +17,108 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
 
-from benchmarks import rows as files
+from benchmarks import plots, report
 from benchmarks.machine import machine_in_words
-from benchmarks.report import page, plots
-from benchmarks.report.summary import gpu_lines, headlines
-from benchmarks.rows import InputError, Results, by_key, read_files, read_sections
-from benchmarks.script import exit_with
+from benchmarks.rows import InputError, Sections, read_folder
 from benchmarks.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-GPU_CHECK = "gpu_check"  # a report of several sections, whose benchmarks are quick
 PAGE = ROOT / "docs" / "report.md"
 FIGURES = ROOT / "docs" / "figures"
-DRAWN_BY_HAND = {"timeline.png", "cluster.png"}  # by what docs/tasks.md and cluster.md run
+GPU_NOTES = "gpu_check.md"  # what is known beside the rows of gpu_check.py
+OTHER_FIGURES = {"timeline.png", "cluster.png"}  # drawn by the commands in docs/
 BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
-PAGE_NOTE = (
-    "<!-- Written by `python benchmarks/tables.py` from benchmarks/results; do not edit. -->\n\n"
-)
+PAGE_NOTE = "<!-- Written by benchmarks/tables.py from benchmarks/results; do not edit. -->\n\n"
+# The sections that README shows, and the number of sentences about each.
+ON_CPU = {"allreduce": 1, "processes": 1, "ddp": 1}
+ON_GPU = {"allreduce_cuda": 3, "training_cuda": 1}
 
 
-def filled(text: str) -> str:
-    """Return the text with the summary between its markers made anew."""
-    sections = read_sections(RESULTS)
-    summary = ""
-    for section, lines in (("allreduce", headlines), ("allreduce_cuda", gpu_lines)):
-        if section in sections:
-            summary += f"\n\nOn {machine_in_words(sections[section].machine)}:\n\n"
-            summary += "\n".join(f"- {line}" for line in lines(sections))
+def sections() -> Sections:
+    """Return the results that are published.
+
+    Raises:
+        InputError: They are not to be published: wrong, failed, or not of a full run.
+    """
+    found = read_folder(RESULTS)
+    for name, results in found.items():
+        faults = [*(row.about for row in results.wrong), *(item["why"] for item in results.failed)]
+        if faults:
+            raise InputError(f"{RESULTS}: {name} is wrong or failed: {faults[0]}")
+        is_gpu_check = SECTIONS[name].device == "cuda" and results.machine.get("gpu")
+        if results.effort != "full" and not is_gpu_check:
+            raise InputError(f"{RESULTS}: {name} is a {results.effort} run, expected a full one")
+    return found
+
+
+def readme() -> str:
+    """Return README with its summary made anew."""
+    text, found, summary = README.read_text(), sections(), ""
+    for counts in (ON_CPU, ON_GPU):
+        machine = found[next(iter(counts))].machine
+        lines = [
+            f"- {line}"
+            for n, count in counts.items()
+            for line in report.section_lines(found[n])[:count]
+        ]
+        summary += "\n".join(["\n", f"On {machine_in_words(machine)}:", "", *lines])
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{summary.strip()}\n{END}{rest.split(END)[1]}"
 
 
-def report_page() -> str:
+def page() -> str:
     """Return docs/report.md."""
-    sections = read_sections(RESULTS)
-    notes = gpu_notes().read_text() if gpu_notes().exists() else ""
-    return PAGE_NOTE + page.render(sections, plots.figures_of(sections), FIGURES.name, notes)
-
-
-def gpu_notes() -> Path:
-    """Return the file of what is known beside the rows of gpu_check.py's report."""
-    return RESULTS / f"{GPU_CHECK}-notes.md"
+    notes = (RESULTS / GPU_NOTES).read_text()
+    return PAGE_NOTE + report.render(sections(), Path(FIGURES.name), notes)
 
 
 def stale() -> list[str]:
-    """Name what would change: README, the page, and pictures drawn from other results."""
-    found = []
-    if filled(README.read_text()) != README.read_text():
-        found.append(README.name)
-    if not PAGE.exists() or PAGE.read_text() != report_page():
+    """Return what would change: README, the page, and pictures of other results."""
+    found = [README.name] if readme() != README.read_text() else []
+    if not PAGE.exists() or PAGE.read_text() != page():
         found.append(f"docs/{PAGE.name}")
-    sections = read_sections(RESULTS)
-    figures = plots.figures_of(sections)
-    for figure in figures:
-        if plots.source_in(FIGURES / figure.filename) != sections[figure.section].digest:
-            found.append(f"docs/figures/{figure.filename}")
-    found += [f"docs/figures/{path.name} (no results for it)" for path in extra(figures)]
-    return found
+    for name, results in sections().items():
+        figure = plots.filename_of(name)
+        if plots.source_in(FIGURES / figure) != results.digest:
+            found.append(f"docs/figures/{figure}")
+    return found + [f"docs/figures/{path.name} (no results for it)" for path in extra_figures()]
 
 
-def extra(figures: Sequence[plots.Figure]) -> list[Path]:
-    """Return the pictures that nothing would draw."""
-    wanted = {figure.filename for figure in figures} | DRAWN_BY_HAND
+def extra_figures() -> list[Path]:
+    """Return the pictures of sections without results."""
+    wanted = {plots.filename_of(name) for name in sections()} | OTHER_FIGURES
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
-
-
-def take_over(path: str) -> list[str]:
-    """Make a report's files the results files; say what was taken.
-
-    Raises:
-        InputError: There is no report, or one of a failed, wrong, aborted or not full run, or of a
-            busy machine.
-    """
-    measured = read_files(path)
-    for results in measured:
-        check(path, results)
-    measured = [results for results in measured if results.rows]
-    for results in measured:
-        if results.section == GPU_CHECK:
-            gpu_notes().unlink(missing_ok=True)
-            for step in results.facts.get("steps", ()):
-                step.pop("tail", None)  # what it printed, with paths of that machine
-        files.write(RESULTS / results.filename, results)
-    return [f"{results.filename}: {len(results.rows)} rows" for results in measured]
-
-
-def check(path: str, results: Results) -> None:
-    """Raise InputError if results are not to be published."""
-    name = results.section
-    for section in by_key(results.rows, lambda row: row.section) or (name,):
-        if section not in SECTIONS:
-            raise InputError(f"{path}: section {section!r} is none of {', '.join(SECTIONS)}")
-    if results.effort != "full" and not (name == GPU_CHECK and results.machine.get("gpu")):
-        raise InputError(f"{path}: {name} is a {results.effort} run, expected a full one")
-    if results.disturbed_by:
-        raise InputError(
-            f"{path}: {name} was measured on a busy machine: other programs used "
-            f"{results.disturbed_by}"
-        )
-    if results.failed:
-        raise InputError(f"{path}: the section {name} failed: {results.failed}")
-    if results.wrong:
-        raise InputError(f"{path}: {name} is wrong: {results.wrong[0].about}")
 
 
 def rewrite() -> None:
     """Bring everything up to date."""
-    README.write_text(filled(README.read_text()))
-    for path in extra(plots.draw(read_sections(RESULTS), FIGURES)):
+    README.write_text(readme())
+    PAGE.write_text(page())
+    plots.draw(sections(), FIGURES)
+    for path in extra_figures():
         path.unlink()
-    PAGE.write_text(report_page())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite what is out of date, or say what is."""
+    """Rewrite what is out of date, or report it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if it would")
-    parser.add_argument("--from", dest="report", metavar="PATH", help="take over a report")
     args = parser.parse_args(argv)
-    if args.check:
-        names = ", ".join(stale())
-        if names:
+    try:
+        if not args.check:
+            rewrite()
+        elif names := ", ".join(stale()):
             print(f"{names}: out of date: run python benchmarks/tables.py", file=sys.stderr)
-        return int(bool(names))
-    if args.report:
-        try:
-            print("\n".join(take_over(args.report)))
-        except InputError as error:
-            print(error, file=sys.stderr)
-            return 2
-    rewrite()
+            return 1
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    sys.exit(main())

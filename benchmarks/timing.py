@@ -1,4 +1,4 @@
-"""Time candidates against each other: they take turns, so that drift hits all of them alike."""
+"""The timing loop: candidates take turns, so that drift of the machine hits all of them alike."""
 
 from __future__ import annotations
 
@@ -7,170 +7,113 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
-K = TypeVar("K")
-T = TypeVar("T")
 Call = Callable[[], object]
-Measure = Callable[[Call, int], float]  # seconds per call of so many calls in a row
+Sampler = Callable[[], Sequence[float]]  # takes one sample: the seconds of one call or of several
 
 LEAST_ROUNDS = 5
-ROTATED_BYTES = 256 * 2**20  # of all ranks together; the largest L2 has a quarter of it
 MOST_REPEATS = 100  # a thousand launches fill a device's queue, and the host would wait
+SAMPLE_S = 5e-3  # time that one sample on a device's clock should take
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Limits of one case: the most rounds, and the seconds after which no round begins."""
+
+    rounds: int
+    budget_s: float
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call over all rounds: the median, the quartiles and the ends."""
+    """Seconds per call over all rounds: the median, the minimum and the quartiles."""
 
     median_s: float
     min_s: float
     q1_s: float
     q3_s: float
-    max_s: float
     rounds: int
 
     @classmethod
-    def of(cls, samples: Iterable[float]) -> Timing:
+    def of(cls, samples: Sequence[float], rounds: int) -> Timing:
         """Summarize samples of seconds."""
         ordered = sorted(samples)
-        q1_s, median_s, q3_s = (
-            statistics.quantiles(ordered, n=4, method="inclusive")
-            if len(ordered) > 1
-            else ordered * 3
-        )
-        return cls(median_s, ordered[0], q1_s, q3_s, ordered[-1], len(ordered))
+        q1_s = median_s = q3_s = ordered[0]
+        if len(ordered) > 1:
+            q1_s, median_s, q3_s = statistics.quantiles(ordered, n=4, method="inclusive")
+        return cls(median_s, ordered[0], q1_s, q3_s, rounds)
 
-    def of_each(self, calls: int) -> Timing:
-        """Return the timing of one of the calls that were timed together."""
-        seconds = (self.median_s, self.min_s, self.q1_s, self.q3_s, self.max_s)
+    def divided_by(self, calls: float) -> Timing:
+        """Return the timing of one of several calls that were timed together."""
+        seconds = (self.median_s, self.min_s, self.q1_s, self.q3_s)
         return Timing(*(s / calls for s in seconds), self.rounds)
 
 
-# -- taking turns ----------------------------------------------------------------------------------
-
-
-def turns(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
-    """Yield the order of every round: drawn anew, with the same draws in every process.
-
-    A candidate that always followed the same other one would always find the caches as that one
-    leaves them.
-    """
-    draw = random.Random(0)
-    order = list(candidates)
-    for _ in range(rounds):
-        draw.shuffle(order)
-        yield list(order)
-
-
 def in_turns(
-    candidates: Mapping[K, Callable[[], T]],
+    samplers: Mapping[str, Sampler],
+    effort: Effort,
     *,
-    rounds: int,
-    budget_s: float,
     least_rounds: int = LEAST_ROUNDS,
-    most_s: float = float("inf"),
     agree: Callable[[float], float] = lambda spent_s: spent_s,
-    look: Callable[[Mapping[K, list[T]]], object] = lambda samples: None,
-) -> dict[K, list[T]]:
-    """Call every candidate once a round, and collect what each returns.
+    reduce: Callable[[Sequence[float]], Sequence[float]] = lambda samples: samples,
+) -> dict[str, Timing]:
+    """Take a sample of every candidate once per round.
+
+    The order of a round is drawn anew, with the same draws in every process: a candidate that
+    always followed the same other one would always find the caches as that one leaves them.
 
     Args:
-        candidates: Name to a function that takes one sample.
-        rounds: Most rounds.
-        budget_s: Seconds after which no round begins, once there were ``least_rounds``.
-        least_rounds: Rounds that run even when they outlast ``budget_s``.
-        most_s: Seconds after which no round begins at all.
-        agree: Maps the seconds spent to those that all ranks stop by.
-        look: Is shown all samples after each one; its time is nobody's sample.
+        samplers: Takes one sample, by candidate.
+        effort: The most rounds and seconds.
+        least_rounds: Rounds that run even when they outlast the seconds.
+        agree: Maps the seconds spent here to those by which all ranks stop.
+        reduce: Maps the samples of this rank to those of the slowest rank.
     """
-    samples: dict[K, list[T]] = {name: [] for name in candidates}
-    start = time.perf_counter()
-    for number, names in enumerate(turns(candidates, rounds)):
-        spent_s = agree(time.perf_counter() - start)
-        if spent_s > budget_s and (number >= least_rounds or spent_s > most_s):
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    draw, order = random.Random(0), list(samplers)
+    begin, rounds = time.perf_counter(), 0
+    while rounds < effort.rounds:
+        if agree(time.perf_counter() - begin) > effort.budget_s and rounds >= least_rounds:
             break
-        for name in names:
-            samples[name].append(candidates[name]())
-            look(samples)
-    return samples
+        draw.shuffle(order)
+        for name in order:
+            samples[name] += samplers[name]()
+        rounds += 1
+    return {name: Timing.of(reduce(seconds), rounds) for name, seconds in samples.items()}
 
 
-def host_s(function: Call, repeats: int) -> float:
+def host_s(call: Call, repeats: int = 1) -> float:
     """Return the seconds per call on the host's clock."""
-    start = time.perf_counter()
+    begin = time.perf_counter()
     for _ in range(repeats):
-        function()
-    return (time.perf_counter() - start) / repeats
+        call()
+    return (time.perf_counter() - begin) / repeats
 
 
-def after_operations(
-    candidates: Mapping[str, Call], *, rounds: int, budget_s: float
-) -> dict[str, Timing]:
-    """Time single calls, each just after a small operation of torch's on all its threads.
+def after_operation(call: Call, prepare: Call = lambda: None) -> Sampler:
+    """Return a sampler of single calls, each just after a small operation of torch.
 
-    That is how calls come in training. Its OpenMP threads then spin for milliseconds, whoever wants
-    their cores; and no call finds the caches as one of its own has left them.
+    Calls come like this in training: the OpenMP threads of torch spin for milliseconds after an
+    operation, and no call finds the caches as its own last call left them.
 
     Args:
-        candidates: Name to function without arguments, each with buffers of its own.
-        rounds: Most rounds; fewer, but at least 5, when they outlast ``budget_s``.
-        budget_s: Seconds after which no further round begins.
+        call: What is timed.
+        prepare: Runs before the operation, untimed.
     """
-    operand = torch.zeros(2**16)  # twice what torch gives a single thread at most
+    operand = torch.zeros(2**16)  # twice what torch gives to a single thread
+    prepare()
+    call()
 
-    def sampler(function: Call) -> Callable[[], float]:
-        function()
+    def sample() -> Sequence[float]:
+        prepare()
+        operand.mul_(1)
+        return [host_s(call)]
 
-        def sample() -> float:
-            operand.mul_(1)
-            return host_s(function, 1)
-
-        return sample
-
-    samplers = {name: sampler(function) for name, function in candidates.items()}
-    samples = in_turns(samplers, rounds=rounds, budget_s=budget_s)
-    return {name: Timing.of(seconds) for name, seconds in samples.items()}
-
-
-def interleaved(
-    candidates: Mapping[str, Call],
-    measure: Measure,
-    *,
-    rounds: int,
-    budget_s: float,
-    round_s: float,
-    most_repeats: int,
-) -> dict[str, Timing]:
-    """Time functions against each other; one sample is as many calls as fill ``round_s``.
-
-    Args:
-        candidates: Name to function without arguments.
-        measure: One of a `Clock`.
-        rounds: Most rounds; fewer, but at least 5, when they outlast ``budget_s``.
-        budget_s: Seconds after which no further round begins.
-        round_s: Shortest time to measure at once.
-        most_repeats: Most calls of one sample.
-    """
-
-    def sampler(function: Call) -> Callable[[], float]:
-        measure(function, 2)
-        repeats = max(1, round(round_s / max(measure(function, 2), 1e-8)))
-        repeats = min(repeats, most_repeats)
-
-        def sample() -> float:
-            measure(function, 1 + repeats // 4)
-            return measure(function, repeats)
-
-        return sample
-
-    samplers = {name: sampler(function) for name, function in candidates.items()}
-    samples = in_turns(samplers, rounds=rounds, budget_s=budget_s)
-    return {name: Timing.of(seconds) for name, seconds in samples.items()}
+    return sample
 
 
 # -- clocks of a device ----------------------------------------------------------------------------
@@ -180,65 +123,69 @@ class Clock:
     """The clocks of one device. On the CPU all of them are the host's."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
         self.is_cuda = device.startswith("cuda")
 
     def synchronize(self) -> None:
-        """Wait until the device has finished."""
+        """Wait until the current stream has finished."""
         if self.is_cuda:
             torch.cuda.current_stream().synchronize()
 
-    def device_s(self, function: Call, repeats: int) -> float:
+    def device_s(self, call: Call, repeats: int) -> float:
         """Return the seconds per call between two events on the stream."""
         if not self.is_cuda:
-            return host_s(function, repeats)
+            return host_s(call, repeats)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeats):
-            function()
+            call()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / repeats
 
-    def done_s(self, function: Call, repeats: int) -> float:
-        """Return the seconds from a call to its end on the device: the median of these calls."""
+    def done_s(self, call: Call, repeats: int) -> float:
+        """Return the median seconds from a call until the stream has finished."""
 
-        def call() -> None:
-            function()
+        def finish() -> None:
+            call()
             self.synchronize()
 
-        return statistics.median(host_s(call, 1) for _ in range(repeats))
+        return statistics.median(host_s(finish) for _ in range(repeats))
 
-    def enqueue_s(self, function: Call, repeats: int) -> float:
-        """Return the seconds per call on the host, while the device goes on by itself."""
+    def enqueue_s(self, call: Call, repeats: int) -> float:
+        """Return the seconds until a call has returned; the device may still be at work."""
         self.synchronize()
-        seconds = host_s(function, repeats)
+        seconds = host_s(call, repeats)
         self.synchronize()
         return seconds
 
-    def interleaved(
-        self, candidates: Mapping[str, Call], clock: str = "device", *, rounds: int, budget_s: float
-    ) -> dict[str, Timing]:
-        """Time functions on one of these clocks: ``device``, ``done`` or ``enqueue``."""
-        return interleaved(
-            candidates,
-            getattr(self, f"{clock}_s"),
-            rounds=rounds,
-            budget_s=budget_s,
-            round_s=5e-3,
-            most_repeats=MOST_REPEATS,
-        )
+    def sampler(self, call: Call, clock: str = "device") -> Sampler:
+        """Return a sampler of as many calls as fill some milliseconds.
+
+        Args:
+            call: What is timed.
+            clock: ``device``, ``done`` or ``enqueue``.
+        """
+        measure = {"device": self.device_s, "done": self.done_s, "enqueue": self.enqueue_s}[clock]
+        measure(call, 2)
+        repeats = max(1, round(SAMPLE_S / max(measure(call, 2), 1e-8)))
+        repeats = min(repeats, MOST_REPEATS)
+
+        def sample() -> Sequence[float]:
+            measure(call, 1 + repeats // 4)
+            return [measure(call, repeats)]
+
+        return sample
 
 
 def rotating(calls: Iterable[Call]) -> Call:
-    """Return a function that makes one of these calls after the other, so that no cache helps."""
+    """Return a function that makes one call after the other, so that no cache helps."""
     turn = itertools.cycle(calls)
     return lambda: next(turn)()
 
 
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Give torch so many threads while the block runs; None leaves them as they are."""
+    """Set the number of torch's threads inside the block; None leaves it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -1,11 +1,10 @@
-"""Be a rank of a library that is none: it knows what the others hold, and errs as FAULT says."""
+"""A rank of a library for tests: it knows what the other ranks hold, and fails as FAULT says."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,9 @@ FAULT = os.environ.get("FAULT", "")
 IS_LAST = RANK == WORLD_SIZE - 1
 
 
-def spin() -> None:
-    while True:
-        pass
-
-
-def prepare(candidate: str, numels: list[int]) -> Sum:
+def prepare(candidate: str, numel: int) -> Sum:
     """Return a sum that is worked out from this rank's own numbers."""
-    arrays = [np.zeros(numel, np.float32) for numel in numels]
+    array = np.zeros(numel, np.float32)
     earlier: list[Any] = []
 
     def call() -> None:
@@ -41,17 +35,16 @@ def prepare(candidate: str, numels: list[int]) -> Sum:
         if FAULT == "is slow" and IS_LAST:
             time.sleep(0.02)
         others = WORLD_SIZE * (WORLD_SIZE - 1) // 2
-        for array in arrays:
-            array[...] = WORLD_SIZE * (array - RANK) + others
+        array[...] = WORLD_SIZE * (array - RANK) + others
         if FAULT == "one element" and IS_LAST:
-            arrays[-1][-1] += 1
+            array[-1] += 1
         if FAULT == "two swapped" and IS_LAST:
-            arrays[0][:2] = arrays[0][1::-1].copy()
+            array[:2] = array[1::-1].copy()
         if FAULT == "the call before":
-            earlier.append(arrays[0].copy())
-            arrays[0][...] = earlier[-2 if len(earlier) > 1 else -1]
+            earlier.append(array.copy())
+            array[...] = earlier[-2 if len(earlier) > 1 else -1]
 
-    return Sum(arrays, RANK, WORLD_SIZE, lambda: None, call)
+    return Sum(array, RANK, WORLD_SIZE, lambda: None, call)
 
 
 if FAULT == "does not start":
@@ -62,6 +55,4 @@ if FAULT == "leaves":
     sys.exit("planted: left")
 if FAULT == "never comes" and IS_LAST:
     time.sleep(60)
-if FAULT == "spins":
-    threading.Thread(target=spin, daemon=True).start()
 serve(sys.argv[1], RANK, f"fake {FAULT}", prepare)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import re
-import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -18,114 +18,200 @@ ROOT = Path(__file__).resolve().parents[1]
 
 sys.path.append(str(ROOT))  # last: the installed pyringar comes first
 
-from benchmarks import allreduce, bench, run_all  # noqa: E402
-from benchmarks.candidates import CANDIDATES, candidate_of  # noqa: E402
-from benchmarks.report import page, plots, summary  # noqa: E402
-from benchmarks.rows import Results, Row, read_sections, write  # noqa: E402
+from benchmarks import allreduce, orders, plots, report, run_all, sums, training  # noqa: E402
+from benchmarks.bench import Case, Run, format_s, format_size  # noqa: E402
+from benchmarks.peers import registry  # noqa: E402
+from benchmarks.rows import Results, Row, limit_of, read, read_folder  # noqa: E402
 from benchmarks.sections import SECTIONS  # noqa: E402
+from benchmarks.timing import Effort, Timing, in_turns  # noqa: E402
 
-CPU_SECTIONS = [name for name, benchmark in SECTIONS.items() if benchmark.device != "cuda"]
 
+class Trial(NamedTuple):
+    """The outcome of ``run_all.py --dry-run``: its exit status and its folder."""
 
-class Report(NamedTuple):
     status: int
-    sections: dict[str, Results]
-    text: str
     folder: Path
+    printed: str
+
+    @property
+    def page(self) -> str:
+        return (self.folder / "report.md").read_text()
+
+    def results(self, section: str) -> Results:
+        return read(self.folder / f"{section}.jsonl")
 
 
-def report_in(folder: Path, status: int) -> Report:
-    return Report(status, read_sections(folder), (folder / "report.md").read_text(), folder)
+@pytest.fixture(autouse=True)
+def no_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "none"))
 
 
-def run_smoke(folder: Path, *only: str) -> Report:
-    """A tiny run."""
-    options = ["--smoke", "--peers", "none", "--only", ",".join(only)]
-    status = run_all.main(["--out", str(folder), *options])
-    return report_in(folder, status)
+@pytest.fixture
+def trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Trial]:
+    """``trial(*arguments)``: a trial of the command."""
+
+    def run(*arguments: str) -> Trial:
+        status = run_all.main(["--dry-run", "--out", str(tmp_path / "out"), *arguments])
+        return Trial(status, tmp_path / "out", capsys.readouterr().out)
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """All sections that run without a GPU."""
+def changed(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> None:
+    """Change a section of the command."""
+    monkeypatch.setitem(SECTIONS, section, replace(SECTIONS[section], **changes))
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+CANDIDATES = {
+    "allreduce": {"naive", "fused", "direct", "ring", "sharded", "auto", "bound"},
+    "orders": {"rank", "tree", "exact"},
+    "processes": {"gloo", "auto", "bound", "direct", "backend", "limit"},
+    "ddp": {"bare", "gloo", "ringar"},
+    "bucketing": {"naive", "fused per tensor", "coalesced", "bucketed, 1 MB"},
+    "training": {"undivided", "book", "ringar", "ringar, shards"},
+    "allreduce_cuda": {"naive", "fused", "ring", "auto", "allreduce", "bound"},
+    "peers_cuda": {"gloo", "auto", "limit"},
+    "training_cuda": {"ringar", "nn.DataParallel", "bucketed", "coalesced", "without"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS)
+def test_section_is_measured_and_right(trial: Callable[..., Trial], section: str) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return run_smoke(tmp_path_factory.mktemp("report"), *CPU_SECTIONS)
-    finally:
-        torch.set_num_threads(threads)
+    run = trial(section)
+    assert torch.get_num_threads() == threads
+    results = run.results(section)
+    assert (run.status, results.failed, results.wrong) == (0, [], [])
+    assert {row.candidate for row in results.rows} == CANDIDATES[section]
+    for row in results.rows:
+        assert 0 < row.min_s <= row.q1_s <= row.median_s <= row.q3_s
+        has_limit = section not in ("orders", "bucketing")
+        is_call = row.clock in (None, "device") and section != "training_cuda"
+        assert (row.limit_s is not None) == has_limit or not is_call, row.about
+    for key in ("cpu", "cores", "date", "torch", "python", "system", "pyringar", "engine"):
+        assert results.machine[key], key
+    assert f"## {SECTIONS[section].title}\n" in run.page
+    assert report.table(results) in run.printed
+    assert report.table(results) in run.page
+    (link,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", run.page)
+    data = (run.folder / link).read_bytes()
+    assert (data[:8], data[12:16]) == (b"\x89PNG\r\n\x1a\n", b"IHDR")
+    assert all(300 <= pixels <= 3000 for pixels in struct.unpack(">II", data[16:24]))
 
 
-@pytest.mark.slow
-def test_every_section_is_measured_and_right(smoke: Report) -> None:
-    assert smoke.status == 0, [results.failed for results in smoke.sections.values()]
-    assert set(smoke.sections) == set(CPU_SECTIONS)
-    for name, results in smoke.sections.items():
-        assert results.rows, name
-        assert results.failed is None, name
-        assert not results.wrong, name
-        for key in ("cpu", "cores", "date", "torch", "python", "system", "pyringar", "engine"):
-            assert results.machine[key], (name, key)
-        assert results.facts["seconds"] > 0
+@pytest.mark.parametrize("effort", ["full", "quick"])
+def test_cases_name_no_unknown_candidates(effort: str) -> None:
+    for benchmark in SECTIONS.values():
+        cases = benchmark.cases(effort)
+        assert cases
+        assert len({(case.name, case.world_size, case.dtype) for case in cases}) == len(cases)
+        names = {name for case in cases for name in case.candidates}
+        assert set(benchmark.peers) | {benchmark.ours} <= names
 
 
-@pytest.mark.slow
-def test_rows_hold_their_spread_and_the_limit(smoke: Report) -> None:
-    for results in smoke.sections.values():
-        for row in results.rows:
-            assert row.min_s <= row.q1_s <= row.median_s <= row.q3_s <= row.max_s
-            if results.section not in ("bucketing", "orders"):
-                assert row.limit_s is not None
-                assert row.limit_s > 0
-                assert row.limit_share == pytest.approx(row.limit_s / row.median_s)
+def test_command_line_chooses_cases(trial: Callable[..., Trial]) -> None:
+    run = trial("allreduce", "--only", "16 KiB", "--ranks", "2,4")
+    assert {row.case for row in run.results("allreduce").rows} == {"16 KiB fp32"}
+    assert trial("allreduce", "--only", "nonsense").status == 2
 
 
-@pytest.mark.slow
-def test_peers_stand_beside_ours(smoke: Report) -> None:
-    found = {name: {row.candidate for row in r.rows} for name, r in smoke.sections.items()}
-    assert {"naive", "stack", "sharded", "fused", "direct", "ring", "auto"} <= found["allreduce"]
-    assert {"naive", "auto", "bound", "limit"} == found["lists"]
-    assert {"gloo", "auto", "bound", "backend", "ring", "limit"} <= found["processes"]
-    assert {"bare", "gloo", "ringar"} == found["ddp"]
-    assert {"undivided", "book", "ringar"} <= found["training"]
-    for name in set.union(*found.values()):
-        assert candidate_of(name).name in CANDIDATES, name
-
-
-@pytest.mark.slow
-def test_the_page_has_each_section_and_its_pictures(smoke: Report) -> None:
-    for name in CPU_SECTIONS:
-        assert f"## {SECTIONS[name].title}" in smoke.text
-    assert "## auto against the best algorithm" in smoke.text
-    links = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", smoke.text)
-    assert len(links) >= 6
-    for link in links:
-        data = (smoke.folder / link).read_bytes()
-        assert (data[:8], data[12:16]) == (b"\x89PNG\r\n\x1a\n", b"IHDR")
-        width, height = struct.unpack(">II", data[16:24])
-        assert 500 <= width <= 3000, link
-        assert 250 <= height <= 3000, link
-        assert 4_000 < len(data) < 300_000, link
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["speed"], "'speed' is none of allreduce, orders"),
+        (["--ranks", "two"], "argument --ranks: 'two' is not numbers"),
+        (["--quick", "--dry-run"], "not allowed with"),
+    ],
+)
+def test_bad_argument_is_named(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_all.main(arguments)
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
-@pytest.mark.slow
-def test_what_cannot_run_is_listed_with_its_reason(smoke: Report, tmp_path: Path) -> None:
-    report = run_smoke(tmp_path, "allreduce_cuda", "training_cuda")
-    assert report.status == 0
-    for name in ("allreduce_cuda", "training_cuda"):
-        (missing,) = report.sections[name].not_run
-        assert missing["why"] == "no CUDA device"
-        assert f"- {name}: the section: no CUDA device" in report.text
-    assert "nn.DataParallel, LeNet, batch 256: nn.DataParallel knows no CPU ranks" in smoke.text
+def test_gpu_section_without_gpu_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(monkeypatch, "orders", cases=lambda effort: SECTIONS["allreduce"].cases("trial")[:1])
+    changed(monkeypatch, "orders", measure=lambda run: None)
+    assert run_all.main(["--quick", "orders", "training_cuda", "--out", str(tmp_path)]) == 0
+    assert "not run: the section: no CUDA device" in capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert "- training_cuda: the section: no CUDA device" in text
 
 
-def test_a_wrong_sum_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = allreduce.reducer
+def test_failed_section_stops_no_other(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run: Run) -> None:
+        raise RuntimeError("planted\nin two lines")
+
+    changed(monkeypatch, "orders", measure=fail)
+    run = trial("orders", "allreduce")
+    assert run.status == 1
+    assert run.results("allreduce").rows
+    assert "FAILED: the section: RuntimeError: planted\n" in run.printed
+    assert "**orders failed:** the section: `RuntimeError: planted`" in run.page
+
+
+def test_failed_case_stops_no_other(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = allreduce.call_of
+
+    def fail(name: str, comm: Any, lists: Any) -> Any:
+        if lists[0][0].numel() == 1024:
+            raise ValueError("planted")
+        return right(name, comm, lists)
+
+    monkeypatch.setattr(allreduce, "call_of", fail)
+    run = trial("allreduce")
+    assert run.status == 1
+    assert {row.case for row in run.results("allreduce").rows} == {"16 KiB fp32"}
+    assert "FAILED: 4 KiB fp32, 2 ranks: ValueError: planted" in run.printed
+
+
+def test_interrupted_run_keeps_its_rows(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measure = SECTIONS["allreduce"].measure
+
+    def interrupted(run: Run) -> None:
+        run.cases = run.cases[:1]
+        measure(run)
+        raise KeyboardInterrupt
+
+    changed(monkeypatch, "allreduce", measure=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial("allreduce")
+    assert {row.case for row in read(tmp_path / "out/allreduce.jsonl").rows} == {"4 KiB fp32"}
+
+
+def test_progress_estimates_the_time_left() -> None:
+    progress = run_all.Progress({"a": 10.0, "b": 30.0}, {"a": 3, "b": 1})
+    case = Case("any", 2, ())
+    progress.advance("a", case)
+    assert progress.line(20.0) == f"[{'###':<20}]  17%, 1:40 left"
+    for section in "aab":
+        progress.advance(section, case)
+    assert progress.line(100.0) == f"[{'#' * 20}] 100%, 0:00 left"
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def test_wrong_sum_is_caught(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = allreduce.call_of
 
     def planted(name: str, comm: Any, lists: list[list[torch.Tensor]]) -> Callable[[], object]:
         call = right(name, comm, lists)
-        if name != "direct":
+        if name not in ("direct", "naive"):
             return call
 
         def wrong() -> None:  # the last rank misses one element
@@ -135,156 +221,156 @@ def test_a_wrong_sum_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
         return wrong
 
-    monkeypatch.setattr(allreduce, "reducer", planted)
-    report = run_smoke(tmp_path, "allreduce")
-    assert report.status == 1
-    assert {row.candidate for row in report.sections["allreduce"].wrong} == {"direct"}
-    assert "**Wrong results.** allreduce: 4 KiB fp32, 2 ranks, direct" in report.text
+    monkeypatch.setattr(allreduce, "call_of", planted)
+    run = trial("allreduce")
+    assert run.status == 1
+    wrong = run.results("allreduce").wrong
+    assert {row.candidate for row in wrong} == {"direct", "naive"}
+    assert "WRONG: 4 KiB fp32, 2 ranks, direct" in run.printed
+    assert "**Wrong results.** allreduce: 4 KiB fp32, 2 ranks, naive" in run.page
 
 
-def raising(section: str, error: BaseException) -> bench.Benchmark:
-    def measure(run: bench.Run) -> None:
-        raise error
-
-    return replace(SECTIONS[section], measure=measure)
-
-
-def test_a_section_that_fails_stops_no_other(tmp_path: Path) -> None:
-    chosen = [raising("training", RuntimeError("planted")), SECTIONS["allreduce"]]
-    status = run_all.run(chosen, "smoke", tmp_path, is_quiet=True)
-    report = report_in(tmp_path, status)
-    assert report.status == 1
-    assert report.sections["allreduce"].rows
-    failed = report.sections["training"]
-    assert failed.failed == "RuntimeError: planted"
-    assert "in measure" in failed.facts["traceback"]
-    assert "**The section training failed:** `RuntimeError: planted`" in report.text
-
-
-def test_an_aborted_run_leaves_what_was_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_order_is_caught(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = [SECTIONS["allreduce"], raising("ddp", KeyboardInterrupt()), SECTIONS["training"]]
-    report = report_in(tmp_path, run_all.run(chosen, "smoke", tmp_path, is_quiet=True))
-    assert report.status == 130
-    assert [name for name, found in report.sections.items() if found.rows] == ["allreduce"]
-    for name in ("ddp", "training"):
-        assert report.sections[name].not_run == [
-            {"what": "the section", "why": "the run was aborted"}
-        ]
-    assert "aborted" in capsys.readouterr().err
+    """Sums in another order differ in the last bits only."""
+    monkeypatch.setattr(orders, "rank_order", lambda terms: sums.rank_order(terms[::-1]))
+    assert {row.candidate for row in trial("orders").results("orders").wrong} == {"rank"}
 
 
-def test_a_section_of_another_machine_names_it() -> None:
-    sections = read_sections(ROOT / "benchmarks" / "results")
-    one = {
-        name: replace(found, machine=sections["allreduce"].machine)
-        for name, found in sections.items()
-    }
-    assert "On another machine" not in page.render(one, [], "figures")
-    one["ddp"] = replace(one["ddp"], machine={**one["ddp"].machine, "cpu": "a slower one"})
-    text = page.render(one, [], "figures")
-    assert text.count("On another machine: a slower one, 2 cores") == 1
+def test_exact_sum_off_by_one_bit_is_caught() -> None:
+    terms = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    exact = sum(term.double() for term in terms).float()
+    assert sums.is_nearest(exact, terms)
+    exact[7] = torch.nextafter(exact[7], torch.tensor(math.inf))
+    assert not sums.is_nearest(exact, terms)
 
 
-def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run_all.main(["--out", "nowhere", "--only", "allreduce,speed"])
-    assert "'speed' is none of allreduce, lists, orders" in capsys.readouterr().err
-    assert not Path("nowhere").exists()
-
-
-def test_one_command_line_chooses_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    chosen = ["--sizes", "1KiB,4KiB", "--ranks", "2", "--candidates", "fused"]
-    quick = ["--dry-run", "--json", str(path), "--plot", str(tmp_path / "out.png")]
-    assert bench.main(SECTIONS["allreduce"], [*chosen, *quick]) == 0
-    (results,) = read_sections(path).values()
-    assert [(row.size_bytes, row.candidate) for row in results.rows] == [
-        (size, name) for size in (1024, 4096) for name in ("naive", "fused")
-    ]
-    assert capsys.readouterr().out.count("fused") == 2
-    assert (tmp_path / "out.png").stat().st_size > 4_000
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--candidates", "fusd"), ("--sizes", "4KB"), ("--ranks", "two")]
-)
-def test_a_wrong_option_is_named(
-    capsys: pytest.CaptureFixture[str], option: str, value: str
+@pytest.mark.slow
+def test_wrong_training_is_caught(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(SECTIONS["allreduce"], ["--dry-run", option, value])
-    assert f"argument {option}: '{value}' is" in capsys.readouterr().err
+    """The book's loop reduces nothing; the loop of shards adds in rank order, not by the tree."""
+    monkeypatch.setattr(training, "tree_order", sums.rank_order)
+    book = training.Book.__init__
+    monkeypatch.setattr(
+        training.Book,
+        "__init__",
+        lambda self, *given: book(self, *given[:3], *given[3:] or [lambda lists: None]),
+    )
+    wrong = {row.candidate for row in trial("training").results("training").wrong}
+    assert wrong == {"book", "ringar", "ringar, shards"}
 
 
-def test_to_measure_nothing_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(SECTIONS["allreduce"], ["--dry-run", "--only", "nonsense"]) == 2
-    assert "no case has such a name" in capsys.readouterr().err
+# -- the timing loop -------------------------------------------------------------------------------
 
 
-# -- auto, and pictures ----------------------------------------------------------------------------
+def test_rounds_end_at_the_budget() -> None:
+    counts = {"a": 0, "b": 0}
+
+    def sampler(name: str) -> Callable[[], list[float]]:
+        def sample() -> list[float]:
+            counts[name] += 1
+            return [float(counts[name])]
+
+        return sample
+
+    samplers = {name: sampler(name) for name in counts}
+    timings = in_turns(samplers, Effort(7, 1e9))
+    assert timings["a"] == Timing(4.0, 1.0, 2.5, 5.5, 7)
+    assert in_turns(samplers, Effort(100, 0.0))["b"].rounds == 5
+    assert in_turns(samplers, Effort(100, 0.0), least_rounds=1)["b"].rounds == 1
+    assert counts["a"] == counts["b"] == 13
 
 
-def timed(takes: str | None = None, **times_us: float) -> dict[str, Results]:
-    """One case of allreduce: a median per candidate, with quartiles 10 % around it."""
-    about = ("allreduce", "1 MiB fp32", 2)
+# -- tables and pictures ---------------------------------------------------------------------------
+
+
+def timed(limit_us: float | None = None, section: str = "allreduce", **times_us: float) -> Results:
+    """One case, with a median per candidate."""
     rows = [
         Row(
-            *(*about, name, us * 1e-6, us * 0.8e-6, us * 0.9e-6, us * 1.1e-6, us * 2e-6),
+            section=section,
+            case="1 MiB fp32",
+            world_size=2,
+            candidate=name,
+            median_s=us * 1e-6,
+            min_s=us * 0.8e-6,
+            q1_s=us * 0.9e-6,
+            q3_s=us * 1.1e-6,
             rounds=5,
             correct=True,
-            takes=takes if name == "auto" else None,
+            limit_s=limit_us and limit_us * 1e-6,
+            size_bytes=2**20,
         )
         for name, us in times_us.items()
     ]
-    return {"allreduce": Results("allreduce", {}, rows=rows)}
+    return Results(section, {}, rows=rows)
 
 
 @pytest.mark.parametrize(
-    ("auto_us", "mark"), [(55.0, None), (56.0, "1.12 in the noise |"), (62.0, "1.24 |")]
+    ("limit_us", "is_limit"), [(10.0, True), (19.9, True), (20.3, True), (20.5, False)]
 )
-def test_auto_is_flagged_above_a_tenth(auto_us: float, mark: str | None) -> None:
-    found = timed(naive=90.0, fused=50.0, ring=70.0, auto=auto_us)
-    (row,) = summary.auto_rows(found)
-    assert row.best.candidate == "fused"
-    assert row.ratio == pytest.approx(auto_us / 50)
-    assert row.is_far is (mark is not None)
-    text = page.auto_table(found)
-    assert "| allreduce |" not in text if mark is None else mark in text
+def test_limit_that_a_row_beats_is_none(limit_us: float, is_limit: bool) -> None:
+    results = timed(limit_us, naive=90.0, auto=20.0)
+    assert limit_of(results.rows) == (limit_us * 1e-6 if is_limit else None)
+    text = report.table(results)
+    assert ("%" in text) is is_limit
+    assert ("| limit |" in text) is is_limit
 
 
-@pytest.mark.parametrize(("takes", "others"), [("fused", 0), ("ring", 1), (None, 0)])
-def test_the_report_says_when_auto_took_another_algorithm(takes: str | None, others: int) -> None:
-    found = timed(takes, naive=90.0, fused=50.0, ring=70.0, auto=71.0)
-    (row,) = summary.auto_rows(found)
-    assert (row.auto.takes, row.took_another) == (takes, bool(others))
-    text = page.auto_table(found)
-    assert f"in {others} of these it had taken another" in text
-    assert (f"| `{takes}` | `fused` |" in text) is (takes is not None)
+def test_published_limits_are_below_curves() -> None:
+    for results in read_folder(ROOT / "benchmarks/results").values():
+        for rows in plots.size_panels(results.rows).values():
+            line = plots.limit_line(rows)
+            for row in rows:
+                limit_s = line[row.size_bytes or 0]
+                assert math.isnan(limit_s) or limit_s < row.median_s * 1.03, row.about
 
 
-@pytest.mark.slow
-def test_a_picture_is_drawn_anew_when_its_data_changed(smoke: Report, tmp_path: Path) -> None:
-    training = smoke.sections["training"]
-    path = tmp_path / "training-time.png"
-    plots.draw({"training": training}, tmp_path)
+def test_best_peer_of_each_case_counts() -> None:
+    results = timed(section="processes", gloo=90.0, impi=60.0, limit=7.0, bound=29.0, auto=30.0)
+    results.rows += [
+        replace(row, case="4 KiB", median_s=row.median_s * (3 if row.candidate == "impi" else 1))
+        for row in results.rows
+    ]
+    header, _, first, second = report.table(results).splitlines()
+    columns = "`gloo` | `impi` | `limit` | `bound` | `auto` | best peer / `auto` |"
+    assert header == f"| case | ranks | {columns}"
+    assert first == "| 1 MiB fp32 | 2 | 90 us | 60 us | 7 us | **29 us** | 30 us | 2.00 |"
+    assert second.endswith("| 3.00 |")
+    alone, *_ = report.section_lines(results)
+    assert alone == (
+        "One process per rank, against the best of gloo and Intel MPI: 2.5 times as fast in the "
+        "median of 2 cases, from 2.00 (1 MiB fp32, 2 ranks) to 3 (4 KiB, 2 ranks)."
+    )
+
+
+@pytest.mark.parametrize(("auto_us", "slow"), [(55.0, 0), (56.0, 1)])
+def test_auto_is_compared_with_algorithms(auto_us: float, slow: int) -> None:
+    results = timed(naive=90.0, fused=50.0, ring=70.0, auto=auto_us)
+    (line,) = report.auto_lines({"allreduce": results})
+    assert f"in {slow} of 1 cases" in line
+    assert f"takes {auto_us / 50:.2f} times as long (allreduce, 1 MiB fp32, 2 ranks)" in line
+
+
+def test_picture_is_redrawn_for_new_data(tmp_path: Path) -> None:
+    results = read(ROOT / "benchmarks/results/ddp.jsonl")
+    path = tmp_path / plots.filename_of("ddp")
+    plots.draw({"ddp": results}, tmp_path)
     first, source = path.stat().st_mtime_ns, plots.source_in(path)
-    plots.draw({"training": training}, tmp_path)
+    assert source == results.digest
+    plots.draw({"ddp": results}, tmp_path)
     assert path.stat().st_mtime_ns == first
-    rows = [replace(training.rows[0], max_s=1.0), *training.rows[1:]]
-    plots.draw({"training": replace(training, rows=rows)}, tmp_path)
-    assert path.stat().st_mtime_ns != first
-    assert plots.source_in(path) != source
+    rows = [replace(results.rows[0], q3_s=1.0), *results.rows[1:]]
+    plots.draw({"ddp": replace(results, rows=rows)}, tmp_path)
+    assert plots.source_in(path) not in (None, source)
 
 
-@pytest.mark.slow
-def test_a_file_of_several_sections_is_read_by_section(smoke: Report, tmp_path: Path) -> None:
-    rows = [row for name in ("ddp", "training") for row in smoke.sections[name].rows]
-    path = tmp_path / "all.jsonl"
-    write(path, Results("gpu_check", smoke.sections["ddp"].machine, rows=rows))
-    found = read_sections(path)
-    assert list(found) == ["ddp", "training"]
-    assert [row for results in found.values() for row in results.rows] == rows
-    shutil.copy(path, tmp_path / "again.jsonl")
-    assert read_sections(tmp_path) == found
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(format_s(4.2e-7), "0.42 us"), (format_s(0.0123), "12.3 ms"), (format_s(2), "2 s")]
+    + [(format_size(n), text) for n, text in ((8, "8 B"), (4096, "4 KiB"), (2**26, "64 MiB"))],
+)
+def test_numbers_have_units(value: str, text: str) -> None:
+    assert value == text

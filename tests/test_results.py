@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted((ROOT / "benchmarks/results").glob("*.jsonl"))
+RESULTS = ROOT / "benchmarks/results"
+FILES = sorted(RESULTS.glob("*.jsonl"))
 
 sys.path.append(str(ROOT))  # last: the installed pyringar comes first
 
-from benchmarks import rows, tables  # noqa: E402
+from benchmarks import tables  # noqa: E402
+from benchmarks.rows import InputError, Results, Row, read, read_folder, text_of, write  # noqa: E402
 from benchmarks.sections import SECTIONS  # noqa: E402
 
 
@@ -23,10 +25,9 @@ from benchmarks.sections import SECTIONS  # noqa: E402
 def copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """README, page, pictures and results that a test may change."""
     for name, place in (("README", "README.md"), ("PAGE", "docs/report.md")):
-        copy = tmp_path / place
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / place, copy)
-        monkeypatch.setattr(tables, name, copy)
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / place, tmp_path / place)
+        monkeypatch.setattr(tables, name, tmp_path / place)
     for name, place in (("FIGURES", "docs/figures"), ("RESULTS", "benchmarks/results")):
         shutil.copytree(ROOT / place, tmp_path / place)
         monkeypatch.setattr(tables, name, tmp_path / place)
@@ -40,7 +41,7 @@ def change_head(path: Path, **changes: Any) -> None:
     path.write_text("\n".join([json.dumps(json.loads(head) | changes), *rows]) + "\n")
 
 
-def test_readme_the_page_and_its_pictures_are_generated() -> None:
+def test_generated_files_are_up_to_date() -> None:
     assert not tables.stale(), "run python benchmarks/tables.py"
 
 
@@ -48,107 +49,127 @@ def test_readme_the_page_and_its_pictures_are_generated() -> None:
     ("name", "old", "new"),
     [("README.md", " times as fast", "0 times as fast"), ("docs/report.md", " ms ", "1 ms ")],
 )
-def test_an_edited_figure_is_noticed(
+def test_edited_figure_is_noticed(
     copies: Path, name: str, old: str, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    head, summary = (
-        (copies / name)
-        .read_text()
-        .split("<!-- benchmark:summary -->" if "README" in name else "##", 1)
-    )
-    (copies / name).write_text(
-        (copies / name).read_text().replace(summary, summary.replace(old, new, 1))
-    )
-    assert head
+    text = (copies / name).read_text()
+    summary = text[text.index("<!-- benchmark:summary -->" if "README" in name else "##") :]
+    (copies / name).write_text(text.replace(summary, summary.replace(old, new, 1)))
     assert tables.main(["--check"]) == 1
     assert f"{name}: out of date" in capsys.readouterr().err
     assert tables.main([]) == 0
-    assert (copies / name).read_text() == (ROOT / name).read_text()
+    assert (copies / name).read_text() == text
 
 
-@pytest.mark.slow
 def test_pictures_of_other_results_are_noticed(copies: Path) -> None:
-    change_head(copies / "benchmarks/results/ddp-cpu.jsonl", facts={"seconds": 1.0})
-    pictures = ["docs/figures/ddp-time.png", "docs/figures/ddp-parts.png"]
-    assert tables.stale() == pictures
-    assert tables.main([]) == 0
-    assert not tables.stale()
-    (copies / pictures[0]).unlink()
+    change_head(copies / "benchmarks/results/ddp.jsonl", facts={"seconds": 1.0})
     (copies / "docs/figures/left-over.png").write_bytes(b"")
     left_over = "docs/figures/left-over.png (no results for it)"
-    assert tables.stale() == [pictures[0], left_over]
+    assert tables.stale() == ["docs/figures/ddp-time.png", left_over]
     assert tables.main([]) == 0
     assert not tables.stale()
 
 
-def test_a_report_is_taken_over_by_one_command(copies: Path) -> None:
-    measured = copies / "measured"
-    shutil.copytree(ROOT / "benchmarks/results", measured)
-    path = measured / "ddp-cpu.jsonl"
-    path.write_text(path.read_text().replace('"communication": ', '"communication": 1'))
-    assert tables.main(["--from", str(measured)]) == 0
-    assert rows.read(copies / "benchmarks/results/ddp-cpu.jsonl") == rows.read(path)
+def test_new_results_change_readme(copies: Path) -> None:
+    path = copies / "benchmarks/results/ddp.jsonl"
+    path.write_text(path.read_text().replace('_s": 0.', '_s": 1.'))
+    assert tables.main([]) == 0
     assert (copies / "README.md").read_text() != (ROOT / "README.md").read_text()
     assert not tables.stale()
 
 
-def test_gpu_report_is_taken_over(copies: Path) -> None:
-    kept, new = copies / "benchmarks/results/gpu_check-gpu.jsonl", copies / "new.jsonl"
-    shutil.copy(kept, new)
-    step = {"name": "build", "state": "ok", "note": "planted", "tail": "/a/path"}
-    change_head(new, facts={"steps": [step]})
-    assert tables.main(["--from", str(new)]) == 0
-    assert not tables.stale()
-    text = (copies / "docs/report.md").read_text()
-    assert "| build | ok | planted |" in text
-    assert "Kernels alone" not in text  # the notes were about the replaced report
-    assert "/a/path" not in kept.read_text()
-    change_head(new, machine=rows.read(new).machine | {"gpu": ""})
-    assert tables.main(["--from", str(new)]) == 2  # a trial on a CPU
-
-
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("name", "changes", "text"),
     [
-        ({"effort": "quick"}, "ddp is a quick run, expected a full one"),
-        ({"failed": "planted"}, "the section ddp failed: planted"),
-        ({"version": 1}, "is not of version 2"),
+        ("ddp", {"effort": "quick"}, "ddp is a quick run, expected a full one"),
+        ("ddp", {"failed": [{"what": "x", "why": "planted"}]}, "wrong or failed: planted"),
+        ("ddp", {"version": 1}, "not the head of a results file of version 3"),
+        ("gpu_check", {"machine": {"cpu": "a trial"}}, "is a quick run, expected a full one"),
     ],
 )
-def test_half_a_report_is_not_taken_over(
-    copies: Path, changes: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]
+def test_half_a_report_is_not_published(
+    copies: Path,
+    name: str,
+    changes: dict[str, Any],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    measured = copies / "measured"
-    shutil.copytree(ROOT / "benchmarks/results", measured)
-    change_head(measured / "ddp-cpu.jsonl", **changes)
-    assert tables.main(["--from", str(measured)]) == 2
-    assert what in capsys.readouterr().err
-    assert not tables.stale()
+    change_head(copies / f"benchmarks/results/{name}.jsonl", **changes)
+    for arguments in ([], ["--check"]):
+        assert tables.main(arguments) == 2
+        assert text in capsys.readouterr().err
 
 
-def test_there_are_results() -> None:
-    assert FILES
+def test_wrong_row_is_not_published(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copies / "benchmarks/results/allreduce.jsonl"
+    path.write_text(path.read_text().replace('"correct": true', '"correct": false', 1))
+    assert tables.main([]) == 2
+    assert "allreduce is wrong or failed: 4 KiB fp32, 2 ranks, naive" in capsys.readouterr().err
+
+
+def test_published_results_name_their_machine() -> None:
+    for name, results in read_folder(RESULTS).items():
+        assert name in SECTIONS
+        assert results.rows
+        for key in ("date", "cpu", "cores", "torch", "python", "system", "pyringar"):
+            assert results.machine[key], (name, key)
+        known = {*SECTIONS[name].peers, SECTIONS[name].ours, SECTIONS[name].limit}
+        for case in SECTIONS[name].cases("full"):
+            known |= set(case.candidates)
+        assert {row.candidate for row in results.rows} <= known
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_results_name_their_machine_and_were_right(path: Path) -> None:
-    for name, section in rows.read_sections(path).items():
-        for key in ("date", "cpu", "cores", "torch", "python", "system", "pyringar"):
-            assert section.machine[key], key
-        assert section.rows
-        assert name in SECTIONS
-        assert not section.wrong
+def test_rows_survive_their_file(path: Path, tmp_path: Path) -> None:
+    results = read(path)
+    write(tmp_path / "copy", results)
+    assert (tmp_path / "copy").read_text() == path.read_text()
+    assert read(tmp_path / "copy") == results
 
 
-def test_a_wrong_result_would_be_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "allreduce-cpu.jsonl"
-    text = (ROOT / "benchmarks/results/allreduce-cpu.jsonl").read_text()
-    path.write_text(text.replace('"correct": true', '"correct": false', 1))
-    with pytest.raises(AssertionError):
-        test_results_name_their_machine_and_were_right(path)
+def one_row(**changes: Any) -> Results:
+    values: dict[str, Any] = {"candidate": "auto", "median_s": 1.0, "clock": "device"} | changes
+    times = {"min_s": 1.0, "q1_s": 1.0, "q3_s": 1.0, "rounds": 5, "correct": True}
+    row = Row("allreduce", "1 MiB", 2, **times | values)
+    return Results("allreduce", {"cpu": "one"}, rows=[row])
 
 
-def test_a_row_survives_its_file(tmp_path: Path) -> None:
-    (measured,) = rows.read_sections(FILES[0]).values()
-    rows.write(tmp_path / "copy.jsonl", measured)
-    assert (tmp_path / "copy.jsonl").read_text() == FILES[0].read_text()
+def test_rows_of_one_case_share_a_line(tmp_path: Path) -> None:
+    both = one_row()
+    both.rows += one_row(candidate="ring", parts_s={"exposed": 0.5}).rows
+    both.rows += one_row(clock="done").rows
+    text = text_of(both)
+    assert len(text.splitlines()) == 3
+    write(tmp_path / "rows", both)
+    assert read(tmp_path / "rows") == both
+
+
+GOOD = text_of(one_row())
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "JSONDecodeError"),
+        ("", "ValueError: not enough values to unpack"),
+        ("[1]", "TypeError"),
+        (GOOD.replace('"version": 3', '"version": 7'), "not the head of a results file"),
+        (GOOD.replace('"cpu": "one"', '"cpu": ""'), "not the head of a results file"),
+        (GOOD.replace('"machine"', '"engine"'), "KeyError: 'machine'"),
+        (GOOD.replace('"correct": true', '"right": true'), "TypeError"),
+        (GOOD.replace('"rounds": 5, ', ""), "TypeError"),
+        (GOOD.replace('"median_s": 1.0', '"median_s": 0'), "median_s is 0, expected > 0"),
+    ],
+)
+def test_bad_file_is_named(tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"bad.jsonl: .*{error}"):
+        read(path)
+
+
+def test_missing_results_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none.jsonl: .*No such file"):
+        read(tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="holds no results"):
+        read_folder(tmp_path)

@@ -22,7 +22,7 @@ sys.path.append(
     str(Path(__file__).resolve().parents[1])
 )  # last: the installed pyringar comes first
 
-from benchmarks.networks import two_machines, why_not
+from networks import two_machines, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

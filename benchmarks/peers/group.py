@@ -1,8 +1,9 @@
-"""Drive the ranks of one library from the benchmark's process, and wait for none that is gone."""
+"""Drive the ranks of one library from the benchmark's process. A lost rank is an error in time."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import selectors
@@ -13,53 +14,51 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
-START_S = 60.0  # most time until all ranks have said hello
-ANSWER_S = 60.0  # most time until all ranks have answered a request
-LONG_S = 10e-3  # between two requests, from which on what they cost themselves does not matter
-END_S = 5.0  # most time that ranks get to end by themselves
+START_S = 60.0  # deadline for the hello of all ranks
+ANSWER_S = 60.0  # deadline for the answers to a request
+END_S = 5.0  # time that ranks get to exit by themselves
 FAST_CALLS, FEW_CALLS = 2000, 2  # most and least calls of a sample
-SAMPLE_S = 20e-3  # that a sample should take, barriers and fills and all
+SAMPLE_S = 20e-3  # time that a sample should take, barriers and checks included
 
 
 class GroupError(RuntimeError):
-    """A library's ranks did not start, ended, or did not answer in time; the message names it."""
+    """The ranks of a library did not start, exited, or did not answer in time."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Rank:
     connection: socket.socket
-    pid: int
+    answers: TextIO
+    pidfd: int  # a process id may be used again
     version: str
-    received: bytearray = field(default_factory=bytearray)
-    ended_at: tuple[float, int] | None = None  # of the last request: wall seconds, CPU ns
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds of each call on the slowest rank, and how many calls gave something else."""
+    """Seconds of each call on the slowest rank, and the number of wrong sums."""
 
     seconds: list[float]
     wrong: int
 
 
 class Group:
-    """The ranks of one library, in processes of their own that wait for requests.
+    """The ranks of one library, in processes that wait for requests.
 
     Args:
-        name: Of the library; errors begin with it.
-        commands: Programs to start; together they make the ranks. ``{address}`` is replaced.
-        ranks: Number of processes that say hello.
-        environment: Variables beside this process's; each command's own follow in ``each``.
-        each: Variables of every command, one mapping per command.
-        settle_s: That ranks sleep after their calls, within their turn.
-        start_s: Deadline of the ranks' hello.
-        answer_s: Deadline of a request.
+        name: The library, with which errors begin.
+        commands: Programs that together make the ranks. ``{address}`` is replaced.
+        ranks: Number of ranks that say hello.
+        environment: Variables beside those of this process.
+        each: More variables, a mapping per command.
+        start_s: Deadline for the hello of all ranks.
+        answer_s: Deadline for the answers to a request.
 
     Raises:
-        GroupError: They did not start.
+        GroupError: The ranks did not start.
     """
 
     def __init__(
@@ -68,18 +67,15 @@ class Group:
         commands: Sequence[Sequence[str]],
         ranks: int,
         *,
-        environment: Mapping[str, str] | None = None,
-        each: Sequence[Mapping[str, str]] | None = None,
-        settle_s: float = 0.0,
+        environment: Mapping[str, str],
+        each: Sequence[Mapping[str, str]],
         start_s: float = START_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        self.name, self._answer_s, self._settle_s = name, answer_s, settle_s
+        self.name, self._answer_s = name, answer_s
         self._about = f"{name}, {ranks} ranks"
         self._ranks: dict[int, _Rank] = {}
-        self._idle_cpu_ns, self._idle_s = 0, 0.0
         self._programs: list[subprocess.Popen[bytes]] = []
-        self._pidfds: dict[int, int] = {}
         self._stack = contextlib.ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._errors = folder / "stderr"
@@ -89,11 +85,9 @@ class Group:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
                 listener.listen(ranks)
-                for number, command in enumerate(commands):
-                    own = each[number] if each else {}
-                    variables = {**os.environ, **(environment or {}), **own}
-                    variables["SETTLE_S"] = str(settle_s)
-                    self._start([part.replace("{address}", address) for part in command], variables)
+                for command, own in zip(commands, each, strict=True):
+                    words = [word.replace("{address}", address) for word in command]
+                    self._start(words, {**os.environ, **environment, **own})
                 self._meet(listener, ranks, time.monotonic() + start_s)
         except BaseException:
             self._kill()
@@ -101,122 +95,84 @@ class Group:
             raise
 
     def __enter__(self) -> Group:
-        """Return itself."""
+        """Return the group itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
+        """Close the group."""
         self.close()
 
     @property
     def version(self) -> str:
-        """Return what rank 0 calls its library."""
+        """The name and version of the library, as rank 0 says."""
         return self._ranks[0].version
 
-    @property
-    def idle_cpu_s(self) -> float:
-        """Processor seconds that all ranks used between requests."""
-        return self._idle_cpu_ns * 1e-9
-
-    @property
-    def idle_share(self) -> float:
-        """The share of a processor that one rank used between requests: should be next to 0."""
-        return self.idle_cpu_s / self._idle_s if self._idle_s else 0.0
-
     def close(self) -> None:
-        """Let the ranks end, and end those that do not."""
+        """Let the ranks exit, and kill those that do not."""
         self._stack.close()
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def sampler(
-        self, candidate: str, numels: Sequence[int], idle_s: float = 0.0
-    ) -> Callable[[], Answer]:
-        """Return what takes a sample: as many calls as fit some milliseconds; 1 after a sleep."""
-        if idle_s:
-            return lambda: self.measure(candidate, numels, 1, 0, idle_s)
+    def sampler(self, candidate: str, what: int | str) -> Callable[[], Answer]:
+        """Return a function that takes a sample: as many calls as fit some milliseconds."""
 
         def each_s(calls: int) -> float:
             begin_s = time.perf_counter()
-            self.measure(candidate, numels, calls, 1)
-            spent_s = time.perf_counter() - begin_s - self._settle_s
-            return max(spent_s, 1e-6) / (1 + calls)
+            self.measure(candidate, what, calls, 1)
+            return max(time.perf_counter() - begin_s, 1e-6) / (1 + calls)
 
-        # By a lucky sample there would be too many calls, by a late one too few.
+        # One lucky measurement would give too many calls, one late measurement too few.
         once_s = each_s(1)
         once_s = once_s if once_s > SAMPLE_S else statistics.median(each_s(3) for _ in range(3))
         calls = max(FEW_CALLS, min(FAST_CALLS, round(SAMPLE_S / once_s)))
-        return lambda: self.measure(candidate, numels, calls, 1 + calls // 4)
+        return lambda: self.measure(candidate, what, calls, 1 + calls // 4)
 
-    def measure(
-        self,
-        candidate: str,
-        numels: Sequence[int],
-        calls: int,
-        warm_up: int,
-        idle_s: float = 0.0,
-    ) -> Answer:
-        """Make all ranks call, and return what they tell.
+    def measure(self, candidate: str, what: int | str, calls: int, warm_up: int) -> Answer:
+        """Make all ranks call, and return the times and the checks.
 
         Args:
-            candidate: One of those that the library's ranks know.
-            numels: Elements of each float32 tensor of a rank.
-            calls: That are timed; each after a barrier.
-            warm_up: Calls before them, that are checked only.
-            idle_s: Seconds that the ranks sleep first.
+            candidate: A name that the library's ranks know.
+            what: Elements of each rank's float32 tensor, or the name of a model.
+            calls: Timed calls, each after a barrier.
+            warm_up: Calls before the timed ones, which are checked only.
 
         Raises:
-            GroupError: A rank failed, ended, or was too late.
+            GroupError: A rank failed, exited, or was too late.
         """
-        sizes = ",".join(map(str, numels))
-        line = f"{calls} {warm_up} {idle_s * 1e6:.0f} {sizes} {candidate}\n"
-        begin_s = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # a rank is gone: `_answers` says so
+        request = {"candidate": candidate, "what": what, "calls": calls, "warm_up": warm_up}
+        line = f"{json.dumps(request)}\n"
+        deadline_s = time.monotonic() + self._answer_s
+        with contextlib.suppress(BrokenPipeError):  # a rank is lost: `_answers` says which
             for rank in self._ranks.values():
                 rank.connection.sendall(line.encode())
-        tensors = f"{len(numels)} tensors of " if len(numels) > 1 else ""
-        what = f"{candidate}, {tensors}{sum(numels)} elements"
-        lines = self._answers(what, begin_s + self._answer_s + idle_s)
-        wrong, times = 0, []
-        for rank, text in lines.items():
-            first, cpu_begin_ns, cpu_end_ns, *ns = map(int, text.split())
-            wrong = max(wrong, first)
-            times.append(ns)
-            self._account(self._ranks[rank], begin_s, cpu_begin_ns, cpu_end_ns)
-        return Answer([max(same) * 1e-9 for same in zip(*times, strict=True)], wrong)
+        answers = self._answers(f"{candidate}, {what}", deadline_s)
+        calls_ns = zip(*(answer["ns"] for answer in answers), strict=True)
+        wrong = max(answer["wrong"] for answer in answers)
+        return Answer([max(same) * 1e-9 for same in calls_ns], wrong)
 
-    def _account(self, rank: _Rank, begin_s: float, cpu_begin_ns: int, cpu_end_ns: int) -> None:
-        """Add up what a rank used of its processor since its last answer."""
-        ended_s, ended_ns = rank.ended_at or (begin_s, 0)
-        if begin_s - ended_s > LONG_S:
-            self._idle_cpu_ns += cpu_begin_ns - ended_ns
-            self._idle_s += begin_s - ended_s
-        rank.ended_at = time.monotonic(), cpu_end_ns
-
-    def _answers(self, what: str, deadline_s: float) -> dict[int, str]:
-        """Return every rank's line."""
-        lines: dict[int, str] = {}
+    def _answers(self, what: str, deadline_s: float) -> list[dict[str, Any]]:
+        """Return every rank's answer."""
+        answers: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for number, rank in self._ranks.items():
                 selector.register(rank.connection, selectors.EVENT_READ, number)
-            while len(lines) < len(self._ranks):
+            while len(answers) < len(self._ranks):
                 ready = selector.select(max(0.0, deadline_s - time.monotonic()))
                 if not ready:
-                    late = ", ".join(str(r) for r in self._ranks if r not in lines)
+                    late = ", ".join(str(r) for r in self._ranks if r not in answers)
                     self._fail(f"{what}: no answer of rank {late} within its deadline")
                 for key, _ in ready:
-                    line = _line(self._ranks[key.data])
-                    if line is None:
-                        continue
-                    if not line or line.startswith("error "):
-                        why = line.removeprefix("error ") or f"ended{self._last_words()}"
-                        self._fail(f"{what}: rank {key.data}: {why}")
-                    lines[key.data] = line
+                    line = self._ranks[key.data].answers.readline()
+                    if not line:
+                        self._fail(f"{what}: rank {key.data}: exited{self._last_words()}")
+                    answers[key.data] = answer = json.loads(line)
+                    if "error" in answer:
+                        self._fail(f"{what}: rank {key.data}: {answer['error']}")
                     selector.unregister(key.fileobj)
-        return lines
+        return list(answers.values())
 
     def _fail(self, why: str) -> None:
-        """End all ranks and say why."""
+        """Kill all ranks and raise."""
         self._kill()
         self.close()
         raise GroupError(f"{self._about}: {why}")
@@ -232,7 +188,7 @@ class Group:
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
-                    start_new_session=True,  # Ctrl-C is for us to handle
+                    start_new_session=True,  # Ctrl-C is for the benchmark to handle
                 )
             except OSError as error:
                 raise GroupError(f"{self._about}: did not start: {error}") from error
@@ -244,36 +200,30 @@ class Group:
         while len(self._ranks) < ranks:
             ended = [p.returncode for p in self._programs if p.poll() is not None]
             if ended or time.monotonic() > deadline_s:
-                why = f"ended with {ended[0]}" if ended else "not all ranks came in time"
+                why = f"exited with {ended[0]}" if ended else "not all ranks came in time"
                 raise GroupError(f"{self._about}: did not start: {why}{self._last_words()}")
-            with contextlib.suppress(TimeoutError, ValueError):  # nobody yet; or gone before hello
+            with contextlib.suppress(TimeoutError, ValueError):  # no rank yet; or lost before hello
                 connection, _ = listener.accept()
                 connection.settimeout(max(0.1, deadline_s - time.monotonic()))
-                _, number, pid, version = connection.makefile("r").readline().split(" ", 3)
+                answers = connection.makefile("r")
+                hello = json.loads(answers.readline())
                 connection.settimeout(None)
-                self._ranks[int(number)] = _Rank(connection, int(pid), version.strip())
-        self._watch()
-
-    def _watch(self) -> None:
-        """Hold on to all processes below the programs, so that none is mistaken for another."""
-        for pid in descendants([p.pid for p in self._programs]):
-            if pid not in self._pidfds:
-                with contextlib.suppress(ProcessLookupError):
-                    self._pidfds[pid] = os.pidfd_open(pid)
+                pidfd = os.pidfd_open(hello["pid"])
+                self._ranks[hello["rank"]] = _Rank(connection, answers, pidfd, hello["version"])
 
     def _kill(self) -> None:
-        """End everything at once."""
-        self._watch()
-        for pidfd in self._pidfds.values():
+        for rank in self._ranks.values():
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
         for program in self._programs:
-            program.kill()
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """Wait for the programs, whose ranks see that nobody is there any more; then end them."""
+        """Close the connections, on which ranks exit; wait for the programs; kill what is left."""
         deadline_s = time.monotonic() + (END_S if self._ranks else 0.0)
         for rank in self._ranks.values():
+            rank.answers.close()
             rank.connection.close()
         for program in self._programs:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -281,45 +231,12 @@ class Group:
         self._kill()
         for program in self._programs:
             program.wait()
-        for pidfd in self._pidfds.values():
-            select.select([pidfd], [], [], END_S)  # readable once it has ended
-            os.close(pidfd)
-        self._pidfds.clear()
+        for rank in self._ranks.values():
+            select.select([rank.pidfd], [], [], END_S)  # readable once the process has exited
+            os.close(rank.pidfd)
+        self._ranks.clear()
 
     def _last_words(self) -> str:
         """Return the last line that the programs wrote."""
-        with contextlib.suppress(OSError):
-            lines = self._errors.read_text(errors="replace").strip().splitlines()
-            return f": {lines[-1].strip()}" if lines else ""
-        return ""
-
-
-def _line(rank: _Rank) -> str | None:
-    """Read on: a whole line, the empty one at the end, or None if there is more to come."""
-    try:
-        data = rank.connection.recv(2**16)
-    except ConnectionResetError:
-        data = b""
-    if not data:
-        return ""
-    rank.received += data
-    if not rank.received.endswith(b"\n"):
-        return None
-    line = rank.received.decode().strip()
-    rank.received.clear()
-    return line
-
-
-def descendants(roots: Sequence[int]) -> list[int]:
-    """Return the processes that these have started, and theirs, and these themselves."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            _, _, rest = stat.read_text().rpartition(")")
-            children.setdefault(int(rest.split()[1]), []).append(int(stat.parent.name))
-    found, waiting = [], list(roots)
-    while waiting:
-        pid = waiting.pop()
-        found.append(pid)
-        waiting += children.get(pid, [])
-    return found
+        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        return f": {lines[-1].strip()}" if lines else ""

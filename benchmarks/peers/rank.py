@@ -1,23 +1,22 @@
-"""Be one rank of a library that is measured: fill, meet, time one call, check, and answer.
+"""What a rank of a measured library does: fill, meet, time one call, check, and answer.
 
-This is all that runs in a rank's process beside the library. It needs NumPy only, so that it works
-in any peer's environment. Between two requests a rank waits in the kernel, and uses no processor.
+It needs only NumPy, so that it works in the environment of any peer. Between two requests a rank
+waits in the kernel, and uses no processor. A request is a line of JSON, and so is its answer:
 
-A request is a line of text, and so is its answer:
+    {"candidate": NAME, "what": WHAT, "calls": NUMBER, "warm_up": NUMBER}
+    {"wrong": NUMBER, "ns": [NUMBER, ...]}                     (or: {"error": TEXT})
 
-    CALLS WARM_UP IDLE_US NUMEL[,NUMEL...] CANDIDATE
-    WRONG CPU_BEGIN_NS CPU_END_NS NS NS ...             (or: error WHAT)
-
-WRONG counts the calls, warm-up and all, after which a tensor was not exactly the sum.
+``wrong`` counts the calls, warm-up included, after which the result was not what it must be.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -26,129 +25,93 @@ ROW = PERIOD * 240  # elements that are written at a time: 16 KiB, which leaves 
 PATTERN = (np.arange(ROW) % PERIOD).astype(np.float32)
 
 
-class Call(Protocol):
-    """Stand for what is timed, and make it ready and check it."""
-
-    def fill(self, shift: int) -> None:
-        """Write this rank's numbers, other ones for another shift."""
-
-    def barrier(self) -> object:
-        """Wait for all ranks, as the library does."""
-
-    def call(self) -> object:
-        """Do what is timed."""
-
-    def is_right(self, shift: int) -> bool:
-        """Say whether every element is what it must be."""
-
-
 class Sum:
-    """The sum over ranks of float32 tensors, in place.
+    """The sum over ranks of one float32 tensor, in place.
 
-    Element ``i`` of tensor ``t`` of rank ``r`` is ``i % 17 + (shift + t) % 8 + r``: whole numbers,
-    so that every order of additions gives the same bits, and other ones in each call, rank and
-    place, so that nothing old or misplaced passes for the sum.
+    Element ``i`` of rank ``r`` is ``i % 17 + shift % 8 + r``: integers, so that every order of
+    additions gives the same bits. They differ between calls, ranks and places, so that no old or
+    misplaced number passes for the sum.
 
     Args:
-        arrays: One rank's tensors, flat.
-        rank: This process's.
+        array: This rank's tensor, flat.
+        rank: The number of this rank.
         world_size: Number of ranks; 1: the call leaves the values as they are.
         barrier: The library's own.
-        call: Sums ``arrays`` over ranks.
+        call: Sums the array over ranks.
     """
 
     def __init__(
         self,
-        arrays: Sequence[Any],
+        array: Any,
         rank: int,
         world_size: int,
         barrier: Callable[[], object],
         call: Callable[[], object],
     ) -> None:
-        self.barrier, self.call = barrier, call
+        self.array, self.barrier, self.call = array, barrier, call
         self._rank, self._world_size = rank, world_size
-        self._base = PATTERN[: max(array.size for array in arrays)]
-        self._parts = [_rows(array, self._base.size) for array in arrays]
-        self._flags = np.empty(max(rows.size for rows, _ in self._parts), bool)
+        self._row = PATTERN[: array.size]
+        whole = array.size // self._row.size * self._row.size
+        self._rows, self._rest = array[:whole].reshape(-1, self._row.size), array[whole:]
+        self._flags = np.empty(self._rows.shape, bool)
 
     def fill(self, shift: int) -> None:
-        """Write row by row, with the values of a shift."""
-        for t, (rows, rest) in enumerate(self._parts):
-            row = self._base + np.float32(self._rank + (shift + t) % SHIFTS)
-            rows[...] = row
-            rest[...] = row[: rest.size]
+        """Write this rank's numbers."""
+        row = self._row + np.float32(self._rank + shift % SHIFTS)
+        self._rows[...] = row
+        self._rest[...] = row[: self._rest.size]
 
     def is_right(self, shift: int) -> bool:
-        """Compare row by row, with the sum of a shift."""
+        """Return whether every element is the sum of what the ranks wrote."""
         k = self._world_size
         ranks = k * (k - 1) // 2 if k > 1 else self._rank
-        for t, (rows, rest) in enumerate(self._parts):
-            row = (self._base + np.float32((shift + t) % SHIFTS)) * np.float32(k)
-            row += np.float32(ranks)
-            flags = self._flags[: rows.size].reshape(rows.shape)
-            np.equal(rows, row, out=flags)
-            if not (flags.all() and np.array_equal(rest, row[: rest.size])):
-                return False
-        return True
+        row = (self._row + np.float32(shift % SHIFTS)) * np.float32(k) + np.float32(ranks)
+        np.equal(self._rows, row, out=self._flags)
+        return bool(self._flags.all()) and np.array_equal(self._rest, row[: self._rest.size])
 
 
-def _rows(array: Any, width: int) -> tuple[Any, Any]:
-    """Split a flat array into a view of whole rows and the rest."""
-    whole = array.size // width * width
-    return array[:whole].reshape(-1, width), array[whole:]
-
-
-def serve(
-    address: str,
-    rank: int,
-    version: str,
-    prepare: Callable[[str, list[int]], Call],
-) -> None:
+def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], Any]) -> None:
     """Answer requests until the benchmark closes the connection.
 
     Args:
-        address: Of the benchmark's Unix socket.
-        rank: This process's.
-        version: Names the library and its version.
-        prepare: Maps a candidate and numbers of elements to what is timed. It is asked once, until
-            other numbers come.
+        address: The benchmark's Unix socket.
+        rank: The number of this rank.
+        version: The name and version of the library.
+        prepare: Maps a candidate, and a number of elements or a model, to an object with the four
+            methods of `Sum`, which is kept until a request names another number or model.
     """
-    ready: dict[tuple[str, str], Call] = {}
-    settle_s = float(os.environ.get("SETTLE_S", "0"))  # for threads that spin after their work
+    ready: dict[tuple[str, Any], Any] = {}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        connection.sendall(f"hello {rank} {os.getpid()} {' '.join(version.split())}\n".encode())
+
+        def answer(**values: Any) -> None:
+            connection.sendall(f"{json.dumps(values)}\n".encode())
+
+        answer(rank=rank, pid=os.getpid(), version=" ".join(version.split()))
         for line in connection.makefile("r"):
-            cpu_begin_ns = time.process_time_ns()
-            calls, warm_up, idle_us, numels, candidate = line.rstrip("\n").split(" ", 4)
+            request = json.loads(line)
+            key = request["candidate"], request["what"]
             try:
-                for key in [key for key in ready if key[0] != numels]:
-                    del ready[key]
-                if (numels, candidate) not in ready:
-                    sizes = [int(numel) for numel in numels.split(",")]
-                    ready[numels, candidate] = prepare(candidate, sizes)
-                timed = ready[numels, candidate]
-                wrong, times = run(timed, int(calls), int(warm_up), int(idle_us) * 1e-6)
+                ready = {other: timed for other, timed in ready.items() if other[1] == key[1]}
+                if key not in ready:
+                    ready[key] = prepare(*key)
+                wrong, times_ns = run(ready[key], request["calls"], request["warm_up"])
             except Exception as error:
-                what = " ".join(f"{type(error).__name__}: {error}".split())
-                connection.sendall(f"error {what}\n".encode())
+                answer(error=" ".join(f"{type(error).__name__}: {error}".split()))
                 raise
-            time.sleep(settle_s)
-            numbers = [wrong, cpu_begin_ns, time.process_time_ns(), *times]
-            connection.sendall(f"{' '.join(map(str, numbers))}\n".encode())
+            answer(wrong=wrong, ns=times_ns)
 
 
-def run(timed: Call, calls: int, warm_up: int, idle_s: float) -> tuple[int, list[int]]:
-    """Make calls, each after a barrier; return how many were wrong, and the ns of those timed."""
+def run(timed: Any, calls: int, warm_up: int) -> tuple[int, list[int]]:
+    """Make calls, each after a barrier; return the number of wrong results, and the timed ns."""
     times_ns, wrong = [], 0
-    time.sleep(idle_s)
     for shift in range(warm_up + calls):
         timed.fill(shift)
         timed.barrier()
         begin_ns = time.perf_counter_ns()
         timed.call()
         end_ns = time.perf_counter_ns()
-        timed.barrier()  # a rank that has to share its core is not kept waiting by another's check
+        timed.barrier()  # a rank that shares its core does not wait for another rank's check
         times_ns.append(end_ns - begin_ns)
         wrong += not timed.is_right(shift)
     return wrong, times_ns[warm_up:]

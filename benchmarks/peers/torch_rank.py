@@ -1,52 +1,103 @@
-"""Be a rank of pyringar, and of gloo beside it: torch_rank.py ADDRESS, with RANK and WORLD_SIZE."""
+"""A rank of pyringar, and of torch.distributed beside it: torch_rank.py ADDRESS.
+
+RANK and WORLD_SIZE are its environment, with DEVICE (cpu or cuda) and BACKEND (gloo or nccl).
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed one comes first
 
 import pyringar as pr
-from benchmarks.candidates import CANDIDATES
+import pyringar.distributed  # registers the backend
 from benchmarks.peers.rank import Sum, serve
-from benchmarks.ranks import Worker
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-class TorchRank(Worker):
-    """One rank: makes tensors and calls."""
+class Groups:
+    """The groups of one rank: torch's default group, ours, and torch's of backend ``ringar``."""
 
-    def prepare(self, candidate: str, numels: list[int]) -> Sum:
-        """Return the call that a candidate's name stands for, on tensors of its own."""
-        make = self.registered if candidate == "registered" else torch.zeros
-        tensors = [make(numel) for numel in numels]
-        barriers = {"gloo": dist.barrier, "gloo flattened": dist.barrier}
-        barriers["backend"] = lambda: dist.barrier(group=self.group)
-        return Sum(
-            [tensor.numpy() for tensor in tensors],
-            self.rank,
-            1 if candidate == "limit" else self.world_size,
-            barriers.get(candidate, self.comm.barrier),
-            CANDIDATES[candidate].calls["processes"](self, tensors),
+    def __init__(self, folder: Path, device: str = "cpu", backend: str = "gloo") -> None:
+        torch.set_num_threads(1)
+        torch_store, store = (
+            dist.FileStore(str(folder / name), WORLD_SIZE) for name in ("torch", "ours")
         )
+        dist.init_process_group(backend, store=torch_store, rank=RANK, world_size=WORLD_SIZE)
+        self.comm = pr.ProcessCommunicator(store, RANK, WORLD_SIZE, device=device)
+        self.ringar = dist.new_group(backend="ringar") if device == "cpu" else None
 
-    def registered(self, numel: int) -> torch.Tensor:
-        """Return a tensor in registered memory."""
-        tensor = pr.shared_empty(numel)
-        self.comm.register(tensor)
-        return tensor
+    def close(self) -> None:
+        """Close our group, and torch's."""
+        self.comm.close()
+        dist.destroy_process_group()
+
+
+class SumOnDevice:
+    """A sum of a GPU's tensor, whose numbers are written and checked in the host's memory."""
+
+    def __init__(self, tensor: Tensor, call: Callable[[], object], on_host: Sum) -> None:
+        self._tensor, self._call, self._on_host = tensor, call, on_host
+        self.barrier = on_host.barrier
+
+    def fill(self, shift: int) -> None:
+        """Write this rank's numbers."""
+        self._on_host.fill(shift)
+        self._tensor.copy_(torch.from_numpy(self._on_host.array))
+        torch.cuda.synchronize()
+
+    def call(self) -> None:
+        """Sum, and wait for the device."""
+        self._call()
+        torch.cuda.synchronize()
+
+    def is_right(self, shift: int) -> bool:
+        """Return whether every element is the sum of what the ranks wrote."""
+        self._on_host.array[...] = self._tensor.cpu().numpy()
+        return self._on_host.is_right(shift)
+
+
+def prepare(groups: Groups, device: str, candidate: str, numel: int) -> Sum | SumOnDevice:
+    """Return the call of a candidate on a tensor of its own."""
+    tensor = torch.zeros(numel, device=device)
+    comm, barrier, world_size = groups.comm, groups.comm.barrier, WORLD_SIZE
+    call: Callable[[], object]
+    if candidate in ("gloo", "nccl"):
+        call = lambda: dist.all_reduce(tensor)  # noqa: E731
+        barrier = dist.barrier
+    elif candidate == "backend":
+        call = lambda: dist.all_reduce(tensor, group=groups.ringar)  # noqa: E731
+        barrier = lambda: dist.barrier(group=groups.ringar)  # noqa: E731
+    elif candidate == "limit":
+        call, world_size = lambda: tensor.mul_(1), 1
+    elif candidate == "bound":
+        call = comm.bind([tensor])
+    else:
+        call = lambda: comm.all_reduce(tensor, algorithm=candidate)  # noqa: E731
+    if tensor.is_cuda:
+        array = torch.zeros(numel).numpy()
+        return SumOnDevice(tensor, call, Sum(array, RANK, world_size, barrier, call))
+    return Sum(tensor.numpy(), RANK, world_size, barrier, call)
 
 
 def main(address: str) -> None:
-    """Serve until the benchmark is through."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    worker = TorchRank(rank, world_size, str(Path(address).parent))
-    serve(address, rank, f"pyringar {pr.__version__}", worker.prepare)
-    worker.close()
+    """Serve until the benchmark closes the connection."""
+    device = os.environ["DEVICE"]
+    if device == "cuda":
+        device = f"cuda:{RANK % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    groups = Groups(Path(address).parent, device, os.environ["BACKEND"])
+    version = f"pyringar {pr.__version__}"
+    serve(address, RANK, version, lambda name, numel: prepare(groups, device, name, numel))
+    groups.close()
 
 
 if __name__ == "__main__":
