@@ -153,7 +153,6 @@ def test_a_rank_of_another_machine_is_named_in_gloos_calls(name):
     (kind, _, text, seconds), _ = run_group(lost_in_gloo, 2, name, machines="ab")
     assert kind == "PeerLostError", text
     assert "rank 1 (process" in text, text
-    assert "machine 1" in text, text
     assert seconds < 10
 
 

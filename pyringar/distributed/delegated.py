@@ -39,7 +39,8 @@ class WatchedPart:
     """A call of gloo's that runs, as a `pyringar.distributed.work.Part`.
 
     Args:
-        comm: The group's communicator: knows who is there.
+        comm: The group's communicator: knows which ranks are there.
+        fallback: Where the call runs.
         operation: For error messages.
         peers: The ranks without which the call cannot end.
         begin: Begins it; returns gloo's work.
@@ -52,6 +53,7 @@ class WatchedPart:
     def __init__(
         self,
         comm: Any,
+        fallback: Fallback,
         operation: str,
         peers: Sequence[int],
         begin: Callable[[], Any],
@@ -60,6 +62,7 @@ class WatchedPart:
         copies: Sequence[Copy] = (),
     ) -> None:
         self._comm = comm
+        self._fallback = fallback
         self._operation = f"{operation} over {comm.world_size} ranks"
         self._peers = [rank for rank in peers if rank != comm.rank]
         self._gone_since = 0.0
@@ -113,7 +116,9 @@ class WatchedPart:
             raise error
         if self._error is None:
             waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
-            self._error = _named(error, waited, lambda: self._check(self._peers))
+            self._error = _named(
+                error, waited, lambda: self._check(self._peers), self._comm, self._fallback
+            )
             self._comm._tell(self._error)
         raise self._error from error
 
@@ -245,7 +250,7 @@ class Delegated:
         try:
             gloo.monitored_barrier(limit, wait_all_ranks)
         except RuntimeError as error:
-            raise _named(error, what, check) from error
+            raise _named(error, what, check, self._comm, self._fallback) from error
 
     def _hand_over(
         self,
@@ -289,7 +294,11 @@ class Delegated:
     ) -> list[Part]:
         """Begin a call of gloo's; return it and the copies that follow it."""
         part = WatchedPart(
-            *(self._comm, operation, self._others() if peers is None else peers, begin),
+            self._comm,
+            self._fallback,
+            operation,
+            self._others() if peers is None else peers,
+            begin,
             waiters=waiters,
             copies=copies,
         )
@@ -336,8 +345,10 @@ def _check(comm: Any, operation: str, peers: Sequence[int]) -> None:
         raise PeerLostError(f"{operation}: {error}") from None
 
 
-def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeError:
-    """Return what ``check`` raises for a rank that is gone, or else gloo's error as one of ours.
+def _named(
+    error: Exception, what: str, check: Callable[[], object], comm: Any, fallback: Fallback
+) -> RuntimeError:
+    """Return the error that ``check`` raises for a lost rank, or else gloo's error as one of ours.
 
     ``what`` says which call it was.
     """
@@ -353,7 +364,9 @@ def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeE
         if time.monotonic() >= ends:
             break
         time.sleep(0.05)
-    return (CollectiveTimeout if is_late else PeerLostError)(f"{what}: {error}")
+    lost = [comm.members[rank].name for rank in fallback.closed_peers()]
+    names = f"; lost: {', '.join(lost)}" if lost else ""
+    return (CollectiveTimeout if is_late else PeerLostError)(f"{what}: {error}{names}")
 
 
 def given_or_default(opts: Any, kind: str) -> Any:
