@@ -21,14 +21,13 @@ from torch._C._dynamo import eval_frame
 from torch.distributed.algorithms.join import Join
 
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
+from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
-__all__ = ["NAME", "PythonGroup", "keep_dynamo_out", "make_communicator", "register"]
+__all__ = ["NAME", "PythonGroup", "keep_dynamo_out", "register"]
 
 NAME = "ringar"
 
@@ -40,28 +39,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 _open_groups: set[Any] = set()
 
 
-def make_communicator(
-    store: Any, rank: int, size: int, timeout: float, name: str
-) -> ProcessCommunicator | HierarchicalCommunicator:
-    """Make this rank's communicator of a group, as the backend does; all ranks call it.
-
-    Ranks of one machine meet in its memory; those of several there, and through TCP between them.
-    Tensors correspond by the index of their elements, as torch.distributed has it.
-
-    Args:
-        store: A torch.distributed store that all ranks share.
-        rank: This process's rank.
-        size: Number of ranks.
-        timeout: Seconds that a call waits for a rank which makes no progress, and this one for all.
-        name: Tells groups on one store apart.
-
-    Raises:
-        ArgumentError, PeerLostError, CollectiveTimeout, RingarError: See
-            `ProcessCommunicator`.
-    """
-    return communicator_for(store, rank, size, name=name, timeout=timeout, compares_shapes=False)
-
-
 class _Group(Collectives):
     """Make, name and end a group: shared by both forms of the backend."""
 
@@ -70,7 +47,9 @@ class _Group(Collectives):
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
         seconds = options.timeout.total_seconds()
-        comm = make_communicator(store, rank, size, seconds, options.group_id)
+        comm = communicator_for(
+            store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
+        )
         # In the part of the store that is this group's: where a restarted job finds its store as it
         # was, gloo would take the addresses of processes that are gone.
         fallback = Fallback(

@@ -16,13 +16,13 @@ from pyringar.distributed.convert import (
     NATIVE,
     Copy,
     as_bytes,
+    check_no_overlap,
     copy_all,
     count_changes,
     has_plain_memory,
 )
 from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.messages import Message, Waiters
-from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import Completer, Part, PendingWork, StepPart
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.choices import check_choice
+from pyringar.choices import check_choice, kind_of
 from pyringar.comm.arguments import (
+    DTYPES,
     check_list,
     check_plan,
     check_root,
@@ -31,9 +33,8 @@ from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
 from pyringar.distributed.between import Between
 from pyringar.distributed.column import Column, Notice
-from pyringar.distributed.convert import count_changes
+from pyringar.distributed.convert import check_no_overlap, count_changes
 from pyringar.distributed.machines import Machines
-from pyringar.distributed.packing import check_tensor, describe
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -251,7 +252,7 @@ class HierarchicalCommunicator(OwnRank):
         check_choice("order", self._order if order is None else order, (self._order,))
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
-            check_tensor(f"tensors[{i}]", tensor, self._device)
+            _check_tensor(f"tensors[{i}]", tensor, self._device)
         name = op_name(op)
         what = f"all_reduce ({name}) of {self._describe(given)}{self._in_order()}"
         call = partial(self._between.all_reduce, given, name, what)
@@ -301,8 +302,8 @@ class HierarchicalCommunicator(OwnRank):
         self, operation: str, output: Tensor, input: Tensor, part: Tensor, whole: Tensor
     ) -> None:
         """Refuse what cannot be written, and sizes and dtypes that do not belong together."""
-        check_tensor("output", output, self._device)
-        check_tensor("input", input, self._device, is_written=False)
+        _check_tensor("output", output, self._device)
+        _check_tensor("input", input, self._device, is_written=False)
         size = self._world_size
         if part.dtype != whole.dtype or part.numel() * size != whole.numel():
             raise ArgumentError(
@@ -312,7 +313,14 @@ class HierarchicalCommunicator(OwnRank):
             )
 
     def _describe(self, tensors: Sequence[Tensor]) -> str:
-        return describe(tensors, with_shapes=self._compares_shapes)
+        """Return words that are equal for lists of equal sizes, or shapes, and dtypes alone."""
+        numel = sum(tensor.numel() for tensor in tensors)
+        is_by_shape = self._compares_shapes
+        kinds = repr([(tuple(t.shape) if is_by_shape else t.numel(), t.dtype) for t in tensors])
+        digest = hashlib.blake2b(kinds.encode(), digest_size=4).hexdigest()
+        dtype = f" {tensors[0].dtype}" if tensors else ""
+        shapes = "shapes" if is_by_shape else "sizes"
+        return f"{numel}{dtype} elements in {len(tensors)} tensors ({shapes} {digest})"
 
     def _in_order(self) -> str:
         return "" if self._order == "any" else f" in {self._order} order"
@@ -325,7 +333,7 @@ class HierarchicalCommunicator(OwnRank):
         Cost: ``N`` bytes to every other machine, ``N / L`` from each of L ranks.
         """
         check_root(root, self._world_size)
-        check_tensor("tensor", tensor, self._device)
+        _check_tensor("tensor", tensor, self._device)
         what = f"broadcast from rank {root} of {self._describe([tensor])}"
         call = partial(self._between.broadcast, tensor, root, what)
         written = [tensor] if root != self._rank else []
@@ -519,6 +527,27 @@ class HierarchicalCommunicator(OwnRank):
         if isinstance(error, (PeerLostError, CollectiveTimeout)):
             return type(error)(f"{what} over {len(self._machines.nodes)} machines: {error}")
         return error
+
+
+def _check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
+    """Refuse a tensor that cannot be reduced or, if it is not written, moved."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a tensor")
+    if tensor.device != device:
+        raise ArgumentError(f"{name} is on {tensor.device}, expected {device}, this rank's device")
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{name} is {tensor.layout} {tensor.dtype}, expected strided and one of "
+            f"{', '.join(map(str, DTYPES))}"
+        )
+    if not is_written:
+        return
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ArgumentError(
+            f"{name} requires grad, and autograd would not see this in-place change; call it under "
+            "torch.no_grad(), or pass .detach()"
+        )
+    check_no_overlap(name, tensor)
 
 
 def _text_of(error: BaseException | None) -> str:
