@@ -48,7 +48,7 @@ class Between:
         members: All ranks, for messages.
         inside: The communicator of this machine; its ranks count from 0.
         host: The same, for tensors on the CPU.
-        column: What connects machines; None for a rank that meets none of another.
+        column: None for a rank that meets no rank of another machine.
         order: In which machines' sums are added: ``"any"``, that of the machines, or ``"tree"``.
 
     Attributes:
@@ -196,15 +196,10 @@ class Between:
     # -- between machines --------------------------------------------------------------------------
 
     def _begin_scatter(self, flat: Tensor, blocks: Sequence[int], op: str) -> Callable[[], Tensor]:
-        """Begin to sum ``flat``, which may be written, over all ranks.
+        """Begin to sum ``flat``, which may be written: blocks of these sizes for each column.
 
-        Args:
-            flat: One block after the other, for each column.
-            blocks: The sizes of a column's blocks.
-            op: The reduction.
-
-        Returns:
-            Waits; returns the sum of this rank's block, or of a rank in no column anything.
+        Return a function that waits, and returns the sum of this rank's block. Of a rank in no
+        column it returns any block.
         """
         machines = self._machines
         sums = torch.split(self._sum_inside(flat, "sum" if op == "mean" else op), list(blocks))

@@ -60,14 +60,6 @@ class Notice:
 class Column:
     """One rank of every machine, connected.
 
-    Args:
-        store: The group's part of the store.
-        machines: The place of this rank, in a column.
-        members: All ranks, for messages.
-        notice: Names the cause where a rank is lost.
-        timeout_s: Seconds that a wait lasts without a chunk.
-        device: Of the tensors.
-
     Raises:
         PeerLostError, CollectiveTimeout: Other machines cannot be reached.
     """

@@ -66,15 +66,10 @@ def communicator_for(
 
     Args:
         algorithm: For every call that names none itself; on several machines ``"auto"``.
-        order: Of the sum; on several machines ``"any"`` or ``"tree"``.
-        compares_shapes: As the communicators have it.
-
-    Raises:
-        ArgumentError: An algorithm or order that several machines do not have.
 
     See `HierarchicalCommunicator` for the other arguments and errors.
     """
-    place = _check_device(device)
+    place = check_device("cpu" if device is None else device, "device")
     store, rank, world_size = checked_store(store, rank, world_size)
     with Rendezvous(store, rank, world_size, name, check_timeout(timeout), place.type) as meeting:
         members = meeting.exchange_members()
@@ -104,34 +99,29 @@ class HierarchicalCommunicator(OwnRank):
 
     It uses a `pyringar.ProcessCommunicator` inside each machine, and gloo (tensors on the CPU) or
     NCCL (GPUs) between machines, over connections of its own: ``torch.distributed`` need not be
-    initialised. ``GLOO_SOCKET_IFNAME`` names the network. ``PYRINGAR_NODE_ID`` says which machine
-    a process is on, instead of the kernel.
+    initialised. ``GLOO_SOCKET_IFNAME`` names the network.
 
-    With tensors on GPUs each rank needs a GPU of its own. Calls are enqueued on the stream that is
-    current in the caller's thread, and a work is completed when its call is enqueued. The host
-    waits for the other ranks, never for a GPU, so that a CUDA graph cannot capture a call. A rank
-    that is lost later is told by the next call; results may be void until then. No machine with
-    several GPUs has run this yet.
+    With tensors on GPUs each rank needs a GPU of its own. Calls are enqueued on the current stream
+    of the caller; the host waits for the other ranks, never for a GPU. A work is completed when its
+    call is enqueued. A rank that is lost later is told by the next call; results may be void until
+    then. No machine with several GPUs has run this yet.
 
     Args:
-        order: ``"any"``: each machine's sum, then the sum of these; ``"tree"``: the bits of one
-            machine with all ranks, for machines of equally many, a power of two, that follow each
-            other.
-        compares_shapes: Refuse tensors of other shapes than on other ranks. False: as many elements
-            will do, and correspond by index.
-
-    Raises:
-        UnsupportedError: This torch has no gloo, or no NCCL for tensors on GPUs.
+        order: ``"any"``: each machine's sum in rank order, then the sum of these in the order of
+            the machines' first ranks; ``"tree"``: the bits of one machine with all ranks, for
+            machines of equally many, a power of two, that follow each other.
 
     See `pyringar.ProcessCommunicator` for the other arguments and errors.
 
-    Bits are equal on all ranks. On each machine ranks are added in their order, then the sums of
-    the machines, in the order of their first ranks: ``(x0 + x1) + (x2 + x3)`` on two of two. It
-    differs by rounding from one machine with all ranks, unless ``order`` is ``"tree"``.
+    Attributes:
+        device: Of this rank's tensors.
+        members: Every rank's process and host, in rank order.
+        nodes: The ranks of every machine, in the order in which machines are added.
+        timeout_s: Seconds that a call waits for other ranks.
 
     Cost: with L ranks on each of M machines a rank sends ``2 (M - 1) / M`` of ``N / L`` bytes.
-    Where machines have different numbers of ranks, the first rank of each sends all. 256 bytes more
-    per call say whether all ranks call the same. One contiguous tensor of 32 bits or more is
+    Where machines have different numbers of ranks, the first rank of each sends all. Another 128
+    bytes of each rank say whether all call the same. One contiguous tensor of 32 bits or more is
     reduced where it lies; other tensors are packed first.
     """
 
@@ -147,7 +137,7 @@ class HierarchicalCommunicator(OwnRank):
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
     ) -> None:
-        place = _check_device(device)
+        place = check_device("cpu" if device is None else device, "device")
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
             store, rank, world_size, name, check_timeout(timeout), place.type
@@ -166,11 +156,12 @@ class HierarchicalCommunicator(OwnRank):
     ) -> None:
         """Connect to the ranks of this machine, and to those on the others."""
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
-        self._name, self._timeout_s = meeting.name, timeout
-        self._device, self._order, self._compares_shapes = device, order, compares_shapes
+        self._name, self.timeout_s, self.device = meeting.name, timeout, device
+        self._order, self._compares_shapes = order, compares_shapes
         check_agreed(members)
         self.members = tuple(members)
-        self._machines = machines = Machines.of(ranks_by_node(members), self._rank)
+        self.nodes = ranks_by_node(members)
+        self._machines = machines = Machines.of(self.nodes, self._rank)
         machines.check_order(order)
         self._intra = host = self._inside("machine", device)
         if device.type != "cpu":  # what ranks tell each other waits for no GPU
@@ -201,32 +192,17 @@ class HierarchicalCommunicator(OwnRank):
             len(self._machines.here),
             name=f"{name} {self._machines.node}",
             order=self._order,
-            timeout=self._timeout_s + _INSIDE_GRACE_S,
+            timeout=self.timeout_s + _INSIDE_GRACE_S,
             device=device,
         )
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's tensors."""
-        return self._device
-
-    @property
-    def nodes(self) -> list[list[int]]:
-        """The ranks of every machine, in the order in which machines are added."""
-        return [list(ranks) for ranks in self._machines.nodes]
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a call waits for other ranks."""
-        return self._timeout_s
-
     def set_timeout(self, timeout: float) -> None:
         """Let waits that begin from now on last so many seconds without progress."""
-        self._timeout_s = check_timeout(timeout)
+        self.timeout_s = check_timeout(timeout)
         for group in self._inside_groups:
-            group.set_timeout(self._timeout_s + _INSIDE_GRACE_S)
+            group.set_timeout(self.timeout_s + _INSIDE_GRACE_S)
         if self._column is not None:
-            self._column.set_timeout(self._timeout_s)
+            self._column.set_timeout(self.timeout_s)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -252,7 +228,7 @@ class HierarchicalCommunicator(OwnRank):
         check_choice("order", self._order if order is None else order, (self._order,))
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
-            _check_tensor(f"tensors[{i}]", tensor, self._device)
+            _check_tensor(f"tensors[{i}]", tensor, self.device)
         name = op_name(op)
         what = f"all_reduce ({name}) of {self._describe(given)}{self._in_order()}"
         call = partial(self._between.all_reduce, given, name, what)
@@ -276,7 +252,7 @@ class HierarchicalCommunicator(OwnRank):
     ) -> Work | None:
         """Reduce ``input`` over all ranks and leave this rank's part of the result in ``output``.
 
-        See `pyringar.ProcessCommunicator.reduce_scatter` for arguments, `all_reduce` for errors.
+        See `pyringar.ProcessCommunicator.reduce_scatter` for arguments and errors.
 
         Cost: with L of k ranks on each machine a rank sends ``(k - L) n / L`` elements to others.
         """
@@ -289,7 +265,7 @@ class HierarchicalCommunicator(OwnRank):
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
         """Put all ranks' ``input``, end to end in rank order, into ``output``.
 
-        See `pyringar.ProcessCommunicator.all_gather` for arguments, `all_reduce` for errors.
+        See `pyringar.ProcessCommunicator.all_gather` for arguments and errors.
 
         Cost: with M machines of L ranks a rank sends ``(M - 1) n`` elements to others.
         """
@@ -302,8 +278,8 @@ class HierarchicalCommunicator(OwnRank):
         self, operation: str, output: Tensor, input: Tensor, part: Tensor, whole: Tensor
     ) -> None:
         """Refuse what cannot be written, and sizes and dtypes that do not belong together."""
-        _check_tensor("output", output, self._device)
-        _check_tensor("input", input, self._device, is_written=False)
+        _check_tensor("output", output, self.device)
+        _check_tensor("input", input, self.device, is_written=False)
         size = self._world_size
         if part.dtype != whole.dtype or part.numel() * size != whole.numel():
             raise ArgumentError(
@@ -328,37 +304,28 @@ class HierarchicalCommunicator(OwnRank):
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's.
 
-        See `pyringar.ProcessCommunicator.broadcast` for arguments, `all_reduce` for errors.
+        See `pyringar.ProcessCommunicator.broadcast` for arguments and errors.
 
         Cost: ``N`` bytes to every other machine, ``N / L`` from each of L ranks.
         """
         check_root(root, self._world_size)
-        _check_tensor("tensor", tensor, self._device)
+        _check_tensor("tensor", tensor, self.device)
         what = f"broadcast from rank {root} of {self._describe([tensor])}"
         call = partial(self._between.broadcast, tensor, root, what)
         written = [tensor] if root != self._rank else []
         return self._submit(what, call, [tensor], written, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Return when all ranks have called it.
-
-        On GPUs only the hosts wait. See `all_reduce` for ``async_op`` and errors.
-        """
+        """Return when all ranks have called it. On GPUs only the hosts wait."""
         call = partial(self._between.compare, "barrier")
         return self._submit("barrier", call, [], [], async_op)
 
     def _submit_step(self, step: Callable[[], object]) -> Work:
-        """Call ``step`` after all calls made before, and before later ones.
-
-        It must neither call this communicator nor wait for its works.
-        """
+        """Call ``step``, which waits for no work, after earlier calls and before later ones."""
         return Work(self._jobs.submit(step, "step"), {}, "step")
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """Return what an all_reduce of ``nbytes`` per rank would do, and why.
-
-        See `pyringar.Communicator.plan` for arguments and errors.
-        """
+        """See `pyringar.ProcessCommunicator.plan`."""
         check_plan(nbytes, dtype)
         pieces = self._between.num_pieces(nbytes // dtype.itemsize)
         return Plan(
@@ -370,21 +337,14 @@ class HierarchicalCommunicator(OwnRank):
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return what ran so far.
-
-        ``hierarchical`` counts calls and one rank's bytes, ``inter`` what this rank sent to other
-        machines, in how many exchanges.
-        """
+        """Return the calls and bytes of this rank, and its exchanges with other machines."""
         sent = {"calls": 0, "bytes": 0} if self._column is None else self._column.sent
         return {"hierarchical": dict(self._stats), "inter": dict(sent)}
 
     # -- life --------------------------------------------------------------------------------------
 
     def check_peers(self, ranks: Sequence[int]) -> None:
-        """Raise what the next call would, as far as this machine knows. Never waits.
-
-        See `pyringar.ProcessCommunicator.check_peers` for arguments and errors.
-        """
+        """Raise what the next call would, as far as this machine knows. Never waits."""
         self._check_not_failed()
         here = self._machines.here
         local = [here.index(rank) for rank in ranks if rank in here]
@@ -396,10 +356,7 @@ class HierarchicalCommunicator(OwnRank):
             group._tell(error)
 
     def close(self) -> None:
-        """Wait for what runs in the background, then leave the group. May be called again.
-
-        See `pyringar.ProcessCommunicator.close`.
-        """
+        """See `pyringar.ProcessCommunicator.close`."""
         if is_inherited(self):
             return
         self._is_closed = True
@@ -445,7 +402,7 @@ class HierarchicalCommunicator(OwnRank):
         return (
             f"HierarchicalCommunicator({closed}rank {self._rank} of {self._world_size}, machine "
             f"{self._machines.node} of {len(self._machines.nodes)}, name={self._name!r}, "
-            f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
+            f"timeout={self.timeout_s:g} s, device={str(self.device)!r})"
         )
 
     # -- one call, on the communicator's own thread ------------------------------------------------
@@ -465,7 +422,7 @@ class HierarchicalCommunicator(OwnRank):
             )
         if self._is_closed:
             raise RingarError("this communicator is closed")
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             call = self._on_current_stream(what, call)
         count_changes(written)
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
@@ -485,13 +442,13 @@ class HierarchicalCommunicator(OwnRank):
 
     def _on_current_stream(self, what: str, call: Callable[[], None]) -> Callable[[], None]:
         """Return a call that enqueues on the caller's stream, from any thread."""
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"{what}: ranks on several machines meet on the host in every call, which a "
                     "CUDA graph cannot capture; call it outside of the graph"
                 )
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
 
         def enqueue() -> None:
             with torch.cuda.stream(stream):
@@ -514,19 +471,15 @@ class HierarchicalCommunicator(OwnRank):
         except BaseException as error:
             if self._failure is None and not self._between.is_told:
                 raise  # such as no memory: there was no call
-            named = self._named(what, error)
+            named = error
+            if isinstance(error, (PeerLostError, CollectiveTimeout)):
+                named = type(error)(f"{what} over {len(self.nodes)} machines: {error}")
             self._break_off(named)
             if self._failure is named:
                 raise named from error
             raise RingarError(f"{what} was broken off: {_text_of(self._failure)}") from error
         self._stats["calls"] += 1
         self._stats["bytes"] += nbytes
-
-    def _named(self, what: str, error: BaseException) -> BaseException:
-        """Return an error that says which call it was."""
-        if isinstance(error, (PeerLostError, CollectiveTimeout)):
-            return type(error)(f"{what} over {len(self._machines.nodes)} machines: {error}")
-        return error
 
 
 def _check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
@@ -552,12 +505,6 @@ def _check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: b
 
 def _text_of(error: BaseException | None) -> str:
     return str(error) or type(error).__name__
-
-
-def _check_device(device: str | torch.device | int | None) -> torch.device:
-    """Return the device of a rank's tensors; None is the CPU."""
-    place = check_device("cpu" if device is None else device, "device")
-    return torch.device("cpu") if place.type == "cpu" else place
 
 
 _: type[RankCommunicator] = HierarchicalCommunicator  # mypy holds it to the same calls
