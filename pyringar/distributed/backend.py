@@ -50,17 +50,22 @@ class _Group(Collectives):
         comm = communicator_for(
             store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
         )
-        # In the part of the store that is this group's: where a restarted job finds its store as it
-        # was, gloo would take the addresses of processes that are gone.
+        # In this group's part of the store: a restarted job may find its store as it was, with the
+        # addresses of processes that are gone.
         fallback = Fallback(
-            *(comm.store, rank, size, options.timeout, self._backend_for),
+            comm.store,
+            rank,
+            size,
+            options.timeout,
+            self._backend_for,
             set_timeout=self.set_timeout,
         )
         super()._init_collectives(comm, fallback, Completer(f"of group {options.group_id}"))
         _open_groups.add(self)
         # Threads of gloo's and of ours that outlive the interpreter would abort the process.
         close_at_exit(
-            *(self, _Group.shutdown),
+            self,
+            _Group.shutdown,
             abort=_Group.abort,
             progress=lambda group: len(group._fallback.under_way()),
         )
@@ -276,9 +281,9 @@ def keep_dynamo_out(*classes: type) -> None:
 
 
 def _keep_works_of_join() -> None:
-    """Let a DistributedDataParallel hold the work that it hands to C++ where ranks may join.
+    """Let DistributedDataParallel keep a Python reference to the work of its join().
 
-    C++ keeps what of a work is C++ alone, and would wait for ever when the rest is gone.
+    It holds only the C++ half of the Work, and would wait forever.
     """
     own: Any = Join.notify_join_context
     if getattr(own, "keeps_work", False):

@@ -126,7 +126,7 @@ class WatchedPart:
         _check(self._comm, self._operation, peers)
 
     def _check_while_waiting(self) -> None:
-        """Raise once a rank is gone for good: one may have done its part, while others are late."""
+        """Raise PeerLostError after a grace period: a rank may exit after finishing its part."""
         self._check([])
         try:
             self._comm.check_peers(self._peers)
@@ -170,7 +170,10 @@ class Delegated:
         rows = [[_written(t, copies) for t in row] for row in outputs]
         moved = [_read(t) for t in inputs]
         return self._hand_over(
-            *("gather", inputs, (rows, moved, opts, *more), copies),
+            "gather",
+            inputs,
+            (rows, moved, opts, *more),
+            copies,
             results=outputs[0] if outputs else [],  # as gloo's future has it
             peers=self._others(opts.rootRank),
         )
@@ -223,7 +226,10 @@ class Delegated:
         copies: list[Copy] = []
         moved = [_written(t, copies) for t in tensors]
         return self._hand_over(
-            *("recv", tensors, (moved, *more), copies),
+            "recv",
+            tensors,
+            (moved, *more),
+            copies,
             names=(name,),
             peers=peers,
             waiters=self._fallback.waiters,
@@ -365,7 +371,7 @@ def _named(
             break
         time.sleep(0.05)
     lost = [comm.members[rank].name for rank in fallback.closed_peers()]
-    names = f"; lost: {', '.join(lost)}" if lost else ""
+    names = f"; {', '.join(lost)} is gone" if lost else ""
     return (CollectiveTimeout if is_late else PeerLostError)(f"{what}: {error}{names}")
 
 
