@@ -173,7 +173,7 @@ LIES = {
     "contiguous": lambda x: x.clone(),
     "spread": lambda x: torch.zeros(len(x), 3)[:, 1].copy_(x),
     "shifted": lambda x: torch.zeros(len(x) + 1)[1:].copy_(x),
-    "negated": lambda x: torch.complex(x, -x).conj().imag,
+    "negated": lambda x: torch._neg_view(-x),
 }
 
 
@@ -382,12 +382,16 @@ def differ_as_rank(rank, world_size, store, machines, what, odd):
         return first, caught(comm.all_reduce, tensor), torch.equal(tensor, before)
 
 
-ODD = [(TWO_BY_TWO, (2, 3)), (TWO_BY_TWO, (1, 3)), (TWO_BY_TWO, (3,)), ("abbb", (3,))]
+ODD = {
+    "machine": (TWO_BY_TWO, (2, 3)),
+    "column": (TWO_BY_TWO, (1, 3)),
+    "rank": (TWO_BY_TWO, (3,)),
+    "rank in no column": ("abbb", (3,)),
+    "rank alone on its machine": ("abbb", (0,)),
+}
 
 
-@pytest.mark.parametrize(
-    ("machines", "odd"), ODD, ids=["machine", "column", "rank", "rank in no column"]
-)
+@pytest.mark.parametrize(("machines", "odd"), ODD.values(), ids=ODD)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_different_calls_raise_on_all_ranks(pool, machines, what, odd):
     for first, second, is_untouched in pool.check(differ_as_rank, machines, what, odd):
