@@ -71,9 +71,9 @@ class WatchedPart:
         self._check(self._peers)
         try:
             self.work = begin()
-        except RuntimeError:
-            self._check(self._peers)  # a message that could not connect, or an argument
-            raise
+        except RuntimeError as error:  # a message that could not connect, or an argument
+            self._check(self._peers)
+            self._raise_named(error)
         if waiters is not None:
             self._message = Message(waiters, partial(_receive, self.work, copies))
 
