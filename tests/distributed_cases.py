@@ -120,18 +120,6 @@ def all_reduce_every_dtype_and_op(rank: int, size: int) -> None:
                 assert_equal(mine, wanted(parts, op), (dtype, op, numel, how))
 
 
-def all_reduce_as_gloo(rank: int, size: int) -> None:
-    gloo = dist.new_group(backend="gloo")
-    for dtype in oracle.INTEGERS:
-        for op in ("sum", "max", "min", "prod"):
-            mine = values(333, dtype, rank)
-            theirs = mine.clone()
-            dist.all_reduce(mine, REDUCE[op])
-            dist.all_reduce(theirs, REDUCE[op], group=gloo)
-            assert torch.equal(mine, theirs), (dtype, op)
-    dist.destroy_process_group(gloo)
-
-
 def all_reduce_bitwise(rank: int, size: int) -> None:
     folds = {
         dist.ReduceOp.BAND: torch.bitwise_and,
@@ -197,17 +185,6 @@ def calls_on_the_group_itself(rank: int, size: int) -> None:
     group.broadcast(mine, 0).wait()
     assert mine.item() == 1.0
     group.barrier().wait()
-
-
-def work_and_future(rank: int, size: int) -> None:
-    mine = torch.tensor([1.0 + rank])
-    work = dist.all_reduce(mine, async_op=True)
-    future = work.get_future()
-    doubled = future.then(lambda f: f.value()[0] * 2)
-    total = size * (size + 1) / 2
-    assert doubled.wait().item() == 2 * total
-    assert work.wait() is True
-    assert future.value()[0].item() == total
 
 
 def asynchronous_calls_return_at_once(rank: int, size: int) -> None:
@@ -525,11 +502,9 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         all_reduce_every_dtype_and_op,
-        all_reduce_as_gloo,
         all_reduce_bitwise,
         all_reduce_odd_tensors,
         calls_on_the_group_itself,
-        work_and_future,
         asynchronous_calls_return_at_once,
         many_at_once,
         broadcast,

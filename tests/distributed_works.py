@@ -130,27 +130,6 @@ def answers(rank: int, size: int) -> None:
         assert_alike(handle.result(), handle.get_future().value(), name)
 
 
-def answers_of_messages(rank: int, size: int) -> None:
-    if rank > 1:
-        return
-    x = numbers(rank)
-    work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
-    assert work is not None
-    work.wait()
-    assert work.is_completed()
-    assert rank == 0 or work._source_rank() == 0
-    assert_equal(x, numbers(0))
-
-
-def message_from_any(rank: int, size: int) -> None:
-    if rank == 0:
-        dist.send(numbers(0), 1)
-    elif rank == 1:
-        x = torch.zeros(N)
-        assert dist.recv(x) == 0
-        assert_equal(x, numbers(0))
-
-
 def answers_while_it_runs(rank: int, size: int) -> None:
     x = numbers(rank)
     if rank == 1:
@@ -447,8 +426,6 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         answers,
-        answers_of_messages,
-        message_from_any,
         answers_while_it_runs,
         coalesced_by_torch,
         lists_are_not_copies_on_devices,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -43,32 +44,13 @@ def gone_before(rank: int, size: int) -> Any:
     return {name: error_of(functools.partial(call, x)) for name, call in DELEGATED.items()}
 
 
-def gone_meanwhile(rank: int, size: int) -> Any:
-    dist.all_reduce(torch.ones(3))
-    if rank == 1:
-        time.sleep(1)  # the other waits for a connection then
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = error_of(lambda: DELEGATED["all_to_all"](torch.arange(4.0)))
-    return error, error_of(dist.destroy_process_group)
-
-
-def test_what_gloo_does_ends_when_a_rank_was_gone_before():
+def test_gloo_calls_name_dead_rank():
     survivor, _ = run_group(gone_before, 2)
     assert set(survivor) == set(DELEGATED), survivor
     for name, (kind, _, text, seconds) in survivor.items():
         assert "PeerLostError" in kind + text, (name, kind, text)
         assert "rank 1 (process" in text, text
         assert seconds < 10, "gloo alone takes 30 s"
-
-
-def test_what_gloo_does_ends_when_a_rank_goes():
-    survivor, _ = run_group(gone_meanwhile, 2)
-    assert not isinstance(survivor, str), survivor
-    (kind, _, text, seconds), (destroyed, _, why, destroy_s) = survivor
-    assert kind == "PeerLostError", text
-    assert "all_to_all_single over 2 ranks: rank 1 (process" in text
-    assert seconds < 15, "gloo alone takes 30 s"
-    assert (destroyed, destroy_s < 10) == ("none", True), (why, destroy_s)
 
 
 THREE = {
@@ -107,12 +89,16 @@ def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) 
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        *(("reduce", "gather"), ("gather", "reduce"), ("all_to_all", "band"), ("recv", "recv")),
-        *(("band", "all_reduce"), ("gather", "monitored_barrier")),
+        ("reduce", "gather"),
+        ("gather", "reduce"),
+        ("all_to_all", "band"),
+        ("recv", "recv"),
+        ("band", "all_reduce"),
+        ("gather", "monitored_barrier"),
     ],
 )
 @pytest.mark.parametrize("machines", ["", "aab"])
-def test_who_leaves_because_of_a_death_is_not_blamed(first, then, machines):
+def test_survivor_that_leaves_is_not_blamed(first, then, machines):
     *survivors, _ = run_group(leave_because_of, 3, first, then, "dead", machines=machines)
     for kind, _, text, _ in survivors:
         if kind == "ValueError":
@@ -123,7 +109,7 @@ def test_who_leaves_because_of_a_death_is_not_blamed(first, then, machines):
         assert "has left" not in text, text
 
 
-def test_who_leaves_because_gloo_gave_up_is_not_blamed():
+def test_late_rank_is_blamed_after_leave():
     options = ("reduce", "gather", "late")
     *waiters, _ = run_group(leave_because_of, 3, *options, timeout_s=1.0)
     for kind, _, text, _ in waiters:
@@ -137,7 +123,7 @@ def wrong_dtype(rank: int, size: int) -> Any:
     return error
 
 
-def test_what_gloo_refuses_is_not_blamed_on_a_rank():
+def test_refused_dtype_blames_no_rank():
     for kind, _, text, _ in run_group(wrong_dtype, 2):
         assert kind == "RuntimeError", text
         assert "rank" not in text, text
@@ -153,7 +139,7 @@ def leave_early(rank: int, size: int) -> Any:
     return [t.tolist() for t in into] if into else None
 
 
-def test_a_rank_that_did_its_part_may_leave():
+def test_finished_rank_may_leave():
     results = run_group(leave_early, 3)
     assert results[0] == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]], results
 
@@ -176,7 +162,7 @@ def reduce_nothing(rank: int, size: int) -> Any:
 
 
 @pytest.mark.parametrize("machines", ["", "ab"])
-def test_no_elements_need_no_other_rank(machines):
+def test_empty_calls_need_no_peer(machines):
     assert run_group(reduce_nothing, 2, machines=machines) == [["", ""]] * 2
 
 
@@ -209,7 +195,7 @@ def aborted(rank: int, size: int) -> Any:
     return errors
 
 
-def test_abort_ends_what_waits_here_and_there():
+def test_abort_ends_all_waits():
     first, second = run_group(aborted, 2)
     assert not isinstance(first, str), first
     kind, _, text, seconds = first.pop("abort")
@@ -237,12 +223,14 @@ def given_less_time(rank: int, size: int, how: str) -> Any:
     return error
 
 
-@pytest.mark.parametrize("how", ["set_timeout", "deprecated"])
-def test_set_timeout_reaches_the_engine(how):
-    waiter, _ = run_group(given_less_time, 2, how)
+@pytest.mark.parametrize(
+    ("how", "machines"), [("set_timeout", ""), ("deprecated", ""), ("set_timeout", "ab")]
+)
+def test_set_timeout_reaches_engine(how, machines):
+    waiter, _ = run_group(given_less_time, 2, how, machines=machines)
     kind, _, text, seconds = waiter
     assert kind == "CollectiveTimeout", waiter
-    assert "for 1 s" in text
+    assert ("has ranks [1]" if machines else "for 1 s") in text, text
     assert 0.9 < seconds < 15, "not the 30 s that the group was made with"
 
 
@@ -261,7 +249,7 @@ def stays_away(rank: int, size: int) -> Any:
     return error
 
 
-def test_monitored_barrier_names_all_who_are_missing():
+def test_monitored_barrier_names_missing_ranks():
     error, *_ = run_group(stays_away, 3)
     if error[0] == "ValueError":
         pytest.skip(f"this torch: {error[2]}")
@@ -273,24 +261,29 @@ def dies_meanwhile(rank: int, size: int, operation: str) -> Any:
     """Rank 1 goes without a message, or while rank 0 waits for it in the barrier."""
     refused = error_of(dist.monitored_barrier)
     if refused[0] != "none":
-        return refused
-    x = torch.zeros(3)
+        return refused, refused
     if rank == 1:
         time.sleep(1)
         os._exit(1)
-    if operation != "monitored_barrier":
+    if operation == "send":
         time.sleep(1.5)
-    calls = {"send": lambda: dist.send(x, 1), "recv": lambda: dist.recv(x, 1)}
-    return error_of(calls.get(operation, dist.monitored_barrier))
+    call = DELEGATED.get(operation, lambda _: dist.monitored_barrier())
+    return error_of(lambda: call(torch.arange(4.0))), error_of(dist.destroy_process_group)
 
 
-@pytest.mark.parametrize(
-    "operation", mostly_slow(["send", "recv", "monitored_barrier"], "recv", "monitored_barrier")
-)
-def test_who_dies_is_named_also_in_gloos_own_calls(operation):
-    (kind, _, text, seconds), _ = run_group(dies_meanwhile, 2, operation)
+DYING = [
+    *itertools.product(("send", "recv", "all_to_all", "monitored_barrier"), ("", "ab")),
+    ("reduce", "ab"),
+]
+
+
+@pytest.mark.parametrize(("operation", "machines"), mostly_slow(DYING, *DYING[2:]))
+def test_dead_rank_is_named_in_gloo_calls(operation, machines):
+    (error, destroyed), _ = run_group(dies_meanwhile, 2, operation, machines=machines)
+    kind, _, text, seconds = error
     if kind == "ValueError":
         pytest.skip(f"this torch: {text}")
     assert kind == "PeerLostError", (kind, text)
-    assert "rank 1 (process" in text
-    assert seconds < 10
+    assert "rank 1 (process" in text, text
+    assert seconds < 10, "gloo alone takes 30 s"
+    assert (destroyed[0], destroyed[3] < 10) == ("none", True), destroyed

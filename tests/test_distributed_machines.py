@@ -92,7 +92,7 @@ def subgroups(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("machines", ["aabb", pytest.param("abac", marks=pytest.mark.slow)])
-def test_groups_of_any_ranks(machines):
+def test_groups_hold_any_ranks(machines):
     check(run_group(run_cases, 4, [("groups", subgroups)], machines=machines), "groups")
 
 
@@ -116,7 +116,7 @@ def machine_lost(rank: int, size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("late", marks=pytest.mark.slow)])
-def test_a_machine_that_is_lost_is_named_by_its_ranks(how):
+def test_lost_machine_is_named(how):
     results = run_group(machine_lost, 4, how, machines="aabb", timeout_s=2.0)
     assert how != "killed" or results[2:] == [Died(-9)] * 2
     for rank, found in enumerate(results[:2]):
@@ -134,29 +134,6 @@ def test_a_machine_that_is_lost_is_named_by_its_ranks(how):
             assert found[name][3] < 10, (name, found[name])
 
 
-def lost_in_gloo(rank: int, size: int, name: str) -> Any:
-    """Calls that gloo does, of a group that has met nothing yet."""
-    dist.all_reduce(torch.ones(3))
-    if rank == 1:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    calls = {
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty(size), torch.ones(size)),
-        "recv": lambda: dist.recv(torch.empty(1), 1),
-        "reduce": lambda: dist.reduce(torch.ones(4), 0),
-    }
-    return error_of(calls[name])
-
-
-@pytest.mark.parametrize("name", ["all_to_all", "recv", "reduce"])
-def test_a_rank_of_another_machine_is_named_in_gloos_calls(name):
-    (kind, _, text, seconds), _ = run_group(lost_in_gloo, 2, name, machines="ab")
-    assert kind == "PeerLostError", text
-    assert "rank 1 (process" in text, text
-    assert "machine 1" in text, text
-    assert seconds < 10
-
-
 def aborted(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(3))
     if rank == 2:
@@ -166,40 +143,8 @@ def aborted(rank: int, size: int) -> Any:
     return error_of(lambda: dist.all_reduce(torch.ones(3)))
 
 
-def test_abort_ends_calls_on_the_other_machine():
+def test_abort_ends_calls_on_all_machines():
     results = run_group(aborted, 3, machines="aab")
     for kind, _, text, seconds in results[:2]:
         assert kind in ("PeerLostError", "RingarError"), text
         assert seconds < 5, text
-
-
-def differ(rank: int, size: int) -> Any:
-    return error_of(lambda: dist.all_reduce(torch.ones(3 + (rank == 2))))
-
-
-def test_who_calls_something_else_is_told_what_the_others_call():
-    results = run_group(differ, 3, machines="aab")
-    assert [kind for kind, *_ in results] == ["ArgumentError"] * 3, results
-    texts = [text for _, _, text, _ in results]
-    assert "all_reduce (sum) of 4 torch.float32 elements" in texts[0]
-    assert "rank 2 (process" in texts[0]
-    assert "all_reduce (sum) of 3 torch.float32 elements" in texts[2]
-
-
-def timeouts(rank: int, size: int) -> Any:
-    from datetime import timedelta
-
-    group = dist.group.WORLD
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
-    if rank == 1:
-        time.sleep(4)
-        return None
-    return error_of(lambda: dist.all_reduce(torch.ones(3)))
-
-
-@pytest.mark.slow
-def test_a_new_timeout_counts_between_machines():
-    (kind, _, text, seconds), _ = run_group(timeouts, 2, machines="ab", timeout_s=20.0)
-    assert kind == "CollectiveTimeout", text
-    assert 0.8 < seconds < 3, text
-    assert "has ranks [1]" in text

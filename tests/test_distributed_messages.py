@@ -39,12 +39,14 @@ def asked_again(rank: int, size: int) -> Any:
     for thread in threads:
         thread.join()
     answers = [waits, work.wait(), work.is_completed(), work.is_success(), work.exception()]
+    if rank == 1:
+        assert work._source_rank() == 0
     future = work.get_future().wait()
     here(rank, size, "asked")  # who left would be the reason
     return answers, work.result()[0].tolist(), future[0].tolist()
 
 
-def test_a_message_that_was_waited_for_is_not_asked_again():
+def test_message_is_waited_for_once():
     """Gloo would wait for another message, which nobody sends, and break off all others."""
     expected = numbers(0).tolist()
     answers = [[True] * 3, True, True, True, None]
@@ -62,7 +64,7 @@ def polled(rank: int, size: int) -> Any:
     return work.is_completed(), work.is_success(), tensor.tolist()
 
 
-def test_a_message_ends_though_nobody_waits_for_it():
+def test_message_ends_without_wait():
     assert run_group(polled, 2) == [(True, True, numbers(0).tolist())] * 2
 
 
@@ -95,7 +97,7 @@ def not_sent_yet(rank: int, size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["timeout", "any", "signal"])
-def test_a_wait_that_is_over_early_is_not_the_message_s_end(how):
+def test_early_wait_keeps_message(how):
     _, receiver = run_group(not_sent_yet, 2, how)
     assert not isinstance(receiver, str), receiver
     first, is_completed, waited_s, got = receiver
@@ -105,7 +107,7 @@ def test_a_wait_that_is_over_early_is_not_the_message_s_end(how):
     assert got == numbers(0).tolist()
 
 
-def test_a_timeout_reaches_the_works_of_what_is_coalesced():
+def test_timeout_reaches_coalesced_works():
     class Recorded:
         timeouts: list[Any]
 
@@ -123,7 +125,7 @@ def test_a_timeout_reaches_the_works_of_what_is_coalesced():
         assert work.timeouts == expected
 
 
-def test_as_many_threads_as_waits_under_way():
+def test_waits_reuse_threads():
     waiters = Waiters()
     gates = [threading.Event() for _ in range(3)]
     begun = [threading.Event() for _ in range(3)]

@@ -32,7 +32,7 @@ def threads_of(name: str) -> int:
     return sum(name in thread.name for thread in threading.enumerate())
 
 
-def test_blocked_callbacks():
+def test_blocked_callbacks_get_threads():
     """As many threads as callbacks are blocked at once, and two; none when it is closed."""
     completer = Completer("of test_blocked_callbacks")
     gates = [threading.Event() for _ in range(6)]
@@ -48,7 +48,7 @@ def test_blocked_callbacks():
     assert threads_of("of test_blocked_callbacks") == 0
 
 
-def test_slow_callbacks_are_not_taken_for_blocked_ones():
+def test_slow_callbacks_start_few_threads():
     completer = Completer("of test_few_threads")
     futures: list[Future[None]] = [Future() for _ in range(100)]
     for future in futures:
@@ -59,7 +59,7 @@ def test_slow_callbacks_are_not_taken_for_blocked_ones():
     completer.close()
 
 
-def test_future_after_the_end():
+def test_future_after_close_is_done():
     completer = Completer("of test_future_after_the_end")
     completer.close()
     future: Future[None] = Future()
@@ -111,7 +111,7 @@ def test_hooks_of_torch():
     check(run_group(run_cases, 2, work), "hooks")
 
 
-def test_a_copy_that_fails_says_so_each_time():
+def test_failed_copy_raises_each_time():
     for result in run_group(distributed_works.copy_fails, 2):
         assert not isinstance(result, (Failed, Died)), result
         assert len(result) == 5, result
@@ -128,7 +128,7 @@ def test_peer_killed():
     assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
 
 
-def test_a_call_that_is_noted_while_another_is_noted_is_not_lost():
+def test_nested_note_is_kept():
     """By another thread, or by a signal handler."""
     fallback = Fallback(None, 0, 1, timedelta(seconds=1), lambda _: None, lambda _: None)
 
@@ -160,7 +160,7 @@ def test_a_call_that_is_noted_while_another_is_noted_is_not_lost():
         ("ringar", "DETAIL", IS_BACKEND_IN_PYTHON),
     ],
 )
-def test_what_torch_hands_on(backend, debug, is_wrapped):
+def test_torch_wraps_works(backend, debug, is_wrapped):
     """Of a Backend's work torch >= 2.14 passes on wait and get_future alone; README says so."""
     env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
     results = run_group(distributed_works.wrapped, 2, backend=backend, env=env)

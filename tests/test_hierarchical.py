@@ -1,35 +1,34 @@
-"""Are several machines one group: right sums, equal bits, few bytes on the wire, and no hang?
+"""Are several machines one group: right bits, few bytes between them, and errors on all ranks?
 
 Here machines are names that processes give themselves; in `test_two_machines.py` they are networks.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
-import signal
 import time
-from collections.abc import Sequence
 from functools import partial
 
+import oracle
 import pytest
 import torch
 from cases import mostly_slow
-from oracle import DTYPES, FLOATS
 from ranks import Crew
 from torch import Tensor, nn
 
 import pyringar as pr
-from pyringar.distributed import HierarchicalCommunicator
+from pyringar.distributed import HierarchicalCommunicator, between
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.sockets import SocketInter
 from pyringar.train import ImageData, TrainConfig, Trainer
 from pyringar.train.group import Processes
 from pyringar.train.synthetic import synthetic_images
 
 TWO_BY_TWO = "aabb"
 INTERLEAVED = "abab"
+PLACES = [TWO_BY_TWO, INTERLEAVED, "abbb", "aaba", "abca", "abcd", "aaaa"]
+# Of a rank's part: none, one, odd, more than a piece.
+SIZES = (0, 1, 7, 3001)
 
 
 @pytest.fixture(scope="module")
@@ -39,117 +38,191 @@ def pool():
     made.close()
 
 
+@pytest.fixture
+def in_machine_order(monkeypatch):
+    """`oracle.reduced` adds as these machines do."""
+    return lambda machines: monkeypatch.setattr(oracle, "machines", machines)
+
+
 def join(rank, world_size, store, machines=TWO_BY_TWO, **options) -> HierarchicalCommunicator:
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+    between.PIECE_ELEMENTS = 1000
     return HierarchicalCommunicator(store, rank, world_size, **{"timeout": 20.0, **options})
 
 
-def whole(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
-    return (torch.arange(numel) % 5 + rank).to(dtype)
+def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
+    return oracle.random(numel, dtype, rank)
 
 
-def floats(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+def floats(numel: int, rank: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def by_machine(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over two machines of two ranks."""
-    a, b, c, d = tensors
-    return (a + b) + (c + d)
-
-
-# -- sums ------------------------------------------------------------------------------------------
-
-SIZES = (0, 1, 2, 3, 1001, 70_000)
+# -- bits ------------------------------------------------------------------------------------------
 
 
 def sums_as_rank(rank, world_size, store, machines, op):
-    with join(rank, world_size, store, machines, piece_bytes=65_536) as comm:
-        results = {}
-        for dtype in DTYPES:
-            tensors = [whole(numel, rank, dtype) for numel in SIZES]
-            comm.all_reduce_coalesced(tensors, op)
-            results[dtype] = tensors
-        single = whole(3, rank, torch.float32).view(3, 1)
-        comm.all_reduce(single, op)
-        return results, single, comm.nodes
+    with join(rank, world_size, store, machines) as comm:
+        found = {}
+        for dtype, numel in itertools.product(oracle.DTYPES, SIZES):
+            mine = values(numel * world_size, dtype, rank)
+            kept, part = mine.clone(), torch.empty(numel, dtype=dtype)
+            comm.reduce_scatter(part, mine, op)
+            assert oracle.same_bits(mine, kept), "its input is left alone"
+            comm.all_reduce(mine, op)
+            uneven = values(numel + 1, dtype, rank)
+            comm.all_reduce(uneven, op)
+            found[dtype, numel] = part, mine, uneven
+        listed = [values(numel, dtype, rank) for numel in (3, 700) for dtype in oracle.DTYPES]
+        comm.all_reduce_coalesced(listed, op)
+        canvas = torch.zeros(4, 6)
+        strided = values(12 * world_size, torch.float32, rank).view(-1, 12).t().contiguous().t()
+        assert comm.reduce_scatter(canvas[:, ::2], strided, op, async_op=True).wait()
+        assert not canvas[:, 1::2].any()
+        return found, listed, canvas[:, ::2].clone(), comm.nodes
 
 
-@pytest.mark.parametrize("op", mostly_slow(["sum", "mean", "max", "min", "prod"], "sum", "max"))
-@pytest.mark.parametrize("machines", [TWO_BY_TWO, INTERLEAVED, "aaaa", "abcd", "abbb"])
-def test_whole_numbers_are_exact(pool, machines, op):
+@pytest.mark.parametrize("op", mostly_slow(list(oracle.OPS), "mean", "max"))
+@pytest.mark.parametrize("machines", PLACES)
+def test_sums_have_promised_bits(pool, machines, op, in_machine_order):
+    in_machine_order(machines)
     answers = pool.check(sums_as_rank, machines, op)
-    for dtype in DTYPES:
-        for at, numel in enumerate(SIZES):
-            expected = [whole(numel, rank, dtype) for rank in range(4)]
-            pr.allreduce(expected, op)
-            for results, _, _ in answers:
-                assert torch.equal(results[dtype][at], expected[0]), (dtype, numel)
-    expected = [whole(3, rank, torch.float32).view(3, 1) for rank in range(4)]
-    pr.allreduce(expected, op)
-    assert all(torch.equal(single, expected[0]) for _, single, _ in answers)
+
+    def wanted(numel: int, dtype: torch.dtype) -> Tensor:
+        return oracle.reduced([values(numel, dtype, rank) for rank in range(4)], op)
+
+    for dtype, numel in itertools.product(oracle.DTYPES, SIZES):
+        parts, whole, uneven = zip(*(found[dtype, numel] for found, *_ in answers), strict=True)
+        case = (machines, dtype, numel)
+        oracle.assert_all_ranks(whole, wanted(4 * numel, dtype), case)
+        oracle.assert_all_ranks(uneven, wanted(numel + 1, dtype), case)
+        oracle.assert_bits(torch.cat(parts), wanted(4 * numel, dtype), case)
+    for at, (numel, dtype) in enumerate(itertools.product((3, 700), oracle.DTYPES)):
+        lists = [listed[at] for _, listed, *_ in answers]
+        oracle.assert_all_ranks(lists, wanted(numel, dtype), (machines, dtype, numel))
+    strided = torch.cat([part.reshape(-1) for *_, part, _ in answers])
+    oracle.assert_bits(strided, wanted(48, torch.float32))
     places = [[r for r in range(4) if machines[r] == m] for m in dict.fromkeys(machines)]
-    assert answers[0][2] == places
+    assert answers[0][-1] == places
 
 
-def reduced_as_rank(rank, world_size, store, make, dtype, op="sum", **options):
-    with join(rank, world_size, store, **options) as comm:
-        tensor = make(rank, dtype)
-        comm.all_reduce(tensor, op)
-        return tensor
+def copies_as_rank(rank, world_size, store, machines):
+    with join(rank, world_size, store, machines) as comm:
+        found = {}
+        for dtype, numel in itertools.product(oracle.DTYPES, SIZES):
+            gathered = torch.empty(world_size * numel, dtype=dtype)
+            comm.all_gather(gathered, values(numel, dtype, rank))
+            sent = [values(numel, dtype, rank) for _ in range(world_size)]
+            for root, tensor in enumerate(sent):
+                comm.broadcast(tensor, root)
+            found[dtype, numel] = [gathered, torch.cat(sent)]
+        canvas = torch.zeros(world_size * 3, 4)
+        turned = values(12, torch.float32, rank).view(4, 3).t()
+        assert comm.all_gather(canvas[:, ::2], turned[:, :2], async_op=True).wait()
+        assert not canvas[:, 1::2].any()
+        place = torch.empty(world_size * 5)
+        mine = place[5 * rank : 5 * rank + 5]
+        mine.copy_(values(5, torch.float32, rank))
+        comm.all_gather(place, mine)
+        return found, canvas[:, ::2].clone(), place
 
 
-def many_floats(rank: int, dtype: torch.dtype) -> Tensor:
-    return floats(5001, rank, dtype)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_machines_are_added_after_ranks_and_rounded_once(pool, dtype):
-    wide = torch.float32 if dtype.itemsize == 2 else dtype
-    expected = by_machine([many_floats(rank, dtype).to(wide) for rank in range(4)]).to(dtype)
-    for tensor in pool.check(partial(reduced_as_rank, piece_bytes=5000), many_floats, dtype):
-        assert torch.equal(tensor, expected)
+@pytest.mark.parametrize("machines", PLACES)
+def test_gathers_and_broadcasts_copy_all(pool, machines):
+    for found, strided, place in pool.check(copies_as_rank, machines):
+        for (dtype, numel), results in found.items():
+            wanted = torch.cat([values(numel, dtype, rank) for rank in range(4)])
+            for result in results:
+                assert oracle.same_bits(result, wanted), (machines, dtype, numel)
+        turned = [values(12, torch.float32, r).view(4, 3).t()[:, :2] for r in range(4)]
+        assert oracle.same_bits(strided, torch.cat(turned))
+        wanted = torch.cat([values(5, torch.float32, rank) for rank in range(4)])
+        assert oracle.same_bits(place, wanted)
 
 
 def masked(rank: int, dtype: torch.dtype) -> Tensor:
     """Small numbers, and large ones that cancel: what is left tells the order."""
-    tensor = many_floats(rank, dtype)
+    tensor = floats(5001, rank).to(dtype)
     for i, j in itertools.combinations(range(4), 2):
         at = slice(7 * i + 3 * j, None, 29)
         tensor[at] = {i: 2.0**100, j: -(2.0**100)}.get(rank, 1.0 + rank)
     return tensor
 
 
+def tree_as_rank(rank, world_size, store, machines, dtype, op):
+    with join(rank, world_size, store, machines, order="tree") as comm:
+        tensor, part = masked(rank, dtype), torch.empty(1250, dtype=dtype)
+        comm.reduce_scatter(part, tensor[:5000], op)
+        comm.all_reduce(tensor, op)
+        return tensor, part
+
+
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 @pytest.mark.parametrize("machines", [TWO_BY_TWO, "abcd", "aaaa"])
-def test_in_tree_order_machines_have_the_bits_of_one(pool, machines, op):
+def test_tree_order_gives_bits_of_one_machine(pool, machines, op):
     for dtype in (torch.float32, torch.bfloat16):
-        expected = [masked(rank, dtype) for rank in range(4)]
-        with pr.Communicator(["cpu"] * 4, order="tree") as one:
-            one.all_reduce(expected, op)
-        run = partial(reduced_as_rank, machines=machines, order="tree", piece_bytes=5000)
-        for tensor in pool.check(run, masked, dtype, op):
-            assert torch.equal(tensor, expected[0])
+        wanted = oracle.tree_reduced([masked(rank, dtype) for rank in range(4)], op)
+        answers = pool.check(tree_as_rank, machines, dtype, op)
+        oracle.assert_all_ranks([tensor for tensor, _ in answers], wanted)
+        oracle.assert_bits(torch.cat([part for _, part in answers]), wanted[:5000])
 
 
-def refuse_order_as_rank(rank, world_size, store, machines, order):
-    return caught(partial(join, rank, world_size, store, machines, order=order))[:2]
+# -- tensors that lie in another way on each rank --------------------------------------------------
+
+LIES = {
+    "contiguous": lambda x: x.clone(),
+    "spread": lambda x: torch.zeros(len(x), 3)[:, 1].copy_(x),
+    "shifted": lambda x: torch.zeros(len(x) + 1)[1:].copy_(x),
+    "negated": lambda x: torch._neg_view(-x),
+}
+
+
+def lying(rank: int, shift: int, numel: int, seed: int = 0) -> Tensor:
+    """Floats of ``rank``, that lie in one of four ways: on four ranks in all of them."""
+    how = list(LIES.values())[(rank + shift) % len(LIES)]
+    return how(values(numel, torch.float32, rank + 10 * seed))
+
+
+def lies_as_rank(rank, world_size, store, machines):
+    with join(rank, world_size, store, machines) as comm:
+        found = {}
+        for shift, numel in itertools.product(range(4), (1, 2, 7, 4097)):
+            alone, listed = (lying(rank, shift, numel) for _ in range(2))
+            many = [lying(rank, shift + i, numel + i, i) for i in range(3)]
+            comm.all_reduce(alone)
+            comm.all_reduce([listed])
+            comm.all_reduce(many, async_op=True).wait()
+            sent = lying(rank, shift, numel)
+            comm.broadcast(sent, shift)
+            parts, part = lying(rank, shift, 4 * numel, 4), lying(rank, shift + 1, numel)
+            comm.reduce_scatter(part, parts)
+            comm.all_gather(parts, lying(rank, shift, numel))
+            tensors = [alone, listed, *many, sent, part, parts]
+            found[shift, numel] = [t.resolve_neg().contiguous() for t in tensors]
+        return found
 
 
 @pytest.mark.parametrize(
-    ("machines", "order", "words"),
-    [
-        (INTERLEAVED, "tree", "that follow each other"),
-        ("abbb", "tree", "equally many ranks on each, a power of two"),
-        (TWO_BY_TWO, "rank", "expected 'any' or 'tree'"),
-        (TWO_BY_TWO, "exact", "expected 'any' or 'tree'"),
-    ],
+    "machines", mostly_slow(["aabb", "abca", "aaba", "abbb", "aaaa"], "aabb", "abca")
 )
-def test_an_order_that_machines_do_not_have_is_refused(pool, machines, order, words):
-    for kind, text in pool.check(refuse_order_as_rank, machines, order):
-        assert kind is pr.ArgumentError
-        assert f"order is '{order}' and the ranks are on 2 machines: [0" in text
-        assert words in text
+def test_strides_of_other_ranks_change_no_bit(pool, machines, in_machine_order):
+    in_machine_order(machines)
+    answers = pool.check(lies_as_rank, machines)
+
+    def summed(numel: int, seed: int) -> Tensor:
+        parts = [values(numel, torch.float32, rank + 10 * seed) for rank in range(4)]
+        return oracle.reduced(parts, "sum")
+
+    for shift, numel in answers[0]:
+        single, scattered = summed(numel, 0), summed(4 * numel, 4)
+        many = [summed(numel + i, i) for i in range(3)]
+        sent = values(numel, torch.float32, shift)
+        gathered = torch.cat([values(numel, torch.float32, rank) for rank in range(4)])
+        for rank, found in enumerate(answers):
+            part = scattered[rank * numel : (rank + 1) * numel]
+            wanted = [single, single, *many, sent, part, gathered]
+            for what, (got, want) in enumerate(zip(found[shift, numel], wanted, strict=True)):
+                oracle.assert_bits(got, want, (machines, shift, numel, rank, what))
 
 
 def modes_as_rank(rank, world_size, store):
@@ -160,100 +233,28 @@ def modes_as_rank(rank, world_size, store):
             tensors.append(floats(7, rank))
             work = comm.all_reduce_coalesced(tensors, async_op=True)
             versions = [t._version for t in tensors[:2]]
-            work.wait()
+            assert work.wait()
+            assert work.is_completed()
+            assert work.exception() is None
+            assert work.finished_ns() > 0
             comm.broadcast(tensors[2], 3)
             alone, parts = floats(7, rank), torch.zeros(28)
         comm.all_reduce(alone)  # begun outside
         comm.all_gather(parts, alone)
         comm.reduce_scatter(alone, parts)
-        assert torch.equal(alone, 4 * by_machine([floats(7, rank) for rank in range(4)]))
+        oracle.machines = TWO_BY_TWO
+        wanted = oracle.reduced([floats(7, rank) for rank in range(4)], "sum")
+        assert torch.equal(alone, 4 * wanted)
         return [t.detach().clone() for t in tensors], versions, [t._version for t in tensors[:2]]
 
 
-def test_writes_into_any_mode_and_is_counted_by_torch_at_once(pool):
+def test_writes_are_counted_at_once(pool, in_machine_order):
+    in_machine_order(TWO_BY_TWO)
     for tensors, early, late in pool.check(modes_as_rank):
         assert early == late == [1, 1]
         for tensor, numel in zip(tensors, (1001, 12, 7), strict=True):
-            wanted = by_machine([floats(numel, rank) for rank in range(4)])
+            wanted = oracle.reduced([floats(numel, rank) for rank in range(4)], "sum")
             assert torch.equal(tensor, wanted.view(3, 4).t() if numel == 12 else wanted)
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-def extremes(rank: int, dtype: torch.dtype) -> Tensor:
-    """A NaN of every rank in turn, of either sign, beside infinities; no NaN; then floats."""
-    nans = [NAN if rank == at else value for value in (1, INF, -INF) for at in range(4)]
-    negative = [-NAN if rank == at else -INF for at in range(4)]
-    plain = [rank - 1.5, -INF if rank else INF, 0.25 * rank, 65504.0 - rank]
-    flat = torch.tensor([*nans, *negative, *plain]).to(dtype)
-    return torch.cat([flat, floats(999, rank, dtype)])
-
-
-@pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_nan_of_any_machine_wins(pool, dtype, op):
-    parts = [extremes(rank, dtype) for rank in range(4)]
-    expected = functools.reduce(torch.maximum if op == "max" else torch.minimum, parts)
-    answers = pool.check(reduced_as_rank, extremes, dtype, op)
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    for tensor in answers:
-        assert torch.equal(tensor.isnan(), expected.isnan())
-        assert torch.equal(tensor[~tensor.isnan()], expected[~expected.isnan()])
-        assert torch.equal(tensor.view(kind), answers[0].view(kind)), "other bits on other ranks"
-
-
-def layouts_as_rank(rank, world_size, store):
-    with join(rank, world_size, store) as comm:
-        canvas = torch.zeros(6, 8)
-        tensors = [
-            canvas[::2, 1:5],
-            floats(24, rank).view(2, 3, 4).permute(2, 0, 1),
-            torch.tensor(float(rank)),
-            whole(7, rank, torch.int64),
-        ]
-        tensors[0].copy_(floats(12, rank).view(3, 4))
-        version = tensors[1]._version
-        work = comm.all_reduce(tensors, async_op=True)
-        assert work.wait()
-        assert work.is_completed()
-        assert work.exception() is None
-        assert work.finished_ns() > 0
-        assert tensors[1]._version > version
-        return tensors, canvas
-
-
-def test_any_layout_and_mixed_dtypes_in_the_background(pool):
-    flat, turned = (by_machine([floats(n, rank) for rank in range(4)]) for n in (12, 24))
-    for tensors, canvas in pool.check(layouts_as_rank):
-        assert torch.equal(tensors[0], flat.view(3, 4))
-        assert torch.equal(tensors[1], turned.view(2, 3, 4).permute(2, 0, 1))
-        assert tensors[2] == 6
-        assert torch.equal(tensors[3], sum(whole(7, rank, torch.int64) for rank in range(4)))
-        assert not canvas[1::2].any()
-        assert not canvas[:, 5:].any()
-
-
-def broadcasts_as_rank(rank, world_size, store, machines):
-    with join(rank, world_size, store, machines) as comm:
-        found = []
-        for root in range(world_size):
-            tensors = [floats(1000, rank), floats(12, rank, torch.bfloat16).view(3, 4).t()]
-            tensors.append(torch.tensor(rank))
-            for tensor in tensors:
-                comm.broadcast(tensor, root)
-            found.append(tensors)
-        comm.barrier()
-        return found
-
-
-@pytest.mark.parametrize("machines", [TWO_BY_TWO, INTERLEAVED])
-def test_broadcast(pool, machines):
-    for found in pool.check(broadcasts_as_rank, machines):
-        for root, (flat, turned, single) in enumerate(found):
-            assert torch.equal(flat, floats(1000, root))
-            assert torch.equal(turned, floats(12, root, torch.bfloat16).view(3, 4).t())
-            assert single == root
 
 
 def barrier_as_rank(rank, world_size, store):
@@ -266,87 +267,83 @@ def barrier_as_rank(rank, world_size, store):
         return before, time.monotonic()
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(pool):
+def test_barrier_waits_for_all(pool):
     times = pool.check(barrier_as_rank)
     assert min(after for _, after in times) >= max(before for before, _ in times)
 
 
-def group_as_rank(rank, world_size, store, machines):
-    """With torch.distributed initialised its groups may be taken."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        os.environ["PYRINGAR_NODE_ID"] = machines[rank]
-        with HierarchicalCommunicator(timeout=20.0, backend="gloo") as comm:
-            tensor = whole(1001, rank, torch.float32)
-            comm.all_reduce(tensor)
-        dist.barrier()
-        return tensor
-    finally:
-        dist.destroy_process_group()
+# -- what crosses ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machines", [TWO_BY_TWO, INTERLEAVED, "abba", "abaa"])
-def test_the_groups_of_torch_distributed(pool, machines):
-    expected = sum(whole(1001, rank, torch.float32) for rank in range(4))
-    for tensor in pool.check(group_as_rank, machines):
-        assert torch.equal(tensor, expected)
+def sent_as_rank(rank, world_size, store, machines):
+    with join(rank, world_size, store, machines) as comm:
+        parts, whole = torch.empty(1000), floats(4000, rank)
+        calls = {
+            "barrier": comm.barrier,
+            "all_reduce": lambda: comm.all_reduce(whole),
+            "reduce_scatter": lambda: comm.reduce_scatter(parts, whole),
+            "all_gather": lambda: comm.all_gather(whole, parts),
+            "broadcast": lambda: comm.broadcast(whole, 0),
+        }
+        found = {}
+        for name, call in calls.items():
+            before = comm.stats()
+            call()
+            after = comm.stats()
+            assert after["hierarchical"]["calls"] == before["hierarchical"]["calls"] + 1
+            found[name] = after["inter"]["bytes"] - before["inter"]["bytes"]
+        told = found.pop("barrier")
+        return {name: nbytes - told for name, nbytes in found.items()}, told
 
 
-# -- the wire --------------------------------------------------------------------------------------
+def test_equal_machines_send_equal_parts(pool):
+    """Flat gloo is handed all 16,000 bytes by every rank."""
+    for rank, (found, told) in enumerate(pool.check(sent_as_rank, TWO_BY_TWO)):
+        assert told == 256  # what two ranks call
+        assert found.pop("broadcast") == (8000 if rank < 2 else 0)
+        assert found == {"all_reduce": 8000, "reduce_scatter": 4000, "all_gather": 4000}
 
 
-class Recorder:
-    """An inter that notes what it is asked, over another."""
-
-    def __init__(self, inner) -> None:
-        self.inner, self.events = inner, []
-
-    def exchange(self, sent, received):
-        number = len({number for _, number in self.events})
-        self.events.append(("begin", number))
-        wait = self.inner.exchange(sent, received)
-
-        def arrive():
-            self.events.append(("wait", number))
-            return wait()
-
-        return arrive
-
-    def abort(self):
-        self.inner.abort()
-
-    def close(self):
-        self.inner.close()
+def test_first_ranks_of_unequal_machines_send(pool):
+    answers = pool.check(sent_as_rank, "abbb")
+    wanted = [(12_000, 4000, 16_000), (4000, 12_000, 0)]
+    for (found, _), (scattered, gathered, broadcast) in zip(answers[:2], wanted, strict=True):
+        assert found["all_reduce"] == 16_000
+        assert found["reduce_scatter"] == scattered
+        assert found["all_gather"] == gathered
+        assert found["broadcast"] == broadcast
+    for found, told in answers[2:]:
+        assert (*found.values(), told) == (0, 0, 0, 0, 0)
 
 
-def wire_as_rank(rank, world_size, store):
-    inter = Recorder(SocketInter(store, rank, [(rank + 2) % 4], 20.0))
-    with join(rank, world_size, store, inter=inter, piece_bytes=40_000) as comm:
-        tensor = floats(40_000, rank)
-        comm.all_reduce(tensor)
-        return inter.events, comm.stats()
+def overlapped_as_rank(rank, world_size, store):
+    with join(rank, world_size, store) as comm:
+        events, exchange = [], comm._column.exchange
+
+        def recorded(sent, received):
+            number = len([event for event, _ in events if event == "begin"])
+            events.append(("begin", number))
+            wait = exchange(sent, received)
+            return lambda: (events.append(("wait", number)), wait())
+
+        comm._column.exchange = recorded
+        comm.all_reduce(floats(4000, rank))
+        return events
 
 
-def test_two_pieces_cross_while_the_next_is_reduced_and_each_rank_sends_its_part(pool):
-    for events, stats in pool.check(wire_as_rank):
+def test_pieces_cross_while_next_is_summed(pool):
+    for events in pool.check(overlapped_as_rank):
         assert events == [
-            *(("begin", 0), ("wait", 0)),  # whether machines call the same
+            *(("begin", 0), ("wait", 0)),  # whether all ranks call the same
             *(("begin", 1), ("begin", 2)),  # sums of two pieces go there
             *(("wait", 1), ("begin", 3)),  # results of the first come back
             *(("begin", 4), ("wait", 2), ("begin", 5), ("wait", 3)),
             *(("begin", 6), ("wait", 4), ("begin", 7), ("wait", 5)),
             *(("wait", 6), ("begin", 8), ("wait", 7), ("wait", 8)),
         ]
-        # Flat gloo is handed all 160,000 bytes by every rank.
-        told_bytes = 256
-        assert stats["inter"]["bytes"] == told_bytes + 160_000 / 2
-        assert stats["hierarchical"]["bytes"] == 160_000
-        assert stats["hierarchical"]["calls"] == 1
 
 
-# -- what differs, what fails ----------------------------------------------------------------------
+# -- what differs, what is refused -----------------------------------------------------------------
 
 
 def caught(function, *args) -> tuple[type, str, float]:
@@ -365,16 +362,14 @@ DIFFERENT = {
     "op": ("(sum)", "(max)"),
     "call": ("all_reduce", "barrier"),
     "root": ("broadcast from rank 0", "broadcast from rank 2"),
-    "piece": ("in pieces of 4096", "in pieces of 64"),
 }
 
 
-def differ_as_rank(rank, world_size, store, what, odd):
+def differ_as_rank(rank, world_size, store, machines, what, odd):
     is_odd = rank in odd
-    piece_bytes = 64 if what == "piece" and is_odd else 4096
-    with join(rank, world_size, store, piece_bytes=piece_bytes) as comm:
-        mine = {"size": floats(101, rank), "dtype": floats(100, rank, torch.double)}
-        mine |= {"half": floats(100, rank, torch.bfloat16)}
+    with join(rank, world_size, store, machines) as comm:
+        mine = {"size": floats(101, rank), "dtype": floats(100, rank).double()}
+        mine |= {"half": floats(100, rank).bfloat16()}
         tensor = mine.get(what, floats(100, rank)) if is_odd else floats(100, rank)
         before = tensor.clone()
         calls = {
@@ -389,10 +384,19 @@ def differ_as_rank(rank, world_size, store, what, odd):
         return first, caught(comm.all_reduce, tensor), torch.equal(tensor, before)
 
 
-@pytest.mark.parametrize("odd", [(2, 3), (1, 3), (3,)], ids=["machine", "column", "rank"])
+ODD = {
+    "machine": (TWO_BY_TWO, (2, 3)),
+    "column": (TWO_BY_TWO, (1, 3)),
+    "rank": (TWO_BY_TWO, (3,)),
+    "rank in no column": ("abbb", (3,)),
+    "rank alone on its machine": ("abbb", (0,)),
+}
+
+
+@pytest.mark.parametrize(("machines", "odd"), ODD.values(), ids=ODD)
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_call_different_things_are_told(pool, what, odd):
-    for first, second, is_untouched in pool.check(differ_as_rank, what, odd):
+def test_different_calls_raise_on_all_ranks(pool, machines, what, odd):
+    for first, second, is_untouched in pool.check(differ_as_rank, machines, what, odd):
         assert first[0] is pr.ArgumentError, first
         assert "call different things" in first[1]
         assert all(words in first[1] for words in DIFFERENT[what]), first
@@ -402,58 +406,78 @@ def test_ranks_that_call_different_things_are_told(pool, what, odd):
         assert is_untouched
 
 
-def left_inside_as_rank(rank, world_size, store):
-    """Rank 0 has found out, and leaves rank 1 while this still sums inside."""
-    with join(rank, world_size, store) as comm:
-        links = comm._links
-        sum_inside = links.sum_inside
-
-        def is_left(*arguments) -> None:
-            sum_inside(*arguments)
-            raise pr.PeerLostError("rank 0 has aborted the group")
-
-        if rank == 1:
-            links.sum_inside = is_left
-        return caught(comm.all_reduce, floats(100, rank), "max" if rank >= 2 else "sum")
-
-
-def test_who_is_left_inside_is_told_what_the_others_call(pool):
-    for kind, text, _ in pool.check(left_inside_as_rank):
-        assert kind is pr.ArgumentError, text
-        assert "(max)" in text
-
-
 def refuse_as_rank(rank, world_size, store):
     with join(rank, world_size, store) as comm:
-        tensor = floats(3, rank)
-        found = [
-            caught(comm.all_reduce, "x"),
-            caught(comm.all_reduce, torch.zeros(2, dtype=torch.complex64)),
-            caught(partial(comm.all_reduce, tensor, order="rank")),
-            caught(partial(comm.all_reduce, tensor, algorithm="ring")),
-            caught(comm.all_reduce, tensor, "avg"),
-            caught(comm.broadcast, tensor, 4),
-            caught(comm.all_reduce_coalesced, tensor),
-            caught(comm.plan, -1),
-            caught(comm.all_reduce, tensor.clone().requires_grad_() * 2),
-        ]
+        tensor, parts = floats(3, rank), torch.ones(12)
+        calls = {
+            "is a str, expected a tensor": lambda: comm.all_reduce("x"),
+            "torch.complex64": lambda: comm.all_reduce(torch.zeros(2, dtype=torch.complex64)),
+            "order is 'rank'": lambda: comm.all_reduce(tensor, order="rank"),
+            "algorithm is 'ring'": lambda: comm.all_reduce(tensor, algorithm="ring"),
+            "op is 'avg'": lambda: comm.all_reduce(tensor, "avg"),
+            "root is 4": lambda: comm.broadcast(tensor, 4),
+            "expected a list": lambda: comm.all_reduce_coalesced(tensor),
+            "nbytes is -1": lambda: comm.plan(-1),
+            "tensors[0] requires grad": lambda: comm.all_reduce(
+                tensor.clone().requires_grad_() * 2
+            ),
+            "reduce_scatter: input has 11 elements of torch.float32 and output 3": (
+                lambda: comm.reduce_scatter(tensor, torch.empty(11))
+            ),
+            "reduce_scatter: input has 12 elements of torch.float64": (
+                lambda: comm.reduce_scatter(tensor, parts.double())
+            ),
+            "output of shape (3,) overlaps itself": (
+                lambda: comm.reduce_scatter(torch.empty(1).expand(3), parts)
+            ),
+            "all_gather: input has 3 elements of torch.float32 and output 11": (
+                lambda: comm.all_gather(torch.empty(11), tensor)
+            ),
+            "input is a str, expected a tensor": lambda: comm.all_gather(parts, "x"),
+            "timeout is 0": lambda: comm.set_timeout(0),
+        }
+        found = {words: caught(call)[1] for words, call in calls.items()}
+        assert comm.timeout_s == 20.0
+        comm.set_timeout(15)
+        assert comm.timeout_s == 15.0
+        comm.check_peers(range(world_size))
         comm.all_reduce(tensor)  # still usable
+        assert [member.rank for member in comm.members] == [0, 1, 2, 3]
         text = str(comm.plan(10_000_000)), repr(comm)
-    return found, text, caught(comm.all_reduce, tensor)
+    return (
+        found,
+        text,
+        [caught(comm.all_reduce, tensor), caught(comm.reduce_scatter, tensor, parts)],
+    )
 
 
 def test_wrong_arguments_change_nothing(pool):
     for found, (plan, text), closed in pool.check(refuse_as_rank):
-        words = [
-            *("is a str, expected a tensor", "torch.complex64", "order is 'rank'"),
-            *("algorithm is 'ring'", "op is 'avg'", "root is 4", "expected a list", "nbytes is -1"),
-            "tensors[0] requires grad",
-        ]
-        for (_, message, _), word in zip(found, words, strict=True):
-            assert word in message
+        for words, message in found.items():
+            assert words in message
         assert "2 machines of 2 ranks" in plan
         assert "machine 0 of 2" in text or "machine 1 of 2" in text
-        assert "closed" in closed[1]
+        assert all("closed" in message for _, message, _ in closed)
+
+
+def refuse_order_as_rank(rank, world_size, store, machines, order):
+    return caught(partial(join, rank, world_size, store, machines, order=order))[:2]
+
+
+@pytest.mark.parametrize(
+    ("machines", "order", "words"),
+    [
+        (INTERLEAVED, "tree", "that follow each other"),
+        ("abbb", "tree", "equally many ranks on each, a power of two"),
+        (TWO_BY_TWO, "rank", "expected 'any' or 'tree'"),
+        (TWO_BY_TWO, "exact", "expected 'any' or 'tree'"),
+    ],
+)
+def test_impossible_order_is_refused(pool, machines, order, words):
+    for kind, text in pool.check(refuse_order_as_rank, machines, order):
+        assert kind is pr.ArgumentError
+        assert f"order is '{order}' and the ranks are on 2 machines: [0" in text
+        assert words in text
 
 
 def choose_as_rank(rank, world_size, store, machines):
@@ -471,34 +495,6 @@ def test_one_machine_needs_no_hierarchy(pool):
     for kind, wrong in pool.check(choose_as_rank, TWO_BY_TWO):
         assert kind == "HierarchicalCommunicator"
         assert "order is 'rank' and the ranks are on 2 machines" in wrong
-
-
-def die_as_rank(rank, world_size, store, how):
-    comm = join(rank, world_size, store, timeout=2.0)
-    comm.all_reduce(floats(100, rank))
-    if rank == 3:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "late":
-            time.sleep(6)
-        comm.close()
-        return None
-    found = caught(comm.all_reduce, floats(100_000, rank))
-    comm.close()
-    return found
-
-
-@pytest.mark.parametrize("how", ["killed", "closed", pytest.param("late", marks=pytest.mark.slow)])
-def test_a_rank_that_is_lost_is_an_error_on_all_machines(how):
-    pool = Crew(4)
-    answers = pool.results(die_as_rank, how)
-    pool.close()
-    for rank in range(3):
-        kind, text, seconds = answers[rank]
-        assert kind in (pr.PeerLostError, pr.CollectiveTimeout), (rank, text)
-        assert seconds < (3 if how != "late" else 6), (rank, text)
-    assert "on machine 1 of 2, whose ranks [2, 3] count from 0" in answers[2][1]
-    assert "rank 1" in answers[2][1]
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -520,7 +516,7 @@ def bucketer_as_rank(rank, world_size, store):
     net, found = make_net(), []
     options = {"bucket_cap_mb": 1e-3}
     with (
-        join(rank, world_size, store, piece_bytes=3000) as comm,
+        join(rank, world_size, store) as comm,
         pr.GradientBucketer([net], comm=comm, **options) as bucketer,
     ):
         for seed in range(3):
@@ -538,11 +534,12 @@ def gradients(seed: int, rank: int) -> list[torch.Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
 
 
-def test_the_bucketer(pool):
+def test_bucketer_has_promised_bits(pool, in_machine_order):
+    in_machine_order(TWO_BY_TWO)
     answers = pool.check(bucketer_as_rank)
     for seed in range(3):
         by_rank = [gradients(seed, rank) for rank in range(4)]
-        wanted = [by_machine(same) for same in zip(*by_rank, strict=True)]
+        wanted = [oracle.reduced(same, "sum") for same in zip(*by_rank, strict=True)]
         for found, buckets, stats in answers:
             assert buckets == answers[0][1]
             assert all(b.done_s >= b.launched_s for b in stats.buckets)
@@ -568,7 +565,7 @@ def train_as_rank(rank, world_size, store, options):
     [{"batch_size": 20, "epochs": 1}, {"model": "resnet18", "width": 4, "epochs": 1}],
     ids=["lenet", "resnet18"],
 )
-def test_training_is_that_of_one_machine_up_to_rounding(pool, options):
+def test_training_matches_one_machine(pool, options):
     with Trainer(TrainConfig(ranks=4, **options), garments()) as trainer:
         alone = trainer.run()
     answers = pool.check(train_as_rank, options)

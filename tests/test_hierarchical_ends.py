@@ -1,4 +1,4 @@
-"""Do calls between machines end by Ctrl-C, handlers and abort(), and are local errors only that?"""
+"""Do calls between machines end on all ranks: by Ctrl-C, handlers, abort(), lost and late ranks?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from cases import mostly_slow
 from ranks import Crew
 
-from pyringar.distributed import HierarchicalCommunicator, sockets
+from pyringar.distributed import HierarchicalCommunicator, between, column, hierarchical
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,9 @@ def pool():
     made.close()
 
 
-def join(rank: int, store: Any) -> HierarchicalCommunicator:
-    """One rank on each of two machines."""
-    os.environ["PYRINGAR_NODE_ID"] = f"machine {rank}"
-    return HierarchicalCommunicator(store, rank, 2, timeout=20.0)
+def join(rank: int, store: Any, machines: str = "ab", timeout: float = 20.0) -> Any:
+    os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+    return HierarchicalCommunicator(store, rank, len(machines), timeout=timeout)
 
 
 def numbers(rank: int) -> torch.Tensor:
@@ -56,15 +55,13 @@ def waits(comm: HierarchicalCommunicator, tensor: torch.Tensor) -> dict[str, Cal
     }
 
 
-def ended(rank: int, size: int, store: Any, wait: str, how: str) -> Any:
+def ended(rank: int, size: int, store: Any, machines: str, wait: str, how: str) -> Any:
     """Rank 0's wait is ended while rank 1 stays away; then rank 1 calls."""
-    comm = join(rank, store)
+    comm = join(rank, store, machines)
     tensor = numbers(rank)
     comm.barrier()
     if rank == 1:
         store.wait(["ended"], timedelta(seconds=40))
-        if wait == "barrier":
-            comm.barrier()  # rank 0 has come to it
         return error_of(lambda: comm.all_reduce(tensor)), error_of(comm.close)
     if how == "abort":
         threading.Timer(0.5, comm.abort).start()
@@ -85,8 +82,9 @@ def ended(rank: int, size: int, store: Any, wait: str, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["raise", "close", "abort"])
 @pytest.mark.parametrize("wait", mostly_slow(["call", "work", "barrier"], "call"))
-def test_a_wait_ends_at_once_and_writes_nothing_after(pool, wait, how):
-    here, there = pool.check(ended, wait, how)
+@pytest.mark.parametrize("machines", ["ab", "aa"])
+def test_wait_ends_at_once(pool, machines, wait, how):
+    here, there = pool.check(ended, machines, wait, how)
     error, waited_s, got, next_error, closed = here
     assert waited_s < 10, "its timeout is 20 s"
     assert got == numbers(0).tolist()
@@ -99,7 +97,9 @@ def test_a_wait_ends_at_once_and_writes_nothing_after(pool, wait, how):
     assert next_error[0] == "RingarError", next_error
     assert closed[0] == "none", closed
     assert there[0][0] == "PeerLostError", there
-    assert "waited for ranks [0] of the other machines" in there[0][1]
+    assert machines == "aa" or "waited for ranks [0] of the other machines" in there[0][1]
+    why = {"raise": "KeyboardInterrupt", "close": "closed while", "abort": "aborted the group"}
+    assert why["abort" if (wait, how) == ("work", "raise") else how] in there[0][1], there
     assert there[1][0] == "none", there
 
 
@@ -111,22 +111,22 @@ def local_errors(rank: int, size: int, store: Any) -> Any:
         error_of(lambda: comm.all_reduce([tensor, expanded], "mean")),
         error_of(lambda: comm.broadcast(expanded, 1)),
     ]
-    empty = torch.empty
+    cat = torch.cat
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory for you")
 
-    torch.empty = refuse  # type: ignore[assignment]
+    torch.cat = refuse  # type: ignore[assignment]
     try:
         errors.append(error_of(lambda: comm.all_reduce([tensor, numbers(rank)])))
     finally:
-        torch.empty = empty
+        torch.cat = cat
     comm.all_reduce(tensor)
     comm.close()
     return errors, tensor.tolist()
 
 
-def test_an_error_of_this_rank_s_own_is_no_lost_peer(pool):
+def test_local_error_keeps_group(pool):
     for errors, got in pool.check(local_errors):
         expanded, sent, memory = errors
         assert expanded[0] == "ArgumentError"
@@ -135,43 +135,6 @@ def test_an_error_of_this_rank_s_own_is_no_lost_peer(pool):
         assert "tensor of shape (4,) overlaps itself" in sent[1]
         assert memory == ("RuntimeError", "no memory for you")
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
-
-
-def joined_late(rank: int, size: int, store: Any) -> None:
-    """Rank 1 connects, and is busy before it knows; rank 0 closes at once."""
-    plain = sockets._call
-
-    def slow(*arguments: Any) -> Any:
-        connection = plain(*arguments)
-        time.sleep(0.5)
-        return connection
-
-    sockets._call = slow
-    try:
-        comm = join(rank, store)
-    finally:
-        sockets._call = plain
-    comm.close()
-
-
-def test_who_is_connected_may_leave_while_others_do_not_know_yet(pool):
-    assert pool.check(joined_late) == [None, None]
-
-
-def negated(rank: int, size: int, store: Any) -> Any:
-    """A tensor whose memory has the other sign, there and back."""
-    comm = join(rank, store)
-    got = []
-    for root in range(2):
-        tensor = torch._neg_view(numbers(rank)) if rank == 0 else numbers(rank)
-        comm.broadcast(tensor, root)
-        got.append(tensor.tolist())
-    comm.close()
-    return got
-
-
-def test_a_broadcast_between_machines_keeps_signs(pool):
-    assert pool.check(negated) == [[(-numbers(0)).tolist(), numbers(1).tolist()]] * 2
 
 
 def dropped(rank: int, size: int, store: Any) -> Any:
@@ -189,5 +152,107 @@ def machines() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "pyringar machines"]
 
 
-def test_a_communicator_that_is_dropped_leaves_no_thread(pool):
+def test_dropped_communicator_leaves_no_thread(pool):
     assert pool.check(dropped) == [([], (numbers(0) + numbers(1)).tolist())] * 2
+
+
+# -- ranks that are lost or late -------------------------------------------------------------------
+
+
+def lost(rank: int, size: int, store: Any, machines: str, how: str) -> Any:
+    """Rank 3 does not take part in a call."""
+    comm = join(rank, store, machines, timeout=2.0)
+    comm.all_reduce(numbers(rank))
+    if rank == 3:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "late":
+            time.sleep(7)
+        comm.close()
+        return None
+    began = time.monotonic()
+    error = error_of(lambda: comm.all_reduce(torch.ones(100_000)))
+    seconds = time.monotonic() - began
+    return error, seconds, error_of(lambda: comm.all_reduce(numbers(rank))), error_of(comm.close)
+
+
+LOST = [
+    *(("aabb", "killed"), ("aaab", "killed"), ("abcd", "killed"), ("aabb", "closed")),
+    *(("aabb", "late"), ("aaab", "late")),
+]
+
+
+@pytest.mark.parametrize(
+    ("machines", "how"), mostly_slow(LOST, *[case for case in LOST if case[1] == "killed"])
+)
+def test_lost_rank_is_named_on_all_ranks(machines, how):
+    with Crew(4) as crew:
+        answers = crew.results(lost, machines, how)
+    for rank, (error, seconds, after, closed) in enumerate(answers[:3]):
+        kinds = ["CollectiveTimeout"] if how == "late" else ["PeerLostError"]
+        assert error[0] in kinds, (rank, error)
+        assert "all_reduce (sum) of 100000 torch.float32 elements" in error[1], error
+        is_same_machine = machines[rank] == machines[3]
+        place = "waited for ranks [3] of" if machines == "abcd" else "3]"
+        assert ("rank 1 (process" if is_same_machine else place) in error[1], (rank, error)
+        assert seconds < (5 if how == "late" else 3), (rank, error)
+        assert after[0] == error[0], after
+        assert "cannot be used again" in after[1]
+        assert closed[0] == "none", closed
+
+
+def unknown_network(rank: int, size: int, store: Any) -> tuple[str, str]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonsense0"
+    try:
+        return error_of(lambda: join(rank, store))
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_unknown_network_is_named(pool):
+    for kind, text in pool.check(unknown_network):
+        assert kind == "ArgumentError", text
+        assert "GLOO_SOCKET_IFNAME is 'nonsense0'" in text
+
+
+def absent(rank: int, size: int, store: Any) -> tuple[str, str]:
+    """Rank 1 meets rank 0, and does not connect."""
+    if rank == 1:
+        hierarchical.Column = lambda *_: time.sleep(3)
+    try:
+        return error_of(lambda: join(rank, store, timeout=1.0))
+    finally:
+        hierarchical.Column = column.Column
+
+
+def test_machine_that_does_not_connect_is_named(pool):
+    (kind, text), _ = pool.check(absent)
+    assert kind == "CollectiveTimeout", text
+    assert "machine 1" in text
+    assert "has ranks [1]" in text
+
+
+class SlowColumn(column.Column):
+    """Connections over which 4,000 bytes take 0.3 s."""
+
+    def exchange(self, sent: Any, received: Any) -> Any:
+        arrived = super().exchange(sent, received)
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in received.values())
+        return lambda: (time.sleep(0.3 * nbytes / 4000), arrived())
+
+
+def slowly(rank: int, size: int, store: Any) -> list[float]:
+    between.PIECE_ELEMENTS = 1000
+    hierarchical.Column = SlowColumn
+    try:
+        with join(rank, store, "aabb", timeout=0.5) as comm:
+            tensor = numbers(rank).repeat(1000)
+            comm.broadcast(tensor, 0)
+            return tensor[-5:].tolist()
+    finally:
+        hierarchical.Column = column.Column
+
+
+def test_timeout_counts_time_without_progress():
+    with Crew(4) as crew:
+        assert crew.check(slowly) == [numbers(0).tolist()] * 4

@@ -15,14 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from networks import two_machines, why_not
 
 import pyringar as pr
-
-sys.path.append(
-    str(Path(__file__).resolve().parents[1])
-)  # last: the installed pyringar comes first
-
-from networks import two_machines, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -116,7 +111,7 @@ def torchrun(machines, *program: str, num_ranks=(2, 2), timeout_s: float = 240) 
     return [out for out, _ in answers]
 
 
-def test_each_byte_crosses_once_per_machine_and_ranks_agree(machines, tmp_path):
+def test_each_byte_crosses_once(machines, tmp_path):
     program = tmp_path / "steps.py"
     program.write_text(STEPS)
     found = {}
@@ -148,7 +143,7 @@ def test_each_byte_crosses_once_per_machine_and_ranks_agree(machines, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
-def test_training_on_two_machines_is_that_on_one(machines, tmp_path, model):
+def test_training_matches_one_machine(machines, tmp_path, model):
     options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "500", "--lr", "0.02"]
     options += ["--dtype", "float64"]  # another order of sums shows after many digits only
     options += ["--width", "4"] if model == "resnet18" else []
@@ -176,7 +171,7 @@ def test_training_on_two_machines_is_that_on_one(machines, tmp_path, model):
 
 
 @pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
-def test_in_shards_two_machines_have_the_bits_of_one_rank(machines, model):
+def test_shards_have_bits_of_one_rank(machines, model):
     options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000", "--shards", "8"]
     options += ["--width", "4", "--amp"] if model == "resnet18" else []
     first, _ = torchrun(machines, "-m", "pyringar", "train", model, *options)
@@ -262,7 +257,7 @@ if backend == "gloo":
 
 
 @pytest.mark.parametrize(("kind", "most"), [("ddp", 0.72), ("fsdp", 0.75)])
-def test_fewer_bytes_of_a_step_cross_than_with_flat_gloo(machines, tmp_path, kind, most):
+def test_step_sends_less_than_gloo(machines, tmp_path, kind, most):
     program = tmp_path / "count.py"
     program.write_text(COUNT)
     crossed = {}
@@ -305,7 +300,7 @@ except (pr.PeerLostError, pr.CollectiveTimeout) as error:
 """
 
 
-def test_a_machine_that_dies_is_named_by_its_ranks_within_the_deadline(machines, tmp_path):
+def test_dead_machine_is_named_by_deadline(machines, tmp_path):
     """All its processes get SIGKILL in the middle of a call; 2 ranks are left of 2 + 3."""
     program = tmp_path / "die.py"
     program.write_text(DIE)

@@ -16,9 +16,8 @@ from pyringar.cluster.meeting import Meeting
 from pyringar.cluster.ranks import Rank
 from pyringar.cluster.work import ThreadWork
 from pyringar.distributed.backend import PythonGroup, keep_dynamo_out
-from pyringar.distributed.convert import count_changes, reduction_name
+from pyringar.distributed.convert import check_no_overlap, count_changes, reduction_name
 from pyringar.distributed.delegated import given_or_default
-from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import one_or_all
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 

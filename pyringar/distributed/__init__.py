@@ -8,9 +8,9 @@
     ddp.register_comm_hook(pyringar.distributed.HookState(), pyringar.distributed.ddp_hook)
 
 all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors go through shared
-memory, with the engine's bits and errors, and between machines over TCP, every byte once;
-everything else is handed to gloo, and CUDA tensors to NCCL where the group has one. On several
-machines `HierarchicalCommunicator` takes the place of `pyringar.ProcessCommunicator`.
+memory, with the engine's bits and errors, and every byte crosses once between machines. Other calls
+go to gloo, and CUDA tensors to NCCL where the group has one. On several machines
+`HierarchicalCommunicator` takes the place of `pyringar.ProcessCommunicator`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyringar.errors import UnsupportedError
 if not torch.distributed.is_available():
     raise UnsupportedError("this torch was built without torch.distributed")
 
-from pyringar.distributed.backend import make_communicator, register
+from pyringar.distributed.backend import register
 from pyringar.distributed.ddp import HookState, ddp_hook
 from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
 
@@ -31,7 +31,6 @@ __all__ = [
     "HookState",
     "communicator_for",
     "ddp_hook",
-    "make_communicator",
     "register",
 ]
 

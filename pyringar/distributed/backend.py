@@ -21,14 +21,13 @@ from torch._C._dynamo import eval_frame
 from torch.distributed.algorithms.join import Join
 
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
+from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.work import Completer, DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
-__all__ = ["NAME", "PythonGroup", "keep_dynamo_out", "make_communicator", "register"]
+__all__ = ["NAME", "PythonGroup", "keep_dynamo_out", "register"]
 
 NAME = "ringar"
 
@@ -40,28 +39,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 _open_groups: set[Any] = set()
 
 
-def make_communicator(
-    store: Any, rank: int, size: int, timeout: float, name: str
-) -> ProcessCommunicator | HierarchicalCommunicator:
-    """Make this rank's communicator of a group, as the backend does; all ranks call it.
-
-    Ranks of one machine meet in its memory; those of several there, and through TCP between them.
-    Tensors correspond by the index of their elements, as torch.distributed has it.
-
-    Args:
-        store: A torch.distributed store that all ranks share.
-        rank: This process's rank.
-        size: Number of ranks.
-        timeout: Seconds that a call waits for a rank which makes no progress, and this one for all.
-        name: Tells groups on one store apart.
-
-    Raises:
-        ArgumentError, PeerLostError, CollectiveTimeout, RingarError: See
-            `ProcessCommunicator`.
-    """
-    return communicator_for(store, rank, size, name=name, timeout=timeout, compares_shapes=False)
-
-
 class _Group(Collectives):
     """Make, name and end a group: shared by both forms of the backend."""
 
@@ -70,18 +47,25 @@ class _Group(Collectives):
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
         seconds = options.timeout.total_seconds()
-        comm = make_communicator(store, rank, size, seconds, options.group_id)
-        # In the part of the store that is this group's: where a restarted job finds its store as it
-        # was, gloo would take the addresses of processes that are gone.
+        comm = communicator_for(
+            store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
+        )
+        # In this group's part of the store: a restarted job may find its store as it was, with the
+        # addresses of processes that are gone.
         fallback = Fallback(
-            *(comm.store, rank, size, options.timeout, self._backend_for),
+            comm.store,
+            rank,
+            size,
+            options.timeout,
+            self._backend_for,
             set_timeout=self.set_timeout,
         )
         super()._init_collectives(comm, fallback, Completer(f"of group {options.group_id}"))
         _open_groups.add(self)
         # Threads of gloo's and of ours that outlive the interpreter would abort the process.
         close_at_exit(
-            *(self, _Group.shutdown),
+            self,
+            _Group.shutdown,
             abort=_Group.abort,
             progress=lambda group: len(group._fallback.under_way()),
         )
@@ -297,9 +281,9 @@ def keep_dynamo_out(*classes: type) -> None:
 
 
 def _keep_works_of_join() -> None:
-    """Let a DistributedDataParallel hold the work that it hands to C++ where ranks may join.
+    """Let DistributedDataParallel keep a Python reference to the work of its join().
 
-    C++ keeps what of a work is C++ alone, and would wait for ever when the rest is gone.
+    It holds only the C++ half of the Work, and would wait forever.
     """
     own: Any = Join.notify_join_context
     if getattr(own, "keeps_work", False):

@@ -21,6 +21,7 @@ from pyringar.distributed.convert import (
     Copy,
     StandIn,
     are_same,
+    check_no_overlap,
     copy_all,
     count_changes,
     for_copy,
@@ -29,7 +30,6 @@ from pyringar.distributed.convert import (
 )
 from pyringar.distributed.delegated import Delegated, by_any_name, given_or_default
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import (
     Completer,
     DelegatedPart,

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyringar.comm.arguments import DTYPES, REDUCE_OPS
-from pyringar.distributed.packing import check_no_overlap
-from pyringar.errors import UnsupportedError
+from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "NATIVE",
@@ -20,6 +19,7 @@ __all__ = [
     "StandIn",
     "are_same",
     "as_bytes",
+    "check_no_overlap",
     "copy_all",
     "count_changes",
     "for_copy",
@@ -87,6 +87,21 @@ def copy_all(copies: Sequence[Copy]) -> None:
     """Write as the engine does: into tensors of an inference mode, too, and uncounted by torch."""
     for target, source in copies:
         target.data.copy_(source)
+
+
+def check_no_overlap(name: str, tensor: Tensor) -> None:
+    """Refuse a strided tensor whose elements share addresses: there is no place for a result.
+
+    Raises:
+        ArgumentError: It is expanded.
+    """
+    if tensor.is_contiguous():
+        return
+    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ArgumentError(
+            f"{name} of shape {tuple(tensor.shape)} overlaps itself (an expanded tensor?); "
+            "expected every element at its own address"
+        )
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:

@@ -16,13 +16,13 @@ from pyringar.distributed.convert import (
     NATIVE,
     Copy,
     as_bytes,
+    check_no_overlap,
     copy_all,
     count_changes,
     has_plain_memory,
 )
 from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.messages import Message, Waiters
-from pyringar.distributed.packing import check_no_overlap
 from pyringar.distributed.work import Completer, Part, PendingWork, StepPart
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
@@ -39,7 +39,8 @@ class WatchedPart:
     """A call of gloo's that runs, as a `pyringar.distributed.work.Part`.
 
     Args:
-        comm: The group's communicator: knows who is there.
+        comm: The group's communicator: knows which ranks are there.
+        fallback: Where the call runs.
         operation: For error messages.
         peers: The ranks without which the call cannot end.
         begin: Begins it; returns gloo's work.
@@ -52,6 +53,7 @@ class WatchedPart:
     def __init__(
         self,
         comm: Any,
+        fallback: Fallback,
         operation: str,
         peers: Sequence[int],
         begin: Callable[[], Any],
@@ -60,6 +62,7 @@ class WatchedPart:
         copies: Sequence[Copy] = (),
     ) -> None:
         self._comm = comm
+        self._fallback = fallback
         self._operation = f"{operation} over {comm.world_size} ranks"
         self._peers = [rank for rank in peers if rank != comm.rank]
         self._gone_since = 0.0
@@ -68,9 +71,9 @@ class WatchedPart:
         self._check(self._peers)
         try:
             self.work = begin()
-        except RuntimeError:
-            self._check(self._peers)  # a message that could not connect, or an argument
-            raise
+        except RuntimeError as error:  # a message that could not connect, or an argument
+            self._check(self._peers)
+            self._raise_named(error)
         if waiters is not None:
             self._message = Message(waiters, partial(_receive, self.work, copies))
 
@@ -113,7 +116,9 @@ class WatchedPart:
             raise error
         if self._error is None:
             waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
-            self._error = _named(error, waited, lambda: self._check(self._peers))
+            self._error = _named(
+                error, waited, lambda: self._check(self._peers), self._comm, self._fallback
+            )
             self._comm._tell(self._error)
         raise self._error from error
 
@@ -121,7 +126,7 @@ class WatchedPart:
         _check(self._comm, self._operation, peers)
 
     def _check_while_waiting(self) -> None:
-        """Raise once a rank is gone for good: one may have done its part, while others are late."""
+        """Raise PeerLostError after a grace period: a rank may exit after finishing its part."""
         self._check([])
         try:
             self._comm.check_peers(self._peers)
@@ -165,7 +170,10 @@ class Delegated:
         rows = [[_written(t, copies) for t in row] for row in outputs]
         moved = [_read(t) for t in inputs]
         return self._hand_over(
-            *("gather", inputs, (rows, moved, opts, *more), copies),
+            "gather",
+            inputs,
+            (rows, moved, opts, *more),
+            copies,
             results=outputs[0] if outputs else [],  # as gloo's future has it
             peers=self._others(opts.rootRank),
         )
@@ -218,7 +226,10 @@ class Delegated:
         copies: list[Copy] = []
         moved = [_written(t, copies) for t in tensors]
         return self._hand_over(
-            *("recv", tensors, (moved, *more), copies),
+            "recv",
+            tensors,
+            (moved, *more),
+            copies,
             names=(name,),
             peers=peers,
             waiters=self._fallback.waiters,
@@ -245,7 +256,7 @@ class Delegated:
         try:
             gloo.monitored_barrier(limit, wait_all_ranks)
         except RuntimeError as error:
-            raise _named(error, what, check) from error
+            raise _named(error, what, check, self._comm, self._fallback) from error
 
     def _hand_over(
         self,
@@ -289,7 +300,11 @@ class Delegated:
     ) -> list[Part]:
         """Begin a call of gloo's; return it and the copies that follow it."""
         part = WatchedPart(
-            *(self._comm, operation, self._others() if peers is None else peers, begin),
+            self._comm,
+            self._fallback,
+            operation,
+            self._others() if peers is None else peers,
+            begin,
             waiters=waiters,
             copies=copies,
         )
@@ -336,8 +351,10 @@ def _check(comm: Any, operation: str, peers: Sequence[int]) -> None:
         raise PeerLostError(f"{operation}: {error}") from None
 
 
-def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeError:
-    """Return what ``check`` raises for a rank that is gone, or else gloo's error as one of ours.
+def _named(
+    error: Exception, what: str, check: Callable[[], object], comm: Any, fallback: Fallback
+) -> RuntimeError:
+    """Return the error that ``check`` raises for a lost rank, or else gloo's error as one of ours.
 
     ``what`` says which call it was.
     """
@@ -353,7 +370,9 @@ def _named(error: Exception, what: str, check: Callable[[], object]) -> RuntimeE
         if time.monotonic() >= ends:
             break
         time.sleep(0.05)
-    return (CollectiveTimeout if is_late else PeerLostError)(f"{what}: {error}")
+    lost = [comm.members[rank].name for rank in fallback.closed_peers()]
+    names = f"; {', '.join(lost)} is gone" if lost else ""
+    return (CollectiveTimeout if is_late else PeerLostError)(f"{what}: {error}{names}")
 
 
 def given_or_default(opts: Any, kind: str) -> Any:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
 from pyringar.distributed.messages import Waiters
+from pyringar.distributed.torch_groups import break_off, closed_peers, make_gloo, make_nccl
 from pyringar.distributed.work import Part
 from pyringar.errors import RingarError, UnsupportedError
 
-__all__ = ["Fallback", "break_off"]
-
-# Of messages that nobody sends.
-_NOBODYS_TAG = 2**31 - 1
+__all__ = ["Fallback"]
 
 
 class Fallback:
@@ -53,7 +49,7 @@ class Fallback:
         self._is_closed = False
         self._error: Exception | None = None
         try:
-            self._gloo = _make_gloo(*self._endpoint, set_timeout)
+            self._gloo = make_gloo(*self._endpoint, on_timeout=set_timeout)
             close_at_exit(self, Fallback.close)
         except Exception as error:  # raised when it is needed: many programs never do
             self._error = error
@@ -75,7 +71,7 @@ class Fallback:
             return self._usable_gloo(operation)
         if wanted == "nccl" and dist.is_nccl_available():
             if self._nccl is None:
-                self._nccl = _make_nccl(*self._endpoint)
+                self._nccl = make_nccl(*self._endpoint)
             return self._nccl
         raise UnsupportedError(
             f"{operation}: backend ringar takes CPU tensors, this one is on {device}; for both use "
@@ -119,6 +115,10 @@ class Fallback:
         if self._gloo is not None and not is_inherited(self):
             break_off(self._gloo)
 
+    def closed_peers(self) -> list[int]:
+        """Return the ranks whose connections of gloo are closed. Never waits."""
+        return [] if self._gloo is None else closed_peers(self._gloo)
+
     def close(self) -> None:
         """Let both go: held at exit, gloo's threads would abort the process.
 
@@ -139,51 +139,3 @@ class Fallback:
             with contextlib.suppress(RuntimeError):
                 self._nccl.shutdown()
             self._nccl = None
-
-
-def break_off(gloo: Any) -> None:
-    """Make a gloo's calls and messages fail: when one times out, it closes all connections.
-
-    What receives from any rank alone is not told.
-    """
-    for peer in range(gloo.size()):
-        if peer != gloo.rank():
-            with contextlib.suppress(RuntimeError):  # also if this connection is closed already
-                gloo.recv([torch.empty(0)], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
-
-
-def _make_gloo(
-    store: Any,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    set_timeout: Callable[[timedelta], None],
-) -> Any:
-    if not dist.is_gloo_available():
-        raise UnsupportedError("this torch was built without it")
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
-
-    kind: Any = ProcessGroupGloo
-    options = kind._Options()
-    options._timeout = timeout
-    options._threads = 2
-    # As torch's own: without names, the network on which this machine's name is found.
-    networks = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
-    options._devices = [
-        *(kind.create_device(interface=network, lazy_init=False) for network in networks)
-    ] or [kind.create_default_device(lazy_init=False)]
-
-    class Gloo(kind):  # type: ignore[misc]
-        def _set_default_timeout(self, timeout: timedelta) -> None:
-            set_timeout(timeout)
-
-    return Gloo(PrefixStore("gloo/", store), rank, size, options)
-
-
-def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    from torch._C._distributed_c10d import PrefixStore
-
-    kind: Any = dist.ProcessGroupNCCL
-    options = kind.Options()
-    options._timeout = timeout
-    return kind(PrefixStore("nccl/", store), rank, size, options)

@@ -1,9 +1,4 @@
-"""Say who meets whom between machines: pure functions of which ranks are on which.
-
-Rank ``l`` of a machine is *carried*, on another of L ranks, by rank ``l mod L``. Machines of equal
-numbers so have columns of ranks that meet each other alone; others work, too, with some ranks that
-carry for more than one.
-"""
+"""Say which ranks are on which machine, and which of them meet ranks of other machines."""
 
 from __future__ import annotations
 
@@ -16,12 +11,16 @@ __all__ = ["Machines"]
 
 
 class Machines(NamedTuple):
-    """Say which ranks are on which machine, and which is this one's place.
+    """The ranks of every machine, and the place of this process's rank.
+
+    Where machines have equally many ranks, the ranks of one local rank form a column, and each
+    column carries an equal part of the data. Else there is one column: the first rank of each
+    machine.
 
     Attributes:
-        nodes: The ranks of every machine, in the order in which they are added.
+        nodes: The ranks of every machine, in the order in which machines are added.
         node: This rank's machine.
-        local_rank: Its place there.
+        local_rank: This rank's index on its machine.
     """
 
     nodes: list[list[int]]
@@ -40,33 +39,9 @@ class Machines(NamedTuple):
         return self.nodes[self.node]
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.here[self.local_rank]
-
-    @property
     def others(self) -> list[int]:
         """The other machines, in order."""
         return [node for node in range(len(self.nodes)) if node != self.node]
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return sum(map(len, self.nodes))
-
-    def carrier(self, node: int) -> int:
-        """Return who on another machine carries what is this rank's."""
-        return self.nodes[node][self.local_rank % len(self.nodes[node])]
-
-    def carried(self, node: int) -> list[int]:
-        """Return the ranks of another machine for whom this one carries."""
-        return self.nodes[node][self.local_rank :: len(self.here)]
-
-    @property
-    def peers(self) -> list[int]:
-        """The ranks on other machines that this one meets: at least one on each."""
-        met = [{self.carrier(node), *self.carried(node)} for node in self.others]
-        return sorted(rank for ranks in met for rank in ranks)
 
     @property
     def are_equal(self) -> bool:
@@ -74,23 +49,30 @@ class Machines(NamedTuple):
         return len({len(ranks) for ranks in self.nodes}) == 1
 
     @property
-    def columns(self) -> list[list[int]]:
-        """Groups of ranks that need no connections to others."""
+    def num_columns(self) -> int:
+        """The number of columns."""
+        return len(self.here) if self.are_equal else 1
+
+    @property
+    def is_carrier(self) -> bool:
+        """Whether this rank is in a column."""
+        return self.local_rank < self.num_columns
+
+    @property
+    def column(self) -> list[int]:
+        """The ranks of this rank's column, by machine; of the first one, if it is in none."""
+        return [ranks[self.local_rank if self.is_carrier else 0] for ranks in self.nodes]
+
+    @property
+    def block_order(self) -> list[int]:
+        """All ranks by column, then by machine: the order of their parts in flat data."""
         if self.are_equal:
-            return [list(column) for column in zip(*self.nodes, strict=True)]
-        return [[rank for ranks in self.nodes for rank in ranks]]
+            return [rank for column in zip(*self.nodes, strict=True) for rank in column]
+        return [rank for ranks in self.nodes for rank in ranks]
 
     def where(self, rank: int) -> int:
         """Return the machine of a rank."""
         return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
-
-    def num_slots(self, node: int) -> int:
-        """Return for how many ranks of a machine one here carries, at most."""
-        return -(-len(self.nodes[node]) // len(self.here))
-
-    def is_even(self, node: int) -> bool:
-        """Return whether ranks here carry for as many each, those that follow each other."""
-        return len(self.here) in (1, len(self.nodes[node]))
 
     def check_order(self, order: str) -> None:
         """Refuse an order that sums of machines' sums do not have."""
@@ -109,27 +91,6 @@ class Machines(NamedTuple):
             f"order is {order!r} and the ranks are on {len(self.nodes)} machines: "
             f"{', '.join(map(str, self.nodes))}; expected {needs}"
         )
-
-    def tree(self, root: int) -> tuple[list[int], int | None, list[int]]:
-        """Say how machines pass on what rank ``root`` has, each to twice as many as before.
-
-        Returns:
-            Of each machine the rank that passes it on, the carrier of its parent's; and this
-            machine's parent, None at the root, and its children.
-        """
-        first = self.where(root)
-        num = len(self.nodes)
-        heads = [root] * num
-        for place in range(1, num):
-            above, node = (place - (place & -place) + first) % num, (place + first) % num
-            head = self.nodes[above].index(heads[above])
-            heads[node] = Machines(self.nodes, above, head).carrier(node)
-        place = (self.node - first) % num
-        lowest = place & -place if place else num
-        parent = (place - lowest + first) % num if place else None
-        steps = [1 << i for i in range(num.bit_length()) if 1 << i < lowest]
-        children = [(place + step + first) % num for step in reversed(steps) if place + step < num]
-        return heads, parent, children
 
     def __str__(self) -> str:
         sizes = sorted({len(ranks) for ranks in self.nodes})
