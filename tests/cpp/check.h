@@ -24,9 +24,6 @@ namespace pyringar::stress {
 [[noreturn]] void fail_check(const char* file, int line, const char* condition,
                              const std::string& values);
 
-// The same for what no condition says.
-[[noreturn]] void fail_round(const std::string& what);
-
 #define CHECK(condition, ...)                                            \
   do {                                                                   \
     if (!(condition)) {                                                  \

@@ -15,7 +15,6 @@ void stillness_round(Random& random);  // os/stillness.h
 void pool_round(Random& random);       // os/thread_pool.h
 void turn_round(Random& random);       // os/turn.h, os/work_queue.h
 void fused_round(Random& random);      // cpu/fused.h
-void program_round(Random& random);    // core/ring_program.h, symbolically
 void ring_round(Random& random);       // cpu/ring.h
 void direct_round(Random& random);     // cpu/direct.h
 void withheld_round(Random& random);   // ring and direct with a rank that does not come
@@ -31,10 +30,5 @@ void processes_round(Random& random);         // process/group.h, a thread per r
 void process_counters_round(Random& random);  // the same, where counters wrap
 void process_mismatch_round(Random& random);  // a rank that calls something else
 void process_failures_round(Random& random);  // ranks that stay away or leave
-
-// All 2^32 floats, vector code against scalar code: a minute.
-void compare_all_floats();
-// A data race that ThreadSanitizer must report.
-void run_planted_race();
 
 }  // namespace pyringar::stress

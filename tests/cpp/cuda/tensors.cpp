@@ -24,7 +24,7 @@ std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count) {
 }
 
 Tensors::Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
-                 Addresses addresses, const std::string& name)
+                 Addresses addresses)
     : bytes_(numel * item_bytes(dtype)) {
   const std::size_t places = kGuardBytes / item_bytes(dtype);
   const std::size_t common = addresses == Addresses::kAligned ? 0 : random.below(places);
@@ -41,7 +41,6 @@ Tensors::Tensors(Random& random, DType dtype, std::size_t count, std::size_t num
     std::byte* data = memory_.back().bytes.get() + before;
     fill(random, dtype, data, numel);
     pointers_.push_back(data);
-    share_memory(data, bytes_, count == 1 ? name : join("", name, " of rank ", i));
     before_.emplace_back(data, data + bytes_);
   }
 }

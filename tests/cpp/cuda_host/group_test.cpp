@@ -13,8 +13,6 @@
 
 namespace pyringar::stress {
 
-void share_memory(const void*, std::size_t, const std::string&) {}  // see Case for what is shown
-
 void start(Random& random, model::Options options) {
   options.one_in = random.one_in(2) ? 0 : random.between(1, 30);
   options.blocks_per_multiprocessor = random.between(1, 2);
