@@ -332,8 +332,9 @@ PTX_MISTAKES = [
 
 def has_right_order(ptx: str) -> bool:
     """Check fences, flags and cached loads of all ring kernels."""
-    kernels = [k for k in re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE) if "ring" in k]
-    for kernel in kernels:
+    kernels = re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)
+    rings = [kernel for kernel in kernels if "ring_kernel" in kernel.partition("(")[0]]
+    for kernel in rings:
         found = Counter(ORDERING.findall(kernel))
         num_of = {form: found[form] for form in SCOPED}
         if set(found) != SCOPED | UNSCOPED or re.search(r"ld\.global\.v4", kernel):
@@ -341,7 +342,7 @@ def has_right_order(ptx: str) -> bool:
         fences, flags = num_of["fence.acq_rel.sys"], num_of["st.relaxed.sys.u32"]
         if fences != num_of["fence.acq_rel.gpu"] or flags != num_of["st.relaxed.gpu.u32"]:
             return False
-    return len(kernels) > 0
+    return len(rings) > 0
 
 
 @needs_nvcc

@@ -30,7 +30,7 @@
 //           the device, where both neighbours are on it, else the system. Flags in the host's
 //           memory belong to links between devices, so they are of system scope.
 // Source    PTX ISA 9, chapter 8, sections as above. NCCL: prims_simple.h, postPeer.
-// Tests     tests/cpp/cuda/, tests/ptx judges what nvcc makes of it, tests/cuda
+// Tests     tests/cpp/cuda/ and tests/cuda; tests/test_cuda_emulated.py also checks the PTX
 #pragma once
 
 #include <cstdint>

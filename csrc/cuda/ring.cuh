@@ -18,8 +18,8 @@
 //           and everything between devices, needs no tensor to be visible to another device.
 //           In a slot, element i of a piece lies at index shift + i, so that what is 16-byte
 //           aligned in an aligned tensor is so in the slot.
-// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/ptx, tests/cuda;
-//           tests/build/test_cuda_kernels.py reads registers, loads in flight and fences
+// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda;
+//           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once
 
 #include "cuda/flag.cuh"

@@ -180,20 +180,25 @@ def test_a_graph_over_several_devices():
             gpu.assert_ranks(tensors, expected(parts, "sum", "direct"), f"replay {replay}")
 
 
-@gpu.two
-def test_no_context_on_other_devices():
-    """A thread that has used no GPU closes, waits and asks; cuda:0 has no context of ours."""
+def run_alone(code, **environment):
+    """Run ``code`` in a process of its own; return its output."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["[False,", "True]"]
+    return done.stdout.split()
+
+
+@gpu.two
+def test_no_context_on_other_devices():
+    """A thread that has used no GPU closes, waits and asks; cuda:0 has no context of ours."""
+    assert run_alone(ALONE) == ["[False,", "True]"]
 
 
 @gpu.two
@@ -242,15 +247,5 @@ print("right")
 @gpu.two
 def test_expandable_segments():
     """Memory that no peer can see goes through buffers of our own."""
-    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", EXPANDABLE],
-        env={**os.environ, **setting, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "right"
+    setting = "expandable_segments:True"
+    assert run_alone(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF=setting) == ["right"]

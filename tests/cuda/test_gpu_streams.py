@@ -100,18 +100,6 @@ def test_dropped_work_keeps_its_tensors(make_ranks):
     assert all(reference() is None for reference in watched), "held after it was done"
 
 
-@gpu.only
-def test_work_completes_without_being_waited_for(make_ranks):
-    comm = make_ranks(2)
-    tensors = gpu.ones(comm, 1000)
-    work = comm.all_reduce(tensors, async_op=True)
-    deadline = time.monotonic() + 10
-    while not work.is_completed():
-        assert time.monotonic() < deadline
-    assert work.wait() is True
-    assert (tensors[1] == 2).all()
-
-
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_threads(make_ranks, is_shared):
     """Four threads with a stream each; a communicator each, or one for all of them."""
