@@ -318,7 +318,7 @@ SCOPED = {
 }
 UNSCOPED = {"atom.global.cas.b32", "st.release.sys.u32"}
 ORDERING = re.compile(
-    r"\b(?:fence|membar|atom|red|(?:ld|st)\.(?:volatile|relaxed|acquire|release))\.[\w.]+"
+    r"(?<![\w.])(?:fence|membar|atom|red|(?:ld|st)\.(?:volatile|relaxed|acquire|release))\.[\w.]+"
 )
 PTX_MISTAKES = [
     (r"fence\.acq_rel\.\w+", ""),
