@@ -61,8 +61,11 @@ void dawdle(Random& random) {
 }
 
 Guarded::Guarded(Random& random, std::size_t bytes)
+    : Guarded(random, bytes, random.below(kGuardBytes)) {}
+
+Guarded::Guarded(Random& random, std::size_t bytes, std::size_t offset)
     : size_(bytes),
-      before_(kGuardBytes + random.below(kGuardBytes)),
+      before_(kGuardBytes + offset),
       behind_(random.one_in(2) ? 0 : kGuardBytes),
       memory_(std::make_unique_for_overwrite<std::byte[]>(before_ + bytes + behind_)) {
   std::memset(memory_.get(), static_cast<int>(kCanary), before_ + bytes + behind_);

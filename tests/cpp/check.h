@@ -84,6 +84,8 @@ void dawdle(Random& random);
 class Guarded {
  public:
   Guarded(Random& random, std::size_t bytes);
+  // Begins `offset` bytes behind a 16-byte boundary.
+  Guarded(Random& random, std::size_t bytes, std::size_t offset);
 
   std::byte* data() const { return memory_.get() + before_; }
   std::size_t size() const { return size_; }

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <deque>
-#include <memory>
 #include <vector>
 
 #include "core/fold.h"
@@ -44,14 +43,8 @@ class Tensors {
   void check_unchanged() const;
 
  private:
-  struct Memory {
-    std::unique_ptr<std::byte[]> bytes;
-    std::size_t before;
-    std::size_t behind;
-  };
-
   std::size_t bytes_;
-  std::vector<Memory> memory_;
+  std::vector<Guarded> memory_;
   std::vector<void*> pointers_;
   std::vector<std::vector<std::byte>> before_;
 };

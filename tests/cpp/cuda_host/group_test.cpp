@@ -405,10 +405,13 @@ void check_abort(Random& random) {
 
 // -- devices --------------------------------------------------------------------------------------
 
-// A process that uses cuda:1 and cuda:3 has contexts there, whichever thread calls.
+// A process that uses cuda:1 and cuda:3 has contexts there, whichever thread calls. The caller's
+// current device stays what it was, with a context or without.
 void check_contexts(Random& random) {
   start(random);
+  const int before = random.one_in(2) ? 3 : 0;
   const auto program = [&] {
+    if (before == 3) ok(cudaSetDevice(before), "cudaSetDevice");
     cuda::Group group({3, 1}, {kLong});
     const auto algorithm = random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing;
     Case call(random, {3, 1}, algorithm, 2);
@@ -424,7 +427,7 @@ void check_contexts(Random& random) {
     call.check();
     int current = -1;
     ok(cudaGetDevice(&current), "cudaGetDevice");
-    CHECK(current == 0, "the current device is another: ", current);
+    CHECK(current == before, "the current device is ", current, ", not ", before);
   };
   if (random.one_in(2)) {
     program();
