@@ -165,13 +165,13 @@ def builder(tmp_path_factory):
 
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-def test_the_group_on_the_modelled_runtime(builder):
+def test_group_on_runtime_model(builder):
     check_right(builder.build(), ROUNDS)
 
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", some(MISTAKES, "leaves-before-the-others", "gradients-of-now"))
-def test_a_planted_mistake_is_noticed(builder, tmp_path, name):
+def test_planted_mistake_is_noticed(builder, tmp_path, name):
     mistake = MISTAKES[name]
     program = builder.build(name, mistake.plant(tmp_path), f"cuda/{mistake.file}")
     check_noticed(program, ROUNDS, name)

@@ -159,7 +159,7 @@ def test_single_pieces_between_others(check: Check, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("base", range(-9, 1))
-def test_wherever_counters_wrap(check: Check, base: int) -> None:
+def test_counters_wrap_anywhere(check: Check, base: int) -> None:
     prove(check, ["direct:3,exchange:3,registered:1,direct:2", "exchange:4,direct:4"], base=base)
 
 
@@ -192,7 +192,7 @@ def test_refused_calls_end_on_every_rank(check: Check, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_calls_go_on_after_refused_ones(check: Check, ranks: int) -> None:
+def test_calls_after_refused_ones(check: Check, ranks: int) -> None:
     """A call that ranks make again, since their tensors lie otherwise than those of others."""
     refused = ["refused:1", "refused:2", "refused-exchange:1", "refused-exchange:3"]
     lists = [f"{a},{b},{c}" for a, b, c in itertools.product(SINGLE, refused, STAGED)]
@@ -273,7 +273,7 @@ def test_smallest_number_of_staging_slots(check: Check, calls: str, ranks: int) 
         prove(check, [calls], ranks=ranks, slots=slots)
 
 
-def test_staging_slots_are_as_many_as_needed(check: Check) -> None:
+def test_staging_slots_are_minimal(check: Check) -> None:
     def is_proved(slots: int) -> bool:
         return all(check(mix, slots=slots).is_proved for mix in mixes(LONG, 2))
 
@@ -366,7 +366,7 @@ def test_planted_bug_is_refuted(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_direct_call_must_bring_reduced_up(check: Check, ranks: int) -> None:
+def test_direct_call_raises_reduced(check: Check, ranks: int) -> None:
     options = {"ranks": ranks, "bug": LEFT_BEHIND}
     prove(check, ["direct:1", "registered:1"], reduced_behind=TURNS - 1, **options)
     refute(check, "direct:1", UNREDUCED, reduced_behind=TURNS, **options)
@@ -381,7 +381,7 @@ def test_a_direct_call_must_bring_reduced_up(check: Check, ranks: int) -> None:
     )
 
 
-def test_a_trace_holds_what_is_needed_and_no_more(check: Check) -> None:
+def test_trace_is_minimal(check: Check) -> None:
     options = {"bug": LEFT_BEHIND, "reduced_behind": TURNS}
     trace = refute(check, "direct:1", UNREDUCED, **options).text.splitlines()[:-1]
     assert trace == [

@@ -154,7 +154,7 @@ def test_layouts(ranks_of, algorithm, layout):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("algorithm", NATIVE)
-def test_all_gradients_of_a_network_at_once(ranks_of, algorithm, world_size):
+def test_gradients_of_a_network(ranks_of, algorithm, world_size):
     for params in (lenet_params(), resnet18().to("meta").parameters()):
         shapes = [p.shape if p.numel() < 300_000 else (999, 101) for p in params]
         parts = gpu.lists_of(shapes, (torch.float32,), world_size)
@@ -232,7 +232,7 @@ def test_ten_thousand_calls(make_ranks):
             call.judge(f"call {number}")
 
 
-def test_a_step_in_shards_has_the_bits_of_any_number_of_ranks(device):
+def test_sharded_step_ignores_rank_count(device):
     module = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 3))
     x = torch.randn(64, 20, generator=torch.Generator().manual_seed(1)).to(device)
     shards = x.split(8)

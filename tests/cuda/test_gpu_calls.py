@@ -108,7 +108,7 @@ def test_bind(ranks_of, algorithm, is_list):
         gpu.assert_ranks(tensors, part[0], algorithm)
 
 
-def test_allreduce_is_the_books(ranks_of):
+def test_allreduce_in_place(ranks_of):
     for world_size in (1, 2, 5, 8):
         for numel in (0, 1, 1009):
             parts = inputs(numel, torch.float32, world_size)
@@ -120,7 +120,7 @@ def test_allreduce_is_the_books(ranks_of):
             gpu.assert_ranks(data, reduced(parts, "sum"))
 
 
-def test_the_grader_passes_it_in_a_process_of_its_own(device):
+def test_grader_passes_in_own_process(device):
     """Not in this process, which has a GPU already: one that forks has none."""
     command = ["-m", "pyringar", "check", "pyringar:allreduce", "--timeout", "60"]
     devices = ["--devices", f"{device},{device},cpu"]
@@ -128,7 +128,7 @@ def test_the_grader_passes_it_in_a_process_of_its_own(device):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_autograd_notices(ranks_of, device):
+def test_autograd_sees_new_version(ranks_of, device):
     tensors = gpu.ones(ranks_of(2), 5)
     before = [tensor._version for tensor in tensors]
     ranks_of(2).all_reduce(tensors)
@@ -161,7 +161,7 @@ def test_plan_topology_and_stats(make_ranks, device):
 
 
 @gpu.only
-def test_tensors_on_the_wrong_device(ranks_of, comm_of, device):
+def test_wrong_device_is_refused(ranks_of, comm_of, device):
     mixed = [torch.ones(3, device=device), torch.ones(3)]
     with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] is on cpu, expected cuda:0"):
         ranks_of(2).all_reduce(mixed)
@@ -171,12 +171,12 @@ def test_tensors_on_the_wrong_device(ranks_of, comm_of, device):
 
 
 @gpu.only
-def test_a_device_that_is_not_there():
+def test_missing_device_is_refused():
     with pytest.raises(pr.ArgumentError, match=r"cuda:99.*not on this machine.*cuda:0"):
         pr.Communicator(["cuda:0", "cuda:99"])
 
 
-def test_a_closed_communicator_refuses(make_ranks):
+def test_closed_communicator_refuses(make_ranks):
     comm = make_ranks(2)
     tensors = gpu.ones(comm, 3)
     bound = comm.bind(tensors)
@@ -214,7 +214,7 @@ class Interface:
 
 
 @gpu.only
-def test_the_cuda_array_interface(ranks_of):
+def test_cuda_array_interface(ranks_of):
     parts = gpu.drawn(100, torch.float32, 2)
     tensors = gpu.placed(ranks_of(2), parts)
     ranks_of(2).all_reduce([Interface(tensor) for tensor in tensors])
