@@ -132,7 +132,7 @@ MISTAKES = {
         "staging.cpp", "if (last_use != nullptr) last_use->wait_for();", ""
     ),
     "failed-call-runs-on": Mistake(
-        "background.cpp", "    wait_for();  // whoever", "    // whoever"
+        "background.cpp", "    wait_for();  // the caller", "    // the caller"
     ),
     "capture-of-others-joined": Mistake(
         "background.cpp", "if (other == 0 || other == capture) continue;", "continue;"

@@ -4,11 +4,11 @@
 //           the kernels run under ThreadSanitizer.
 // Units     nanoseconds on the device's global clock.
 // Contract  settle(), then signal(): everything that the threads of the block wrote and read before
-//           is over for whoever has seen the counter through wait(): it reads what was written, and
-//           may overwrite what was read. Counters only grow (modulo 2^32). A wait ends: with the
-//           counter, with somebody else's failure, or when nothing that is waited for has moved for
-//           the timeout (a little longer for later steps, see kNsPerStep), which is reported once
-//           per device. Data moves past L1, which other multiprocessors do not see.
+//           is over for a block that has seen the counter through wait(): it reads what was
+//           written, and may overwrite what was read. Counters only grow (modulo 2^32). A wait
+//           ends: with the counter, with another block's failure, or when the counter has not moved
+//           for the timeout (a little longer for later steps, see kNsPerStep), which is reported
+//           once per device. Data moves past L1, which other multiprocessors do not see.
 //
 //             all threads   write payload, read slots        (weak)
 //             block         barrier                          settle(): bar.sync orders what all

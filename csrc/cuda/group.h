@@ -61,7 +61,7 @@ class Group {
   // What captures the streams; 0: nothing. Refuses where that is not the same for all of them.
   CaptureId check_captures(const Collective& collective, Streams streams) const;
   GroupStats stats();
-  // Waits for calls that use memory of the group's own. Raises a failure that nobody was told.
+  // Waits for calls that use memory of the group's own. Raises a failure that no call has raised.
   void close();
   // Kernels that wait leave, with anything in the tensors; every call raises from now on. Ends
   // calls that wait for such kernels, close() included.

@@ -195,7 +195,7 @@ class BlockRing {
       failure.what = Awaited::kMessage;
     });
   }
-  // Its patience ends after that of any message: what is missing shows there first.
+  // Times out after any wait for a message, so that a missing message is reported first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
     const bool is_partial = 0 < action && action < args_.world_size - 1;
     if (shared_.sees_next() && !is_partial) return true;  // it stays where it is
@@ -224,7 +224,7 @@ class BlockRing {
  private:
   using Kind = typename RingMove<E>::Kind;
 
-  // One fence for both flags of an action, none where nobody else is concerned.
+  // One fence for both flags of an action, none if no other block reads the data.
   PYRINGAR_DEVICE void tell(std::uint32_t* flag, std::uint32_t n) {
     if (!is_settled_) settle(shared_.scope);
     is_settled_ = true;

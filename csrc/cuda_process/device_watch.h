@@ -63,7 +63,7 @@ class DeviceWatch {
   std::uint32_t last() const { return last_.load(std::memory_order_acquire); }
   // Changes with everything that any rank's GPU gets done.
   std::uint64_t progress() const;
-  // Releases the streams at once, whoever they wait for.
+  // Releases the streams at once, for all ranks that they wait for.
   void abort();
 
  private:
