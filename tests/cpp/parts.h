@@ -24,7 +24,6 @@ void async_round(Random& random);      // a Group's queue, many threads, close
 void two_groups_round(Random& random);
 void float_mode_round(Random& random);  // a caller that flushes denormals and rounds upwards
 void no_threads_round(Random& random);  // the system refuses threads
-void fork_round(Random& random);
 void flat_view_round(Random& random);         // process/flat_view.h
 void processes_round(Random& random);         // process/group.h, a thread per rank
 void process_counters_round(Random& random);  // the same, where counters wrap

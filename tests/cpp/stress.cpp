@@ -33,7 +33,6 @@ constexpr Part kParts[] = {
     {"two-groups", &two_groups_round, Often::kMany},
     {"float-mode", &float_mode_round, Often::kFew},
     {"no-threads", &no_threads_round, Often::kFew},
-    {"fork", &fork_round, Often::kOnce},
     {"packed-line", &flat_view_round, Often::kMany},
     {"processes", &processes_round, Often::kMany},
     {"counters", &process_counters_round, Often::kMany},
