@@ -22,8 +22,8 @@ void group_round(Random& random);      // cpu/group.h, one call after the other
 void late_rank_round(Random& random);  // a Group's timeout, and what it does afterwards
 void async_round(Random& random);      // a Group's queue, many threads, close
 void two_groups_round(Random& random);
-void float_mode_round(Random& random);  // a caller that flushes denormals and rounds upwards
-void no_threads_round(Random& random);  // the system refuses threads
+void float_mode_round(Random& random);        // a caller that flushes denormals and rounds upwards
+void no_threads_round(Random& random);        // the system refuses threads
 void flat_view_round(Random& random);         // process/flat_view.h
 void processes_round(Random& random);         // process/group.h, a thread per rank
 void process_counters_round(Random& random);  // the same, where counters wrap
