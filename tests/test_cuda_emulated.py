@@ -60,7 +60,7 @@ VARIANTS = {
     "fast": Variant("g++", FAST_FLAGS, 15),
     "fast-clang": Variant("clang++", ("-O3", MANY_THREADS), 15),
 }
-WITHOUT_THREADS = {"table", "fused-all", "fused-mean", "fused"}
+WITHOUT_THREADS = {"fused-all", "fused-mean", "fused"}
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,9 @@ MISTAKES = {
         "pack.cuh", "x / divisor.value", "x / static_cast<T>(divisor.value)", "fused-mean"
     ),
     "head-in-bytes": Mistake(
-        "table.h", "(16 - misalignment(0)) % 16 / item_", "(16 - misalignment(0)) % 16", "table"
+        "table.h", "(16 - misalignment(0)) % 16 / item_", "(16 - misalignment(0)) % 16", "fused-all"
     ),
-    "tile-not-found": Mistake("table.h", "first_tile <= tile", "first_tile < tile", "table"),
+    "tile-not-found": Mistake("table.h", "first_tile <= tile", "first_tile < tile", "fused-all"),
 }
 
 
