@@ -1,9 +1,8 @@
-"""Does the CUDA engine's host code do what CUDA allows, on a runtime that takes it at its word?
+"""The CUDA engine's host code on a model of CUDA's runtime, also with mistakes planted.
 
-`tests/cpp/cuda_model` is a CUDA runtime made of rules, on the host's memory: streams that run late
-and in any order that CUDA allows, a race check on every access, captures, contexts, frees that
-wait. The engine's own host code and kernels run on it; then with mistakes planted, each of which
-must be noticed. All are slow.
+`tests/cpp/cuda_model` is a CUDA runtime on the host's memory: streams run late and in any order
+that CUDA allows, and every access is checked for races. The engine's own host code and kernels run
+on it. A rule of the model is tested by the planted mistakes that break it. All are slow.
 """
 
 from __future__ import annotations
