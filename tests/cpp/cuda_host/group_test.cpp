@@ -412,6 +412,11 @@ void check_contexts(Random& random) {
   const int before = random.one_in(2) ? 3 : 0;
   const auto program = [&] {
     if (before == 3) ok(cudaSetDevice(before), "cudaSetDevice");
+    const auto check_current = [&] {
+      int current = -1;
+      ok(cudaGetDevice(&current), "cudaGetDevice");
+      CHECK(current == before, "the current device is ", current, ", not ", before);
+    };
     cuda::Group group({3, 1}, {kLong});
     const auto algorithm = random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing;
     Case call(random, {3, 1}, algorithm, 2);
@@ -421,13 +426,12 @@ void check_contexts(Random& random) {
     const cuda::Event done(3);
     done.record(streams[0]);
     done.make_wait(streams[1], 1);
+    check_current();
     call.read(group, streams);
     group.close();
     model::run_to_end();
     call.check();
-    int current = -1;
-    ok(cudaGetDevice(&current), "cudaGetDevice");
-    CHECK(current == before, "the current device is ", current, ", not ", before);
+    check_current();
   };
   if (random.one_in(2)) {
     program();
