@@ -11,11 +11,10 @@ from test_cuda_emulated import EMULATED, FLAGS, PLAIN, below
 from test_stress import BASE_FLAGS, CSRC, RUN_TIMEOUT_S, STRESS, compile_all, require, run
 
 MODEL = STRESS / "cuda_model"
-RULES = sorted(MODEL.glob("*rules_test.cpp"))
 COMMON = [
     *(CSRC / "cuda/kernels.cpp", *sorted((CSRC / "cuda").glob("kernels_*.cu"))),
     *(EMULATED / "cuda_emulator.cpp", STRESS / "check.cpp", STRESS / "oracle.cpp"),
-    *(path for path in sorted(MODEL.glob("*.cpp")) if path not in RULES),
+    *sorted(MODEL.glob("*.cpp")),
 ]
 # Calls of memcpy and names of functions are seen by the model.
 OWN_FLAGS = ("-g", "-fno-builtin-memcpy", "-Wno-psabi")
@@ -72,10 +71,6 @@ class Builder:
             # A mistake may leave a variable that nobody reads.
             objects.update(zip(own, self.compile(own, csrc, name, "-w"), strict=True))
         return self.link([*objects.values(), *self.constant, *_common], name)
-
-    def rules(self) -> Path:
-        """Return the program that judges the model."""
-        return self.link([*self.compile(RULES, CSRC, "rules"), *_common], "rules")
 
     def link(self, objects: Sequence[Path], name: str) -> Path:
         program = self.folder / f"{name}_test"

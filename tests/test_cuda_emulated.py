@@ -1,17 +1,21 @@
 """Are the CUDA kernels right on CPU threads, without a GPU?
 
 Sanitizers, both compilers, and kernels with a mistake planted, which must be noticed. One build per
-test; all are slow, sanitizers, -O3 and most mistakes thorough.
+test; all are slow, sanitizers, -O3 and most mistakes thorough. The lines of `flag.cuh` that nvcc
+alone compiles are checked in its PTX.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from nvcc import needs_nvcc
 from test_stress import (
     BASE_FLAGS,
     COMPILE_TIMEOUT_S,
@@ -25,8 +29,12 @@ from test_stress import (
     compile_all,
     execute,
     require,
+    run,
     some,
 )
+
+from pyringar.engine import compile as engine_compile
+from pyringar.engine import toolchain
 
 EMULATED = STRESS / "cuda"
 SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "rounds")]
@@ -52,7 +60,7 @@ VARIANTS = {
     "fast": Variant("g++", FAST_FLAGS, 15),
     "fast-clang": Variant("clang++", ("-O3", MANY_THREADS), 15),
 }
-WITHOUT_THREADS = {"table", "fused-all", "fused-mean", "fused"}
+WITHOUT_THREADS = {"fused-all", "fused-mean", "fused"}
 
 
 @dataclass(frozen=True)
@@ -212,9 +220,9 @@ MISTAKES = {
         "pack.cuh", "x / divisor.value", "x / static_cast<T>(divisor.value)", "fused-mean"
     ),
     "head-in-bytes": Mistake(
-        "table.h", "(16 - misalignment(0)) % 16 / item_", "(16 - misalignment(0)) % 16", "table"
+        "table.h", "(16 - misalignment(0)) % 16 / item_", "(16 - misalignment(0)) % 16", "fused-all"
     ),
-    "tile-not-found": Mistake("table.h", "first_tile <= tile", "first_tile < tile", "table"),
+    "tile-not-found": Mistake("table.h", "first_tile <= tile", "first_tile < tile", "fused-all"),
 }
 
 
@@ -300,3 +308,54 @@ def test_headers_stand_alone(compiler):
         if header.name != "kernels_impl.cuh"
     ]
     compile_all(commands)
+
+
+# The instructions of a ring kernel that order memory. Every fence and flag has both scopes.
+SCOPED = {
+    form.format(scope)
+    for scope in ("gpu", "sys")
+    for form in ("fence.acq_rel.{}", "ld.acquire.{}.u32", "st.relaxed.{}.u32")
+}
+UNSCOPED = {"atom.global.cas.b32", "st.release.sys.u32"}
+ORDERING = re.compile(
+    r"(?<![\w.])(?:fence|membar|atom|red|(?:ld|st)\.(?:volatile|relaxed|acquire|release))\.[\w.]+"
+)
+PTX_MISTAKES = [
+    (r"fence\.acq_rel\.\w+", ""),
+    (r"fence\.acq_rel\.sys", "fence.acq_rel.gpu"),
+    (r"st\.relaxed\.sys", "st.relaxed.gpu"),
+    (r"ld\.acquire\.", "ld.relaxed."),
+    (r"st\.release\.sys\.u32", "st.global.u32"),
+    (r"ld\.global\.cg\.v4", "ld.global.v4"),
+]
+
+
+def has_right_order(ptx: str) -> bool:
+    """Check fences, flags and cached loads of all ring kernels."""
+    kernels = re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)
+    rings = [kernel for kernel in kernels if "ring_kernel" in kernel.partition("(")[0]]
+    for kernel in rings:
+        found = Counter(ORDERING.findall(kernel))
+        num_of = {form: found[form] for form in SCOPED}
+        if set(found) != SCOPED | UNSCOPED or re.search(r"ld\.global\.v4", kernel):
+            return False
+        fences, flags = num_of["fence.acq_rel.sys"], num_of["st.relaxed.sys.u32"]
+        if fences != num_of["fence.acq_rel.gpu"] or flags != num_of["st.relaxed.gpu.u32"]:
+            return False
+    return len(rings) > 0
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.timeout(COMPILE_TIMEOUT_S)
+def test_ptx_orders_memory(tmp_path):
+    toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
+    nvcc = [*toolkit.nvcc.command, *engine_compile.NVCC_FLAGS, "-arch=compute_90", "-ptx"]
+    made = tmp_path / "kernels.ptx"
+    source = CSRC / "cuda/kernels_int32.cu"
+    done = run([*nvcc, f"-I{CSRC}", source, "-o", made], COMPILE_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout
+    ptx = made.read_text()
+    assert has_right_order(ptx)
+    for pattern, instead in PTX_MISTAKES:
+        assert not has_right_order(re.sub(pattern, instead, ptx)), f"{pattern} went unnoticed"

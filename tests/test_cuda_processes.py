@@ -47,7 +47,7 @@ def num_gpus() -> int:
         (1.5, "device is 1.5, expected a device such as"),
     ],
 )
-def test_devices_that_are_none(device, words):
+def test_malformed_device_raises(device, words):
     with pytest.raises(pr.ArgumentError, match=words):
         pr.ProcessCommunicator(device=device)
 
@@ -72,7 +72,7 @@ def on_rank_wrong_kind(state: SimpleNamespace, name: str) -> list[str]:
     return ["nobody noticed"]
 
 
-def test_gpus_for_all_ranks_or_for_none(new_crew):
+def test_mixed_kinds_of_device_raise(new_crew):
     crew = new_crew(2)
     crew.join()
     for [text] in crew.run(on_rank_wrong_kind, name=new_name()):
@@ -90,7 +90,7 @@ def on_rank_device(state: SimpleNamespace) -> list[str]:
     return [str(state.comm.device), repr(state.comm), *texts]
 
 
-def test_the_device_is_told(crew_of):
+def test_device_is_shown(crew_of):
     device, text, *refusals = crew_of(2).run(on_rank_device)[0]
     assert device == "cpu"
     assert "device='cpu'" in text
@@ -391,7 +391,7 @@ def test_calls_that_differ(new_gpu_crew):
 
 
 @gpu
-def test_a_rank_that_stays_away(new_gpu_crew):
+def test_absent_rank_times_out(new_gpu_crew):
     crew = new_gpu_crew(3, timeout=2.0)
     crew.start(on_rank_reduce, [0, 2])
     culprit = f"rank 1 (process {crew[1].pid}"
@@ -401,7 +401,7 @@ def test_a_rank_that_stays_away(new_gpu_crew):
 
 @gpu
 @pytest.mark.parametrize("is_large", [False, True])
-def test_a_rank_that_is_killed(new_gpu_crew, is_large):
+def test_killed_rank_is_lost(new_gpu_crew, is_large):
     numel = 3 * limit_bytes("process_slot") if is_large else 1000
     crew = new_gpu_crew(3, timeout=30.0)
     assert crew.run(on_rank_reduce, numel=numel) == [True] * 3
@@ -427,7 +427,7 @@ def on_rank_synchronize(state) -> None:
 
 
 @gpu
-def test_a_rank_that_is_killed_while_its_device_is_busy(new_gpu_crew):
+def test_killed_rank_with_busy_device(new_gpu_crew):
     """The others' streams wait for an event that its device never comes to."""
     crew = new_gpu_crew(3, timeout=20.0)
     crew.run(on_rank_reduce)
@@ -460,7 +460,7 @@ def on_rank_memory(state, rounds: int) -> list[int]:
 
 
 @gpu
-def test_close_gives_the_memory_back(new_gpu_crew):
+def test_close_frees_memory(new_gpu_crew):
     crew = new_gpu_crew(2)
     for free in crew.run(on_rank_memory, rounds=6):
         assert least_growth(free[1:]) < limit_bytes("process_slot"), free

@@ -161,13 +161,13 @@ def builder(tmp_path_factory):
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("rounds", [10, pytest.param(ROUNDS, marks=pytest.mark.thorough)])
-def test_ranks_in_processes_on_devices_of_memory(builder, rounds):
+def test_processes_on_runtime_model(builder, rounds):
     check_right(builder.build(), rounds)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_noticed(builder, tmp_path, name):
+def test_planted_mistake_is_noticed(builder, tmp_path, name):
     file, edits = MISTAKES[name]
     check_noticed(builder.build(name, planted(tmp_path, file, edits), file), ROUNDS, name)

@@ -1,6 +1,6 @@
 // collective: one call on all ranks of a group, checked and ready to run.
 //
-// Units     elements; the tensors' memory is borrowed: whoever submits a Collective keeps it alive.
+// Units     elements; the tensors' memory is borrowed: the caller keeps it alive.
 // Contract  bindings/prepare makes it, the groups of cpu/ and cuda/ run it. Pointer tables point
 //           into `pointers`, which therefore never grows again; a Collective may be moved.
 // Threads   none.

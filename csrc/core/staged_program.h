@@ -13,8 +13,8 @@
 //
 //           and waits for those of all ranks (acquire). Nothing tells a writer that a slot is free:
 //           it follows. A rank announces n only after it is done with n - 2, and says n reduced
-//           only after it is done with n - 1; whoever writes slot n % 4 has seen one of the two
-//           from everybody, so that nobody still reads what was there, message n - 4:
+//           only after it is done with n - 1. A rank that writes slot n % 4 has seen one of the two
+//           from all ranks, so that no rank still reads message n - 4 there:
 //
 //             direct     writes n after all said n - 2 reduced    -> all are done with n - 3
 //             exchange   writes n after all announced n - 2       -> all are done with n - 4

@@ -1,7 +1,7 @@
 // direct: every rank reduces its own slice from all peers, in rank order, and writes it to all.
 //
 // Units     elements; pointers borrowed for the call.
-// Contract  rank order. Between the two barriers nobody else touches a slice but its owner:
+// Contract  rank order. Between the two barriers only the owner touches a slice:
 //             all inputs ready | barrier | read peers, write peers | barrier | results visible
 // Threads   direct_rank() is called once per rank, all at once. False: a wait failed.
 // Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp

@@ -139,7 +139,7 @@ std::size_t traffic_bytes_of(std::span<const Buffers> tensors) {
 }
 
 // How many threads may work on a call at once. One that its caller waits for keeps no more of them
-// busy than an operation of torch's would; where torch computes meanwhile there is no such number.
+// busy than an operation of torch's would. While torch computes there is no such number.
 int most_threads(std::size_t traffic_bytes, Beside beside) {
   if (traffic_bytes < kAloneBytes) return 1;
   const int in_torch = beside == Beside::kTorch ? 0 : torch_team::num_threads();

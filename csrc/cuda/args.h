@@ -36,7 +36,7 @@ struct Failure {
 // What every kernel that waits is given.
 struct Patience {
   std::uint64_t timeout_ns;  // without progress of who is waited for
-  std::uint32_t* gave_up;    // one word on this device: 0, or 1 once somebody has failed
+  std::uint32_t* gave_up;    // one word on this device: 0, or 1 once a block has failed
   Failure* failure;
   std::int32_t withheld;  // rank that does not take part; -1 for none
 };

@@ -74,7 +74,7 @@ std::shared_ptr<Done> Background::submit(const Collective& collective, Streams c
   try {
     run_and_always([&] { group_->run(collective, own); }, note);
   } catch (const Error&) {
-    wait_for();  // whoever hears of it may let go of the tensors
+    wait_for();  // the caller may free the tensors after the error
     throw;
   }
   return done;

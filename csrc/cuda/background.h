@@ -23,9 +23,9 @@ class Done {
   Done(const std::vector<int>& devices, Streams streams);
 
   CaptureId capture() const { return capture_; }  // 0: none
-  bool is_done() const;                           // not for what is captured
+  bool is_done() const;                           // not for a captured call
   void make_wait(Streams streams) const;
-  void wait_for() const;  // on the host, for what is not captured
+  void wait_for() const;  // on the host; not for a captured call
 
  private:
   const std::vector<int> devices_;

@@ -4,11 +4,11 @@
 //           the kernels run under ThreadSanitizer.
 // Units     nanoseconds on the device's global clock.
 // Contract  settle(), then signal(): everything that the threads of the block wrote and read before
-//           is over for whoever has seen the counter through wait(): it reads what was written, and
-//           may overwrite what was read. Counters only grow (modulo 2^32). A wait ends: with the
-//           counter, with somebody else's failure, or when nothing that is waited for has moved for
-//           the timeout (a little longer for later steps, see kNsPerStep), which is reported once
-//           per device. Data moves past L1, which other multiprocessors do not see.
+//           is over for a block that has seen the counter through wait(): it reads what was
+//           written, and may overwrite what was read. Counters only grow (modulo 2^32). A wait
+//           ends: with the counter, with another block's failure, or when the counter has not moved
+//           for the timeout (a little longer for later steps, see kNsPerStep), which is reported
+//           once per device. Data moves past L1, which other multiprocessors do not see.
 //
 //             all threads   write payload, read slots        (weak)
 //             block         barrier                          settle(): bar.sync orders what all
@@ -25,12 +25,12 @@
 //           as do the threads of a bar.sync with each other (8.9.4); causality order goes through
 //           both (8.9.5), so that a read can miss no write before it, and see none behind it
 //           (8.10.6). Flags of both directions share the fence: "taken" alone would do without one
-//           only if nothing overtook the loads before a barrier, which holds for all GPUs that we
-//           know of (NCCL relies on it) but is not in the model. Fence and flags have one scope:
+//           only if nothing overtook the loads before a barrier, which holds on known GPUs (NCCL
+//           relies on it) but is not in the model. Fence and flags have one scope:
 //           the device, where both neighbours are on it, else the system. Flags in the host's
 //           memory belong to links between devices, so they are of system scope.
 // Source    PTX ISA 9, chapter 8, sections as above. NCCL: prims_simple.h, postPeer.
-// Tests     tests/cpp/cuda/, tests/ptx judges what nvcc makes of it, tests/cuda
+// Tests     tests/cpp/cuda/ and tests/cuda; tests/test_cuda_emulated.py also checks the PTX
 #pragma once
 
 #include <cstdint>
@@ -65,22 +65,14 @@ inline void trap_unless_aligned(const void* pointer) {
 }
 #endif
 
-// Volatile keeps each behind the wait before it and ahead of the fence after it; loads may still be
-// in flight together, which a clobber of all memory would not hinder but would have the kernel's
-// arguments loaded again and again.
-template <bool kEvictsFirst = false>
-PYRINGAR_DEVICE Bytes16 load16(const void* from) {
+// `volatile` keeps loads after the wait before them and before the fence after them. Without a
+// clobber of all memory the kernel's arguments stay in registers.
+PYRINGAR_DEVICE inline Bytes16 load16(const void* from) {
 #if defined(__CUDACC__)
   Bytes16 b;
-  if constexpr (kEvictsFirst) {
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b.word[0]), "=r"(b.word[1]), "=r"(b.word[2]), "=r"(b.word[3])
-                 : "l"(from));
-  } else {
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b.word[0]), "=r"(b.word[1]), "=r"(b.word[2]), "=r"(b.word[3])
-                 : "l"(from));
-  }
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b.word[0]), "=r"(b.word[1]), "=r"(b.word[2]), "=r"(b.word[3])
+               : "l"(from));
   return b;
 #else
   trap_unless_aligned(from);
@@ -216,8 +208,8 @@ PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value, Sco
 // Looks at the clock and at others' failures only every so often.
 inline constexpr unsigned kSpinsPerLook = 64;
 
-// Ranks that all began to wait together would give up together, but only one reports: it should be
-// the culprit's neighbour, who waits for the earliest step, and not one who waits for that one.
+// Ranks that began to wait together would give up together, but only one reports. A later step
+// waits longer, so that the neighbor of the missing rank reports.
 inline constexpr std::uint64_t kNsPerStep = 5'000'000;
 
 // One thread waits. `report` fills in who waited for whom.

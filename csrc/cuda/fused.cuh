@@ -8,7 +8,7 @@
 //           addition. Beyond 8 sources it goes on in groups of 4 (of 8-byte elements, 2). Tensors
 //           that are not aligned alike are loaded in single elements, in the same groups.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/ptx, tests/cuda; tests/build/test_cuda_kernels.py
+// Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
 #pragma once
 
 #include "core/fold.h"

@@ -108,7 +108,7 @@ void Group::check_usable_locked() {
   if (!failure_.empty()) fail(ErrorKind::kTimeout, failure_);
 }
 
-// "": none that nobody was told.
+// "" if there is none, or a call has raised it.
 std::string Group::new_failure() {
   if (!failure_.empty() || is_aborted()) return "";
   std::string failure = ring_ == nullptr ? "" : ring_->failure(operation_);

@@ -2,24 +2,22 @@
 //
 // Units     bytes, nanoseconds. A Collective borrows the tensors' memory; on return the work is
 //           enqueued, not done, and tensors must live until it is.
-// Contract  Work starts after what is on each device's stream, and the streams go on after it; the
-//           host never waits, except for ranks in the host's memory.
-//           One device: `fused` and `direct` are one launch for everything that a kernel's
-//           arguments hold. Several: all streams meet, every device folds its slice of every
-//           tensor, and the streams meet again; no kernel waits. Calls with a root are cut alike,
-//           so that its link does not carry k - 1 tensors. `ring` is one launch per device and
-//           tensor, whose blocks wait for each other; between devices such calls of a process
-//           follow each other. Captures: all streams in one capture, or none; else the call is
-//           refused before anything is enqueued, and so is a ring between devices. What a captured
-//           call needs is made for it, lives as long as the graph, and is nobody else's: graphs are
-//           replayed beside eager calls, and after close(), from when on nobody is told of a wait
-//           that fails there. Memory of the group's own is used by one call after the other,
-//           whatever their streams. A kernel's failed wait is found by the next call,
-//           check_usable() and close(): the group then refuses everything with that reason, as
-//           after abort(). The devices stay usable.
-//           A ring between devices is enqueued on one after the other, and the first waits for the
-//           last: what waits for a device meanwhile, such as another library's cudaFree, can hold
-//           both up until the timeout. `direct` has no such waits.
+// Contract  Work starts after what is on each device's stream, and the streams go on after it. The
+//           host waits only for ranks in the host's memory.
+//           One device: `fused` and `direct` are one launch for all tensors that a kernel's
+//           arguments hold. Several: the streams meet, each device folds its slice of every tensor,
+//           and the streams meet again; no kernel waits. Calls with a root are cut alike, so that
+//           its link does not carry k - 1 tensors. `ring` is one launch per device and tensor,
+//           whose blocks wait for each other; rings between devices run one at a time in a process.
+//           Captures: all streams are in one capture, or none; a ring between devices cannot be
+//           captured. A captured call has memory of its own that lives as long as the graph. Graphs
+//           may be replayed beside eager calls and after close(); after close() a wait that fails
+//           in a replay is not reported.
+//           A kernel's failed wait is raised by the next call, check_usable() or close(). The group
+//           then refuses everything with that reason, as after abort(). The devices stay usable.
+//           A ring between devices is launched on one device after the other, and the first kernel
+//           waits for the last. A call that waits for a device meanwhile, such as another library's
+//           cudaFree, can hold both up until the timeout. `direct` has no such waits.
 // Threads   any; calls of one group run one at a time. abort() waits for none of them.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
@@ -63,7 +61,7 @@ class Group {
   // What captures the streams; 0: nothing. Refuses where that is not the same for all of them.
   CaptureId check_captures(const Collective& collective, Streams streams) const;
   GroupStats stats();
-  // Waits for calls that use memory of the group's own. Raises a failure that nobody was told.
+  // Waits for calls that use memory of the group's own. Raises a failure that no call has raised.
   void close();
   // Kernels that wait leave, with anything in the tensors; every call raises from now on. Ends
   // calls that wait for such kernels, close() included.

@@ -5,7 +5,7 @@
 //           floats in fp32 and rounded once, integers wrap, no contraction, no flushing (see the
 //           compiler flags in pyringar/engine/compile.py).
 // Threads   pure functions, any.
-// Tests     tests/cpp/cuda/, tests/ptx, tests/cuda compares CPU bits with GPU bits
+// Tests     tests/cpp/cuda/, tests/cuda compares CPU bits with GPU bits
 #pragma once
 
 #include <cmath>

@@ -56,7 +56,7 @@ std::uint32_t read_word(const Memory& word, int device, const Stream& stream) {
 
 bool probe(int from, int to) {
   const BesideCaptures beside;
-  // Of its own: the default stream would meet those that are captured.
+  // Not the default stream, which would synchronize with captured streams.
   const Stream stream_from(from);
   const Stream stream_to(to);
   const Memory remote = device_memory(to, kProbeWords * sizeof(std::uint32_t));

@@ -3,8 +3,8 @@
 // Contract  A rank's gradients come on any of its device's streams, each in its own: the backward
 //           pass of an operation runs on the stream of its forward pass. Once a rank's last
 //           gradient of a bucket has come, an event is recorded in every stream on which one came,
-//           and again in the stream of one that comes once more. Whoever reduces the bucket waits
-//           for the events of all ranks, and so for nothing that backward does later.
+//           and again in the stream of one that comes once more. The stream that reduces the bucket
+//           waits for the events of all ranks, and so for nothing that backward does later.
 // Threads   any; a bucket may leave in one while gradients come in others.
 // Tests     tests/cpp/cuda_host
 #pragma once

@@ -12,14 +12,13 @@
 //             writer's side  taken                              the reader (next)
 //             own            base                               the rank itself, at its end
 //
-//           Between ranks of one device a message is its flag where its data stays: a rank's own
-//           part is read in its input, a result in its output, as on the CPU (cpu/ring.cpp says why
-//           both stay), and the launch ends for all of them together. What lies in slots, partials
-//           and everything between devices, needs no tensor to be visible to another device.
-//           In a slot, element i of a piece lies at index shift + i, so that what is 16-byte
-//           aligned in an aligned tensor is so in the slot.
-// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/ptx, tests/cuda;
-//           tests/build/test_cuda_kernels.py reads registers, loads in flight and fences
+//           Ranks of one device read each other's inputs and results in place; only partial sums go
+//           through slots (cpu/ring.cpp says why both stay unchanged meanwhile). Between devices
+//           all data goes through slots, so that no tensor has to be visible to another device.
+//           In a slot, element i of a piece lies at index shift + i: 16-byte alignment in an
+//           aligned tensor is kept.
+// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda;
+//           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once
 
 #include "cuda/flag.cuh"
@@ -31,7 +30,7 @@ PYRINGAR_DEVICE inline int prev_of(const RingProgram& program) {
   return (program.rank + program.world_size - 1) % program.world_size;
 }
 
-// What a block is about, the same for its threads and out of the way of their registers.
+// A block's arguments, in shared memory to save registers.
 struct RingShared {
   struct Tensor {
     const void* input;
@@ -83,8 +82,8 @@ struct RingShared {
   }
 };
 
-// What a message's data is made of and goes to, as run_ring_action decides: an engine for it that
-// moves nothing.
+// One message: where its data comes from and where the result is written. run_ring_action fills it
+// in, BlockRing::perform moves the data.
 template <typename E>
 class RingMove {
  public:
@@ -196,7 +195,7 @@ class BlockRing {
       failure.what = Awaited::kMessage;
     });
   }
-  // Its patience ends after that of any message: what is missing shows there first.
+  // Times out after any wait for a message, so that a missing message is reported first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
     const bool is_partial = 0 < action && action < args_.world_size - 1;
     if (shared_.sees_next() && !is_partial) return true;  // it stays where it is
@@ -225,7 +224,7 @@ class BlockRing {
  private:
   using Kind = typename RingMove<E>::Kind;
 
-  // One fence for both flags of an action, none where nobody else is concerned.
+  // One fence for both flags of an action, none if no other block reads the data.
   PYRINGAR_DEVICE void tell(std::uint32_t* flag, std::uint32_t n) {
     if (!is_settled_) settle(shared_.scope);
     is_settled_ = true;
@@ -269,7 +268,7 @@ class BlockRing {
   bool is_settled_ = true;  // nothing was moved since the last fence
 };
 
-// What run_ring calls for this engine: one place that moves data, whatever the action.
+// Chosen by run_ring: this engine moves data in one place for all actions.
 template <typename E, typename Op>
 PYRINGAR_DEVICE void run_ring_action(BlockRing<E, Op>& engine, const RingProgram&, int action,
                                      Range range, std::uint32_t n_in, std::uint32_t n_out) {

@@ -24,7 +24,7 @@ constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
 constexpr int kMaxChannels = 256;
 // Blocks that wait for other devices: what a link of 450 GB/s has in flight in 2 us, 0.9 MB, 32 KB
-// a block. More would take multiprocessors from whatever the other devices wait for.
+// a block. More would take multiprocessors from work that other devices wait for.
 constexpr int kMaxWaitingBlocks = 32;
 // Slots and pieces are multiples of these.
 constexpr std::size_t kSlotStepBytes = 256;
@@ -100,7 +100,7 @@ std::string RingLinks::describe(const Failure& failure, const char* operation) c
               failure.seen, " of ", failure.wanted, ")");
 }
 
-// As many as all ranks of every device can have on it at once, whatever the dtype.
+// As many as all ranks of every device can have resident at once, for every dtype.
 void RingLinks::choose_channels(int max_blocks, const char* operation) {
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int index = devices_[d].index;

@@ -7,7 +7,7 @@
 //           batch of them before it uses the first. Where one of a job's tensors is not aligned as
 //           the slots are, the whole range goes element by element.
 // Threads   all of a block, with the same arguments; no order among them.
-// Tests     tests/cpp/cuda/ring_test.cpp, tests/ptx, tests/build/test_cuda_kernels.py
+// Tests     tests/cpp/cuda/ring_test.cpp, tests/build/test_cuda_kernels.py
 #pragma once
 
 #include <type_traits>

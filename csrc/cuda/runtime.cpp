@@ -20,7 +20,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// After these every call of the process fails, whatever it is.
+// After these every CUDA call of the process fails.
 bool is_sticky(cudaError_t status) {
   switch (status) {
     case cudaErrorIllegalAddress:
@@ -39,7 +39,7 @@ bool is_sticky(cudaError_t status) {
   }
 }
 
-// Of the driver's functions, those that fail as the runtime's do.
+// For functions of the driver.
 void check_driver(CUresult status, const char* call, int device) {
   if (status == CUDA_SUCCESS) return;
   fail(ErrorKind::kCuda, call, " on cuda:", device, ": error ", static_cast<int>(status));
@@ -167,7 +167,7 @@ Memory device_memory(int device, std::size_t bytes) {
   void* raw = nullptr;
   check(cudaMalloc(&raw, bytes), "cudaMalloc", device);
   Memory memory(raw, Release{device, false});
-  // On a stream of its own: the default stream would meet those that are captured.
+  // Not on the default stream, which would synchronize with captured streams.
   const Stream stream(device);
   check(cudaMemsetAsync(raw, 0, bytes, stream.get()), "cudaMemsetAsync", device);
   check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);

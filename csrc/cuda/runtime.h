@@ -1,9 +1,9 @@
 // runtime: the CUDA runtime with owners and exceptions: devices, streams, events, memory.
 //
 // Contract  every failed call is an Error of kind kCuda that names the call, the device and CUDA's
-//           reason. Owners release on the device they were made on and never throw. No device gets
-//           a context but those that are named here. Whatever other threads capture goes on: memory
-//           is allocated, freed and cleared, and events are asked, beside captures.
+//           reason. Owners release on the device they were made on and never throw. Only devices
+//           named here get a context. Captures of other threads go on while memory is allocated,
+//           freed and cleared and events are queried.
 // Threads   any; the current device of the calling thread is left as it was.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
@@ -129,13 +129,13 @@ inline bool is_capturing(cudaStream_t stream, int device) {
   return capture_of(stream, device) != 0;
 }
 
-// Held while launches that wait for each other across devices are enqueued: two such calls could
-// begin in another order on each device. And while a Group allocates or frees memory, which waits
-// for devices: between two launches of a call it would wait for ever.
+// Held while launches that wait for each other across devices are enqueued, so that two calls begin
+// in the same order on each device; and while a Group allocates or frees memory, which waits for
+// devices and would deadlock between two launches of a call.
 std::unique_lock<std::mutex> lock_launches();
 
-// What owns memory that kernels wait in. Its last owner may let go of it anywhere, also where CUDA
-// may not be called; the next free_leftovers() frees it, in turn with launches.
+// For owners of memory in which kernels wait. The last reference may go where CUDA may not be
+// called; the next free_leftovers() frees the memory, not beside launches.
 void free_later(std::unique_ptr<void, void (*)(void*)> what);
 void free_leftovers();
 template <typename T, typename... Arguments>
@@ -144,8 +144,7 @@ std::shared_ptr<T> freed_later(Arguments&&... arguments) {
           [](T* what) { free_later({what, [](void* it) { delete static_cast<T*>(it); }}); }};
 }
 
-// What a graph's replays need lives as long as the graph that the stream is captured in, and as
-// what is made of it.
+// Keeps `what` alive as long as the graph that captures the stream, and its executables.
 void keep_with_graph(cudaStream_t stream, int device, std::shared_ptr<void> what);
 
 // A function of the driver, which this library does not link against.

@@ -2,7 +2,7 @@
 //
 // Contract  buffers lie in the host's memory if a rank does or if devices do not reach each other,
 //           else on the rank's device. They grow and are used again by later calls, which must
-//           follow each other: whoever calls sees to that.
+//           follow each other, which the caller ensures.
 // Threads   one at a time.
 // Tests     tests/cpp/cuda_host
 #pragma once

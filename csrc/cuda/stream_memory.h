@@ -12,7 +12,7 @@
 //           libcuda. Their second version, of CUDA 11.7, is there without being asked for; the
 //           attribute that says so was the first version's. A driver that refuses them all the same
 //           is an Error of kind kUnsupported, as is memory that it does not register.
-//           Waits that nobody satisfies end nowhere: see cuda_process/staging.h for why ours do.
+//           A wait without a write never ends: see cuda_process/staging.h for why ours end.
 // Threads   any.
 // Source    CUDA Driver API, Stream Memory Operations
 // Tests     tests/cpp/cuda_processes

@@ -7,7 +7,7 @@
 //           16-byte aligned for every pointer of the segment. Tile t of a segment holds vectors
 //           [t * tile_packs, ...); its first tile also takes head and tail. A segment without
 //           vectors (its pointers disagree modulo 16) is cut into tiles of single elements.
-// Tests     tests/cpp/cuda/table_test.cpp: all alignments, dtypes and sizes around every edge
+// Tests     tests/cpp/cuda/table_test.cpp, tests/cpp/cuda/fused_test.cpp
 #pragma once
 
 #include <cstddef>

@@ -125,8 +125,7 @@ void DeviceWatch::look() {
   stillness_.set_timeout(host_.timeout());
   stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
   const int culprit = most_behind();
-  // A GPU that is no further itself is busy with other work, and whoever waits for it finds that
-  // late.
+  // If this GPU is no further itself, it is busy with other work: its peers will find it late.
   if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();
   if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;
@@ -153,7 +152,7 @@ std::int32_t DeviceWatch::lead(int rank, int other) const {
   return static_cast<std::int32_t>(value_of(a.reduced) - value_of(b.reduced));
 }
 
-// As PeerWatch says; -1: this rank's streams wait for nobody.
+// As PeerWatch says; -1: this rank's streams wait for no rank.
 int DeviceWatch::most_behind() const {
   int last = -1;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {

@@ -2,31 +2,26 @@
 // streams that wait for it come to an end.
 //
 // Units     messages, as core/staged_program.h counts them; nanoseconds.
-// Contract  The words of a rank's DeviceLine, which only grow (modulo 2^32). Its streams write
-// them:
+// Contract  The words of a rank's DeviceLine only grow (modulo 2^32). The rank's streams write
+//           them; other ranks' streams wait for the first two, hosts for the third:
 //
 //             announced   its part of message n lies in its slot
 //             reduced     its slice of message n is finished there
 //             finished    it is done with n, the last message of a call
 //
-//           Streams of all ranks wait for the first two; `finished` is for hosts. While calls of
-//           this rank are on its GPU, a thread of its own looks at the words twenty times a second:
+//           While calls of this rank are on its GPU, a thread looks at the words 20 times a second:
 //
-//             lost    A rank whose process is gone, though this rank's streams wait for its words:
-//                     what it had enqueued went with it.
-//             late    The rank that is furthest behind, once it has stood still for the timeout
-//                     while this rank's GPU was further.
+//             lost    a rank whose process has ended while this rank's streams wait for it
+//             late    the rank furthest behind, once it has not moved for the timeout while this
+//                     rank's GPU was further
 //
-//           All ranks are told first (the failure that they share), then its words are raised to
-//           what this rank's streams wait for, again and again while they do: every survivor
-//           releases its own, and they cannot undo each other's, since hosts only raise words. A
-//           rank that lives and goes on may write smaller numbers once more: a finite number of
-//           times. A process that is gone writes nothing: its channels went before it.
-//           Nothing else releases: other failures leave streams nothing to wait for that is not
-//           enqueued, and results of calls before them are right.
+//           Then all ranks are told the failure, and the words of that rank are raised to what this
+//           rank's streams wait for. Every survivor raises them for itself, repeatedly; raising
+//           commutes. A late rank may write smaller numbers again, a finite number of times.
+//           No other failure raises words: everything its streams wait for is enqueued.
 //           `released` keeps what the rank had finished when its words were first raised: calls
-//           that end with a later message are void on every rank, whichever of them raised it.
-//           The thread makes no call of CUDA's: others may hold its locks for as long as a stream
+//           that end with a later message are void on every rank.
+//           The thread makes no CUDA calls: another thread may hold CUDA's locks while a stream
 //           waits, or capture.
 // Threads   begin() and expect_*() one at a time; all else any.
 // Tests     tests/cpp/cuda_processes
@@ -68,7 +63,7 @@ class DeviceWatch {
   std::uint32_t last() const { return last_.load(std::memory_order_acquire); }
   // Changes with everything that any rank's GPU gets done.
   std::uint64_t progress() const;
-  // Releases the streams at once, whoever they wait for.
+  // Releases the streams at once, for all ranks that they wait for.
   void abort();
 
  private:

@@ -47,7 +47,7 @@ bool all_others_are_gone(const ProcessGroup& group) {
   return true;
 }
 
-// Whoever gets it knows that what was under way may be void.
+// After such an error the caller knows that results under way may be void.
 bool is_about_peers(const Error& error) {
   return error.kind() == ErrorKind::kPeerLost || error.kind() == ErrorKind::kTimeout;
 }
@@ -111,7 +111,7 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
 CudaProcessGroup::~CudaProcessGroup() {
   try {
     close();
-  } catch (const Error&) {  // whoever wants to hear it calls close()
+  } catch (const Error&) {  // close() would have raised it
   }
 }
 
@@ -348,7 +348,7 @@ bool CudaProcessGroup::close(Leaving leaving) {
   free_leftovers();
   const bool is_idle = !is_left_running(*host_);
   if (leaving != Leaving::kAfterCalls) {
-    has_told_.store(true);  // whoever does not wait knows
+    has_told_.store(true);  // the caller chose not to wait
   } else if (!is_idle && !has_told_.exchange(true)) {
     const PeerWatch& watch = host_->watch();
     fail(ErrorKind::kTimeout, "close: the GPU of ", watch.name_of(host_->rank()),

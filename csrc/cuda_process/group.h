@@ -2,16 +2,16 @@
 // data, process/group meets the other ranks.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
-// Contract  that of process/group: same calls in the same order, what differs is raised before
-//           tensors are written, failures are everybody's. A call that returns has been enqueued,
-//           after what was on its stream. Streams that are captured are refused.
-//           What was enqueued ends, whatever becomes of other ranks (cuda_process/device_watch); if
-//           it ended without their data the next call says so, or the call's work, or close().
-//           close() waits for this rank's GPU, as long as any rank's makes progress within the
-//           timeout, and frees what it can: slots that other ranks may still read stay, until those
-//           have closed or died and this process makes or closes another group. It throws, once,
-//           what nobody has been told: a GPU that has not come to its end, a call that had returned
-//           and ended without its data. What on_nap throws leaves the rest to the next close().
+// Contract  That of process/group: the same calls in the same order; a mismatch is an error before
+//           tensors are written; a failure ends the group on all ranks. A call returns once it is
+//           enqueued, after the work on its stream. Streams under capture are refused.
+//           All enqueued work ends (cuda_process/device_watch). If it ended without the data of a
+//           lost rank, the next call, the call's work or close() raises.
+//           close() waits for this rank's GPU while any rank makes progress within the timeout. It
+//           frees its memory, except slots that other ranks may still read: these are freed when
+//           this process makes or closes another group after the others have closed or died.
+//           close() raises each failure that no call has raised, once. If on_nap throws, the next
+//           close() does the rest.
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once

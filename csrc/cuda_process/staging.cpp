@@ -183,7 +183,7 @@ StagedCall::StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaSt
 
 void StagedCall::end() {
   is_open_ = false;
-  // Exchanges leave it behind; nobody waits for this.
+  // Exchanges leave it behind. No rank waits for this write.
   const bool is_far_behind = !reached(staging_.last_reduced_, last_ - kMostBehind);
   if (is_far_behind) staging_.write_reduced(last_, stream_);
   // Before the record: the next call, on another stream, may write it as soon as that is done.

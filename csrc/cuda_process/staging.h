@@ -1,33 +1,30 @@
-// staging: the slots that one rank shows to ranks in other processes, theirs as they are seen here,
-// and the counters by which streams of all ranks wait for each other.
+// staging: the slots that one rank shows to ranks in other processes, and the counters by which the
+// streams of all ranks wait for each other.
 //
 // Units     bytes; message n lies in slot n % kStagingSlots, see core/staged_program.h.
-// Contract  Every rank owns kStagingSlots slots (memory of its own, never torch's, whose allocator
-//           may hand out what cannot be exported) and the words of its DeviceLine in the group's
-//           shared memory, see cuda_process/device_watch.h. Its streams write them, all other
-//           ranks' streams wait for them. Data is only ever read from another rank's memory, never
-//           written there; so no wait has to flush remote writes.
-//           The host waits first, on its own counters of the shared memory, which a rank sets once
-//           it has enqueued the write of the word; then it asks the stream to wait. So whatever a
-//           stream waits for was enqueued, in whichever process, before the wait was. Queues that
-//           run in the order in which they were filled cannot wait for each other in a circle then:
-//           the entry that was enqueued first, of those that have not run, can run. That holds for
-//           any number of groups and threads, where streams of a process share one queue of the
-//           hardware (CUDA_DEVICE_MAX_CONNECTIONS=1), where a call of CUDA's waits for the device,
-//           and where processes take turns on one GPU: the driver warns that it does not see this
-//           order, and need not. A wait is the work of a queue's front end; no kernel waits. It
-//           would not hold if hosts met in the first message of a call only. What ends a wait for a
-//           process that is gone: device_watch.
-//           Why no slot is used again too early: a rank's stream holds copy_in(n) after its waits
-//           for the words n - 2 of all ranks: `reduced` in a direct call, `announced` in an
-//           exchange. On the stream of its owner the first stands after all it read of n - 3, the
-//           second after all it read of n - 4. That is the table of core/staged_program.h with
-//           streams in place of hosts; it needs each rank's calls to follow each other in stream
-//           order (StagedCall), and every message of a group to go through words, or all streams to
-//           be drained before it. A word that was raised for a rank that is lost or late says less:
-//           kernels may then read slots while they are written. They stay where they are: what the
-//           calls give is void, the group has failed, and memory is freed and unmapped as always.
-//           Others may read the slots until they have unmapped them: the owner frees after that.
+// Contract  Every rank owns kStagingSlots slots, allocated here: torch's allocator may return
+// memory
+//           that cannot be exported. It also owns the words of its DeviceLine in the group's shared
+//           memory (cuda_process/device_watch.h). Its streams write these words, and all other
+//           ranks' streams wait for them. Ranks only read from each other's slots, so that no wait
+//           has to flush remote writes.
+//
+//           No deadlock: a rank enqueues the write of a word, then sets its own counter in shared
+//           memory. The other hosts wait for that counter before they enqueue a stream's wait for
+//           the word. So each write is enqueued before all waits for it, in any process, and the
+//           oldest entry that has not run can always run. This holds for any number of groups and
+//           threads, with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), and where processes
+//           share a GPU. It needs the counters for every message, not only for the first of a call.
+//
+//           No slot is reused too early: copy_in(n) follows this stream's waits for the words n - 2
+//           of all ranks, which are `reduced` in a direct call and `announced` in an exchange. The
+//           owner writes the first after all its reads of n - 3, the second after those of n - 4.
+//           This needs each rank's calls in stream order (StagedCall). After a rank is lost, its
+//           words are raised by hosts, and kernels may read slots while they are written: the
+//           results are void, the group has failed, and the memory stays until it is freed as
+//           usual.
+//
+//           The owner frees its slots after the other ranks have unmapped them.
 // Threads   one at a time; is_idle(), progress(), abort(), last() any.
 // Source    CUDA Driver API, Stream Memory Operations
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py

@@ -29,20 +29,16 @@ constexpr std::byte kCanary{0xa5};
 
 void set_position(const Position& now) { position = now; }
 
-void fail_round(const std::string& what) {
+void fail_check(const char* file, int line, const char* condition, const std::string& values) {
   static std::mutex once;
   once.lock();  // kept: the first failure is the one to read
-  std::fprintf(stderr, "%s\n", what.c_str());
+  std::fprintf(stderr, "%s:%d: CHECK(%s) failed%s%s\n", file, line, condition,
+               values.empty() ? "" : ": ", values.c_str());
   std::fprintf(stderr, "again: --only %s --seed %llu --from-round %llu --rounds 1\n", position.part,
                static_cast<unsigned long long>(position.seed),
                static_cast<unsigned long long>(position.round));
   std::fflush(stderr);
   std::_Exit(1);
-}
-
-void fail_check(const char* file, int line, const char* condition, const std::string& values) {
-  fail_round(join("", file, ":", line, ": CHECK(", condition, ") failed",
-                  values.empty() ? "" : ": ", values));
 }
 
 std::size_t random_numel(Random& random, std::size_t most) {
@@ -65,8 +61,11 @@ void dawdle(Random& random) {
 }
 
 Guarded::Guarded(Random& random, std::size_t bytes)
+    : Guarded(random, bytes, random.below(kGuardBytes)) {}
+
+Guarded::Guarded(Random& random, std::size_t bytes, std::size_t offset)
     : size_(bytes),
-      before_(kGuardBytes + random.below(kGuardBytes)),
+      before_(kGuardBytes + offset),
       behind_(random.one_in(2) ? 0 : kGuardBytes),
       memory_(std::make_unique_for_overwrite<std::byte[]>(before_ + bytes + behind_)) {
   std::memset(memory_.get(), static_cast<int>(kCanary), before_ + bytes + behind_);

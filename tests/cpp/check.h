@@ -24,9 +24,6 @@ namespace pyringar::stress {
 [[noreturn]] void fail_check(const char* file, int line, const char* condition,
                              const std::string& values);
 
-// The same for what no condition says.
-[[noreturn]] void fail_round(const std::string& what);
-
 #define CHECK(condition, ...)                                            \
   do {                                                                   \
     if (!(condition)) {                                                  \
@@ -87,6 +84,8 @@ void dawdle(Random& random);
 class Guarded {
  public:
   Guarded(Random& random, std::size_t bytes);
+  // Begins `offset` bytes behind a 16-byte boundary.
+  Guarded(Random& random, std::size_t bytes, std::size_t offset);
 
   std::byte* data() const { return memory_.get() + before_; }
   std::size_t size() const { return size_; }

@@ -1,5 +1,5 @@
 // group_test: collectives through a Group: mixed back to back, from several threads, queued and
-// closed, late, side by side, and in a forked child.
+// closed, late, and side by side.
 
 #include "cpu/group.h"
 
@@ -449,22 +449,6 @@ void no_threads_round(Random& random) {
     again.check_done();
     group.close();
   });
-}
-
-void fork_round(Random& random) {
-  Group group(3, kLong);
-  run_some(random, group, 2);
-  CHECK(!group.forked(), "nobody forked");
-  const Call call(random, 3);
-  in_child([&] {
-    CHECK(group.forked(), "the child does not know that it is one");
-    const auto refused = "made before fork()";
-    check_throws(ErrorKind::kState, refused, [&] { group.run(call.collective()); });
-    check_throws(ErrorKind::kState, refused, [&] { group.submit(call.collective()); });
-    group.close();  // nothing: its threads are the parent's
-    _exit(0);       // before the group's destructor
-  });
-  run_some(random, group, 2);
 }
 
 }  // namespace pyringar::stress

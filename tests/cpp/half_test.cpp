@@ -180,33 +180,12 @@ void check_named_values() {
   }
 }
 
-template <typename H>
-void compare_scalar_and_vector() {
-  using Lanes = typename Traits<H>::Lanes;
-  std::uint64_t next = 0;
-  while (next < std::uint64_t{1} << 32) {
-    std::uint32_t bits[Lanes::kLanes];
-    for (auto& b : bits) b = static_cast<std::uint32_t>(next++);
-    H packed[Lanes::kLanes];
-    store_vector(Lanes::pack(load_vector<BFloat16Lanes<>::F32>(bits)), packed);
-    for (std::size_t lane = 0; lane < Lanes::kLanes; ++lane) {
-      const float x = bits_to_float(bits[lane]);
-      check_narrowed(x, packed[lane], Traits<H>::narrow(x), "cpu/lanes.h");
-    }
-  }
-}
-
 }  // namespace
 
 void half_round(Random& random) {
   check_named_values();
   check_type<Float16>(random);
   check_type<BFloat16>(random);
-}
-
-void compare_all_floats() {
-  compare_scalar_and_vector<Float16>();
-  compare_scalar_and_vector<BFloat16>();
 }
 
 }  // namespace pyringar::stress

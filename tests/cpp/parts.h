@@ -15,7 +15,6 @@ void stillness_round(Random& random);  // os/stillness.h
 void pool_round(Random& random);       // os/thread_pool.h
 void turn_round(Random& random);       // os/turn.h, os/work_queue.h
 void fused_round(Random& random);      // cpu/fused.h
-void program_round(Random& random);    // core/ring_program.h, symbolically
 void ring_round(Random& random);       // cpu/ring.h
 void direct_round(Random& random);     // cpu/direct.h
 void withheld_round(Random& random);   // ring and direct with a rank that does not come
@@ -23,18 +22,12 @@ void group_round(Random& random);      // cpu/group.h, one call after the other
 void late_rank_round(Random& random);  // a Group's timeout, and what it does afterwards
 void async_round(Random& random);      // a Group's queue, many threads, close
 void two_groups_round(Random& random);
-void float_mode_round(Random& random);  // a caller that flushes denormals and rounds upwards
-void no_threads_round(Random& random);  // the system refuses threads
-void fork_round(Random& random);
+void float_mode_round(Random& random);        // a caller that flushes denormals and rounds upwards
+void no_threads_round(Random& random);        // the system refuses threads
 void flat_view_round(Random& random);         // process/flat_view.h
 void processes_round(Random& random);         // process/group.h, a thread per rank
 void process_counters_round(Random& random);  // the same, where counters wrap
 void process_mismatch_round(Random& random);  // a rank that calls something else
 void process_failures_round(Random& random);  // ranks that stay away or leave
-
-// All 2^32 floats, vector code against scalar code: a minute.
-void compare_all_floats();
-// A data race that ThreadSanitizer must report.
-void run_planted_race();
 
 }  // namespace pyringar::stress

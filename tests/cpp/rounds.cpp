@@ -21,6 +21,14 @@ void report_hang(int) {
   std::_Exit(3);
 }
 
+void run_round(const Part& part, std::uint64_t seed, std::uint64_t round) {
+  set_position({part.name, seed, round});
+  alarm(kHangSeconds);
+  Random random(seed * 1'000'003 + round);
+  part.round(random);
+  alarm(0);
+}
+
 // One round at least.
 void run_part(const Part& part, const Options& options, double share_seconds) {
   const Stopwatch stopwatch;
@@ -39,7 +47,7 @@ void run_part(const Part& part, const Options& options, double share_seconds) {
 
 }  // namespace
 
-Options parse_options(int argc, char** argv, const OtherOption& other) {
+Options parse_options(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; i += 2) {
     const std::string name = argv[i];
@@ -54,8 +62,6 @@ Options parse_options(int argc, char** argv, const OtherOption& other) {
       options.only = value;
     } else if (name == "--from-round") {
       options.from_round = std::strtoull(value, nullptr, 10);
-    } else if (const int num_words = other(name, value, options); num_words > 0) {
-      i += num_words - 2;
     } else {
       std::fprintf(stderr, "unknown option %s; the head of the program's source lists them\n",
                    argv[i]);
@@ -63,14 +69,6 @@ Options parse_options(int argc, char** argv, const OtherOption& other) {
     }
   }
   return options;
-}
-
-void run_round(const Part& part, std::uint64_t seed, std::uint64_t round) {
-  set_position({part.name, seed, round});
-  alarm(kHangSeconds);
-  Random random(seed * 1'000'003 + round);
-  part.round(random);
-  alarm(0);
 }
 
 int run_parts(std::span<const Part> parts, const Options& options) {

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 
@@ -32,12 +31,7 @@ struct Options {
   std::uint64_t from_round = 0;
 };
 
-// How many words an option of the program's own takes, 0 if there is none; behind those so far.
-using OtherOption =
-    std::function<int(const std::string& name, const char* value, const Options& so_far)>;
-Options parse_options(int argc, char** argv, const OtherOption& other);
-
-void run_round(const Part& part, std::uint64_t seed, std::uint64_t round);
+Options parse_options(int argc, char** argv);
 // The program's exit status.
 int run_parts(std::span<const Part> parts, const Options& options);
 

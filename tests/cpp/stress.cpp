@@ -2,17 +2,11 @@
 // rounds or seconds are over.
 //
 //   stress [--rounds N | --seconds S] [--seed X] [--only PART] [--from-round R]
-//   stress --all-floats       every float through the vector and the scalar narrowing
-//   stress --planted-race     a data race on purpose: ThreadSanitizer must report it
-//   stress --planted-failure  a check that fails
 //
 // Build     g++ -std=c++20 -O2 -pthread -ffp-contract=off -Icsrc tests/cpp/*.cpp
 //           csrc/{os,cpu,process}/*.cpp
 //           tests/test_stress.py builds and runs it with sanitizers, other compilers and for Arm.
 // Output    a line per part; the first failed check ends it with status 1.
-
-#include <cstdlib>
-#include <string>
 
 #include "parts.h"
 #include "rounds.h"
@@ -30,7 +24,6 @@ constexpr Part kParts[] = {
     {"pool", &pool_round, Often::kMany},
     {"turn", &turn_round, Often::kMany},
     {"fused", &fused_round, Often::kMany},
-    {"program", &program_round, Often::kMany},
     {"ring", &ring_round, Often::kMany},
     {"direct", &direct_round, Often::kMany},
     {"withheld", &withheld_round, Often::kFew},
@@ -40,7 +33,6 @@ constexpr Part kParts[] = {
     {"two-groups", &two_groups_round, Often::kMany},
     {"float-mode", &float_mode_round, Often::kFew},
     {"no-threads", &no_threads_round, Often::kFew},
-    {"fork", &fork_round, Often::kOnce},
     {"packed-line", &flat_view_round, Often::kMany},
     {"processes", &processes_round, Often::kMany},
     {"counters", &process_counters_round, Often::kMany},
@@ -48,30 +40,11 @@ constexpr Part kParts[] = {
     {"failures", &process_failures_round, Often::kFew},
 };
 
-void fail_on_purpose(Random&) {
-  const int two = 2;
-  CHECK(two + two == 5, two + two);
-}
-
-// Flags that do something else than run parts.
-int other_option(const std::string& name, const char*, const Options& so_far) {
-  if (name == "--planted-failure") {
-    run_round({"planted-failure", &fail_on_purpose, Often::kOnce}, so_far.seed, 0);
-  } else if (name == "--planted-race") {
-    run_planted_race();
-  } else if (name == "--all-floats") {
-    compare_all_floats();
-  } else {
-    return 0;
-  }
-  std::exit(0);
-}
-
 }  // namespace
 
 }  // namespace pyringar::stress
 
 int main(int argc, char** argv) {
   using namespace pyringar::stress;
-  return run_parts(kParts, parse_options(argc, argv, &other_option));
+  return run_parts(kParts, parse_options(argc, argv));
 }

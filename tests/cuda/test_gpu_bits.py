@@ -101,29 +101,6 @@ def test_more_tiles_than_blocks(ranks_of, algorithm):
     gpu.check(ranks_of(2), parts, "sum", algorithm)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cpu_and_gpu_agree_in_rank_order(comm_of, ranks_of, dtype):
-    """P4 between engines: infinities, subnormals, signed zeros and all; NaN is as good as NaN."""
-    for world_size in (2, 3, 8):
-        parts = gpu.drawn(20_011, dtype, world_size)
-        for op in OPS:
-            on_cpu = gpu.placed(comm_of(world_size), parts)
-            comm_of(world_size).all_reduce(on_cpu, op, order="rank")
-            for algorithm in ("fused", "direct"):
-                on_gpu = gpu.placed(ranks_of(world_size), parts)
-                ranks_of(world_size).all_reduce(on_gpu, op, algorithm=algorithm, order="rank")
-                gpu.assert_ranks(on_gpu, on_cpu[0], f"{algorithm} {op} {dtype} k={world_size}")
-
-
-@pytest.mark.parametrize("algorithm", NATIVE)
-def test_same_bits_in_every_run(ranks_of, algorithm):
-    parts = inputs(300_007, torch.float32, 5)
-    runs = [gpu.placed(ranks_of(5), parts) for _ in range(10)]
-    for tensors in runs:
-        ranks_of(5).all_reduce(tensors, algorithm=algorithm)
-    assert all(same_bits(tensor, runs[0][0]) for tensors in runs for tensor in tensors)
-
-
 def test_many_ranks(make_ranks):
     """Past 96 ranks pointers move from the small table of a launch to the large one."""
     for world_size in (9, 11, 17, 33, 64, 100):
@@ -177,7 +154,7 @@ def test_layouts(ranks_of, algorithm, layout):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("algorithm", NATIVE)
-def test_all_gradients_of_a_network_at_once(ranks_of, algorithm, world_size):
+def test_gradients_of_a_network(ranks_of, algorithm, world_size):
     for params in (lenet_params(), resnet18().to("meta").parameters()):
         shapes = [p.shape if p.numel() < 300_000 else (999, 101) for p in params]
         parts = gpu.lists_of(shapes, (torch.float32,), world_size)
@@ -255,7 +232,7 @@ def test_ten_thousand_calls(make_ranks):
             call.judge(f"call {number}")
 
 
-def test_a_step_in_shards_has_the_bits_of_any_number_of_ranks(device):
+def test_sharded_step_ignores_rank_count(device):
     module = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 3))
     x = torch.randn(64, 20, generator=torch.Generator().manual_seed(1)).to(device)
     shards = x.split(8)

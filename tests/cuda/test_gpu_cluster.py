@@ -84,7 +84,7 @@ def test_fully_sharded(device, seed):
 
 
 @gpu.only
-def test_calls_follow_what_their_streams_hold(device):
+def test_calls_follow_their_stream(device):
     def program():
         dist.init_process_group()
         side = torch.cuda.Stream()
@@ -101,7 +101,7 @@ def test_calls_follow_what_their_streams_hold(device):
 
 
 @gpu.only
-def test_random_numbers_of_a_gpu_belong_to_the_rank(device):
+def test_each_rank_has_a_generator(device):
     def program(pause):
         dist.init_process_group()
         torch.cuda.manual_seed(dist.get_rank())

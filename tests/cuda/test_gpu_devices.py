@@ -40,7 +40,7 @@ SEVERAL = [on(0, 1), on(0, 0, 1, 1), on(0, 1, 0, 1), on(1, 0, 0)]
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "auto"])
 def test_all_reduce(algorithm, dtype, devices):
     if algorithm == "ring" and "cpu" in devices:
-        pytest.skip("refused, see test_what_mixed_memories_refuse")
+        pytest.skip("refused, see test_mixed_memories_refuse_ring")
     with over(devices, algorithm=algorithm) as comm:
         for numel in (0, 1, 3, 257, 30_011):
             for op in OPS:
@@ -95,7 +95,7 @@ def check_rooted_lists(comm, root, parts, outputs):
 
 
 @pytest.mark.parametrize("devices", [MIXED])
-def test_mixed_memories_and_layouts_and_streams(devices):
+def test_mixed_memories_on_streams(devices):
     parts = gpu.drawn(2000, torch.float32, 3)
     with over(devices) as comm, torch.cuda.stream(torch.cuda.Stream()):
         bases, sources = gpu.zeros(comm, 2000), gpu.placed(comm, parts)
@@ -107,7 +107,7 @@ def test_mixed_memories_and_layouts_and_streams(devices):
 
 
 @pytest.mark.parametrize("devices", [MIXED])
-def test_what_mixed_memories_refuse(devices):
+def test_mixed_memories_refuse_ring(devices):
     with over(devices) as comm:
         tensors = gpu.ones(comm, 4)
         with pytest.raises(pr.ArgumentError, match="fused"):
@@ -143,7 +143,7 @@ def test_streams_of_several_devices(algorithm, is_async, current):
 
 
 @gpu.two
-def test_a_withheld_device_is_a_timeout():
+def test_withheld_device_times_out():
     with over((0, 1), timeout=0.5, algorithm="ring") as comm:
         tensors = gpu.ones(comm, 1000)
         comm.all_reduce(tensors)
@@ -156,7 +156,7 @@ def test_a_withheld_device_is_a_timeout():
 
 
 @gpu.two
-def test_a_graph_over_several_devices():
+def test_graph_over_several_devices():
     parts = gpu.drawn(30_011, torch.float32, 2)
     with over((0, 1)) as comm:
         tensors, sources = gpu.zeros(comm, 30_011), gpu.placed(comm, parts)
@@ -180,20 +180,25 @@ def test_a_graph_over_several_devices():
             gpu.assert_ranks(tensors, expected(parts, "sum", "direct"), f"replay {replay}")
 
 
-@gpu.two
-def test_no_context_on_other_devices():
-    """A thread that has used no GPU closes, waits and asks; cuda:0 has no context of ours."""
+def run_alone(code, **environment):
+    """Run ``code`` in a process of its own; return its output."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["[False,", "True]"]
+    return done.stdout.split()
+
+
+@gpu.two
+def test_no_context_on_other_devices():
+    """A thread that has used no GPU closes, waits and asks; cuda:0 has no context of ours."""
+    assert run_alone(ALONE) == ["[False,", "True]"]
 
 
 @gpu.two
@@ -242,15 +247,5 @@ print("right")
 @gpu.two
 def test_expandable_segments():
     """Memory that no peer can see goes through buffers of our own."""
-    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", EXPANDABLE],
-        env={**os.environ, **setting, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "right"
+    setting = "expandable_segments:True"
+    assert run_alone(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF=setting) == ["right"]

@@ -52,7 +52,7 @@ def test_graph(make_ranks, algorithm, dtype, is_async):
         gpu.assert_ranks(tensors, expected(parts, "sum", algorithm), f"{algorithm} replay {replay}")
 
 
-def test_memory_of_captured_calls_is_kept_while_they_are_captured(make_ranks):
+def test_captured_calls_keep_memory(make_ranks):
     comm = make_ranks(2)
     tensors = gpu.zeros(comm, 100)
     graph = captured(lambda: comm.all_reduce(tensors, async_op=True).wait())
@@ -102,7 +102,7 @@ def test_graph_of_many_calls(make_ranks):
         gpu.assert_lists(copies, means, "max", "fused")
 
 
-def test_a_graph_has_what_it_needs(make_ranks):
+def test_graph_outlives_communicator(make_ranks):
     """The first ring of all is captured; then it is replayed beside others, and after close()."""
     comm = make_ranks(2)
     tensors, others = gpu.zeros(comm, 20_011), gpu.zeros(comm, 20_011)
@@ -127,7 +127,7 @@ def test_a_graph_has_what_it_needs(make_ranks):
             gpu.assert_ranks(others, expected(parts, "sum", "ring"), f"beside replay {replay}")
 
 
-def test_a_capture_beside_other_threads(make_ranks):
+def test_capture_beside_other_threads(make_ranks):
     """Works are asked, and communicators made and closed, while this thread captures."""
     comm = make_ranks(2)
     tensors = gpu.ones(comm, 1000)

@@ -14,15 +14,9 @@
 
 #include "emulated.h"
 
-#include <string>
-
 #include "rounds.h"
 
 namespace pyringar::stress {
-
-unsigned ring_threads(Random& random) { return static_cast<unsigned>(random.between(1, 3)); }
-std::uint32_t ring_slot_bytes(Random&) { return 320; }
-void share_memory(const void*, std::size_t, const std::string&) {}  // all of the process's
 
 namespace {
 
@@ -41,6 +35,5 @@ constexpr Part kParts[] = {
 
 int main(int argc, char** argv) {
   using namespace pyringar::stress;
-  const auto none = [](const auto&...) { return 0; };
-  return run_parts(kParts, parse_options(argc, argv, none));
+  return run_parts(kParts, parse_options(argc, argv));
 }

@@ -4,8 +4,6 @@
 #pragma once
 
 #include <deque>
-#include <memory>
-#include <string>
 #include <vector>
 
 #include "core/fold.h"
@@ -17,13 +15,9 @@ namespace pyringar::stress {
 
 void table_round(Random& random);      // cuda/table.h: every alignment and edge, all at once
 void fused_all_round(Random& random);  // cuda/fused.cuh: every dtype, reduction and k
-void fused_dtype_round(Random& random, DType dtype);  // the same of one dtype
 void fused_round(Random& random);
 void fused_mean_round(Random& random);  // every division, over the values where rounding is hard
 void ring_round(Random& random);        // cuda/ring.cuh
-void ring_all_round(Random& random);    // every dtype and reduction, two to four ranks, borders
-void ring_tiny_round(Random& random, int world_size);  // one call, of a piece or none per chunk
-void ring_picture_round(Random& random);               // one call of four ranks, on one device
 void ring_withheld_round(Random& random);
 
 // Tensors lie at any element's address, as torch's views do. Apart: the first two tensors disagree
@@ -35,8 +29,7 @@ Addresses random_addresses(Random& random);
 // behind every other one.
 class Tensors {
  public:
-  Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel, Addresses addresses,
-          const std::string& name = "a tensor");
+  Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel, Addresses addresses);
 
   void* const* pointers() const { return pointers_.data(); }
   void* operator[](std::size_t i) const { return pointers_[i]; }
@@ -50,26 +43,14 @@ class Tensors {
   void check_unchanged() const;
 
  private:
-  struct Memory {
-    std::unique_ptr<std::byte[]> bytes;
-    std::size_t before;
-    std::size_t behind;
-  };
-
   std::size_t bytes_;
-  std::vector<Memory> memory_;
+  std::vector<Guarded> memory_;
   std::vector<void*> pointers_;
   std::vector<std::vector<std::byte>> before_;
 };
 
 // Flags that begin at `base`; what else is on their lines is zero, as hosts leave it.
 std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count);
-
-// What a launch of the ring may be like, which depends on who runs it.
-unsigned ring_threads(Random& random);
-std::uint32_t ring_slot_bytes(Random& random);
-// Tells who runs kernels that they may touch these bytes, and what they are.
-void share_memory(const void* begin, std::size_t bytes, const std::string& name);
 
 // Nothing that a test should see the end of.
 inline constexpr std::uint64_t kLongNs = 600'000'000'000;

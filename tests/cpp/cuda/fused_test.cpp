@@ -41,11 +41,11 @@ class FusedPart {
       : call_(call),
         numel_(numel),
         inputs_(random, call.dtype, static_cast<std::size_t>(call.num_sources), numel,
-                addresses(random), "the input"),
+                addresses(random)),
         fresh_(
             random, call.dtype,
             call.outputs == Outputs::kFresh ? static_cast<std::size_t>(call.num_destinations) : 0,
-            numel, addresses(random), "the output") {
+            numel, addresses(random)) {
     // Some inputs: a list of its own, in an order of its own.
     for (int i = 0; call.outputs == Outputs::kSomeInputs && i < call.num_destinations; ++i) {
       some_.push_back(inputs_[static_cast<std::size_t>(call.num_sources - 1 - i)]);
@@ -206,9 +206,7 @@ void check_mean(Random& random, DType dtype, int divisor) {
   }
 }
 
-}  // namespace
-
-void fused_dtype_round(Random& random, DType dtype) {
+void fused_dtype(Random& random, DType dtype) {
   for (const ReduceOp op : kAllOps) {
     for (const int k : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 16, 17, 33}) {
       Fold fold = any_fold(random, op, k);
@@ -224,8 +222,10 @@ void fused_dtype_round(Random& random, DType dtype) {
   }
 }
 
+}  // namespace
+
 void fused_all_round(Random& random) {
-  for (const DType dtype : kAllDTypes) fused_dtype_round(random, dtype);
+  for (const DType dtype : kAllDTypes) fused_dtype(random, dtype);
 }
 
 void fused_mean_round(Random& random) {

@@ -4,7 +4,6 @@
 #include "cuda/ring.cuh"
 
 #include <algorithm>
-#include <span>
 
 #include "emulated.h"
 
@@ -23,12 +22,12 @@ using emulator::Launch;
 // Pieces are cut for so much less than a slot: what is between must stay as it was.
 constexpr std::uint32_t kUnusedSlotBytes = 64;
 constexpr std::uint32_t kCanaryWord = 0xa5a5a5a5;
+constexpr std::uint32_t kSlotBytes = 320;
+constexpr int kMostDevices = 3;
 
 struct RingShape {
   int world_size;
   int num_channels;
-  std::uint32_t slot_bytes;
-  int most_devices = 3;
 };
 
 struct RingKind {
@@ -44,8 +43,8 @@ RingKind random_kind(Random& random) {
 }
 
 // Elements of a piece that fills its slot.
-std::size_t largest_piece(const RingShape& shape, DType dtype) {
-  return (shape.slot_bytes - kUnusedSlotBytes) / partial_bytes(dtype) - cuda::kSlotSpareElems;
+std::size_t largest_piece(DType dtype) {
+  return (kSlotBytes - kUnusedSlotBytes) / partial_bytes(dtype) - cuda::kSlotSpareElems;
 }
 
 // One collective of one phase: numbers in, numbers expected.
@@ -58,16 +57,16 @@ struct RingCall {
         numel(numel),
         in_place(phases == RingPhases::kAllReduce && random.one_in(2)),
         num_channels(random.between(1, shape.num_channels)),
-        num_threads(ring_threads(random)) {
-    piece_elems = largest_piece(shape, dtype);
+        num_threads(static_cast<unsigned>(random.between(1, 3))) {
+    piece_elems = largest_piece(dtype);
     if (random.one_in(3)) piece_elems = 1 + random.below(piece_elems);
     for (int rank = 0; rank < shape.world_size; ++rank) {
       const std::size_t own = chunk_range(numel, shape.world_size, rank).size();
       inputs.emplace_back(random, dtype, 1, phases == RingPhases::kAllGather ? own : numel,
-                          random_addresses(random), join("", "the input of rank ", rank));
+                          random_addresses(random));
       if (in_place) continue;
       outputs.emplace_back(random, dtype, 1, phases == RingPhases::kReduceScatter ? own : numel,
-                           random_addresses(random), join("", "the output of rank ", rank));
+                           random_addresses(random));
     }
   }
 
@@ -97,10 +96,10 @@ struct RingCall {
 };
 
 // Mostly a few pieces per channel.
-std::size_t random_size(Random& random, int world_size, std::uint32_t slot_bytes) {
+std::size_t random_size(Random& random, int world_size) {
   const auto k = static_cast<std::size_t>(world_size);
   if (random.one_in(4)) return random.below(2 * k);
-  return random.below(k * (slot_bytes / 4 + (random.one_in(4) ? 500 : 0)));
+  return random.below(k * (kSlotBytes / 4 + (random.one_in(4) ? 500 : 0)));
 }
 
 std::vector<std::byte> RingCall::expected() const {
@@ -151,11 +150,9 @@ class RingDevices {
  private:
   static std::size_t at(int channel) { return static_cast<std::size_t>(channel * kFlagStride); }
   RingPorts ports(int rank, const std::vector<int>& local);
-  void share() const;
 
   const int world_size_;
   const std::uint32_t num_slots_;
-  const std::uint32_t slot_bytes_;
   const std::uint64_t timeout_ns_;
   std::vector<std::vector<int>> ranks_;            // by device, none empty
   std::vector<std::vector<Bytes16>> slots_;        // by reading rank
@@ -171,14 +168,13 @@ RingDevices::RingDevices(Random& random, const RingShape& shape, std::uint32_t b
                          std::uint64_t timeout_ns)
     : world_size_(shape.world_size),
       num_slots_(ring_num_slots(shape.world_size)),
-      slot_bytes_(shape.slot_bytes),
       timeout_ns_(timeout_ns) {
-  ranks_.resize(static_cast<std::size_t>(random.between(1, shape.most_devices)));
+  ranks_.resize(static_cast<std::size_t>(random.between(1, kMostDevices)));
   const auto channels = static_cast<std::size_t>(shape.num_channels);
   const Bytes16 canary = {{kCanaryWord, kCanaryWord, kCanaryWord, kCanaryWord}};
   for (int rank = 0; rank < world_size_; ++rank) {
     ranks_[random.below(ranks_.size())].push_back(rank);
-    slots_.emplace_back(channels * num_slots_ * slot_bytes_ / sizeof(Bytes16), canary);
+    slots_.emplace_back(channels * num_slots_ * kSlotBytes / sizeof(Bytes16), canary);
     for (auto* counters : {&flags_, &taken_, &bases_}) {
       counters->push_back(flags_from(base, channels));
     }
@@ -190,24 +186,6 @@ RingDevices::RingDevices(Random& random, const RingShape& shape, std::uint32_t b
   }
   gave_up_.resize(ranks_.size());
   failures_.resize(ranks_.size());
-  share();
-}
-
-void RingDevices::share() const {
-  const auto share = [](const auto& of, const char* name, const char* whose, std::size_t i) {
-    share_memory(of.data(), of.size() * sizeof of[0], join("", name, " of ", whose, " ", i));
-  };
-  for (std::size_t rank = 0; rank < slots_.size(); ++rank) {
-    share(slots_[rank], "slots", "rank", rank);
-    share(flags_[rank], "flags", "rank", rank);
-    share(taken_[rank], "taken flags", "rank", rank);
-    share(bases_[rank], "counts", "rank", rank);
-  }
-  for (std::size_t device = 0; device < ranks_.size(); ++device) {
-    share(ports_[device], "ports", "device", device);
-    share(std::span(&gave_up_[device], 1), "patience", "device", device);
-    share(std::span(&failures_[device], 1), "failure", "device", device);
-  }
 }
 
 RingPorts RingDevices::ports(int r, const std::vector<int>& local) {
@@ -235,7 +213,7 @@ RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withhel
   args.numel = call.numel;
   args.piece_elems = static_cast<std::uint32_t>(call.piece_elems);
   args.num_slots = num_slots_;
-  args.slot_bytes = slot_bytes_;
+  args.slot_bytes = kSlotBytes;
   args.world_size = world_size_;
   args.num_channels = call.num_channels;
   args.divisor = Divisor::of(call.divisor);
@@ -262,7 +240,7 @@ void RingDevices::check_counters(int channel, std::uint32_t wanted) const {
 void RingDevices::check_slots() const {
   for (const std::vector<Bytes16>& slots : slots_) {
     for (std::size_t i = 0; i < slots.size(); ++i) {
-      if (i * sizeof(Bytes16) % slot_bytes_ < slot_bytes_ - kUnusedSlotBytes) continue;
+      if (i * sizeof(Bytes16) % kSlotBytes < kSlotBytes - kUnusedSlotBytes) continue;
       for (const std::uint32_t word : slots[i].word) {
         CHECK(word == kCanaryWord, "a piece was written past the end of its slot");
       }
@@ -319,12 +297,11 @@ std::string check_failures(const RingDevices& devices, int world_size, int absen
 
 std::string withhold_rank(Random& random, int world_size, int absent) {
   constexpr double kTimeoutSeconds = 0.3;
-  const RingShape shape{world_size, random.between(1, 2), ring_slot_bytes(random)};
+  const RingShape shape{world_size, random.between(1, 2)};
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
-  const RingCall call(
-      random, shape, random_kind(random),
-      2 * static_cast<std::size_t>(world_size) + random_size(random, world_size, shape.slot_bytes));
+  const RingCall call(random, shape, random_kind(random),
+                      2 * static_cast<std::size_t>(world_size) + random_size(random, world_size));
   std::vector<std::vector<Launch>> streams;
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     streams.push_back({launch_of(devices, d, call, absent)});
@@ -386,45 +363,11 @@ void run_calls(Random& random, const RingShape& shape, const std::vector<RingWan
 void ring_round(Random& random) {
   const int world_size = random_world_size(random);
   const int num_channels = random.between(1, world_size > 5 ? 2 : 3);
-  const std::uint32_t slot_bytes = ring_slot_bytes(random);
   std::vector<RingWanted> wanted;
   for (int i = random.between(1, 4); i > 0; --i) {
-    wanted.push_back({random_kind(random), random_size(random, world_size, slot_bytes)});
+    wanted.push_back({random_kind(random), random_size(random, world_size)});
   }
-  run_calls(random, {world_size, num_channels, slot_bytes}, wanted);
-}
-
-// Around the borders of vectors, of pieces, and of pieces for every channel.
-void ring_all_round(Random& random) {
-  for (const DType dtype : kAllDTypes) {
-    for (const ReduceOp op : kAllOps) {
-      for (const int world_size : {2, 3, 4}) {
-        for (const int num_devices : {1, 2}) {
-          const RingShape shape{world_size, 2, 320, num_devices};
-          const auto k = static_cast<std::size_t>(world_size);
-          const std::size_t vector = 16 / item_bytes(dtype);
-          const std::size_t piece = largest_piece(shape, dtype);
-          std::vector<RingWanted> wanted;
-          for (const std::size_t border : {k * vector, k * piece, 2 * k * piece}) {
-            const auto phases = static_cast<RingPhases>(wanted.size() % 3);
-            const ReduceOp of = phases == RingPhases::kAllGather ? ReduceOp::kSum : op;
-            wanted.push_back({{RingPhases::kAllReduce, op, dtype}, border - 1 + random.below(3)});
-            wanted.push_back({{phases, of, dtype}, border + random.below(k + 1)});
-          }
-          run_calls(random, shape, wanted);
-        }
-      }
-    }
-  }
-}
-
-void ring_tiny_round(Random& random, int world_size) {
-  const auto numel = static_cast<std::size_t>(random.between(world_size, 2 * world_size));
-  run_calls(random, {world_size, 1, 320}, {{random_kind(random), numel}});
-}
-
-void ring_picture_round(Random& random) {
-  run_calls(random, {4, 1, 1 << 16, 1}, {{random_kind(random), 4 * 2'048}});
+  run_calls(random, {world_size, num_channels}, wanted);
 }
 
 void ring_withheld_round(Random& random) {

@@ -1,4 +1,5 @@
-// table_test: cuda/table.h over all alignments, element sizes, and sizes around every edge.
+// table_test: which tensors of cuda/table.h have vectors, and what fits into a table. Tiles, heads
+// and tails are tested by the bits of fused_test.
 
 #include "cuda/tables.h"
 
@@ -10,71 +11,17 @@ namespace pyringar::stress {
 
 namespace {
 
-using cuda::find_segment;
 using cuda::LargeTable;
 using cuda::Segment;
 using cuda::SmallTable;
 using cuda::TableBuilder;
-using cuda::TableView;
-using cuda::tile_elems;
 
 // Never read: only the address counts.
 void* address(std::size_t misalignment) {
   return reinterpret_cast<void*>(std::uintptr_t{1} << 20 | misalignment);
 }
 
-std::vector<std::size_t> edge_sizes(std::size_t item) {
-  const std::size_t tile = tile_elems(item);
-  std::vector<std::size_t> sizes = {0, 1, 2, 3};
-  for (const std::size_t edge : {16 / item, 32 / item, tile, tile + 16 / item, 3 * tile}) {
-    for (std::size_t more = 0; more <= 18; ++more) {
-      if (edge + more >= 9) sizes.push_back(edge + more - 9);
-    }
-  }
-  return sizes;
-}
-
-// How often each element is covered if tiles are what the contract says.
-void check_covered_once(const Segment& segment, std::size_t item, const std::string& what) {
-  const Range vectors = cuda::vector_range(segment, item);
-  CHECK(vectors.begin == segment.head && vectors.end <= segment.numel, what);
-  CHECK(vectors.size() % (16 / item) == 0, what, ": vectors of ", vectors.size(), " elements");
-  std::vector<int> covered(segment.numel);
-  const auto cover = [&](std::size_t begin, std::size_t end) {
-    for (std::size_t i = begin; i < end; ++i) ++covered[i];
-  };
-  const std::uint32_t tiles = cuda::num_tiles(segment, item);
-  for (std::uint32_t t = 0; t < tiles; ++t) {
-    const std::size_t begin = segment.head + t * tile_elems(item);
-    if (segment.vector == 0) {
-      cover(begin, std::min<std::size_t>(begin + tile_elems(item), segment.numel));
-      continue;
-    }
-    cover(begin, std::min(begin + tile_elems(item), vectors.end));
-    if (t > 0) continue;
-    cover(0, vectors.begin);
-    cover(vectors.end, segment.numel);
-  }
-  for (std::size_t i = 0; i < segment.numel; ++i) {
-    CHECK(covered[i] == 1, what, ": element ", i, " of ", segment.numel, " is in ", covered[i],
-          " ranges");
-  }
-}
-
-void check_vectors_aligned(const TableView& view, const Segment& segment, std::size_t item,
-                           bool in_place, const std::string& what) {
-  if (segment.vector == 0) return;
-  const int others = in_place ? 0 : view.num_destinations;
-  for (int i = 0; i < view.num_sources + others; ++i) {
-    const void* pointer = i < view.num_sources
-                              ? view.pointers[segment.sources + i]
-                              : view.pointers[segment.destinations + i - view.num_sources];
-    const auto first = reinterpret_cast<std::uintptr_t>(pointer) + segment.head * item;
-    CHECK(first % 16 == 0 || cuda::vector_range(segment, item).size() == 0, what, ": pointer ", i,
-          " has unaligned vectors");
-  }
-}
-
+// Vectors if all pointers are aligned alike.
 void check_one_segment(std::size_t item, std::size_t numel, std::size_t source,
                        std::size_t destination, bool in_place) {
   SmallTable table;
@@ -89,27 +36,6 @@ void check_one_segment(std::size_t item, std::size_t numel, std::size_t source,
   CHECK(table.num_pointers == (in_place ? 2u : 3u), what, ": ", table.num_pointers, " pointers");
   CHECK((segment.vector == 1) == (source == destination && source % item == 0), what);
   CHECK(segment.head < 16 / item || segment.head == 0, what, ": head ", segment.head);
-  check_vectors_aligned(table.view(), segment, item, in_place, what);
-  check_covered_once(segment, item, what);
-}
-
-void check_find_segment(Random& random, std::size_t item) {
-  LargeTable table;
-  TableBuilder<LargeTable> builder(table, item, 1, 1, 1);
-  const std::vector<std::size_t> sizes = edge_sizes(item);
-  const auto segments = static_cast<std::uint32_t>(random.between(1, LargeTable::kMaxSegments));
-  std::vector<std::uint32_t> owner;
-  for (std::uint32_t s = 0; s < segments; ++s) {
-    void* pointer[] = {address(item * random.below(16 / item))};
-    CHECK(builder.add(pointer, pointer, sizes[random.below(sizes.size())]), "segment ", s);
-    CHECK(table.segments[s].first_tile == owner.size(), "segment ", s);
-    owner.insert(owner.end(), cuda::num_tiles(table.segments[s], item), s);
-  }
-  CHECK(owner.size() == table.num_tiles, owner.size(), " tiles, not ", table.num_tiles);
-  for (std::uint32_t tile = 0; tile < table.num_tiles; ++tile) {
-    const std::uint32_t found = find_segment(table.view(), tile);
-    CHECK(found == owner[tile], "tile ", tile, " of segment ", owner[tile], " found in ", found);
-  }
 }
 
 // As many as fit are taken, one more is refused and changes nothing.
@@ -178,19 +104,13 @@ void check_launches_around_borders() {
 
 void table_round(Random& random) {
   for (const std::size_t item : {1, 2, 4, 8}) {
-    const std::vector<std::size_t> sizes = edge_sizes(item);
     for (std::size_t source = 0; source < 16; ++source) {
       for (std::size_t destination = 0; destination < 16; ++destination) {
-        // Where they disagree all sizes are alike: a few will do.
-        const std::size_t tried = source == destination ? sizes.size() : 4;
-        for (std::size_t i = 0; i < tried; ++i) {
-          const std::size_t numel =
-              source == destination ? sizes[i] : sizes[random.below(sizes.size())];
+        for (const std::size_t numel : {0, 1, 3, 17, 1000}) {
           check_one_segment(item, numel, source, destination, random.one_in(2));
         }
       }
     }
-    for (int i = 0; i < 20; ++i) check_find_segment(random, item);
   }
   for (const int k : {1, 2, 3, 8, 17, 32, 48}) {
     check_refuses_when_full<SmallTable>(k, k);

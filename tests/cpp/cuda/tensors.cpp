@@ -10,8 +10,7 @@ namespace pyringar::stress {
 
 namespace {
 
-constexpr std::size_t kGuardBytes = 64;
-constexpr std::byte kCanary{0xa5};
+constexpr std::size_t kLineBytes = 64;
 
 }  // namespace
 
@@ -24,24 +23,18 @@ std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count) {
 }
 
 Tensors::Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
-                 Addresses addresses, const std::string& name)
+                 Addresses addresses)
     : bytes_(numel * item_bytes(dtype)) {
-  const std::size_t places = kGuardBytes / item_bytes(dtype);
+  const std::size_t places = kLineBytes / item_bytes(dtype);
   const std::size_t common = addresses == Addresses::kAligned ? 0 : random.below(places);
   for (std::size_t i = 0; i < count; ++i) {
     std::size_t place = common;
     if (addresses == Addresses::kApart && i > 0) {
       place = i == 1 ? (common + 1) % places : random.below(places);
     }
-    const std::size_t before = kGuardBytes + place * item_bytes(dtype);
-    const std::size_t behind = random.one_in(2) ? 0 : kGuardBytes;
-    const std::size_t all = before + bytes_ + behind;
-    memory_.push_back({std::make_unique_for_overwrite<std::byte[]>(all), before, behind});
-    std::fill_n(memory_.back().bytes.get(), all, kCanary);
-    std::byte* data = memory_.back().bytes.get() + before;
+    std::byte* data = memory_.emplace_back(random, bytes_, place * item_bytes(dtype)).data();
     fill(random, dtype, data, numel);
     pointers_.push_back(data);
-    share_memory(data, bytes_, count == 1 ? name : join("", name, " of rank ", i));
     before_.emplace_back(data, data + bytes_);
   }
 }
@@ -58,15 +51,7 @@ void Tensors::set(std::size_t i, const void* contents) {
 }
 
 void Tensors::check_canaries() const {
-  for (const Memory& memory : memory_) {
-    const std::byte* end = memory.bytes.get() + memory.before + bytes_;
-    for (std::size_t i = 0; i < memory.before; ++i) {
-      CHECK(memory.bytes[i] == kCanary, "written ", memory.before - i, " bytes before ", bytes_);
-    }
-    for (std::size_t i = 0; i < memory.behind; ++i) {
-      CHECK(end[i] == kCanary, "written ", i, " bytes behind ", bytes_);
-    }
-  }
+  for (const Guarded& memory : memory_) memory.check_canaries();
 }
 
 void Tensors::check_unchanged() const {

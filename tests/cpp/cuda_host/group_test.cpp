@@ -13,8 +13,6 @@
 
 namespace pyringar::stress {
 
-void share_memory(const void*, std::size_t, const std::string&) {}  // see Case for what is shown
-
 void start(Random& random, model::Options options) {
   options.one_in = random.one_in(2) ? 0 : random.between(1, 30);
   options.blocks_per_multiprocessor = random.between(1, 2);
@@ -407,10 +405,18 @@ void check_abort(Random& random) {
 
 // -- devices --------------------------------------------------------------------------------------
 
-// A process that uses cuda:1 and cuda:3 has contexts there, whichever thread calls.
+// A process that uses cuda:1 and cuda:3 has contexts there, whichever thread calls. The caller's
+// current device stays what it was, with a context or without.
 void check_contexts(Random& random) {
   start(random);
+  const int before = random.one_in(2) ? 3 : 0;
   const auto program = [&] {
+    if (before == 3) ok(cudaSetDevice(before), "cudaSetDevice");
+    const auto check_current = [&] {
+      int current = -1;
+      ok(cudaGetDevice(&current), "cudaGetDevice");
+      CHECK(current == before, "the current device is ", current, ", not ", before);
+    };
     cuda::Group group({3, 1}, {kLong});
     const auto algorithm = random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing;
     Case call(random, {3, 1}, algorithm, 2);
@@ -420,13 +426,12 @@ void check_contexts(Random& random) {
     const cuda::Event done(3);
     done.record(streams[0]);
     done.make_wait(streams[1], 1);
+    check_current();
     call.read(group, streams);
     group.close();
     model::run_to_end();
     call.check();
-    int current = -1;
-    ok(cudaGetDevice(&current), "cudaGetDevice");
-    CHECK(current == 0, "the current device is another: ", current);
+    check_current();
   };
   if (random.one_in(2)) {
     program();

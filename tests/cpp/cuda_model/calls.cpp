@@ -1,10 +1,8 @@
 // calls: devices, streams, events and launches, as the engine calls them.
 //
 // Contract  the rules of runtime_model.h.
-// Tests     *rules_test.cpp
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 
 #include "cuda/args.h"
@@ -155,35 +153,11 @@ cudaError_t cudaGetLastError() {
   const cudaError_t sticky = Call(Call::Touches::kNothing).fault();
   return sticky != cudaSuccess ? sticky : std::exchange(last_error, cudaSuccess);
 }
-const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaErrorIllegalAddress ? "an illegal memory access was encountered" : "refused";
-}
-const char* cudaGetErrorName(cudaError_t status) {
-  switch (status) {
-    case cudaErrorIllegalAddress:
-      return "cudaErrorIllegalAddress";
-    case cudaErrorStreamCaptureUnsupported:
-      return "cudaErrorStreamCaptureUnsupported";
-    case cudaErrorStreamCaptureIsolation:
-      return "cudaErrorStreamCaptureIsolation";
-    case cudaErrorCooperativeLaunchTooLarge:
-      return "cudaErrorCooperativeLaunchTooLarge";
-    default:
-      return "cudaError";
-  }
-}
+const char* cudaGetErrorString(cudaError_t) { return "refused"; }
+const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   Call call(Call::Touches::kNothing);
   return *value = kMultiprocessors, call.fault();
-}
-cudaError_t cudaDeviceSynchronize() {
-  Call call;
-  if (call.fault() != cudaSuccess) return call.fault();
-  const cudaError_t status = call.machine().check_device_is_not_captured(current_device());
-  if (status != cudaSuccess) return error(status);
-  if (const cudaError_t refused = call.check_unsafe()) return refused;
-  call.machine().wait_for(call.lock(), "cudaDeviceSynchronize", on_device(current_device()));
-  return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   Call call;
@@ -247,16 +221,12 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ke
 
 // -- events ---------------------------------------------------------------------------------------
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   Call call;
   if (call.fault() != cudaSuccess) return call.fault();
-  const bool is_interprocess = (flags & cudaEventInterprocess) != 0;
-  if (is_interprocess && (flags & cudaEventDisableTiming) == 0) return error(cudaErrorInvalidValue);
   call.process().num_events += 1;
   const int process = host().process;
-  auto* made = new EventHandle{
-      std::make_shared<EventState>(EventState{process, current_device(), is_interprocess}),
-      process};
+  auto* made = new EventHandle{std::make_shared<EventState>(EventState{current_device()}), process};
   return *event = reinterpret_cast<cudaEvent_t>(made), cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -327,32 +297,6 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   machine.run_until(call.lock(), "cudaEventSynchronize",
                     [&] { return has_come_to(*state, wanted); });
   if (wanted > 0) machine.host_clock().join_times(state->clocks.at(wanted));
-  return cudaSuccess;
-}
-
-// -- events of other processes --------------------------------------------------------------------
-
-cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t event) {
-  Call call;
-  if (call.fault() != cudaSuccess) return call.fault();
-  const Event& state = handle_of(event).state;
-  if (!state->is_interprocess) return error(cudaErrorInvalidResourceHandle);
-  const std::uint64_t id = call.machine().next_id++;
-  call.machine().shown_events[id] = state;
-  std::memcpy(handle, &id, sizeof id);
-  return cudaSuccess;
-}
-cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* event, cudaIpcEventHandle_t handle) {
-  Call call;
-  if (call.fault() != cudaSuccess) return call.fault();
-  std::uint64_t id = 0;
-  std::memcpy(&id, &handle, sizeof id);
-  const auto found = call.machine().shown_events.find(id);
-  if (found == call.machine().shown_events.end() || found->second->owner == host().process) {
-    return error(cudaErrorInvalidValue);
-  }
-  call.process().num_events += 1;
-  *event = reinterpret_cast<cudaEvent_t>(new EventHandle{found->second, host().process});
   return cudaSuccess;
 }
 

@@ -1,7 +1,6 @@
 // capture: streams that are captured, and graphs: nodes instead of entries.
 //
 // Contract  the rules "capture", "isolation", "joined" and "replay" of runtime_model.h.
-// Tests     *rules_test.cpp
 
 #include <algorithm>
 
@@ -56,18 +55,6 @@ cudaError_t Machine::check_unsafe_call() {
     const bool is_global =
         own.mode == cudaStreamCaptureModeGlobal && capture->mode == cudaStreamCaptureModeGlobal;
     if (is_own || is_global) return invalidate(*capture, cudaErrorStreamCaptureUnsupported);
-  }
-  return cudaSuccess;
-}
-
-// "It is also invalid to query the status of or synchronize a higher level handle which encompasses
-// an active stream capture, such as a device or context handle."
-cudaError_t Machine::check_device_is_not_captured(int device) {
-  for (const auto& stream : streams) {
-    if (stream->capture != nullptr && stream->device == device &&
-        stream->process == host().process) {
-      return invalidate(*stream->capture, cudaErrorStreamCaptureUnsupported);
-    }
   }
   return cudaSuccess;
 }

@@ -8,7 +8,6 @@
 //           after a wait that a host has ended is not checked.
 // Threads   one at a time.
 // Source    Flanagan and Freund, "FastTrack", 2009: the epochs; djit+: the clocks.
-// Tests     *rules_test.cpp
 #pragma once
 
 #include <array>

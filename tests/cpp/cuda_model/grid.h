@@ -3,7 +3,7 @@
 // Contract  slice() lets every fiber run until it waits: for its block, or for a flag. True if
 //           anything came of it. Time is the model's.
 // Threads   one at a time.
-// Tests     *rules_test.cpp, tests/cpp/cuda_host
+// Tests     tests/cpp/cuda_host
 #pragma once
 
 #include <ucontext.h>

@@ -54,7 +54,6 @@ void Machine::start(std::uint64_t seed, const Options& how) {
   streams.clear();
   null_streams.clear();
   captures.clear();
-  shown_events.clear();
   host_clocks.clear();
   processes.clear();
   openings.clear();
@@ -218,7 +217,7 @@ cudaError_t Machine::enqueue(StreamState* stream, Work work) {
       if (other->capture != nullptr) {
         return invalidate(*other->capture, cudaErrorStreamCaptureImplicit);
       }
-      const auto between = std::make_shared<EventState>(EventState{stream->process, 0, false, 1});
+      const auto between = std::make_shared<EventState>(EventState{0, 1});
       Work record{Work::Kind::kRecord, "the default stream's order"};
       record.event = between;
       record.record = 1;
@@ -398,10 +397,8 @@ std::string Machine::waiting() const {
   for (const auto& stream : streams) {
     if (stream->entries.empty()) continue;
     const Work& next = stream->entries.front();
-    const bool is_dead =
-        next.kind == Work::Kind::kWait && !processes.at(next.event->owner).is_alive;
     text += join("\n    process ", stream->process, ", cuda:", stream->device, ": ", next.what,
-                 is_dead ? ", of a process that is dead" : "", ", of ", next.site.text());
+                 ", of ", next.site.text());
   }
   for (const Running& one : running) {
     text += join("\n    cuda:", one.work.device, ": blocks of ", one.work.what, " wait, of ",
@@ -444,19 +441,6 @@ void run_to_end() {
   Lock lock(machine.mutex);
   machine.throw_pending();
   machine.wait_for(lock, "the end of a test", [](const StreamState&) { return true; });
-}
-
-void drop_work() {
-  Machine& machine = Machine::get();
-  const std::lock_guard lock(machine.mutex);
-  machine.running.clear();
-  machine.graph_runs.clear();
-  machine.shadow = {};
-  machine.pending.reset();
-  for (auto& stream : machine.streams) {
-    stream->entries.clear();
-    stream->is_busy = false;
-  }
 }
 
 void become_process(int process) {

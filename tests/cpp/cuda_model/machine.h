@@ -4,7 +4,6 @@
 //           replayed, is a Work; it runs whole, but for kernels whose blocks wait (Grid), which run
 //           in slices beside all else. step() does the next thing that can be done.
 // Threads   one at a time: Call holds the lock.
-// Tests     *rules_test.cpp
 #pragma once
 
 #include <deque>
@@ -31,9 +30,7 @@ struct Graph;
 struct GraphRun;
 
 struct EventState {
-  int owner;  // process
   int device;
-  bool is_interprocess;
   std::uint64_t recorded = 0;                  // by the host
   std::map<std::uint64_t, Clock> clocks = {};  // of the records that a device has come to
   std::shared_ptr<Capture> capture = nullptr;  // of the last record
@@ -216,8 +213,7 @@ class Machine {
   std::map<int, ProcessState> processes;
   std::map<int, Opening> openings;
   std::map<int, Clock> host_clocks;
-  std::set<std::shared_ptr<Capture>> captures;  // that are not over
-  std::map<std::uint64_t, Event> shown_events;
+  std::set<std::shared_ptr<Capture>> captures;   // that are not over
   std::set<std::pair<const void*, int>> loaded;  // kernels, by device
   std::map<std::uintptr_t, WordState> words;     // by address
   std::map<int, std::size_t> sent_bytes;         // by device, to others, by kernels
@@ -258,7 +254,6 @@ class Machine {
   cudaError_t add_node(StreamState* stream, Work work);
   cudaError_t invalidate(Capture& capture, cudaError_t error) const;
   cudaError_t check_unsafe_call();  // what a capture in "global" mode does not allow to any thread
-  cudaError_t check_device_is_not_captured(int device);
 
  private:
   struct Candidate {

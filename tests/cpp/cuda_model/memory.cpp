@@ -1,7 +1,6 @@
 // memory: allocations, copies, memory of other processes, and the driver's functions.
 //
 // Contract  the rules "freed", "deadlock", "pageable", "ipc" and "word" of runtime_model.h.
-// Tests     *rules_test.cpp
 
 #include <cuda.h>
 #include <sys/mman.h>

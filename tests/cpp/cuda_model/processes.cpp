@@ -2,7 +2,6 @@
 //
 // Contract  the rule "ipc" of runtime_model.h. A thread belongs to the process of the thread that
 //           has started it.
-// Tests     *rules_test.cpp
 
 #include <dlfcn.h>
 #include <pthread.h>

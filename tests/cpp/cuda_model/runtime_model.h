@@ -49,10 +49,8 @@
 //                        G, Lazy Loading, Concurrent Execution
 //             context    the first touch of a device makes a context there
 //                        R, cudaSetDevice, cudaInitDevice; D, Primary Context Management
-//             ipc        memory and events of another process, and its death; such events have no
-//                        timing
-//                        G, Interprocess Communication; R, cudaIpcOpenMemHandle,
-//                        cudaEventCreateWithFlags
+//             ipc        memory of another process, and its death
+//                        G, Interprocess Communication; R, cudaIpcOpenMemHandle
 //             word       stream memory operations: written after, awaited before; what comes after
 //                        a wait that a host has ended is in no order
 //                        D, Stream Memory Operations
@@ -63,7 +61,8 @@
 //                        G, Concurrent Execution between Host and Device
 // Threads   any; what a thread does comes after what was before it was started. Host threads are
 //           processes' main threads where they have said so.
-// Tests     *rules_test.cpp: for every rule programs that keep it and that break it
+// Tests     tests/test_cuda_host.py, tests/test_cuda_processes_emulated.py: engines with planted
+//           mistakes, each of which breaks a rule
 #pragma once
 
 #include <cuda_runtime.h>
@@ -99,7 +98,6 @@ struct Options {
 // Forgets all that was.
 void start(std::uint64_t seed, const Options& options = {});
 void run_to_end();  // everything that was enqueued
-void drop_work();   // after a Broken: what is left is forgotten
 
 // -- host threads and processes -------------------------------------------------------------------
 
