@@ -25,7 +25,6 @@ MODULES = (
     "pyringar",
     "pyringar.distributed",
     "pyringar.train",
-    "pyringar.predict",
     "pyringar.figures",
     "pyringar.ops",
     "pyringar.comm.ring_schedule",
@@ -43,7 +42,6 @@ FIRST = {
     ),
     "pyringar.distributed": ("register", "HierarchicalCommunicator", "communicator_for"),
     "pyringar.train": ("train", "train_resnet18", "TrainConfig", "Trainer", "TrainResult"),
-    "pyringar.predict": ("predict", "Workload", "Network", "Forecast", "predict_step"),
     "pyringar.train.trace": ("Trace", "Span"),
 }
 # A name with dots, as text or as Pygments marks it up.

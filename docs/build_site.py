@@ -39,7 +39,7 @@ MENU = {
         *("docs/torchrun.md", "docs/cluster.md", "docs/grading.md", "docs/audit.md"),
         "examples/README.md",
     ),
-    "Learn": ("docs/chapter.ipynb", "docs/algorithms.md", "docs/predict.md", "docs/report.md"),
+    "Learn": ("docs/chapter.ipynb", "docs/algorithms.md", "docs/report.md"),
     "Change": (
         *("docs/architecture.md", "csrc/README.md", "docs/gpu.md", "docs/cuda-kernels.md"),
         *("tests/README.md", "CONTRIBUTING.md"),

@@ -10,10 +10,9 @@
 The engine is C++, built by the first call for this very processor and kept in a cache. Importing
 pyringar builds and loads nothing, not even torch: every name is imported when it is first used.
 
-Three packages: ``pr.distributed``, the backend ``ringar`` of
-torch.distributed and several machines (`pyringar.distributed`); ``pr.train``, trainers for
-LeNet and ResNet-18 (`pyringar.train`); ``pr.predict``, times on machines that you do not have
-(`pyringar.predict`). For torch.compile and autograd: `pyringar.ops`. What calls return:
+Two packages: ``pr.distributed``, the backend ``ringar`` of torch.distributed and several machines
+(`pyringar.distributed`); ``pr.train``, trainers for LeNet and ResNet-18 (`pyringar.train`). For
+torch.compile and autograd: `pyringar.ops`. What calls return:
 `pyringar.parallel.bucketer` (statistics of a step), `pyringar.parallel.optimizer`,
 `pyringar.grading.grader` (a verdict per property), `pyringar.train.trace`. For teaching:
 `pyringar.figures` (pictures in a line or two), `pyringar.comm.ring_schedule` (the ring's messages).
@@ -60,7 +59,7 @@ _HOMES = {
         "PeerLostError",
     ],
 }
-_SUBPACKAGES = ("distributed", "figures", "ops", "predict", "train")
+_SUBPACKAGES = ("distributed", "figures", "ops", "train")
 
 __all__ = [
     "ArgumentError",
@@ -103,7 +102,6 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import distributed as distributed
     from pyringar import figures as figures
     from pyringar import ops as ops
-    from pyringar import predict as predict
     from pyringar import train as train
     from pyringar.cluster.faults import Fault
     from pyringar.cluster.launch import launch

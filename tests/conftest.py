@@ -35,7 +35,7 @@ LONG = (
     *("test_compiled", "test_processes", "test_distributed_machines", "test_process_deaths"),
     *("test_rendezvous", "test_train_checkpoints", "test_distributed_ends"),
     *("test_grader", "test_orders", "test_build", "test_peers", "test_all_reduce", "test_exits"),
-    *("test_audit_processes", "test_sharded_training", "test_torch_team", "test_predict"),
+    *("test_audit_processes", "test_sharded_training", "test_torch_team"),
     *("test_hierarchical_parts", "test_grader_processes", "test_process_faults", "test_signals"),
     *("test_distributed", "test_bound_lists", "test_differential", "test_bucketing_interrupts"),
     *("test_hierarchical", "test_docs", "test_deadlines", "test_private_cache", "test_examples"),
