@@ -187,8 +187,6 @@ def test_trace_has_phases_of_every_shard():
         ({"shards": 2, "ranks": 4}, "shards is 2 on 4 ranks, .* fit on 1, 2 ranks"),
         ({"allreduce": "ring"}, "allreduce is 'ring' and shards 4, expected 'auto' or 'fused' or"),
         ({"weights": (1, 1)}, "weights is .* and shards 4, expected None"),
-        ({"lr_scale": "linear"}, "lr_scale is 'linear' and shards 4, expected 'none'"),
-        ({"scale_batch": True}, "scale_batch is True"),
         ({"overlap": False}, "overlap is False"),
         ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1"),
         ({"compile": True}, "compile is True"),

@@ -44,8 +44,7 @@ RUNS = {
     "resnet18": RESNET,
 }
 MORE_RUNS = {
-    "weights": {**LENET, "weights": (3, 1), "overlap": False, "lr_scale": "sqrt"},
-    "scaled": {**LENET, "lr_scale": "sqrt", "scale_batch": True},
+    "weights": {**LENET, "weights": (3, 1), "overlap": False},
     "float64": {
         **LENET,
         "batch_size": 37,
@@ -107,7 +106,6 @@ def refused_as_rank(rank, world_size, store, options):
     [
         ({"ranks": 3}, "ranks is 3, but there are 2 processes"),
         ({"devices": ("cpu", "cpu")}, "devices is ('cpu', 'cpu'), which names the ranks of one"),
-        ({"weights": "auto"}, "weights is 'auto'"),
         ({"allreduce": "fused"}, "allreduce is 'fused', which needs all ranks in one process"),
         ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
     ],

@@ -240,7 +240,7 @@ def test_arrays_of_other_libraries_are_named_among_what_is_taken():
         (lambda: pr.Communicator(["CPU"]), "cpu"),
         (lambda: pr.Communicator(["cup"]), "cpu"),
         (lambda: pr.DataParallel(NET, ["cpu"], batchnorm="synced"), "sync"),
-        (lambda: pr.train.TrainConfig(dtype="half"), "float16"),
+        (lambda: pr.train.TrainConfig(dtype="float"), "float32"),
     ],
 )
 def test_the_nearest_name_is_told(call, near):

@@ -26,13 +26,13 @@ class ShardStep:
     """One training step of all ranks in shards; called as an `EagerStep` is.
 
     Args:
-        model: Of the ranks that are here.
-        comm: What reduces.
-        config: The number of shards, and what they take.
+        model: The model on the ranks of this process.
+        comm: Reduces the gradients.
+        config: The run.
 
     Attributes:
-        sums: The loss of all ranks so far, float64, for every rank that is here.
-        momentum: What SGD goes on with.
+        sums: The loss of all ranks so far, float64, on every rank of this process.
+        momentum: The momentum buffers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ShardStep:
             torch.zeros((), dtype=torch.float64, device=params[0].device) for params in model.params
         ]
         self._each = len(step.shards[0])
-        self._first = step.shards[0].start // self._each  # rank that is here
+        self._first = step.shards[0].start // self._each  # the first rank of this process
 
     def __call__(
         self,
@@ -73,21 +73,18 @@ class ShardStep:
         return mismatch_flags(self._model.params)
 
     def take_loss(self) -> float:
-        """Return the loss of all samples since the last call, where rank 0 is; 0 elsewhere."""
+        """Return the loss of all samples since the last call in rank 0's process, else 0."""
         loss = self.sums[0].item() if self._first == 0 else 0.0
         for total in self.sums:
             total.zero_()
         return loss
 
     def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
-        """Return how test images are scored: as many at a time on any number of ranks.
+        """Return a batch size and a split function with equal pieces on any number of ranks.
 
         Args:
-            size: Of a batch of them, which would be cut into as many pieces as shards.
+            size: Test images that as many ranks as shards would score at a time.
             world_size: Number of ranks.
-
-        Returns:
-            The size of a batch that has such a piece for every rank, and what cuts it.
         """
         piece = math.ceil(size / self._num_shards)
 
