@@ -158,8 +158,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, model):
     assert (last.digest, last.losses, last.curve) == (whole.digest, whole.losses, whole.curve)
     check_replicas_equal([last.params, whole.params])
     for name, value, words in (
-        ("shards", 8, r"shards is 8, but the checkpoint in .* has 4"),
-        ("momentum", 0.5, r"momentum is 0\.5, but the checkpoint in .* has 0\.9"),
+        ("shards", 8, r"shards is 8, but the checkpoint has 4"),
+        ("momentum", 0.5, r"momentum is 0\.5, but the checkpoint has 0\.9"),
     ):
         config = TrainConfig(ranks=2, epochs=3, **{**options, name: value})
         with pytest.raises(pr.ArgumentError, match=words):

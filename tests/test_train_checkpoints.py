@@ -166,20 +166,20 @@ def test_train_takes_both(images, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"model": "resnet18"}, "model is 'resnet18', but the checkpoint in '{}' has 'lenet'"),
-        ({"ranks": 3}, "ranks is 3, but the checkpoint in '{}' has 2"),
-        ({"batch_size": 10}, "batch_size is 10, but the checkpoint in '{}' has 20"),
-        ({"dtype": "float64"}, "dtype is 'float64', but the checkpoint in '{}' has 'float32'"),
-        ({"lr": 0.2}, "lr is 0.2, but the checkpoint in '{}' has 0.1"),
-        ({"seed": 1}, "seed is 1, but the checkpoint in '{}' has 0"),
-        ({"init": "book"}, "init is 'book', but the checkpoint in '{}' has 'he'"),
-        ({"weights": (2, 1)}, "weights is (2.0, 1.0), but the checkpoint in '{}' has None"),
+        ({"model": "resnet18"}, "model is 'resnet18', but the checkpoint has 'lenet'"),
+        ({"ranks": 3}, "ranks is 3, but the checkpoint has 2"),
+        ({"batch_size": 10}, "batch_size is 10, but the checkpoint has 20"),
+        ({"dtype": "float64"}, "dtype is 'float64', but the checkpoint has 'float32'"),
+        ({"lr": 0.2}, "lr is 0.2, but the checkpoint has 0.1"),
+        ({"seed": 1}, "seed is 1, but the checkpoint has 0"),
+        ({"init": "book"}, "init is 'book', but the checkpoint has 'he'"),
+        ({"weights": (2, 1)}, "weights is (2.0, 1.0), but the checkpoint has None"),
         ({"lr_schedule": "constant"}, "lr_schedule is 'constant', but"),
         ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1.0, but"),
         (
             {"allreduce": "ring"},
-            "allreduce is 'ring', which adds in ring order here, but the run of the checkpoint in "
-            "'{}' added in rank order",
+            "allreduce is 'ring', which adds in ring order here, but the run of the checkpoint "
+            "added in rank order",
         ),
     ],
 )

@@ -170,6 +170,6 @@ def test_files_are_written_and_named(tmp_path, capsys):
     assert lines[-3:-1] == [f"plot       {plot}", f"trace      {trace}"]
     assert main(["trace", str(trace)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "2 ranks in turns on" in lines[0]
+    assert lines[0] == "LeNet on [cpu x 2 ranks]"
     assert lines[1].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "hidden"]
     assert all(float(cell) > 0 for cell in lines[2].split()[1:5])

@@ -204,8 +204,8 @@ def test_what_differs_from_a_checkpoint_is_named_as_it_was_typed(capsys, tmp_pat
     monkeypatch.chdir(tmp_path)
     assert main([*LENET, "--weights", "3,1", "--no-overlap", "--save", "run"]) == 0
     for options, words in [
-        (["--no-overlap"], "--weights is not given, but the checkpoint in 'run' has (3.0, 1.0)"),
-        (["--weights", "3,1"], "overlap is True, but the checkpoint in 'run' has False"),
+        (["--no-overlap"], "--weights is not given, but the checkpoint has (3.0, 1.0)"),
+        (["--weights", "3,1"], "overlap is True, but the checkpoint has False"),
         (["--save", "run"], "go on from it with --resume='run', name another"),
     ]:
         resume = [] if "--save" in options else ["--resume", "run"]

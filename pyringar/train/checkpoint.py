@@ -30,9 +30,7 @@ __all__ = [
     "check_same",
     "images_digest",
     "recipe_of",
-    "restore",
     "save_state",
-    "setting",
     "to_file",
     "write_file",
 ]
@@ -69,7 +67,7 @@ class Checkpoint:
 
     Attributes:
         recipe: The options that decide the bits of the run: see `recipe_of`.
-        setting: What else decides them: see `setting`.
+        setting: Version and number of threads of torch, which decide them too.
         num_epochs: Epochs of the whole run.
         epochs: Number, loss, accuracy and seconds of each finished epoch.
         epoch_steps: Finished steps of the current epoch.
@@ -107,10 +105,6 @@ class Checkpoint:
     def decode(cls, content: bytes, folder: Path) -> Checkpoint:
         """Read the content of a file.
 
-        Args:
-            content: The bytes.
-            folder: The file's folder, for messages.
-
         Raises:
             ArgumentError: It is no checkpoint of this version, or damaged.
         """
@@ -128,10 +122,6 @@ class Checkpoint:
 
 class CheckpointFolder:
     """A folder with one checkpoint.
-
-    Args:
-        path: The folder; ``~`` is expanded.
-        name: The option that names it, for messages.
 
     Raises:
         ArgumentError: ``path`` is empty.
@@ -164,9 +154,6 @@ class CheckpointFolder:
 
     def prepare(self, *, may_replace: bool) -> None:
         """Make the folder if it is missing, and check that files can be written there.
-
-        Args:
-            may_replace: Whether a checkpoint in the folder may be replaced.
 
         Raises:
             ArgumentError: The folder cannot be written, or has a checkpoint.
@@ -226,12 +213,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the options that decide the bits of a run.
-
-    Args:
-        config: The run.
-        devices: One per rank.
-    """
+    """Return the options that decide the bits of a run on these devices, one per rank."""
     if config.shards is not None:  # any number of ranks continues with the same bits
         devices = devices[:1]
     return {
@@ -239,15 +221,6 @@ def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str,
         "ranks": len(devices),
         "the kind of devices": describe_devices([torch.device(device.type) for device in devices]),
     }
-
-
-def setting(num_threads: int) -> dict[str, Any]:
-    """Return what decides the bits of a run beside its options.
-
-    Args:
-        num_threads: torch threads of each rank.
-    """
-    return {"torch": str(torch.__version__), "torch threads per rank": num_threads}
 
 
 def to_file(tensor: Tensor) -> Tensor:
@@ -258,10 +231,6 @@ def to_file(tensor: Tensor) -> Tensor:
 def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:
     """Write parameters for ``load_state_dict(torch.load(path, weights_only=True))``.
 
-    Args:
-        state: Tensors by name.
-        path: The file, replaced atomically.
-
     Raises:
         OSError: It cannot be written; an older file is unchanged.
     """
@@ -270,23 +239,21 @@ def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:
     write_file(Path(path), buffer.getvalue())
 
 
-def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
-    """Check that a run has the options of its checkpoint.
-
-    Args:
-        found: The checkpoint's options.
-        wanted: The run's options.
-        folder: The checkpoint's folder, for messages.
+def check_same(found: Checkpoint, config: TrainConfig, recipe: Mapping[str, Any]) -> None:
+    """Check that a run is the one of a checkpoint.
 
     Raises:
-        ArgumentError: Two differ; names the first of them and both values.
+        ArgumentError: Two options differ; names the first of them and both values.
     """
-    for name, value in wanted.items():
-        if found[name] != value:
+    for name, value in recipe.items():
+        if found.recipe[name] != value:
             told = "not given" if value is None else repr(value)
-            raise ArgumentError(
-                f"{name} is {told}, but the checkpoint in '{folder}' has {found[name]!r}"
-            )
+            raise ArgumentError(f"{name} is {told}, but the checkpoint has {found.recipe[name]!r}")
+    if config.epochs < found.num_epochs:
+        raise ArgumentError(
+            f"epochs is {config.epochs}, but the checkpoint is of a run of {found.num_epochs}; "
+            "expected as many or more"
+        )
 
 
 def images_digest(data: ImageData) -> str:
@@ -296,13 +263,6 @@ def images_digest(data: ImageData) -> str:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def restore(targets: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-    """Copy saved tensors into tensors of the same shapes."""
-    with torch.no_grad():
-        for target, tensor in zip(targets, saved, strict=True):
-            target.copy_(tensor)
 
 
 def _digest(payload: bytes) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -11,10 +10,9 @@ import torch
 
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.topology import check_devices
-from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["choose_devices", "describe_devices", "describe_ranks", "synchronize"]
+__all__ = ["choose_devices", "describe_devices", "synchronize"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,23 +70,3 @@ def synchronize(devices: Sequence[torch.device]) -> None:
     """Wait until every GPU among ``devices`` is idle, not only the current one."""
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)
-
-
-def describe_ranks(here: Sequence[torch.device], everywhere: Sequence[torch.device]) -> str:
-    """Return the number of ranks, how they run and the machine: ``2 ranks in turns on ...``.
-
-    Args:
-        here: The devices of this process's ranks.
-        everywhere: The devices of all ranks.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = f"{read_cpu().name}, {cores} cores"
-    gpus = sorted({device for device in here if device.type == "cuda"}, key=str)
-    if gpus:
-        machine = ", ".join(torch.cuda.get_device_name(device) for device in gpus)
-    count = f"{len(everywhere)} rank{'s' if len(everywhere) > 1 else ''}"
-    if len(here) < len(everywhere):
-        count += ", a process each"
-    elif len(here) > 1 and len(set(here)) == 1:
-        count += " in turns"
-    return f"{count} on {machine}"

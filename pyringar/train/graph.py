@@ -33,10 +33,6 @@ _WARM_UP_STEPS = 3
 def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
     """Refuse ranks whose steps cannot be captured together.
 
-    Args:
-        devices: One per rank.
-        trace: Records the phases of steps.
-
     Raises:
         ArgumentError: The ranks do not share one GPU, or there is a trace.
     """
@@ -57,11 +53,6 @@ class Branches:
 
     Rank 0 uses the current stream. Autograd runs backward on the streams of forward. Streams use
     each other's memory only between a join and the next fork, so ``record_stream`` is not needed.
-
-    Args:
-        device: The GPU.
-        num_ranks: Number of ranks.
-        score: See `RankBranches`.
     """
 
     def __init__(
@@ -87,11 +78,7 @@ class Branches:
 
 
 class CudaCapture:
-    """Captures functions in CUDA graphs on its own stream; replays run on the current stream.
-
-    Args:
-        device: The GPU that runs all kernels.
-    """
+    """Captures functions in CUDA graphs on its own stream; replays run on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -100,20 +100,11 @@ class TrainGroup:
         return read()
 
     def gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return copies of the tensors of all ranks, on the CPU.
-
-        Args:
-            tensors: Of each rank of this process, with equal shapes and dtypes on all ranks.
-        """
+        """Return copies of the tensors of all ranks, on the CPU."""
         return [[to_file(tensor) for tensor in mine] for mine in tensors]
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
-        """Copy rank 0's buffers to all processes.
-
-        Args:
-            state: Parameters and buffers by name.
-            params: The parameters, which are equal on all ranks.
-        """
+        """Copy rank 0's buffers to all processes."""
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
         """Raise unless all processes hold the same bits.
@@ -129,9 +120,6 @@ class TrainGroup:
 
 class OneProcess(TrainGroup):
     """All ranks of a run, in this process.
-
-    Args:
-        config: What will be trained.
 
     Raises:
         ArgumentError: A device is not there.

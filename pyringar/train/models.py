@@ -62,11 +62,7 @@ class RankedModel(ABC):
         self._autocast = functools.partial(autocast, config, devices)
 
     def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each.
-
-        Args:
-            shards: One per rank.
-        """
+        """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each."""
         with self._autocast():
             return self._forward(shards)
 
@@ -77,12 +73,7 @@ class RankedModel(ABC):
     def _score(self, rank: int, X: Tensor) -> Tensor: ...  # noqa: N803
 
     def score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
-        """Score one rank's images, for training.
-
-        Args:
-            rank: The position among the ranks of this process.
-            X: Images.
-        """
+        """Score one rank's images, for training."""
         with self._autocast():
             return self._score(rank, X)
 
@@ -110,18 +101,12 @@ class RankedModel(ABC):
 def build_model(
     config: TrainConfig, devices: Sequence[torch.device], comm: Communicator | RankCommunicator
 ) -> RankedModel:
-    """Make the model that ``config`` names, with the initial numbers of its seed, on all ranks.
-
-    Args:
-        config: The choice of model and everything about it.
-        devices: One device per rank of this process.
-        comm: Reduces the gradients.
-    """
+    """Make the model that ``config`` names, with the initial numbers of its seed, on all ranks."""
     return {"lenet": _LeNet, "resnet18": _ResNet18}[config.model](config, devices, comm)
 
 
 def _make_bucketer(
-    replicas: Sequence[Any], comm: Communicator | RankCommunicator, config: TrainConfig
+    replicas: Sequence[Any], comm: Any, config: TrainConfig
 ) -> GradientBucketer | AfterBackward:
     """Return a bucketer with hooks, or a call after backward if there is no compiled engine.
 

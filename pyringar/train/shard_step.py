@@ -16,7 +16,7 @@ from pyringar.parallel.sharded_step import ShardedStep
 from pyringar.parallel.shards import Shards, mismatch_flags, shard_sizes
 from pyringar.train.config import TrainConfig
 from pyringar.train.models import RankedModel
-from pyringar.train.step import Momentum, sum_loss, update_rank
+from pyringar.train.step import Momentum, span, sum_loss
 from pyringar.train.trace import Trace
 
 __all__ = ["ShardStep"]
@@ -24,11 +24,6 @@ __all__ = ["ShardStep"]
 
 class ShardStep:
     """One training step of all ranks in shards; called as an `EagerStep` is.
-
-    Args:
-        model: The model on the ranks of this process.
-        comm: Reduces the gradients.
-        config: The run.
 
     Attributes:
         sums: The loss of all ranks so far, float64, on every rank of this process.
@@ -66,8 +61,9 @@ class ShardStep:
             return sum_loss(self._model.score(rank, images), labels)
 
         loss = self._step(loss_of, watch=_nothing if trace is None else trace.span)
-        for rank, params in enumerate(self._model.params):
-            update_rank(rank, params, step_size, trace, self.momentum)
+        with span(trace, "optimizer", len(self._model.params)):
+            for rank, params in enumerate(self._model.params):
+                self.momentum.update(rank, params, step_size)
         for total in self.sums:
             total += loss.to(total.device)
         return mismatch_flags(self._model.params)
@@ -80,12 +76,7 @@ class ShardStep:
         return loss
 
     def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
-        """Return a batch size and a split function with equal pieces on any number of ranks.
-
-        Args:
-            size: Test images that as many ranks as shards would score at a time.
-            world_size: Number of ranks.
-        """
+        """Return a batch size and a split function with equal pieces on any number of ranks."""
         piece = math.ceil(size / self._num_shards)
 
         def split(

@@ -27,9 +27,9 @@ __all__ = [
     "RankBranches",
     "reduce_gradients",
     "sgd",
+    "span",
     "sum_loss",
     "train_batch",
-    "update_rank",
 ]
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
@@ -84,72 +84,15 @@ def train_batch(
     shards = split_batch(X, y, devices, weights)
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
-    return _train_shards(
-        shards,
+    step = EagerStep(
         device_params,
         scores=lambda shards: [
             lenet(X, params) for X, params in zip(shards, device_params, strict=True)
         ],
         reduce=lambda: reduce_gradients(device_params, devices, comm),
-        step_size=lr / X.shape[0],
+        split=functools.partial(split_batch, devices=devices, weights=weights),
     )
-
-
-def _train_shards(
-    shards: tuple[Shards, Shards],
-    replicas: Replicas,
-    scores: Scores,
-    reduce: Callable[[], None],
-    step_size: float | Tensor,
-    trace: Trace | None = None,
-    branches: RankBranches | None = None,
-    momentum: Momentum | None = None,
-) -> list[Tensor]:
-    """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
-    for param in itertools.chain(*replicas):
-        param.grad = None  # backward would add to it
-    if branches is not None:
-        losses = _compute_in_branches(shards, branches, trace)
-    else:
-        losses = _compute_together(shards, scores, trace)
-    with _span(trace, "wait", *range(len(replicas))):
-        reduce()
-    updates = {
-        rank: functools.partial(update_rank, rank, params, step_size, trace, momentum)
-        for rank, params in enumerate(replicas)
-    }
-    if branches is not None:
-        branches.run(updates)
-    else:
-        for update in updates.values():
-            update()
-    return losses
-
-
-def _compute_in_branches(
-    shards: tuple[Shards, Shards], branches: RankBranches, trace: Trace | None
-) -> list[Tensor]:
-    """Run forward and backward of each rank in its branch."""
-    computations = {
-        rank: functools.partial(_compute_rank, branches.score, rank, X, y, trace)
-        for rank, (X, y) in enumerate(zip(*shards, strict=True))
-    }
-    return list(branches.run(computations).values())
-
-
-def _compute_rank(
-    score: Callable[[int, Tensor], Tensor],
-    rank: int,
-    X: Tensor,  # noqa: N803
-    y: Tensor,
-    trace: Trace | None,
-) -> Tensor:
-    with _span(trace, "forward", rank):
-        loss = sum_loss(score(rank, X), y)
-    with _span(trace, "backward", rank):
-        if loss.requires_grad:  # a rank without samples may have computed nothing
-            loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+    return step.train(shards, lr / X.shape[0])
 
 
 @dataclass(frozen=True)
@@ -170,38 +113,14 @@ class Momentum:
         used = replicas if share else [[] for _ in replicas]
         return cls(share, [[torch.zeros_like(param) for param in params] for params in used])
 
-
-def update_rank(
-    rank: int,
-    params: Sequence[Tensor],
-    step_size: float | Tensor,
-    trace: Trace | None,
-    momentum: Momentum | None = None,
-) -> None:
-    """Update one rank's parameters; see `sgd`."""
-    with _span(trace, "optimizer", rank):
-        if momentum is None:
-            sgd(params, step_size)
-        else:
-            sgd(params, step_size, momentum.velocities[rank], momentum.share)
+    def update(self, rank: int, params: Sequence[Tensor], step_size: float | Tensor) -> None:
+        """Update one rank's parameters; see `sgd`."""
+        sgd(params, step_size, self.velocities[rank], self.share)
 
 
-def _span(trace: Trace | None, category: str, *ranks: int) -> AbstractContextManager[None]:
-    return nullcontext() if trace is None else trace.span(category, *ranks)
-
-
-def _compute_together(
-    shards: tuple[Shards, Shards], scores: Scores, trace: Trace | None
-) -> list[Tensor]:
-    """Run forward of one rank after the other, then one backward pass through all of them."""
-    ranks = range(len(shards[0]))
-    with _span(trace, "forward", *ranks):
-        losses = [sum_loss(*pair) for pair in zip(scores(shards[0]), shards[1], strict=True)]
-    with _span(trace, "backward", *ranks):  # autograd runs one thread for each GPU
-        found_losses = [loss for loss in losses if loss.requires_grad]  # ranks without samples
-        if found_losses:
-            torch.autograd.backward(found_losses)
-    return [loss.detach() for loss in losses]
+def span(trace: Trace | None, category: str, num_ranks: int) -> AbstractContextManager[None]:
+    """Return a span for ranks 0 to ``num_ranks - 1`` if there is a trace."""
+    return nullcontext() if trace is None else trace.span(category, *range(num_ranks))
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -217,11 +136,6 @@ def reduce_gradients(
     """Sum the gradients of all replicas into all of them, in one call.
 
     A parameter without a gradient, on a rank that had no sample or did not use it, gets zeros.
-
-    Args:
-        device_params: Replicas, see `train_batch`.
-        devices: One device per rank; only read without ``comm``.
-        comm: Reduces the gradients.
     """
     lists = [[_gradient(param) for param in params] for params in device_params]
     if comm is not None:
@@ -343,30 +257,58 @@ class EagerStep:
         step_size: float | Tensor,
         trace: Trace | None = None,
     ) -> list[Tensor]:
-        """Train on a batch.
-
-        Args:
-            X: Samples, ``(n, ...)``.
-            y: Class indices, ``(n,)``.
-            step_size: Learning rate over ``n``, see `sgd`.
-            trace: Records the phases.
+        """Train on a batch; ``step_size`` is the learning rate over its size.
 
         Returns:
             Flags: whether each rank but the first differs from it now; see `mismatch_flags`.
         """
-        losses = _train_shards(
-            self._split(X, y),
-            self._replicas,
-            self._scores,
-            self._reduce,
-            step_size,
-            trace,
-            self._branches,
-            self.momentum,
-        )
+        losses = self.train(self._split(X, y), step_size, trace)
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss
         return mismatch_flags(self._replicas)
+
+    def train(
+        self,
+        shards: tuple[Shards, Shards],
+        step_size: float | Tensor,
+        trace: Trace | None = None,
+    ) -> list[Tensor]:
+        """Train on one shard of samples and labels per rank; return every rank's summed loss."""
+        k = len(self._replicas)
+        for param in itertools.chain(*self._replicas):
+            param.grad = None  # backward would add to it
+        if self._branches is not None:
+            computations = {
+                rank: functools.partial(_compute_rank, self._branches.score, rank, X, y)
+                for rank, (X, y) in enumerate(zip(*shards, strict=True))
+            }
+            losses = list(self._branches.run(computations).values())
+        else:
+            losses = self._compute_together(shards, trace)
+        with span(trace, "wait", k):
+            self._reduce()
+        updates = {
+            rank: functools.partial(self.momentum.update, rank, params, step_size)
+            for rank, params in enumerate(self._replicas)
+        }
+        with span(trace, "optimizer", k):
+            if self._branches is not None:
+                self._branches.run(updates)
+            else:
+                for update in updates.values():
+                    update()
+        return losses
+
+    def _compute_together(self, shards: tuple[Shards, Shards], trace: Trace | None) -> list[Tensor]:
+        """Run forward of one rank after the other, then one backward pass through all of them."""
+        with span(trace, "forward", len(shards[0])):
+            scores = self._scores(shards[0])
+            losses = [sum_loss(*pair) for pair in zip(scores, shards[1], strict=True)]
+        with span(trace, "backward", len(shards[0])):  # autograd runs one thread for each GPU
+            found_losses = [loss for loss in losses if loss.requires_grad]  # ranks without samples
+            if found_losses:
+                torch.autograd.backward(found_losses)
+        return [loss.detach() for loss in losses]
 
     def take_loss(self) -> float:
         """Return the summed loss of all samples since the last call. Waits for the devices."""
@@ -374,3 +316,15 @@ class EagerStep:
         for total in self.sums:
             total.zero_()
         return loss
+
+
+def _compute_rank(
+    score: Callable[[int, Tensor], Tensor],
+    rank: int,
+    X: Tensor,  # noqa: N803
+    y: Tensor,
+) -> Tensor:
+    loss = sum_loss(score(rank, X), y)
+    if loss.requires_grad:  # a rank without samples may have computed nothing
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()

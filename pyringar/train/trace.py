@@ -293,7 +293,7 @@ class Trace:
                     span.seconds * 1e3,
                     left=(span.begin_s - start_s) * 1e3,
                     color=_COLORS[span.category],
-                    edgecolor="white" if is_bucket else _COLORS[span.category],
+                    edgecolor=_COLORS[span.category],  # or a short span would not be seen
                 )
         axes.set_yticks(range(len(labels)), labels, fontsize=8)
         axes.invert_yaxis()

@@ -27,13 +27,11 @@ from pyringar.train.checkpoint import (
     check_same,
     images_digest,
     recipe_of,
-    restore,
-    setting,
     to_file,
 )
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
-from pyringar.train.devices import describe_devices, describe_ranks, synchronize
+from pyringar.train.devices import describe_devices, synchronize
 from pyringar.train.graph import Branches, GraphStep, check_ranks
 from pyringar.train.group import OneProcess, TrainGroup
 from pyringar.train.interrupts import Interrupts
@@ -139,8 +137,7 @@ def train(
 
     Runs that differ only in the number of ranks start from the same parameters and see the same
     images in the same order. In float64 LeNet's parameters agree to rounding; in float32 they drift
-    apart after some dozens of steps, when rounding first turns a ReLU on or off. With ``shards``
-    they have the same bits.
+    apart after some dozens of steps. With ``shards`` they have the same bits.
 
     Args:
         num_gpus: Number of ranks: on the machine's GPUs, several on one where there are too few,
@@ -241,8 +238,7 @@ class Trainer:
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = build_model(config, self.devices, self.group.comm)
         if trace is not None:
-            ranks = describe_ranks(self.devices, self.all_devices)
-            trace.title = f"{self.model.title}, {ranks}"
+            trace.title = f"{self.model.title} on {describe_devices(self.all_devices)}"
         self.replicas = self.model.params
         self._run_step = self._make_step()
         self._step = 0
@@ -251,7 +247,7 @@ class Trainer:
         self._done: list[EpochResult] = []  # from the checkpoint
         self._progress: EpochProgress | None = None  # in the epoch that was interrupted
         if checkpoint is not None:
-            self._resume_from(checkpoint, Path(resume or ""))
+            self._resume_from(checkpoint)
 
     @property
     def step(self) -> int:
@@ -485,7 +481,7 @@ class Trainer:
         self._folder.write(
             Checkpoint(
                 recipe=recipe_of(self.config, self.all_devices),
-                setting=setting(threads_per_rank(self.config)),
+                setting=self._setting,
                 num_epochs=self.config.epochs,
                 epochs=[list(astuple(epoch)) for epoch in epochs],
                 epoch_steps=progress.steps,
@@ -524,53 +520,53 @@ class Trainer:
                 target.prepare(may_replace=False)
                 return b""
             content = source.read()
-            self._check(Checkpoint.decode(content, source.path), source.path)
+            found = Checkpoint.decode(content, source.path)
+            check_same(found, self.config, recipe_of(self.config, self.all_devices))
             target.prepare(may_replace=target.path.resolve() == source.path.resolve())
+            for name, value in self._setting.items():
+                if found.setting[name] != value:
+                    logger.warning(
+                        "%s: %s here, %s where the checkpoint in '%s' was written; the bits may "
+                        "differ from those of a run that was not stopped",
+                        name,
+                        value,
+                        found.setting[name],
+                        source.path,
+                    )
             return content
 
         content = self.group.share(prepare)
         return None if source is None else Checkpoint.decode(content, source.path)
 
-    def _check(self, found: Checkpoint, folder: Path) -> None:
-        """Raise unless the checkpoint is of this run; warn if its bits may still differ."""
-        check_same(found.recipe, recipe_of(self.config, self.all_devices), folder)
-        for name, value in setting(threads_per_rank(self.config)).items():
-            if found.setting[name] != value:
-                logger.warning(
-                    "%s: %s here, %s where the checkpoint in '%s' was written; the bits of what "
-                    "follows may differ from those of a run that was not stopped",
-                    name,
-                    value,
-                    found.setting[name],
-                    folder,
-                )
-        if self.config.epochs < found.num_epochs:
-            raise ArgumentError(
-                f"epochs is {self.config.epochs}, but the checkpoint in '{folder}' is of a run of "
-                f"{found.num_epochs}; expected as many or more"
-            )
+    @property
+    def _setting(self) -> dict[str, Any]:
+        threads = threads_per_rank(self.config)
+        return {"torch": str(torch.__version__), "torch threads per rank": threads}
 
-    def _resume_from(self, checkpoint: Checkpoint, folder: Path) -> None:
+    def _resume_from(self, checkpoint: Checkpoint) -> None:
         """Restore the state of the run that wrote the checkpoint."""
         if checkpoint.images != self._images:
             raise ArgumentError(
-                f"dataset is {self.description}, but the checkpoint in '{folder}' was trained on "
-                f"other images: {checkpoint.data}"
+                f"dataset is {self.description}, but the checkpoint was trained on other images: "
+                f"{checkpoint.data}"
             )
         if checkpoint.order != self._order:
             raise ArgumentError(
-                f"allreduce is {self.config.allreduce!r}, which adds in {self._order} order "
-                f"here, but the run of the checkpoint in '{folder}' added in "
-                f"{checkpoint.order} order"
+                f"allreduce is {self.config.allreduce!r}, which adds in {self._order} order here, "
+                f"but the run of the checkpoint added in {checkpoint.order} order"
             )
         # The first step decides the layout of gradients in buckets, and so the bits of a ring.
         size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
-        saved = checkpoint.rank_tensors
-        for params in self.replicas:
-            restore(params, checkpoint.params)
-        for rank, tensors in zip(self.group.ranks, self._rank_tensors(), strict=True):
-            restore(tensors, saved[rank if self.config.shards is None else 0])
+        for rank, params, own in zip(
+            self.group.ranks, self.replicas, self._rank_tensors(), strict=True
+        ):
+            saved = checkpoint.rank_tensors[rank if self.config.shards is None else 0]
+            with torch.no_grad():
+                for target, tensor in zip(
+                    [*params, *own], [*checkpoint.params, *saved], strict=True
+                ):
+                    target.copy_(tensor)
         self._shuffle.set_state(checkpoint.shuffle)
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
         self._step = len(self._done) * self.steps_per_epoch + checkpoint.epoch_steps
