@@ -175,12 +175,6 @@ def test_the_command_under_torchrun(tmp_path):
     assert trace.stat().st_size > 1000
 
 
-def test_devices_are_one_process_s_own():
-    config = TrainConfig(ranks=2, devices=("cpu", "cpu"))
-    with pytest.raises(pr.ArgumentError, match="which names the ranks of one process"):
-        Processes(config, torch.distributed.HashStore(), 0, 2)
-
-
 @pytest.mark.slow  # the same, and two processes that import torch
 def test_the_command_refuses_what_makes_no_sense():
     done = torchrun("lenet", "--dataset", "synthetic", "--devices", "cpu,cpu")
