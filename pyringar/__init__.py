@@ -11,9 +11,9 @@ The engine is C++, built by the first call for this very processor and kept in a
 pyringar builds and loads nothing, not even torch: every name is imported when it is first used.
 
 Packages: ``pr.distributed``, the torch.distributed backend ``ringar`` and several machines;
-``pr.train``, trainers for LeNet and ResNet-18; ``pr.predict``, times on machines that you do not
-have; ``pr.ops``, all-reduce for torch.compile and autograd; ``pr.figures``, pictures in a line or
-two. For teaching: `pyringar.comm.ring_schedule`, the ring's messages.
+``pr.train``, trainers for LeNet and ResNet-18; ``pr.ops``, all-reduce for torch.compile and
+autograd; ``pr.figures``, pictures in a line or two. For teaching: `pyringar.comm.ring_schedule`,
+the ring's messages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _HOMES = {
         "PeerLostError",
     ],
 }
-_SUBPACKAGES = ("distributed", "figures", "ops", "predict", "train")
+_SUBPACKAGES = ("distributed", "figures", "ops", "train")
 
 __all__ = [
     "ArgumentError",
@@ -100,7 +100,6 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import distributed as distributed
     from pyringar import figures as figures
     from pyringar import ops as ops
-    from pyringar import predict as predict
     from pyringar import train as train
     from pyringar.cluster.faults import Fault
     from pyringar.cluster.launch import launch

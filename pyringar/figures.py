@@ -166,16 +166,12 @@ class Bars:
         xlabel: What the values are.
         title: Of the panel.
         form: How a value is written, as in ``format(value, form)``.
-        hatched: Names whose bars are hatched.
-        is_log: Whether the axis is logarithmic.
     """
 
     values: Mapping[str, float]
     xlabel: str = ""
     title: str = ""
     form: str = ".3g"
-    hatched: Sequence[str] = ()
-    is_log: bool = False
 
     def draw(self, axes: Any) -> None:
         """Draw into one set of axes.
@@ -184,13 +180,8 @@ class Bars:
             axes: matplotlib's.
         """
         for i, (name, value) in enumerate(self.values.items()):
-            hatch = "///" if name in self.hatched else None
-            color = COLORS[i % len(COLORS)]
-            (bar,) = axes.barh(name, value, color=color, hatch=hatch, ec="white", lw=0)
-            axes.bar_label(axes.containers[-1], [format(value, self.form)], padding=3, fontsize=9)
-            bar.set_height(0.7)
-        if self.is_log:
-            axes.set_xscale("log")
+            bars = axes.barh(name, value, height=0.7, color=COLORS[i % len(COLORS)])
+            axes.bar_label(bars, [format(value, self.form)], padding=3, fontsize=9)
         axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.set(xlabel=self.xlabel, title=self.title)

@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 import pyringar as pr
 from pyringar.cli import main
 from pyringar.engine import build, toolchain
-from pyringar.train import load_data
 from pyringar.train.trace import Trace
 
 SPAN = {
@@ -99,7 +97,7 @@ def test_a_damaged_trace_is_a_trace_or_an_argument_error(tmp_path, content):
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(content))
     with nothing_or(pr.ArgumentError, str(file)):
-        assert str(Trace.load(file)).isascii()
+        assert all(line.isprintable() for line in str(Trace.load(file)).splitlines())
 
 
 @pytest.mark.parametrize("content", [DEEP.encode(), b"\xff", b"", b"9" * 5000, b"[]"])
@@ -110,62 +108,6 @@ def test_the_command_line_names_a_trace_that_is_none(tmp_path, capsys, content):
     assert f"pyringar trace: {file} is not a trace" in capsys.readouterr().err
     assert main(["trace", str(file), "--timeline", str(tmp_path / "picture.xyz")]) == 2
     assert "--timeline is" in capsys.readouterr().err
-
-
-# -- Fashion-MNIST ---------------------------------------------------------------------------------
-
-
-def idx(shape: tuple[int, ...], data: bytes) -> bytes:
-    """The format of the data set: two zeros, uint8, number of dimensions, sizes, data."""
-    head = bytes([0, 0, 8, len(shape)])
-    return head + b"".join(n.to_bytes(4, "big") for n in shape) + data
-
-
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory):
-    """``raw(name, content)``: three images for training and three to test, one file changed."""
-
-    def write(name: str = "", content: bytes = b"") -> Path:
-        root = tmp_path_factory.mktemp("data")
-        folder = root / "FashionMNIST/raw"
-        folder.mkdir(parents=True)
-        for part in ("train", "t10k"):
-            images = idx((3, 28, 28), bytes(i % 256 for i in range(3 * 784)))
-            (folder / f"{part}-images-idx3-ubyte").write_bytes(images)
-            (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx((3,), bytes([0, 5, 9])))
-        if name:
-            (folder / name).write_bytes(content)
-        return root
-
-    return write
-
-
-def test_labels_from_0_to_9_are_loaded_and_others_named(raw):
-    assert load_data("fashion-mnist", raw()).test_labels.tolist() == [0, 5, 9]
-    root = raw("t10k-labels-idx1-ubyte", idx((3,), bytes([0, 255, 9])))
-    with pytest.raises(pr.ArgumentError, match="t10k-labels-idx1-ubyte' has label 255 at index 1"):
-        load_data("fashion-mnist", root)
-
-
-BROKEN_IDX = {
-    "cut short": idx((3,), bytes(2)),
-    "more labels than images": idx((4,), bytes(4)),
-    "no labels": idx((0,), b""),
-    "two dimensions": idx((3, 1), bytes(3)),
-    "huge": idx((2**32 - 1,), bytes(3)),
-    "many huge dimensions": idx((2**32 - 1,) * 8, bytes(3)),
-    "of int32": bytes([0, 0, 12, 1, 0, 0, 0, 3]) + bytes(12),
-    "of no type": bytes([0, 0, 99, 1, 0, 0, 0, 3]) + bytes(3),
-    "empty": b"",
-    "a header only": bytes([0, 0, 8, 255]),
-}
-
-
-@pytest.mark.parametrize("content", BROKEN_IDX.values(), ids=BROKEN_IDX.keys())
-@pytest.mark.parametrize("name", ["train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"])
-def test_broken_files_of_images_are_named(raw, name, content):
-    with pytest.raises(pr.ArgumentError, match=f"FashionMNIST/raw/{name.partition('-')[0]}-"):
-        load_data("fashion-mnist", raw(name, content))
 
 
 # -- the environment -------------------------------------------------------------------------------
@@ -241,27 +183,6 @@ def test_without_descriptors_there_are_errors_of_ours():
 
 
 # -- the command line ------------------------------------------------------------------------------
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path, capsys):
-    (tmp_path / "folder.png").mkdir()
-    out = ["predict", "--bytes", "4000", "--ranks", "2", "--plot", str(tmp_path / "folder.png")]
-    assert main(out) == 2
-    assert "folder.png', which cannot be written: Is a directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "told"),
-    [
-        ("predict --bytes 4000 --ranks 2,99999999999999999999", "--ranks is '2,9999"),
-        ("predict --ranks 2 --bytes 36893488147419103232", "--bytes is 3689"),
-        ("predict --ranks 2 --batch-size 99999999999999999999 --compute-ms 1", "--batch-size is 9"),
-    ],
-)
-def test_numbers_beyond_all_measure_are_named(capsys, command, told):
-    with contextlib.suppress(SystemExit):  # argparse's
-        assert main(command.split()) == 2
-    assert told in capsys.readouterr().err
 
 
 def test_check_says_that_it_runs_the_code(capsys):

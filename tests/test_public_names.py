@@ -29,10 +29,9 @@ SUBPACKAGES = {
     "distributed": "ddp_hook",
     "figures": "draw",
     "ops": "all_reduce",
-    "predict": "predict",
     "train": "train",
 }
-COMMANDS = "train run trace predict info build check audit"
+COMMANDS = "train run trace info build check audit"
 
 
 def test_public_names_are_listed():

@@ -19,8 +19,7 @@ import pyringar as pr
 from pyringar.cli import main
 from pyringar.train import TrainConfig, Trainer, resnet18
 from pyringar.train.data import ImageData
-from pyringar.train.spans import covered_s
-from pyringar.train.trace import CATEGORIES, Trace
+from pyringar.train.trace import CATEGORIES, Trace, covered_s
 
 
 @pytest.fixture
@@ -65,21 +64,20 @@ def test_the_table_says_how_much_was_hidden(trace):
     one = ["15.00", "4.00", "8.00", "8.00", "2.00", "1.00", "75%"]
     assert lines[1].split() == ["0", *one]
     assert lines[4].split() == ["mean", *one]
-    assert lines[5].split() == ["total", "45.00", "12.00", "24.00", "24.00", "6.00", "3.00", "75%"]
-    assert lines[7].split() == ["bytes", "begins,", "ms", "ms", "hidden"]
-    assert lines[8].split() == ["bucket", "0", "100", "6.00", "4.000", "100%"]
-    assert lines[9].split() == ["bucket", "1", "100", "10.00", "4.000", "50%"]
-    assert {"bucket", "hidden"} <= {line.split(":")[0] for line in lines[11:]}, "words explained"
+    assert lines[6].split() == ["bytes", "begins,", "ms", "ms", "hidden"]
+    assert lines[7].split() == ["bucket", "0", "100", "6.00", "4.000", "100%"]
+    assert lines[8].split() == ["bucket", "1", "100", "10.00", "4.000", "50%"]
+    assert {"bucket", "hidden"} <= {line.split(":")[0] for line in lines[10:]}, "words explained"
 
 
 def test_the_command_prints_and_draws(trace, tmp_path, capsys):
     file, picture = tmp_path / "t.json", tmp_path / "t.png"
     trace.save(file)
-    assert main(["trace", str(file), "--timeline", str(picture), "--step", "1"]) == 0
+    assert main(["trace", str(file), "--timeline", str(picture)]) == 0
     assert "75%" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(pr.ArgumentError, match=r"step is 9, expected one of \[0, 1, 2\]"):
-        trace.plot(picture, 9)
+    with pytest.raises(pr.ArgumentError, match="the trace holds no step, expected one to draw"):
+        Trace().plot(picture)
 
 
 def test_json_is_one_document_with_the_same_numbers(trace, tmp_path, capsys):
@@ -92,23 +90,12 @@ def test_json_is_one_document_with_the_same_numbers(trace, tmp_path, capsys):
     assert found["title"] == "a net, 2 ranks"
     assert [step["step"] for step in found["steps"]] == [0, 1, 2]
     assert found["mean"]["backward_ms"] == pytest.approx(8)
-    assert found["total"]["backward_ms"] == pytest.approx(24)
     assert found["mean"]["hidden"] == pytest.approx(0.75)
     assert [bucket["hidden"] for bucket in found["buckets"]] == pytest.approx([1, 0.5])
     assert [bucket["nbytes"] for bucket in found["buckets"]] == [100, 100]
 
 
 # -- who worked when -------------------------------------------------------------------------------
-
-
-def overlaps(spans):
-    """Pairs of spans of different ranks that some moment belongs to both of."""
-    return [
-        (one, other)
-        for one, other in itertools.combinations(spans, 2)
-        if one.rank != other.rank
-        and min(one.end_s, other.end_s) - max(one.begin_s, other.begin_s) > 1e-9
-    ]
 
 
 def garments():
@@ -123,48 +110,31 @@ def garments():
         ("lenet", {"weights": (1, 0, 1)}),
         ("resnet18", {"width": 8}),
         ("resnet18", {"width": 8, "batchnorm": "sync"}),
+        ("lenet", {"shards": 6}),
     ],
 )
-def test_ranks_that_take_turns_are_recorded_in_turns(model, options):
-    config = TrainConfig(3, 20, epochs=1, model=model, bucket_cap_mb=0.05, **options)
+def test_trainer_records_phases_of_all_ranks(model, options):
+    config = TrainConfig(3, 20, epochs=1, model=model, **options)
     trace = Trace()
     with Trainer(config, garments(), trace=trace) as trainer:
         trainer.run()
     assert trace.steps() == [0, 1]
-    has_samples = {rank for rank in range(3) if options.get("weights", (1, 1, 1))[rank]}
-    for kind in ("forward", "backward", "optimizer"):
-        spans = [span for span in trace.spans if span.category == kind]
-        assert has_samples <= {span.rank for span in spans}, kind
-        assert not overlaps(spans), kind
-        assert all(span.seconds >= 0 for span in spans)
-    for step in trace.steps():  # no moment of a phase is nobody's
-        of_step = trace.of_step(step)
-        phases_s = covered_s(span for span in of_step if span.category in ("forward", "backward"))
-        turns = [span for span in of_step if span.category in ("forward", "backward")]
-        assert phases_s == pytest.approx(sum(span.seconds for span in turns))
-    assert "3 ranks in turns on" in trace.title
+    for step in trace.steps():
+        kinds = {(span.category, span.rank) for span in trace.of_step(step)}
+        for kind in ("forward", "backward", "optimizer"):
+            assert {(kind, rank) for rank in range(3)} <= kinds
+    assert all(span.seconds >= 0 for span in trace.spans)
+    assert trace.title.endswith("on [cpu x 3 ranks]")
     assert {"lenet": "LeNet", "resnet18": "ResNet-18 of width 8"}[model] in trace.title
-    hooks = [p._post_accumulate_grad_hooks for r in trainer.replicas for p in r]
-    assert not any(hooks), "what marks turns is gone after the step"
 
 
-def test_ranks_on_devices_of_their_own_work_side_by_side():
+def test_time_of_several_spans_counts_once():
     trace = Trace()
-    with trace.turns("backward", ["cuda:0", "cuda:1", "cuda:0"]) as mark:
-        for rank in (0, 1, 2, 1, 2):
-            mark(rank)
-    found = {rank: [s for s in trace.spans if s.rank == rank] for rank in range(3)}
-    assert {rank: len(spans) for rank, spans in found.items()} == {0: 1, 1: 1, 2: 1}
-    assert found[0][0].end_s == found[2][0].begin_s
-    assert found[1][0].begin_s == found[0][0].begin_s
-    assert found[1][0].end_s == found[2][0].end_s
-
-
-def test_a_phase_that_nobody_marks_is_of_all_ranks():
-    trace = Trace()
-    with trace.turns("forward", ["cpu"] * 2):
-        pass
-    assert [(span.category, span.rank) for span in trace.spans] == [("forward", 0), ("forward", 1)]
+    at = trace._begin_ns
+    for begin_ms, end_ms in ((10, 14), (0, 4), (2, 6), (3, 5), (14, 15)):
+        trace.add("wait", "wait", 0, at + begin_ms * 10**6, at + end_ms * 10**6)
+    assert covered_s(trace.spans) == pytest.approx(11e-3)
+    assert covered_s([]) == 0
 
 
 def test_a_cap_below_one_megabyte_gives_several_buckets():
@@ -185,7 +155,7 @@ def drawn_rows(trace, monkeypatch):
         (axes,) = figure.axes
         seen["rows"] = [label.get_text() for label in axes.get_yticklabels()]
         seen["title"] = axes.get_title(loc="left")
-        seen["buckets"] = [text.get_text() for text in axes.texts]
+        seen["bars"] = len([bar for bar in axes.patches if bar.get_width() > 0])
 
     monkeypatch.setattr(Figure, "savefig", look)
     trace.plot("unused.png")
@@ -197,7 +167,7 @@ def test_a_picture_has_a_row_for_each_rank_and_one_for_all_buckets(trace, monkey
     seen = drawn_rows(trace, monkeypatch)
     assert seen["rows"] == ["rank 0", "rank 1", "buckets,\nall ranks"]
     assert seen["title"].splitlines() == [r"a net, 2 ranks, costs \$1 \$2", "step 2: 15.0 ms"]
-    assert len(seen["buckets"]) == 2, "drawn once, not once for each rank"
+    assert seen["bars"] == 2 * 4 + 2, "buckets are drawn once, not once for each rank"
 
 
 def test_a_thousand_ranks_fit_into_a_picture(monkeypatch):
@@ -224,29 +194,25 @@ def test_a_picture_leaves_pyplot_alone(trace, tmp_path):
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 200
 SPAN = b'{"ph":"X","name":"n","cat":"wait","pid":0,"ts":0,"dur":%s,"args":{"step":0,"bytes":0}}'
+TRACE = b'{"otherData": {"title": ""}, "traceEvents": [%s]}'
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "it is empty"),
-        (b" \n", "it is empty"),
-        (PNG, "it is not text"),
-        (b"\0" * 1000, "it is not JSON"),
-        (b"step ms\n1 2\n", "it is not JSON"),
-        (b"[]", "it is JSON without a list 'traceEvents'"),
-        (b"7", "it is JSON without a list 'traceEvents'"),
-        (b"{}", "it is JSON without a list 'traceEvents'"),
-        (b'{"traceEvents": 3}', "it is JSON without a list 'traceEvents'"),
-        (b'{"traceEvents": []}', "it holds no step"),
-        (b'{"traceEvents": [{}]}', "traceEvents[0] has no 'ph'"),
-        (b'{"traceEvents": [7]}', "traceEvents[0] is a int, not an object"),
-        (b'{"traceEvents": [{"ph": "X", "name": "n"', "its JSON is cut off after 40 bytes"),
-        (b'{"traceEvents": [{"ph": "X", "na', "its JSON is cut off after 32 bytes"),
-        (b'{"traceEvents": [,]}', "it is not JSON: line 1, column 18"),
-        (b'{"traceEvents": [%s]}' % (SPAN % b"-1"), "dur is -1, expected 0 or more"),
-        (b'{"traceEvents": [%s]}' % (SPAN % b"NaN"), "dur is nan, expected microseconds"),
-        (b'{"traceEvents": [%s]}' % (SPAN % b'"%s"' % (b"x" * 10**6)), "expected microseconds"),
+        (b"", "Expecting value"),
+        (PNG, "UnicodeDecodeError"),
+        (b"step ms\n1 2\n", "Expecting value"),
+        (b"[]", "TypeError"),
+        (b"7", "TypeError"),
+        (b"{}", "otherData"),
+        (TRACE % b"", "it holds no step"),
+        (TRACE % b"{}", "KeyError: 'ph'"),
+        (TRACE % b"7", "TypeError"),
+        (b'{"traceEvents": [{"ph": "X", "name": "n"', "JSONDecodeError"),
+        (TRACE % (SPAN % b"-1"), "-1 microseconds"),
+        (TRACE % (SPAN % b"NaN"), "nan microseconds"),
+        (TRACE % (SPAN % b'"%s"' % (b"x" * 10**6)), "could not convert"),
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else "",
 )
@@ -255,43 +221,21 @@ def test_other_files_are_refused_in_one_line(tmp_path, content, why, capsys):
     file.write_bytes(content)
     assert main(["trace", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{file} is not a trace of `pyringar train`: " in line
+    assert f"{file} is not a trace of `pyringar train` (" in line
     assert why in line
     assert len(line) < 300, "nothing of what it holds is printed"
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, capsys):
-    huge = tmp_path / "huge.json"
-    with huge.open("wb") as file:
-        file.truncate(2 * 10**9)  # takes no disk: nor may it take memory
     for path, why in (
-        (tmp_path / "missing.json", "cannot be read: no such file"),
-        (tmp_path, "cannot be read: it is a folder"),
-        ("/dev/null", "cannot be read: /dev/null is not a regular file"),
-        (tmp_path / ("x" * 300), "cannot be read: file name too long"),
-        (huge, "it has 2000000000 bytes, expected at most 268435456"),
+        (tmp_path / "missing.json", "cannot be read: No such file"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path / ("x" * 300), "cannot be read: File name too long"),
     ):
         assert main(["trace", str(path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert str(path) in line
         assert why in line
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--step", "9", "--timeline", "t.png"], "--step is 9, expected one of the trace's steps"),
-        (["--step", "1"], "--step is 1, which needs --timeline"),
-    ],
-)
-def test_a_step_that_cannot_be_drawn_is_refused(trace, tmp_path, options, why, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trace.save("t.json")
-    assert main(["trace", "t.json", *options]) == 2
-    found = capsys.readouterr()
-    assert why in found.err
-    assert not found.out
-    assert not (tmp_path / "t.png").exists()
 
 
 def test_an_unknown_category_is_refused():

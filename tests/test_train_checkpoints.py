@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import io
 import os
 import signal
@@ -68,8 +66,7 @@ def assert_same(found, wanted):
 MORE_RUNS = [
     ({**LENET, "ranks": 1}, [1]),
     ({**LENET, "ranks": 2, "weights": (3, 1), "lr_schedule": "constant"}, [6]),
-    ({**LENET, "ranks": 2, "weights": "auto"}, [5]),
-    ({**LENET, "ranks": 3, "dtype": "float64", "scale_batch": True, "lr_scale": "sqrt"}, [3]),
+    ({**LENET, "ranks": 3, "dtype": "float64", "momentum": 0.9}, [3]),
     ({**RESNET, "ranks": 1}, [5]),
     ({**RESNET, "ranks": 3, "batch_size": 37, "allreduce": "ring", "bucket_cap_mb": 0.02}, [2]),
 ]
@@ -169,20 +166,20 @@ def test_train_takes_both(images, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"model": "resnet18"}, "model is 'resnet18', but the checkpoint in '{}' has 'lenet'"),
-        ({"ranks": 3}, "ranks is 3, but the checkpoint in '{}' has 2"),
-        ({"batch_size": 10}, "batch_size is 10, but the checkpoint in '{}' has 20"),
-        ({"dtype": "float64"}, "dtype is 'float64', but the checkpoint in '{}' has 'float32'"),
-        ({"lr": 0.2}, "lr is 0.2, but the checkpoint in '{}' has 0.1"),
-        ({"seed": 1}, "seed is 1, but the checkpoint in '{}' has 0"),
-        ({"init": "book"}, "init is 'book', but the checkpoint in '{}' has 'he'"),
-        ({"weights": (2, 1)}, r"weights is [2.0, 1.0], but the checkpoint in '{}' has None"),
+        ({"model": "resnet18"}, "model is 'resnet18', but the checkpoint has 'lenet'"),
+        ({"ranks": 3}, "ranks is 3, but the checkpoint has 2"),
+        ({"batch_size": 10}, "batch_size is 10, but the checkpoint has 20"),
+        ({"dtype": "float64"}, "dtype is 'float64', but the checkpoint has 'float32'"),
+        ({"lr": 0.2}, "lr is 0.2, but the checkpoint has 0.1"),
+        ({"seed": 1}, "seed is 1, but the checkpoint has 0"),
+        ({"init": "book"}, "init is 'book', but the checkpoint has 'he'"),
+        ({"weights": (2, 1)}, "weights is (2.0, 1.0), but the checkpoint has None"),
         ({"lr_schedule": "constant"}, "lr_schedule is 'constant', but"),
-        ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1, but"),
+        ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1.0, but"),
         (
             {"allreduce": "ring"},
-            "allreduce is 'ring', which adds in ring order here, but the run of the checkpoint in "
-            "'{}' added in rank order",
+            "allreduce is 'ring', which adds in ring order here, but the run of the checkpoint "
+            "added in rank order",
         ),
     ],
 )
@@ -198,7 +195,7 @@ def test_another_run_is_refused_and_both_values_named(images, tmp_path, changed,
 def test_what_changes_no_bit_may_change(images, tmp_path):
     whole = go(images, LENET)
     go(images, LENET, 6, save=tmp_path)
-    others = {"allreduce": "direct", "max_inflight": 0, "data_dir": "/nowhere"}
+    others = {"allreduce": "direct", "data_dir": "/nowhere"}
     assert_same(go(images, {**LENET, **others}, resume=tmp_path), whole)
 
 
@@ -217,21 +214,19 @@ def test_other_images_are_refused(images, tmp_path):
 def damaged(content):
     """Everything a file can be instead, by name."""
     payload = io.BytesIO()
-    torch.save({"epochs": print}, payload)
-    digest = hashlib.blake2b(payload.getvalue(), digest_size=32).digest()
+    torch.save({"epochs": 1}, payload)
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
     return {
-        "empty": (b"", "is no checkpoint of pyringar"),
-        "foreign": (payload.getvalue(), "is no checkpoint of pyringar"),
-        "the kind alone": (b"pyringar checkpoint ", "is damaged"),
-        "the first line alone": (b"pyringar checkpoint 1\n", "is damaged"),
+        "empty": (b"", "is no checkpoint of this version of pyringar"),
+        "foreign": (payload.getvalue(), "is no checkpoint of this version of pyringar"),
+        "the kind alone": (b"pyringar checkpoint ", "is no checkpoint of this version"),
+        "the first line alone": (b"pyringar checkpoint 2\n", "is damaged"),
         "cut short": (content[:-1], "is damaged"),
         "cut in the digest": (content[:30], "is damaged"),
         "longer": (content + b"\0", "is damaged"),
         "one bit": (bytes(flipped), "is damaged"),
-        "of tomorrow": (content.replace(b" 1\n", b" 2\n", 1), "has format 2, expected 1"),
-        "code": (b"pyringar checkpoint 1\n" + digest + payload.getvalue(), "cannot be read"),
+        "of tomorrow": (content.replace(b" 2\n", b" 3\n", 1), "is no checkpoint of this version"),
     }
 
 
@@ -244,39 +239,6 @@ def test_a_file_that_is_not_whole_is_an_error_that_names_it(images, tmp_path, ho
         go(images, LENET, resume=tmp_path)
     assert f"resume is '{tmp_path}', but its checkpoint.bin {words}" in str(caught.value)
     assert (tmp_path / FILE).read_bytes() == content
-
-
-def test_a_checkpoint_whose_insides_do_not_fit_is_refused(images, tmp_path):
-    go(images, LENET, 1, save=tmp_path)
-    found = Checkpoint.decode((tmp_path / FILE).read_bytes(), tmp_path)
-    found.params[0] = found.params[0].double()
-    (tmp_path / FILE).write_bytes(found.encode())
-    with pytest.raises(ArgumentError, match="has tensors of another model"):
-        go(images, LENET, resume=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("recipe", []), ("num_epochs", "3"), ("epochs", [[1, 2.0]]), ("epochs", None)],
-        *[("epoch_steps", -1), ("epoch_steps", 2.5), ("shuffle", torch.zeros(3)), ("shuffle", 0)],
-        *[("params", [1]), ("rank_tensors", []), ("rank_tensors", [[0.5], [0.5]]), ("order", 3)],
-    ],
-)
-def test_fields_of_another_kind_are_refused(images, tmp_path, name, value):
-    go(images, LENET, 1, save=tmp_path)
-    found = Checkpoint.decode((tmp_path / FILE).read_bytes(), tmp_path)
-    (tmp_path / FILE).write_bytes(dataclasses.replace(found, **{name: value}).encode())
-    with pytest.raises(ArgumentError, match=r"but its checkpoint\.bin cannot be read"):
-        go(images, LENET, resume=tmp_path)
-
-
-def test_what_a_killed_run_left_half_written_is_removed(images, tmp_path):
-    go(images, LENET, 1, save=tmp_path)
-    (tmp_path / f".{FILE}-1234abcd").write_bytes(b"half")
-    (tmp_path / "mine").write_text("")
-    go(images, LENET, 1, resume=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "mine"]
 
 
 def test_folders_that_cannot_be_used_are_named_before_the_first_step(images, tmp_path, monkeypatch):
@@ -308,25 +270,6 @@ def test_a_checkpoint_that_is_there_is_not_replaced_by_another_run(images, tmp_p
     ):
         go(images, LENET, save=tmp_path)
     assert (tmp_path / FILE).read_bytes() == before
-
-
-def test_two_runs_do_not_save_in_one_folder_at_once(images, tmp_path):
-    half = tmp_path / f".{FILE}-1234abcd"
-    with (
-        Trainer(TrainConfig(**LENET), images, save=tmp_path) as first,
-        Trainer(TrainConfig(**LENET), images, save=tmp_path) as second,
-    ):
-
-        def at_once():
-            half.write_bytes(b"half")
-            for run in (second.run, lambda: Trainer(second.config, images, save=tmp_path)):
-                with pytest.raises(ArgumentError, match=f"'{tmp_path}', but another run saves"):
-                    run()
-            assert half.exists(), "it is the other run's"
-
-        steps = iter(range(99))
-        first.run(on_step=lambda: next(steps) or at_once())
-    go(images, LENET, resume=tmp_path)
 
 
 def test_a_folder_that_is_gone_when_the_run_begins_is_told(images, tmp_path):
@@ -389,22 +332,17 @@ def test_other_threads_or_another_torch_are_told(images, tmp_path, caplog, monke
     )
 
 
-def test_a_home_folder_is_expanded_and_a_long_name_written(images, tmp_path, monkeypatch):
+def test_home_folder_is_expanded(images, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     go(images, LENET, 1, save="~/run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    for name in ("a" * 255, "\u00e9" * 127):
-        checkpoint.write_file(tmp_path / name, b"all")
-        assert (tmp_path / name).read_bytes() == b"all"
 
 
-def test_a_folder_that_cannot_be_synced_is_written_all_the_same(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(checkpoint.os, "open", refuse)  # not of the file: that is opened by io
-    checkpoint.write_file(tmp_path / "f", b"all")
-    assert (tmp_path / "f").read_bytes() == b"all"
+def test_half_written_file_of_killed_run_is_replaced(images, tmp_path):
+    go(images, LENET, 1, save=tmp_path)
+    (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)
+    go(images, LENET, 1, resume=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
 def test_a_write_that_fails_leaves_the_last_checkpoint_and_the_result(

@@ -1,4 +1,4 @@
-"""Choices of a training run: ranges, learning rates, devices, and how far the host runs ahead."""
+"""Choices of a training run: ranges, learning rates and devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.train import TrainConfig, train
 from pyringar.train import devices as devices_module
 from pyringar.train.devices import choose_devices, describe_devices
-from pyringar.train.pacing import StepWindow
 
 
 @pytest.mark.parametrize(
@@ -21,14 +20,15 @@ from pyringar.train.pacing import StepWindow
         ({"ranks": 2.0}, "ranks is 2.0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"epochs": True}, "epochs is True"),
-        ({"max_inflight": -1}, "max_inflight is -1, expected a whole number, 0 or more"),
+        ({"batch_size": 10**20}, "batch_size is 1000.*, 1 or more and below"),
         ({"seed": "x"}, "seed is 'x'"),
+        ({"seed": -1}, "seed is -1, expected a whole number, 0 or more"),
+        ({"seed": 2**63}, "seed is 9223.*, expected a whole number, 0 or more and below"),
         ({"lr": 0.0}, "lr is 0.0, expected a positive number"),
         ({"lr": float("nan")}, "lr is nan"),
         ({"lr": "0.1"}, "lr is '0.1'"),
         ({"allreduce": "tree"}, "allreduce is 'tree', expected one of auto, fused"),
         ({"lr_schedule": "cosine"}, "lr_schedule is 'cosine', expected one of constant, linear"),
-        ({"lr_scale": "log"}, "lr_scale is 'log'"),
         ({"init": "zeros"}, "init is 'zeros', expected one of he, book"),
         ({"init": "default"}, "init is 'default', expected one of he, book"),
         ({"model": "resnet18", "init": "he"}, "init is 'he', expected one of default, book"),
@@ -39,13 +39,12 @@ from pyringar.train.pacing import StepWindow
         ({"batchnorm": "sync"}, "batchnorm is 'sync', but the model is lenet"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
         ({"amp": True, "dtype": "float64"}, "amp is on and dtype 'float64', expected float32"),
-        ({"weights": "car"}, "weights is 'car', expected one of auto"),
-        ({"weights": ""}, "weights is '', expected one of auto"),
+        ({"weights": "car"}, "weights"),
         (
             {"model": "resnet18", "batchnorm": "sync", "compile": True},
             "compile is on and batchnorm 'sync'",
         ),
-        ({"dtype": "int8"}, "dtype is 'int8', expected one of float32, float64, bfloat16, float16"),
+        ({"dtype": "int8"}, "dtype is 'int8', expected one of float32, float64"),
         ({"dataset": "mnist"}, "dataset is 'mnist'"),
         ({"ranks": 2, "weights": (1, 2, 3)}, r"weights has 3 entries .* each of 2 ranks"),
         ({"ranks": 2, "weights": (0, 0)}, "expected at least one above 0"),
@@ -81,16 +80,6 @@ def test_the_linear_schedule_falls_to_zero_in_even_steps():
     rates = [config.lr_at(step, 4) for step in range(5)]
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
     assert TrainConfig(lr=0.4, lr_schedule="constant").lr_at(3, 4) == 0.4
-
-
-@pytest.mark.parametrize(("scale", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
-def test_the_learning_rate_scales_with_the_ranks(scale, factor):
-    assert TrainConfig(ranks=4, lr=0.1, lr_scale=scale).initial_lr == pytest.approx(0.1 * factor)
-
-
-def test_the_batch_scales_with_the_ranks():
-    assert TrainConfig(ranks=4, batch_size=32).global_batch_size == 32
-    assert TrainConfig(ranks=4, batch_size=32, scale_batch=True).global_batch_size == 128
 
 
 class TestDevices:
@@ -131,40 +120,8 @@ class TestDevices:
             (["cpu"] * 4, "[cpu x 4 ranks]"),
             (["cuda:0", "cuda:1"], "[cuda:0, cuda:1]"),
             (["cuda:0", "cuda:0", "cpu"], "[cuda:0 x 2 ranks, cpu]"),
-            ([f"cuda:{i}" for i in range(16)], "[cuda:0 to cuda:15]"),
-            ([f"cuda:{i // 2}" for i in range(6)], "[cuda:0 to cuda:2 x 2 ranks each]"),
-            (["cuda:1", "cuda:0", "cuda:1", "cuda:2", "cpu"], "[cuda:1, cuda:0 to cuda:2, cpu]"),
-            (["cuda", "cuda:1", "cuda:2"], "[cuda, cuda:1, cuda:2]"),
+            (["cuda:1", "cuda:0", "cuda:1"], "[cuda:1, cuda:0, cuda:1]"),
         ],
     )
     def test_words_for_devices(self, devices, words):
         assert describe_devices([torch.device(device) for device in devices]) == words
-
-
-class TestStepWindow:
-    @pytest.mark.parametrize("limit", [0, 1, 2, 5])
-    def test_never_more_steps_queued_than_allowed_and_all_retire_in_order(self, limit):
-        waited, retired = [], []
-
-        class Event:
-            def __init__(self, device):
-                self.device = device
-
-            def synchronize(self):
-                waited.append(self.device)
-
-        gpus = [torch.device("cuda:1"), torch.device("cuda:0"), torch.device("cuda:1")]
-        window = StepWindow(gpus, limit, lambda step, flags: retired.append((step, flags)), Event)
-        for step in range(8):
-            window.push(step, [step])
-            assert len(window) == min(step + 1, limit)
-            assert [s for s, _ in retired] == list(range(max(0, step + 1 - limit)))
-        window.drain()
-        assert retired == [(step, [step]) for step in range(8)]
-        assert waited == gpus[1::-1] * 8  # every GPU once a step, before its flags are looked at
-
-    def test_steps_on_cpus_retire_at_once(self):
-        retired = []
-        window = StepWindow([torch.device("cpu")], 5, lambda step, flags: retired.append(step))
-        window.push(0, [])
-        assert retired == [0]

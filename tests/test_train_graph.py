@@ -180,9 +180,7 @@ MORE_RUNS = [
     {"ranks": 2, "batch_size": 128},  # all images are one batch
     {"ranks": 2, "model": "resnet18", "width": 4, "epochs": 2},
     {"ranks": 2, "lr_schedule": "constant", "overlap": False},
-    {"ranks": 2, "dtype": "bfloat16"},
-    {"ranks": 2, "dtype": "float16", "lr": 0.03},
-    {"ranks": 2, "batch_size": 25, "max_inflight": 0},  # no batch is smaller
+    {"ranks": 2, "batch_size": 25},  # no batch is smaller
     {"ranks": 5, "model": "resnet18", "width": 4, "epochs": 2, "batch_size": 3, "init": "book"},
 ]
 RUNS = [
@@ -263,23 +261,20 @@ def test_the_recorder_notices_a_loss_that_is_looked_at(data, recorder, monkeypat
         run(data, cuda_graph=True)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_sgd_by_a_tensor_has_the_bits_of_sgd(dtype):
     generator = torch.Generator().manual_seed(3)
     ours = [torch.randn(n, generator=generator).to(dtype).requires_grad_() for n in (1, 33, 1000)]
     theirs = [param.detach().clone().requires_grad_() for param in ours]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     for lr in (0.1, 1 / 3, 7e-4):
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator).to(dtype)
             other.grad = mine.grad.clone()
         sgd(theirs, lr / 48)
-        sgd(ours, torch.full((), lr / 48, dtype=wide))
+        sgd(ours, torch.full((), lr / 48, dtype=dtype))
         check_replicas_equal([ours, theirs])
     ours[0].grad = ours[1].grad = ours[2].grad = None
-    sgd(ours, torch.ones((), dtype=wide))  # nothing to do
+    sgd(ours, torch.ones((), dtype=dtype))  # nothing to do
     check_replicas_equal([ours, theirs])
 
 
@@ -413,7 +408,7 @@ class TestOnAGpu:
             {"devices": ["cuda:0"]},
             {"devices": ["cuda:0"] * 2},
             {"devices": ["cuda:0"] * 2, "allreduce": "ring", "overlap": False},
-            {"devices": ["cuda:0"] * 3, "weights": (3, 0, 1), "dtype": "bfloat16"},
+            {"devices": ["cuda:0"] * 3, "weights": (3, 0, 1)},
             {"devices": ["cuda:0"] * 2, "amp": True},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "epochs": 1},
             {"devices": ["cuda:0"] * 3, "model": "resnet18", "width": 8, "amp": True},

@@ -12,13 +12,12 @@ import pytest
 import torch
 from training import garments, run
 
-from pyringar.cli.paths import check_output_path
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import TrainConfig, Trainer, train
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
-from pyringar.train.plot import save_plot
+from pyringar.train.plots import save_plot
 
 LINE = r"^test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]$"
 RECIPE = {"batch_size": 32, "lr": 0.1, "lr_schedule": "linear", "epochs": 8, "init": "he"}
@@ -84,23 +83,51 @@ def test_runs_on_1_2_and_5_ranks_agree_in_float64(small):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_max_inflight_changes_no_number(small):
-    results = [run(small, epochs=1, max_inflight=n) for n in (0, 1, 2, 7)]
-    check_replicas_equal([result.params for result in results])
+def test_host_is_at_most_two_steps_ahead(small, monkeypatch):
+    waited = []
+
+    class Event:
+        def __init__(self, device):
+            self.device = device
+
+        def synchronize(self):
+            waited.append(self.device)
+
+    monkeypatch.setattr(trainer_module, "_record_event", Event)
+    gpus = [torch.device("cuda:1"), torch.device("cuda:0"), torch.device("cuda:1")]
+    images, labels = small.train_images[:9], small.train_labels[:9]
+    with Trainer(TrainConfig(ranks=3), small) as trainer:
+        trainer._train_batch(images, labels)
+        assert not trainer._unchecked, "CPU ranks are never ahead"
+        trainer.devices = tuple(gpus)
+        monkeypatch.setattr(trainer, "_run_step", lambda *_: [torch.tensor(False)])
+        for step in range(6):
+            trainer._train_batch(images, labels)
+            assert len(trainer._unchecked) == min(step + 1, 2)
+            assert len(waited) == 2 * max(0, step - 1), "every GPU once a step"
+        trainer._check_steps(0)
+    assert sorted(map(str, waited)) == ["cuda:0"] * 6 + ["cuda:1"] * 6
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
-def test_other_dtypes_learn(dtype):
-    result = run(garments(60, 20), epochs=2, dtype=dtype, batch_size=10)
-    assert all(param.dtype == TrainConfig(dtype=dtype).torch_dtype for param in result.params)
+def test_float64_learns():
+    result = run(garments(60, 20), epochs=2, dtype="float64", batch_size=10)
+    assert all(param.dtype == torch.float64 for param in result.params)
     assert result.losses[-1] < result.losses[0]
 
 
-def test_scaling_the_batch_leaves_fewer_steps(small):
-    steps = []
-    with Trainer(TrainConfig(ranks=4, batch_size=16, scale_batch=True, epochs=1), small) as trainer:
-        trainer.run(on_step=lambda: steps.append(1))
-    assert len(steps) == 4  # ceil(200 / (4 * 16))
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
+def test_compiled_model_trains(model):
+    # Below 8 channels oneDNN writes past its memory on CPUs without AVX-512 (its issue 6035).
+    options = {"width": 8} if model == "resnet18" else {}
+    config = TrainConfig(
+        batch_size=128, epochs=1, dataset="synthetic", compile=True, model=model, **options
+    )
+    with Trainer(config) as trainer:
+        result = trainer.run()
+        check_replicas_equal(trainer.replicas)
+    assert result.curve[-1] > 0.3
 
 
 @pytest.mark.parametrize("allreduce", ["auto", "fused", "direct", "ring", "sharded", "naive"])
@@ -153,19 +180,7 @@ def test_a_missing_device_fails_before_any_data_is_loaded(monkeypatch):
         train(1, 64, 0.1, devices=["cuda:93"])
 
 
-class TestPlot:
-    def test_a_picture_is_written(self, small, tmp_path):
-        path = tmp_path / "curve.png"
-        save_plot(run(small, epochs=2), path)
-        assert path.read_bytes().startswith(b"\x89PNG\r\n")
-
-    @pytest.mark.parametrize(
-        ("path", "message"),
-        [
-            ("curve.jpg", r"--plot is 'curve\.jpg', expected .* \.png"),
-            ("no/curve.png", "no folder 'no'"),
-        ],
-    )
-    def test_a_path_that_cannot_be_written_is_named(self, path, message):
-        with pytest.raises(ArgumentError, match=message):
-            check_output_path("--plot", path)
+def test_picture_is_written(small, tmp_path):
+    path = tmp_path / "curve.png"
+    save_plot(run(small, epochs=2), path)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")

@@ -139,7 +139,7 @@ def test_a_bucketer_gives_the_bits_of_one_call(options):
     images, labels = batch_of(26)
     ours, theirs = make_replicas(3), make_replicas(3)
 
-    def scores(shards, mark):
+    def scores(shards):
         return [lenet(X, params) for X, params in zip(shards, ours, strict=True)]
 
     with GradientBucketer(ours, **options) as bucketer:

@@ -14,7 +14,7 @@ import pytest
 import pyringar as pr
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"pr": pr, "pr.train": pr.train, "pr.predict": pr.predict}
+PACKAGES = {"pr": pr, "pr.train": pr.train}
 if hasattr(pr, "distributed"):
     PACKAGES["pr.distributed"] = pr.distributed
 

@@ -207,7 +207,7 @@ def test_message_names_arrays():
         (lambda: pr.Communicator(["CPU"]), "cpu"),
         (lambda: pr.Communicator(["cup"]), "cpu"),
         (lambda: pr.DataParallel(NET, ["cpu"], batchnorm="synced"), "sync"),
-        (lambda: pr.train.TrainConfig(dtype="half"), "float16"),
+        (lambda: pr.train.TrainConfig(dtype="float"), "float32"),
     ],
 )
 def test_nearest_name_is_told(call, near):

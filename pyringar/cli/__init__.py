@@ -23,7 +23,7 @@ from pyringar.errors import ArgumentError, RingarError
 
 __all__ = ["main"]
 
-_COMMANDS = ("train", "run", "trace", "predict", "info", "build", "check", "audit")
+_COMMANDS = ("train", "run", "trace", "info", "build", "check", "audit")
 # As shells name the end by a signal: 128 and its number.
 _INTERRUPTED, _NO_READER = 130, 141
 # What a file that cannot be written fails with; one without a name is stdout.

@@ -8,7 +8,6 @@ from typing import Any
 
 from pyringar.cli.parser import add_json_option
 from pyringar.cli.paths import check_output_path
-from pyringar.errors import ArgumentError
 
 __all__ = ["add_parser", "run"]
 
@@ -23,8 +22,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE.json", help="written by pyringar train --trace")
     add_json_option(parser)
-    parser.add_argument("--timeline", metavar="FILE.png", help="draw a step as a picture too")
-    parser.add_argument("--step", type=int, metavar="N", help="which step to draw (the last)")
+    parser.add_argument("--timeline", metavar="FILE.png", help="draw the last step as a picture")
     parser.set_defaults(run=run)
 
 
@@ -35,17 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.timeline is not None:
         args.timeline = check_output_path("--timeline", args.timeline)
     trace = Trace.load(args.file)
-    if args.step is not None and args.step not in trace.steps():
-        steps = f"{trace.steps()[0]} to {trace.steps()[-1]}"
-        raise ArgumentError(f"--step is {args.step}, expected one of the trace's steps, {steps}")
-    if args.step is not None and args.timeline is None:
-        raise ArgumentError(f"--step is {args.step}, which needs --timeline: it says what to draw")
     if args.timeline is not None:
-        trace.plot(args.timeline, args.step)
-    if args.json:
-        print(json.dumps(trace.as_json(), indent=2))
-        return 0
-    print(trace)
-    if args.timeline is not None:
-        print(f"\ntimeline   {args.timeline}")
+        trace.plot(args.timeline)
+    print(json.dumps(trace.as_json(), indent=2) if args.json else trace)
     return 0

@@ -6,8 +6,7 @@ import argparse
 import io
 import json
 import logging
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,8 @@ __all__ = ["add_parser", "run"]
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks: the batch is split, every
-rank has a copy of the parameters, and their gradients are summed by pyringar's allreduce while
-backward goes on. Ranks share what there is: GPUs if there are any, else the CPU."""
+rank has a copy of the parameters, and their gradients are summed by pyringar's allreduce. Ranks
+share the machine's GPUs if there are any, else the CPU."""
 _EPILOG = """Without options: two ranks, five epochs, on Fashion-MNIST if it is there or can be
 downloaded, else on a built-in synthetic set. Example:
 pyringar train lenet --ranks 4 --allreduce ring --plot curve.png.
@@ -39,9 +38,7 @@ def _devices(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _weights(text: str) -> tuple[float, ...] | str:
-    if text == "auto":
-        return text
+def _weights(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -51,8 +48,8 @@ def _weights(text: str) -> tuple[float, ...] | str:
 _COUNT = {"type": int, "metavar": "N"}
 _FLAG = {"action": "store_true"}
 _SWITCH = {"action": argparse.BooleanOptionalAction}
-# Options by group: what --help says, and how argparse reads them. All but those of the last group
-# are fields of TrainConfig, which has the choices and the defaults, and checks the values.
+# Options by group: the text of --help, and the arguments for argparse. All except those of the last
+# group are fields of TrainConfig, which has the choices and defaults and checks the values.
 _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "ranks": {
         "ranks": ("number of ranks (2)", {"type": int, "metavar": "K"}),
@@ -67,10 +64,9 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             _COUNT,
         ),
         "weights": (
-            "shares of the ranks in every batch, such as 3,1, or auto to measure them (equal)",
+            "shares of the ranks in every batch, such as 3,1 (equal)",
             {"type": _weights, "metavar": "W,W,..."},
         ),
-        "max_inflight": ("steps that the host may run ahead of the GPUs", _COUNT),
         "bucket_cap_mb": (
             "gradients are summed in buckets of about this size",
             {"type": float, "metavar": "MB"},
@@ -88,10 +84,8 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "recipe": {
         "epochs": ("passes over the images", _COUNT),
         "batch_size": ("images a step, all ranks together", _COUNT),
-        "scale_batch": ("multiply the batch size by the ranks", _FLAG),
         "lr": ("learning rate", {"type": float}),
         "lr_schedule": ("linear falls to 0 over all steps, constant is as in the book", {}),
-        "lr_scale": ("multiply the learning rate by the ranks, or their square root", {}),
         "momentum": ("share of the step before that each step goes on with", {"type": float}),
         "init": (
             "initial weights: by the number of inputs (he), 0.01 as in the book, or for resnet18 "
@@ -99,7 +93,6 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {},
         ),
         "seed": ("of initial weights and image order", {"type": int}),
-        "dtype": ("of parameters and images", {}),
         "amp": ("compute in bfloat16 where that is safe (autocast)", _FLAG),
     },
     "resnet18 only": {
@@ -115,10 +108,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
     },
     "output": {
-        "save": (
-            "write a checkpoint after every epoch and on Ctrl-C",
-            {"metavar": "DIR"},
-        ),
+        "save": ("write a checkpoint after every epoch and on Ctrl-C", {"metavar": "DIR"}),
         "resume": (
             "go on from the checkpoint in DIR, with the bits of a run that was never stopped if "
             "torch and its number of threads are the same, and save there; the other options as "
@@ -130,11 +120,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "resnet18(width=...)",
             {"metavar": "FILE.pt"},
         ),
-        "log": (
-            "write a line per epoch: FILE.csv, or JSON lines: FILE.jsonl",
-            {"metavar": "FILE"},
-        ),
-        "tensorboard": ("write the curves for TensorBoard", {"metavar": "DIR"}),
+        "log": ("write a line per epoch", {"metavar": "FILE.csv"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
         "live": (
             "draw the curve as text: in place as it grows in a terminal, else once at the end",
@@ -144,10 +130,8 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "write what the first 100 steps did and when, for ui.perfetto.dev and pyringar trace",
             {"metavar": "FILE.json"},
         ),
-        "timeline": ("draw the last of these steps as a picture", {"metavar": "FILE.png"}),
     },
 }
-_FOLDERS = ("save", "resume")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -175,43 +159,42 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and print the curve and the book's last line, or all of it as JSON."""
     given = {name: value for name, value in vars(args).items() if name != "run"}
-    is_json, is_live = given.pop("json", False), given.get("live", False)
+    is_json, is_live = given.pop("json", False), given.pop("live", False)
     if is_json and is_live:
         raise ArgumentError("live is True, but with --json nothing is drawn")
     with redirect_stdout(io.StringIO()) if is_json else nullcontext():
-        outputs, result = _run(given)
+        outputs, result = _run(given, is_live)
     if is_json and result is not None:
         print(json.dumps(as_json(result), indent=2, default=str))
     outputs.check()
     return 0
 
 
-def _run(given: Mapping[str, Any]) -> tuple[Outputs, TrainResult | None]:
-    """Train and write the files; the result is rank 0's."""
+def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult | None]:
+    """Train and write the files. The result is None except in rank 0's process."""
     from pyringar.train import Trainer
     from pyringar.train.group import writes_files
     from pyringar.train.trace import Trace
 
-    options = dict(given)
-    is_live = options.pop("live", False)
-    folders = {name: options.pop(name) for name in _FOLDERS if name in options}
-    files = {name: options.pop(name) for name in (*FILES, "tensorboard") if name in options}
+    folders = {name: options.pop(name) for name in ("save", "resume") if name in options}
+    files = {name: options.pop(name) for name in FILES if name in options}
     outputs = Outputs(files if writes_files() else {})
     config, group = _join(options)
-    trace = Trace()
-    traced = trace if outputs.wants_trace else None
-    with Trainer(config, trace=traced, group=group, **folders) as trainer, closing(outputs):
+    trace = Trace() if "trace" in files else None
+    with Trainer(config, trace=trace, group=group, **folders) as trainer, closing(outputs):
         if not trainer.is_main:
             trainer.run()
             return outputs, None
-        outputs.open_logs()
+        outputs.open_log()
         print_header(trainer)
         try:
             result = _train(trainer, outputs, is_live)
         except BaseException:
             if trainer.checkpoint_dir is not None:
-                folder = str(trainer.checkpoint_dir)
-                logger.warning("to go on: %s", _command({**given, "resume": folder}))
+                logger.warning(
+                    "to go on: the same command with --resume '%s' instead of --save",
+                    trainer.checkpoint_dir,
+                )
             raise
         try:
             if group.digest:
@@ -227,28 +210,8 @@ def _run(given: Mapping[str, Any]) -> tuple[Outputs, TrainResult | None]:
     return outputs, result
 
 
-def _command(given: Mapping[str, Any]) -> str:
-    """Return the command with these options, but for ``--save``."""
-    from pyringar.train.group import num_processes
-
-    start = "pyringar" if num_processes() == 1 else "torchrun ... -m pyringar"
-    words = ["train", given["model"]]
-    for options in _OPTIONS.values():
-        for name, (_, how) in options.items():
-            dest = how.get("dest", name)
-            if dest not in given or dest == "save":
-                continue
-            flag, value = "--" + name.replace("_", "-"), given[dest]
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            if "action" in how:
-                words.append(flag if value or "dest" in how else flag.replace("--", "--no-"))
-            else:
-                words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
-    return f"{start} {shlex.join(words)}"
-
-
-def _join(options: dict[str, Any]) -> tuple[TrainConfig, OneProcess | Processes]:
-    """Return the run that is wanted and its ranks: the processes of torchrun, where there are."""
+def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, OneProcess | Processes]:
+    """Return the configuration and the ranks: torchrun's processes, or all in this process."""
     from pyringar.train.group import OneProcess, Processes, num_processes
 
     if num_processes() == 1:
@@ -256,24 +219,25 @@ def _join(options: dict[str, Any]) -> tuple[TrainConfig, OneProcess | Processes]
         return config, OneProcess(config)
     config = TrainConfig(**{"ranks": num_processes(), **options})
     group = Processes(config)
-    if not group.is_main:  # rank 0 says it for all
+    if not group.is_main:  # rank 0 logs for all ranks
         logging.getLogger("pyringar").setLevel(logging.ERROR)
     return config, group
 
 
 def _train(trainer: Trainer, outputs: Outputs, is_live: bool) -> TrainResult:
-    """Train, with a line per epoch on stdout, and logs and a live plot if they are wanted."""
-    from pyringar.train.live import LivePlot
+    """Train, with a line per epoch on stdout, and a log and a live plot if asked for."""
+    from pyringar.train.plots import LivePlot
 
     progress = Progress(trainer, is_live)
     plot = LivePlot(trainer.config.epochs, where="text") if is_live else None
-    listeners: list[Callable[[EpochResult], None]] = [progress.print_epoch, outputs.add_epoch]
-    if plot is not None:
-        listeners.append(plot)
 
     def tell(epoch: EpochResult) -> None:
-        for listener in listeners:
-            listener(epoch)
+        if plot is not None:
+            plot.erase()
+        progress.print_epoch(epoch)
+        outputs.add_epoch(epoch)
+        if plot is not None:
+            plot(epoch)
 
-    with plot or nullcontext(), closing(progress):  # the plot goes last, and stays
+    with plot or nullcontext(), closing(progress):
         return trainer.run(on_step=progress.step, on_epoch=tell)

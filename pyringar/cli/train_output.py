@@ -1,18 +1,20 @@
-"""Print and write what ``pyringar train`` tells."""
+"""Print and write the results of ``pyringar train``."""
 
 from __future__ import annotations
 
+import csv
 import logging
-import os
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TextIO
 
-from pyringar.cli.paths import check_output_dir, check_output_path
-from pyringar.cli.text import COLUMNS, paragraph
-from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+from pyringar.cli.paths import check_output_path
+from pyringar.cli.text import paragraph
+from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
     from pyringar.train import EpochResult, Trainer, TrainResult
@@ -22,14 +24,7 @@ __all__ = ["FILES", "Outputs", "Progress", "as_json", "print_header"]
 
 logger = logging.getLogger(__name__)
 
-FILES: dict[str, str | tuple[str, ...]] = {
-    "out": ".pt",  # first: what took longest to get
-    "plot": ".png",
-    "trace": ".json",
-    "timeline": ".png",
-    "log": (".csv", ".jsonl"),
-}
-_OF_STEPS = ("trace", "timeline")
+FILES = {"out": ".pt", "plot": ".png", "trace": ".json", "log": ".csv"}  # options and suffixes
 _PROGRESS_EVERY_S = 10.0
 
 
@@ -49,23 +44,23 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     count = sum(param.numel() for param in params)
     where = "" if trainer.devices == trainer.all_devices else ", each a process"
     alone = config.world_size == 1
-    plan = "none: one rank has nothing to add to its gradients" if alone else str(trainer.plan)
     bucketer = trainer.model.bucketer
-    when = "each summed as soon as it is full" if bucketer.overlap else "summed after backward"
     facts = {
         "model": f"{trainer.model.title}, {count:,} parameters in {len(params)} tensors",
         "data": trainer.description,
         "devices": f"{describe_devices(trainer.all_devices)}{where}",
-        "allreduce": plan,
-        "buckets": f"{len(bucketer.buckets)}, {when}",
+        "allreduce": "none: one rank has nothing to add to its gradients",
     }
-    if alone or config.shards is not None:
-        del facts["buckets"]
+    if not alone:
+        facts["allreduce"] = str(trainer.plan)
     if config.shards is not None:
         facts["shards"] = (
             f"{config.shards} of every batch, {config.shards // config.world_size} on every rank, "
             "computed one by one, summed as a tree"
         )
+    elif not alone:
+        when = "each summed as soon as it is full" if bucketer.overlap else "summed after backward"
+        facts["buckets"] = f"{len(bucketer.buckets)}, {when}"
     if len(trainer.devices) > 1 and trainer.devices[0].type == "cpu":
         each = threads_per_rank(config)
         facts["ranks"] = f"in turns, with {each} torch thread{'' if each == 1 else 's'} each"
@@ -73,13 +68,12 @@ def _facts(trainer: Trainer) -> dict[str, str]:
         facts["step"] = "captured in a CUDA graph, replayed for every batch"
     amp = " with amp" if config.amp else ""
     amp += ", channels last" if config.channels_last else ""
-    weights = [f"{weight:g}" for weight in trainer.weights or ()]
+    weights = [f"{weight:g}" for weight in config.weights or ()]
     shares = f" shared {(':' if len(weights) < 9 else ' : ').join(weights)}" if weights else ""
     momentum = f" momentum {config.momentum:g}" if config.momentum else ""
     facts["recipe"] = (
-        f"batch {config.global_batch_size}{shares}, lr {config.initial_lr:g} "
-        f"{config.lr_schedule}{momentum}, {config.init} init, {config.dtype}{amp}, "
-        f"seed {config.seed}"
+        f"batch {config.batch_size}{shares}, lr {config.lr:g} {config.lr_schedule}{momentum}, "
+        f"{config.init} init, {config.dtype}{amp}, seed {config.seed}"
     )
     if trainer.step:
         epochs, steps = divmod(trainer.step, trainer.steps_per_epoch)
@@ -89,33 +83,32 @@ def _facts(trainer: Trainer) -> dict[str, str]:
 
 
 class Progress:
-    """Steps as they are done: a bar in a terminal, elsewhere a line on stderr now and then.
+    """Shows steps: a bar in a terminal, elsewhere a line on stderr now and then.
 
     Args:
-        trainer: What runs.
-        is_live: Whether a plot stands below the bar: then both are on stdout, where the plot stays.
+        trainer: The run.
+        is_live: Whether a plot is drawn: then there is no bar.
     """
 
     def __init__(self, trainer: Trainer, is_live: bool) -> None:
         from tqdm import tqdm
 
         self._trainer = trainer
-        screen = sys.stdout if is_live else sys.stderr
         self._bar: Any = tqdm(
             total=trainer.config.epochs * trainer.steps_per_epoch,
             initial=trainer.step,
             unit="step",
             leave=False,
-            file=screen,
-            disable=not screen.isatty(),
+            disable=is_live or not sys.stderr.isatty(),
         )
+        self._is_live = is_live
         self._told_s = time.monotonic()
 
     def step(self) -> None:
-        """Note a step."""
+        """Count a step."""
         self._bar.update()
         now_s = time.monotonic()
-        if self._bar.disable and now_s - self._told_s >= _PROGRESS_EVERY_S:
+        if self._bar.disable and not self._is_live and now_s - self._told_s >= _PROGRESS_EVERY_S:
             self._told_s = now_s
             per_epoch = self._trainer.steps_per_epoch
             epoch, step = divmod(self._trainer.step - 1, per_epoch)
@@ -134,131 +127,90 @@ class Progress:
 
 
 class Outputs:
-    """The files of a run, which are checked before it starts; what fails later is told at its end.
+    """The files of a run: checked before it starts; errors of writing are raised at its end.
 
     Args:
         paths: By option.
 
     Raises:
-        ArgumentError: One cannot be written, or two are the same; names the flag.
-        UnsupportedError: A package for it is missing; names the flag.
+        ArgumentError: A file cannot be written; names the flag.
     """
 
     def __init__(self, paths: Mapping[str, str]) -> None:
-        self._paths: dict[str, str] = {}
-        self._failures: list[str] = []
-        self._logs: dict[str, Callable[[EpochResult], None]] = {}
-        self._open = ExitStack()
-        seen: dict[str, str] = {}
-        for name, path in paths.items():
-            if name == "tensorboard":
-                checked = check_output_dir(f"--{name}", path)
-            else:
-                checked = check_output_path(f"--{name}", path, FILES[name])
-            self._paths[name] = str(checked)
-            other = seen.setdefault(os.path.realpath(checked), name)
-            if other != name:
-                raise ArgumentError(f"--{name} is '{path}', and so is --{other}")
+        self._paths = {
+            name: str(check_output_path(f"--{name}", path, FILES[name]))
+            for name, path in paths.items()
+        }
+        self._failures: dict[str, str] = {}
+        self._log: TextIO | None = None
 
-    @property
-    def wants_trace(self) -> bool:
-        """Return whether the steps have to be traced."""
-        return not self._paths.keys().isdisjoint(_OF_STEPS)
-
-    def open_logs(self) -> None:
-        """Begin the logs, in the place of older ones."""
-        from pyringar.train.log import EpochLog, TensorBoardLog
-
-        makers: dict[str, Any] = {"log": EpochLog, "tensorboard": TensorBoardLog}
-        for name in makers.keys() & self._paths.keys():
-            try:
-                log = self._open.enter_context(makers[name](self._paths[name]))
-            except UnsupportedError as error:
-                raise UnsupportedError(f"--{name}: {error}") from error
-            self._logs[name] = log
+    def open_log(self) -> None:
+        """Replace the log file, if there is one, by its header."""
+        if "log" in self._paths:
+            self._log = open(self._paths["log"], "w", encoding="utf-8", newline="")  # noqa: SIM115
+            self._log.write("epoch,loss,accuracy,seconds\n")
 
     def add_epoch(self, result: EpochResult) -> None:
-        """Write an epoch to the logs. One that cannot be written stops, and not the training."""
-        for name, log in list(self._logs.items()):
-            if not self._try(name, lambda log=log: log(result)):  # type: ignore[misc]
-                del self._logs[name]
+        """Write a line to the log. An error ends the log, not the training."""
+        if self._log is not None and "log" not in self._failures:
+            self._try("log", lambda _: self._write_line(result))
 
-    def write(self, result: TrainResult, trace: Trace) -> None:
-        """Write all files, and print their names.
+    def _write_line(self, result: EpochResult) -> None:
+        assert self._log is not None
+        csv.writer(self._log, lineterminator="\n").writerow(asdict(result).values())
+        self._log.flush()
 
-        Args:
-            result: The finished run.
-            trace: What its steps did.
-        """
+    def write(self, result: TrainResult, trace: Trace | None) -> None:
+        """Write all files, and print their names."""
         from pyringar.train.checkpoint import save_state
-        from pyringar.train.plot import save_plot
+        from pyringar.train.plots import save_plot
 
         writers: dict[str, Callable[[str], object]] = {
-            "plot": lambda path: save_plot(result, path),
-            "trace": trace.save,
-            "timeline": trace.plot,
             "out": lambda path: save_state(result.state, path),
+            "plot": lambda path: save_plot(result, path),
         }
+        if trace is not None and trace.spans:
+            writers["trace"] = trace.save
+        elif trace is not None:
+            logger.warning("--trace: all steps were done before, so nothing is written")
+        for name, write in writers.items():
+            if name in self._paths:
+                self._try(name, write)
         for name, path in self._paths.items():
-            write = writers.get(name)
-            if name in _OF_STEPS and not trace.spans:
-                logger.warning("--%s: all steps were done before, so nothing is written", name)
-                continue
-            is_written = name in self._logs
-            if write is not None:
-                is_written = self._try(name, lambda write=write, path=path: write(path))  # type: ignore[misc]
-            if is_written:
-                line = f"{name:<10} {path}"  # not wrapped: paths may have spaces
-                what = f"the parameters of {_module_of(result)}" if name == "out" else ""
-                between = ", " if len(f"{line}, {what}") <= COLUMNS else f",\n{'':<10} "
-                print(f"{line}{between}{what}" if what else line)
+            if name not in self._failures and (name in writers or name == "log"):
+                print(f"{name:<10} {path}")  # not wrapped: paths may have spaces
 
     def close(self) -> None:
-        """Close the logs."""
-        with suppress(OSError):  # of a log that could not be written before
-            self._open.close()
+        """Close the log."""
+        if self._log is not None:
+            with suppress(OSError):  # of a log that could not be written before
+                self._log.close()
 
     def check(self) -> None:
-        """Raise if something could not be written.
+        """Raise if a file could not be written.
 
         Raises:
             RingarError: Names the flags and the reasons.
         """
         if self._failures:
-            raise RingarError("; ".join(self._failures))
+            raise RingarError("; ".join(self._failures.values()))
 
-    def _try(self, name: str, write: Callable[[], object]) -> bool:
+    def _try(self, name: str, write: Callable[[str], object]) -> None:
+        path = self._paths[name]
         try:
-            write()
+            write(path)
         except (OSError, RingarError) as error:
             reason = getattr(error, "strerror", None) or error
-            self._failures.append(
-                f"--{name} is '{self._paths[name]}', which could not be written: {reason}"
-            )
-            return False
-        return True
+            self._failures[name] = f"--{name} is '{path}', which could not be written: {reason}"
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
-    """Return what was run and how it went."""
-    from pyringar.train.log import as_json as row_of
-
+    """Return the configuration and the results; a loss that is no number is None."""
+    epochs = [asdict(epoch) for epoch in result.epochs]
     return {
         "config": vars(result.config),
         "data": result.data,
         "devices": list(map(str, result.devices)),
         "allreduce": str(result.plan),
-        "epochs": [row_of(epoch) for epoch in result.epochs],
+        "epochs": [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in epochs],
     }
-
-
-def _module_of(result: TrainResult) -> str:
-    """Return what makes the module that loads a run's parameters."""
-    config = result.config
-    options = {}
-    if config.model == "resnet18":
-        options["width"] = str(config.width)
-    if config.dtype != "float32":
-        options["dtype"] = f"torch.{config.dtype}"
-    words = ", ".join(f"{name}={value}" for name, value in options.items())
-    return f"pyringar.train.{'LeNet' if config.model == 'lenet' else config.model}({words})"

@@ -1,7 +1,6 @@
 """The ring's schedule for people: who sends which chunk to whom at every step.
 
-Read from the engine, so that what is drawn or counted is what runs. The time of its messages on a
-machine is `pyringar.predict`'s business.
+Read from the engine, so that what is drawn or counted is what runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The book's trainers for many ranks, done right: LeNet by hand and ResNet-18, data parallel.
+"""The book's trainers for many ranks: LeNet by hand and ResNet-18, data parallel.
 
     from pyringar.train import train, train_resnet18
 
     print(train(num_gpus=2, batch_size=64, lr=0.1))
     print(train_resnet18(num_gpus=2, batch_size=64, lr=0.1))
 
-Both print accuracy, seconds an epoch, and the ranks that ran.
+Both print accuracy, seconds an epoch, and the devices of the ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ _HOMES = {
     "model_lenet": ["LeNet", "lenet", "lenet_params"],
     "model_resnet18": ["initialise", "resnet18"],
     "data": ["ImageData", "load_data"],
-    "live": ["LivePlot"],
-    "log": ["EpochLog", "TensorBoardLog"],
+    "plots": ["LivePlot"],
 }
 
 __all__ = [
-    "EpochLog",
     "EpochResult",
     "ImageData",
     "LeNet",
     "LivePlot",
-    "TensorBoardLog",
     "TrainConfig",
     "TrainResult",
     "Trainer",
@@ -52,13 +49,12 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-if TYPE_CHECKING:  # the same names, for those who read without running
+if TYPE_CHECKING:
     from pyringar.train.config import TrainConfig
     from pyringar.train.data import ImageData, load_data
-    from pyringar.train.live import LivePlot
-    from pyringar.train.log import EpochLog, TensorBoardLog
     from pyringar.train.model_lenet import LeNet, lenet, lenet_params
     from pyringar.train.model_resnet18 import initialise, resnet18
+    from pyringar.train.plots import LivePlot
     from pyringar.train.step import train_batch
     from pyringar.train.trainer import EpochResult, Trainer, TrainResult, train, train_resnet18
 else:

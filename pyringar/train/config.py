@@ -26,17 +26,19 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model": tuple(MODEL_TITLES),
     "allreduce": ALGORITHMS,
     "lr_schedule": ("constant", "linear"),
-    "lr_scale": ("none", "sqrt", "linear"),
-    "dtype": ("float32", "float64", "bfloat16", "float16"),
+    "dtype": ("float32", "float64"),
     "dataset": ("auto", "fashion-mnist", "synthetic"),
     "batchnorm": BATCHNORMS,
     "init": tuple(dict.fromkeys(init for inits in INITS.values() for init in inits)),
 }
-# What other options may be if there are shards; gradients then leave in one call.
+# Values that other options may have with shards: gradients are then reduced in one call.
 _WITH_SHARDS: dict[str, tuple[Any, ...]] = {
     "allreduce": ("auto", "fused", "direct"),
-    **{"weights": (None,), "batchnorm": ("local",), "lr_scale": ("none",), "scale_batch": (False,)},
-    **{"bucket_cap_mb": (10,), "overlap": (True,), "compile": (False,)},
+    "weights": (None,),
+    "batchnorm": ("local",),
+    "bucket_cap_mb": (10.0,),
+    "overlap": (True,),
+    "compile": (False,),
     "cuda_graph": (None, False),
 }
 
@@ -60,51 +62,43 @@ class TrainConfig:
             in rank order and give equal bits; ``ring`` adds in its own.
         lr_schedule: ``"linear"``: falls in even steps, to 0 after the last one. ``"constant"``, as
             in the book: the accuracy then swings by several points from epoch to epoch.
-        lr_scale: The learning rate grows with the ranks k: ``"none"``, ``"sqrt"`` (times
-            ``sqrt(k)``) or ``"linear"`` (times k).
-        scale_batch: Multiply the batch size by k, so that every rank has as much work as one rank
-            alone would have.
-        weights: Shares of the ranks in every batch, for devices of unequal speed; ``"auto"``
-            measures them first. Any shares give the same gradient.
+        weights: Shares of the ranks in every batch, for devices of unequal speed. Any shares give
+            the same gradient.
         init: LeNet: ``"he"`` (its default) or ``"book"``, see `pyringar.train.lenet_params`.
             ResNet-18: ``"default"`` or ``"book"``, see `pyringar.train.resnet18`.
         seed: Of the parameters and of the order of the images.
-        dtype: ``"float32"``, ``"float64"``, ``"bfloat16"`` or ``"float16"``, of parameters,
-            images and gradients. CPUs without 16-bit arithmetic are slow at the last two.
-        max_inflight: How many steps the host may run ahead of the GPUs; 0 waits for every step.
-            Changes no number. Ranks on the CPU are never ahead.
-        dataset: ``"fashion-mnist"``, ``"synthetic"``, or ``"auto"``: the first that can be had,
-            but never the second where ``data_dir`` is named.
+        dtype: ``"float32"`` or ``"float64"``, of parameters, images and gradients.
+        dataset: ``"fashion-mnist"``, ``"synthetic"``, or ``"auto"``: the first if it is available,
+            but never the second if ``data_dir`` is given.
         data_dir: Folder that holds the files, itself or in ``FashionMNIST/raw``, or into which
-            they are downloaded; by default the user's own data folder for pyringar.
+            they are downloaded. Default: the user's own data folder for pyringar.
         model: ``"lenet"`` or ``"resnet18"``.
         width: ResNet-18's channels in the first stage.
         batchnorm: ResNet-18's statistics: ``"local"``, of every rank's own samples, or ``"sync"``,
             of the whole batch. Images are tested with rank 0's running statistics.
         amp: Compute in bfloat16 where torch's autocast finds it safe; parameters and gradients
             stay float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
-        channels_last: Keep ResNet-18's activations and weights with their channels last in memory,
-            as tensor cores read them, and leave biases out of training that batch norm subtracts
+        channels_last: Keep ResNet-18's activations and weights in channels-last layout, which
+            tensor cores read, and do not train the biases that batch norm subtracts
             again; see `pyringar.train.model_resnet18.fit_tensor_cores`. Changes bits by rounding.
-            None: with ``amp`` on GPUs.
+            None: on with ``amp`` on GPUs.
         bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes; see
             `pyringar.GradientBucketer`.
         overlap: True: on GPUs and over processes, reduce each bucket as soon as it is full. False:
             reduce after backward, as for CPU ranks of one process. Changes no bit where ranks are
             added in rank order.
-        compile: Let torch compile the model, which takes a minute first. Its backward hands over
-            all gradients at its end, so that nothing overlaps.
-        cuda_graph: Capture the whole step in a CUDA graph, and replay it for every batch: the
-            host then has next to nothing to do, and ranks compute at the same time. For ranks that
-            share one GPU. Changes no bit. None: with ``amp`` where it is possible, and without
+        compile: Let torch compile the model, which takes a minute first. Its backward returns all
+            gradients at its end, so nothing overlaps.
+        cuda_graph: Capture the whole step in a CUDA graph and replay it for every batch: the
+            host then has next to nothing to do, and ranks compute at the same time. All ranks must
+            share one GPU. Changes no bit. None: on with ``amp`` where it is possible, and without
             ``compile``.
-        momentum: Each step goes on with this share of the one before it, 0 to below 1: the sum of
-            past steps, each with the learning rate of its time. With a constant learning rate that
-            is ``torch.optim.SGD``'s.
-        shards: Cut every batch into as many shards, whatever the ranks, and compute each by itself,
-            with one torch thread: what is learned has the same bits on any number of ranks, each of
-            which gets a power of two of shards; see `pyringar.ShardedStep`. Batch norm is then per
-            shard. Without it what is learned depends on the number of ranks, by rounding at least.
+        momentum: Each step continues with this share of the step before, 0 to below 1. With a
+            constant learning rate that is ``torch.optim.SGD``'s momentum.
+        shards: Cut every batch into this many shards, on any number of ranks, and compute each
+            alone with one torch thread: the parameters have the same bits on any number of ranks,
+            each of which gets a power of two of shards; see `pyringar.ShardedStep`. Batch norm is
+            then per shard.
 
     Raises:
         ArgumentError: A value is out of range; names the option.
@@ -117,13 +111,10 @@ class TrainConfig:
     epochs: int = 5
     allreduce: str = "auto"
     lr_schedule: str = "linear"
-    lr_scale: str = "none"
-    scale_batch: bool = False
-    weights: Sequence[float] | str | None = None
+    weights: Sequence[float] | None = None
     init: str = ""  # the model's own
     seed: int = 0
     dtype: str = "float32"
-    max_inflight: int = 2
     dataset: str = "auto"
     data_dir: str | Path | None = None
     model: str = "lenet"
@@ -131,7 +122,7 @@ class TrainConfig:
     batchnorm: str = "local"
     amp: bool = False
     channels_last: bool | None = None
-    bucket_cap_mb: float = 10
+    bucket_cap_mb: float = 10.0
     overlap: bool = True
     compile: bool = False
     cuda_graph: bool | None = None
@@ -144,30 +135,22 @@ class TrainConfig:
 
         if self.ranks is not None:
             _check_integer("ranks", self.ranks, 1)
-        for name, least in {
-            "batch_size": 1,
-            "epochs": 1,
-            "width": 1,
-            "max_inflight": 0,
-            "seed": 0,
-        }.items():
+        for name, least in {"batch_size": 1, "epochs": 1, "width": 1, "seed": 0}.items():
             _check_integer(name, getattr(self, name), least)
         _check_share("momentum", self.momentum)
         _check_positive("lr", self.lr)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb)
-        for name in ("lr", "bucket_cap_mb", "momentum"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+        for name in ("lr", "bucket_cap_mb", "momentum"):  # not NumPy's: a checkpoint has them
+            object.__setattr__(self, name, float(getattr(self, name)))
         for name, choices in CHOICES.items():
             if name != "init":  # the model's own
                 check_choice(name, getattr(self, name), choices)
         self._check_model()
         if self.devices is not None:
-            choose_devices(self.world_size, self.devices)  # says which is not there
-        if isinstance(self.weights, str):
-            check_choice("weights", self.weights, ("auto",))
-        elif self.weights is not None:
-            shard_sizes(0, self.world_size, self.weights)  # says what is wrong with them
-            object.__setattr__(self, "weights", tuple(map(_plain, self.weights)))
+            choose_devices(self.world_size, self.devices)  # raises if one is missing
+        if self.weights is not None:
+            shard_sizes(0, self.world_size, self.weights)  # raises if one is wrong
+            object.__setattr__(self, "weights", tuple(map(float, self.weights)))
         if self.compile and self.batchnorm == "sync":
             raise ArgumentError(
                 "compile is on and batchnorm 'sync', whose layers wait for other ranks; expected "
@@ -209,7 +192,7 @@ class TrainConfig:
 
         Args:
             devices: One per rank.
-            is_traced: Whether the phases of steps are noted, which a graph does not show.
+            is_traced: Whether the phases of steps are recorded, which a graph does not show.
 
         Returns:
             The same with ``channels_last`` and ``cuda_graph`` on or off.
@@ -238,17 +221,6 @@ class TrainConfig:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples a step over all ranks, with ``scale_batch`` applied."""
-        return self.batch_size * (self.world_size if self.scale_batch else 1)
-
-    @property
-    def initial_lr(self) -> float:
-        """Learning rate of the first step, with ``lr_scale`` applied."""
-        factor = {"none": 1.0, "sqrt": math.sqrt(self.world_size), "linear": float(self.world_size)}
-        return self.lr * factor[self.lr_scale]
-
     def lr_at(self, step: int, num_steps: int) -> float:
         """Learning rate of one step.
 
@@ -257,24 +229,21 @@ class TrainConfig:
             num_steps: Of the whole run.
         """
         left = 1.0 if self.lr_schedule == "constant" else 1 - step / num_steps
-        return self.initial_lr * left
+        return self.lr * left
 
     @property
     def order(self) -> str:
-        """The order in which gradients are added: a tree, of ranks, or any if a ring may run."""
+        """The order in which gradients are added: ``"tree"``, ``"rank"``, or ``"any"``."""
         if self.shards is not None:
             return "tree"
         return "any" if self.allreduce in ("ring", "auto") else "rank"
 
 
-def _plain(number: Any) -> Any:
-    """Return a number of numpy's as one of Python's, which a checkpoint can hold."""
-    return number.item() if hasattr(number, "item") else number
-
-
 def _check_integer(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{name} is {value!r}, expected a whole number, {least} or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise ArgumentError(
+            f"{name} is {value!r}, expected a whole number, {least} or more and below 2**63"
+        )
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -1,26 +1,31 @@
 """Images to train on: Fashion-MNIST or others in its format, or else a synthetic set.
 
-Everything is loaded into tensors at once: decoding images one by one would take longer than
-training on them, and would be what is timed.
+All images are loaded into tensors at once: decoding them one by one would take longer than the
+training that is to be timed.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import logging
+import math
 import os
+import struct
+import tempfile
+import urllib.request
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pyringar.choices import check_choice
-from pyringar.errors import ArgumentError, RingarError
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.train.config import CHOICES
-from pyringar.train.download import download_fashion_mnist
-from pyringar.train.idx import read_images, read_labels
 from pyringar.train.synthetic import synthetic_images
 
 __all__ = ["ImageData", "batches", "default_data_dir", "load_data"]
@@ -30,23 +35,27 @@ logger = logging.getLogger(__name__)
 # So many that the book's own recipe, 10 epochs with batches of 256, learns.
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
 _SYNTHETIC_SEEDS = (20, 21)
-# Where the files of a data_dir may be, in torchvision's layout first; downloads go there, too.
+# Where the files of a data_dir may be; the first is torchvision's layout.
 _PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
-# Of each half: how many images the whole of it has, and the SHA-256 of their labels. Digits and
-# letters come in files of the same names and sizes, but their labels are in another order.
+# Number of images and SHA-256 of the labels of each whole half. Files of digits or letters have the
+# same names and sizes, but other labels.
 _WHOLE = {
     "train": (60_000, "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7"),
     "t10k": (10_000, "3d0e6c6ea990b53b6f8f500a41cac93881d981b315f84578b7d915342ade01e9"),
 }
 _FILES = [f"{half}-{kind}-ubyte" for half in _WHOLE for kind in ("images-idx3", "labels-idx1")]
+_SIDE = 28
+_NUM_CLASSES = 10
+_UINT8 = 0x0800  # magic number of an IDX file of bytes; the number of dimensions is added
+_REACHABLE_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Training and test images, all of them.
+    """Training and test images.
 
     Attributes:
-        name: What they are, for people.
+        name: Of the data set, for people.
         train_images: ``(n, 1, 28, 28)``, from 0 to 1.
         train_labels: ``(n,)``, int64, 0 to 9.
         test_images: As ``train_images``.
@@ -63,7 +72,7 @@ class ImageData:
         """Return the same on another device, with images of another dtype.
 
         Args:
-            device: Where images and labels go.
+            device: Of images and labels.
             dtype: Of the images; labels stay int64.
         """
         return replace(
@@ -101,8 +110,8 @@ def batches(
 
 
 def default_data_dir() -> Path:
-    """Return the folder of Fashion-MNIST, unless another is named."""
-    import platformdirs  # not everywhere, and not needed where a folder is named
+    """Return the default folder of Fashion-MNIST."""
+    import platformdirs  # an optional package, not needed if data_dir is given
 
     return Path(platformdirs.user_data_dir("pyringar", appauthor=False))
 
@@ -115,23 +124,18 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
 
     Args:
         dataset: ``"fashion-mnist"``: from ``data_dir``, or downloaded into it (30 MB).
-            ``"synthetic"``: drawn by formula, whatever ``data_dir`` is. ``"auto"``: the first; if
-            it cannot be had and no ``data_dir`` is named, the second with a logged warning that
-            says why.
+            ``"synthetic"``: drawn by formula. ``"auto"``: the first; if it is not available and
+            no ``data_dir`` is given, the second with a logged warning that says why.
         data_dir: Folder that holds the files, itself or in ``FashionMNIST/raw`` or ``raw``, as
-            torchvision has it; by default `default_data_dir`. Other images may be in it, as
-            many as you like.
+            torchvision has it; by default `default_data_dir`. It may hold any number of other
+            images in this format.
 
     Returns:
-        float32 images on the CPU. The name is ``"Fashion-MNIST"`` for the whole of it; of a part,
-        nothing here could tell.
+        float32 images on the CPU, with the name ``"Fashion-MNIST"`` if it is the whole set.
 
     Raises:
-        ArgumentError: Unknown ``dataset``; what was asked for is not there and cannot be
-            downloaded; files that are damaged, incomplete or something else. Says what was looked
-            for and where.
-
-    An unreachable network is noticed within 5 seconds, a download that stalls within 20.
+        ArgumentError: Unknown ``dataset``; the images are missing and cannot be downloaded; a file
+            is damaged, missing or of another format. Names the file or folder.
     """
     check_choice("dataset", dataset, CHOICES["dataset"])
     if dataset == "synthetic":
@@ -161,7 +165,6 @@ def _synthetic() -> ImageData:
 
 
 def _folder(data_dir: str | Path) -> Path:
-    """Return a folder that was named, ``~`` expanded."""
     if not isinstance(data_dir, (str, Path)) or not str(data_dir) or "\0" in str(data_dir):
         raise ArgumentError(f"data_dir is {data_dir!r}, expected the path of a folder")
     return Path(os.path.expanduser(data_dir))
@@ -171,13 +174,13 @@ def _fashion_mnist(root: Path, is_named: bool) -> ImageData:
     """Read the four files, or download them first.
 
     Raises:
-        ArgumentError: Something that is there is broken, or not what ``is_named`` demands.
-        RingarError: Nothing is there, and nothing can be downloaded.
+        ArgumentError: A file is broken, or not Fashion-MNIST's if ``is_named``.
+        RingarError: There are no files, and they cannot be downloaded.
     """
     files = _find_files(root)
     if not files:
         try:
-            download_fashion_mnist(root / _PLACES[0])
+            _download(root)
         except RingarError as error:
             raise RingarError(
                 f"neither '{root}' nor its {_PLACES[0]} or {_PLACES[1]} holds {_FILES[0]} (or .gz) "
@@ -190,10 +193,10 @@ def _fashion_mnist(root: Path, is_named: bool) -> ImageData:
 
 
 def _find_files(root: Path) -> dict[str, Path]:
-    """Return the four files by their plain names, or nothing if there is none of them."""
+    """Return the four files by their plain names, or an empty dict if none is there."""
     for folder in (root / place for place in _PLACES):
         try:
-            there = set(os.listdir(folder))  # at once: another process may be about to add them
+            there = set(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -210,15 +213,55 @@ def _find_files(root: Path) -> dict[str, Path]:
     return {}
 
 
+def _download(root: Path) -> None:
+    """Download Fashion-MNIST into torchvision's layout below ``root``, all files at once.
+
+    Raises:
+        UnsupportedError: torchvision cannot be imported.
+        RingarError: The network is unreachable, a hash is wrong, or a file cannot be written.
+    """
+    try:
+        from torchvision.datasets import FashionMNIST
+    except (ImportError, RuntimeError, OSError) as error:  # one for another torch: RuntimeError
+        raise UnsupportedError(
+            f"torchvision, which downloads it, cannot be imported ({type(error).__name__}: "
+            f"{error}); install the one for torch {torch.__version__}"
+        ) from error
+    url = FashionMNIST.mirrors[0] + FashionMNIST.resources[1][0]
+    logger.info("downloading Fashion-MNIST (30 MB) from %s into '%s'", url, root)
+    try:
+        request = urllib.request.Request(url, method="HEAD")
+        urllib.request.urlopen(request, timeout=_REACHABLE_WITHIN_S).close()
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
+            FashionMNIST(temporary, download=True)
+            (root / _PLACES[0].parent).mkdir(exist_ok=True)
+            Path(temporary, _PLACES[0]).rename(root / _PLACES[0])
+    except (OSError, RuntimeError, HTTPException) as error:
+        if _find_files(root):
+            return  # another process was faster
+        raise RingarError(
+            f"the download from {url} failed ({type(error).__name__}: {error})"
+        ) from error
+
+
 def _read_half(files: dict[str, Path], half: str, is_named: bool) -> tuple[Tensor, Tensor, bool]:
     """Return images, labels, and whether they are a whole half of Fashion-MNIST."""
     images_path = files[f"{half}-images-idx3-ubyte"]
     labels_path = files[f"{half}-labels-idx1-ubyte"]
-    images, labels = read_images(images_path), read_labels(labels_path)
+    images = _read_idx(images_path, "images", (_SIDE, _SIDE))
+    labels = _read_idx(labels_path, "labels", ())
     if len(images) != len(labels):
         raise ArgumentError(
             f"'{labels_path}' holds {len(labels):,} labels, expected {len(images):,}: one for each "
             f"image of '{images_path}'"
+        )
+    wrong = (labels >= _NUM_CLASSES).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        raise ArgumentError(
+            f"'{labels_path}' has label {int(labels[index])} at index {index:,}, "
+            f"expected 0 to {_NUM_CLASSES - 1}"
         )
     whole, expected = _WHOLE[half]
     found = hashlib.sha256(bytes(labels.tolist())).hexdigest()
@@ -228,3 +271,26 @@ def _read_half(files: dict[str, Path], half: str, is_named: bool) -> tuple[Tenso
             f"{expected}; where other images are meant, name data_dir and leave out dataset"
         )
     return images.unsqueeze(1).float() / 255, labels.long(), found == expected
+
+
+def _read_idx(path: Path, what: str, shape: tuple[int, ...]) -> Tensor:
+    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes; packed if ``.gz``.
+
+    Raises:
+        ArgumentError: It cannot be read, or has another header or size.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = bytearray(file.read())
+    except (OSError, EOFError, zlib.error) as error:
+        raise ArgumentError(f"'{path}' cannot be read ({type(error).__name__}: {error})") from error
+    header = struct.Struct(f">{2 + len(shape)}I")
+    numbers = header.unpack_from(content.ljust(header.size, b"\0"))
+    count = numbers[1]
+    expected = (_UINT8 + 1 + len(shape), count, *shape)
+    if numbers != expected or count == 0 or len(content) != header.size + count * math.prod(shape):
+        raise ArgumentError(
+            f"'{path}' has {len(content):,} bytes and begins with the numbers {numbers}, expected "
+            f"{(expected[0], 'n', *shape)} and then n x {math.prod(shape)} bytes of {what}"
+        )
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header.size).view(count, *shape)

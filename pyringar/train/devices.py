@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -11,25 +10,20 @@ import torch
 
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.topology import check_devices
-from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["choose_devices", "describe_devices", "describe_ranks", "synchronize"]
+__all__ = ["choose_devices", "describe_devices", "synchronize"]
 
 logger = logging.getLogger(__name__)
-
-_SHORTEST_RANGE = 3  # GPUs that are named by the first and the last of them
 
 
 def choose_devices(
     ranks: int, devices: Sequence[str | torch.device] | None = None
 ) -> tuple[torch.device, ...]:
-    """Give every rank a device.
+    """Return a device for every rank: ``devices``, or the GPUs of this machine, or the CPU.
 
-    With ``devices`` that is what runs, one rank each. Without, the ranks are spread over the GPUs
-    of this machine, neighbouring ranks on one GPU where there are fewer GPUs than ranks. They all
-    run on the CPU on a machine without GPUs, and where the CUDA engine cannot be built or used,
-    which is then logged as a warning.
+    Neighbouring ranks share a GPU if there are fewer GPUs than ranks. If the CUDA engine cannot be
+    built or used, a warning is logged and all ranks run on the CPU.
 
     Args:
         ranks: Number of ranks, 1 or more.
@@ -66,48 +60,13 @@ def _count_usable_gpus() -> int:
 
 
 def describe_devices(devices: Sequence[torch.device]) -> str:
-    """Say what runs where: ``[cpu x 4 ranks]``, ``[cuda:0, cuda:1]``, ``[cuda:0 to cuda:7]``."""
-    parts: list[str] = []
+    """Return the devices for people: ``[cpu x 4 ranks]``, ``[cuda:0, cuda:1]``."""
     counts = [(device, len(list(same))) for device, same in groupby(devices)]
-    while counts:
-        first, count = counts[0]
-        length = 1
-        while length < len(counts) and counts[length] == (_neighbour(first, length), count):
-            length += 1
-        if length < _SHORTEST_RANGE:
-            length = 1
-        name = str(first) if length == 1 else f"{first} to {counts[length - 1][0]}"
-        each = "" if length == 1 else " each"
-        parts.append(name if count == 1 else f"{name} x {count} ranks{each}")
-        counts = counts[length:]
+    parts = [str(d) if count == 1 else f"{d} x {count} ranks" for d, count in counts]
     return f"[{', '.join(parts)}]"
-
-
-def _neighbour(device: torch.device, distance: int) -> torch.device | None:
-    return None if device.index is None else torch.device(device.type, device.index + distance)
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
     """Wait until every GPU among ``devices`` is idle, not only the current one."""
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)
-
-
-def describe_ranks(here: Sequence[torch.device], everywhere: Sequence[torch.device]) -> str:
-    """Say how many ranks there are, how they run and on what, such as ``2 ranks in turns on ...``.
-
-    Args:
-        here: The devices of this process's ranks.
-        everywhere: The devices of all ranks.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = f"{read_cpu().name}, {cores} cores"
-    gpus = sorted({device for device in here if device.type == "cuda"}, key=str)
-    if gpus:
-        machine = ", ".join(torch.cuda.get_device_name(device) for device in gpus)
-    count = f"{len(everywhere)} rank{'s' if len(everywhere) > 1 else ''}"
-    if len(here) < len(everywhere):
-        count += ", a process each"
-    elif len(here) > 1 and len(set(here)) == 1:
-        count += " in turns"
-    return f"{count} on {machine}"

@@ -1,8 +1,8 @@
 """A training step that is captured in a CUDA graph and replayed for every batch.
 
-Queueing a step of LeNet takes the host many times as long as a GPU takes to do it. A replay is one
-call. What is captured is `EagerStep` itself, with three things that change from step to step
-in tensors of their own: images, labels, and the learning rate over the batch size.
+Launching the kernels of a step of LeNet takes the host many times as long as the GPU needs to run
+them. A replay is one call. `EagerStep` itself is captured. Images, labels and the learning rate
+over the batch size change from step to step; each has its own tensor.
 
 Tests without a GPU capture and replay it on the CPU, operator by operator.
 """
@@ -25,17 +25,13 @@ from pyringar.train.trace import Trace
 
 __all__ = ["Branches", "CudaCapture", "GraphStep", "check_ranks"]
 
-# The first step plans the buckets, the second is the first to follow that plan; and whatever is
-# made at first use (handles, streams, workspaces) must be there before a capture begins.
+# The first step plans the buckets and the second uses that plan. Handles, streams and workspaces,
+# which are made at first use, must exist before a capture begins.
 _WARM_UP_STEPS = 3
 
 
 def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
     """Refuse ranks whose steps cannot be captured together.
-
-    Args:
-        devices: One per rank.
-        trace: Where phases of steps are to be noted.
 
     Raises:
         ArgumentError: The ranks do not share one GPU, or there is a trace.
@@ -55,13 +51,8 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
 class Branches:
     """Run ranks that share a GPU on one stream each: parallel branches of a graph.
 
-    Rank 0 has the current stream. Autograd runs backward on the streams of forward. Memory of one
-    stream is used by others only between a join and the next fork, so no stream is recorded.
-
-    Args:
-        device: The GPU.
-        num_ranks: Number of ranks.
-        score: See `RankBranches`.
+    Rank 0 uses the current stream. Autograd runs backward on the streams of forward. Streams use
+    each other's memory only between a join and the next fork, so ``record_stream`` is not needed.
     """
 
     def __init__(
@@ -87,18 +78,14 @@ class Branches:
 
 
 class CudaCapture:
-    """Turn functions into CUDA graphs, on a stream of its own; replays run on the current stream.
-
-    Args:
-        device: The GPU that all work is on.
-    """
+    """Captures functions in CUDA graphs on its own stream; replays run on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """Call a function some times on that stream, in order with the current stream's work."""
+        """Call a function several times on the capture stream, after the current stream's work."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -107,27 +94,25 @@ class CudaCapture:
         here.wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Call a function once without doing its work; what is returned does it, on every call.
-
-        Each replay reads and writes the tensors that the function read and wrote.
+        """Capture a function and return the replay, which uses the same tensors on every call.
 
         Raises:
-            CudaError: Something in it cannot be captured.
+            CudaError: An operation in it cannot be captured.
         """
-        gc.collect()  # what a dead cycle holds of CUDA's must not be freed during the capture
+        gc.collect()  # no CUDA memory of a dead cycle may be freed during the capture
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self._device)
         try:
             with (
-                torch.cuda.stream(here),  # torch forgets to return to it from a failed capture
-                # Other threads of the process may go on using the GPU.
+                torch.cuda.stream(here),  # torch does not restore it after a failed capture
+                # Other threads of the process may use the GPU during the capture.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 function()
         except RingarError:
             raise
         except RuntimeError as error:
-            # The end of a capture that has failed fails, too, and knows no reason.
+            # Ending a failed capture raises another error; its context has the reason.
             reason = error.__context__ or error
             raise CudaError(
                 f"the training step cannot be captured in a CUDA graph on {self._device}: "
@@ -138,7 +123,7 @@ class CudaCapture:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A step for batches of one size: what it reads, what it returns, and what replays it."""
+    """A step for batches of one size: its inputs, its result, and its replay."""
 
     X: Tensor
     y: Tensor
@@ -147,14 +132,14 @@ class _Captured:
 
 
 class GraphStep:
-    """Replay an `EagerStep`, captured once for each batch size, with the same bits.
+    """Replays an `EagerStep`, captured once for each batch size, with the same bits.
 
-    Captures when it is made: steps that warm up come first, and are undone.
+    The constructor runs warm-up steps, undoes them, and captures.
 
     Args:
-        eager: What is captured.
-        batches: Images and class indices on the ranks' device, one batch of each size to come.
-        state: Every tensor that a step changes, but for those of ``eager``.
+        eager: The step to capture.
+        batches: Images and class indices on the ranks' device, one batch of each size.
+        state: Every tensor that a step changes, except those of ``eager``.
 
     Raises:
         CudaError: The step cannot be captured.
@@ -167,9 +152,7 @@ class GraphStep:
         state: Sequence[Tensor],
     ) -> None:
         self._eager = eager
-        # What SGD's product is computed in: its other factor must not be rounded to 16 bits.
-        wide = torch.promote_types(state[0].dtype, torch.float32)
-        self._step_size = torch.zeros((), dtype=wide, device=state[0].device)
+        self._step_size = torch.zeros((), dtype=state[0].dtype, device=state[0].device)
         self._changed = [*state, *eager.sums, *itertools.chain(*eager.momentum.velocities)]
         self._captured = {len(X): self._capture(X.clone(), y.clone()) for X, y in batches}
 
@@ -185,7 +168,7 @@ class GraphStep:
         The next call writes into the tensors that this one returned.
         """
         captured = self._captured[len(X)]
-        # On the replays' stream: after the last one, which is not waited for, and before the next.
+        # Enqueued on the stream of the replays: after the last replay and before the next one.
         captured.X.copy_(X)
         captured.y.copy_(y)
         self._step_size.fill_(step_size)
@@ -194,7 +177,7 @@ class GraphStep:
 
     @property
     def momentum(self) -> Momentum:
-        """Return what the next step goes on with."""
+        """Return the momentum buffers."""
         return self._eager.momentum
 
     @property

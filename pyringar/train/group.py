@@ -1,7 +1,7 @@
-"""The ranks of a training run: all in this process, or each in a process of its own.
+"""The ranks of a training run: all in this process, or each in its own process.
 
-With processes, every one has all images and draws the same batches; each takes its shard of them.
-What is learned has the bits of one process that has all ranks.
+Every process has all images, draws the same batches and takes its shard of them. The result has the
+bits of one process with all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
-from pyringar.comm.stores import PatientStore, checked_store
+from pyringar.comm.stores import checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 from pyringar.parallel.shards import Shards, digest_of, shard_sizes, split_batch
 from pyringar.train.checkpoint import to_file
@@ -50,20 +50,20 @@ def num_processes() -> int:
 
 
 def writes_files() -> bool:
-    """Return whether this process writes the run's files; others may not have the folders."""
+    """Return whether this process has rank 0, which writes the files."""
     return num_processes() == 1 or os.environ.get("RANK") == "0"
 
 
 class TrainGroup:
-    """The ranks of a run: what a trainer asks of them, answered for one process with all ranks.
+    """The ranks of a run, as a trainer sees them. These methods are for one process.
 
     Attributes:
         comm: Reduces the gradients. Closed with the trainer.
         devices: One device per rank of this process.
         all_devices: One device per rank of the run.
-        is_main: Whether rank 0 is here, which alone prints, draws and downloads.
+        is_main: Whether this process has rank 0, which alone prints, draws and downloads.
         ranks: The numbers of the ranks of this process.
-        digest: Of the parameters, when all processes were last found to agree; empty with one.
+        digest: Digest of the parameters at the last check of all processes; empty with one.
     """
 
     comm: Communicator | RankCommunicator
@@ -74,7 +74,7 @@ class TrainGroup:
     digest = ""
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
-        """Call ``load`` in every process, in an order in which one downloads and all read."""
+        """Call ``load`` in every process, first on rank 0."""
         return load()
 
     def split(
@@ -84,7 +84,7 @@ class TrainGroup:
         devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
-        """Cut a batch as `split_batch` does, and return the shards of ranks that are here."""
+        """Cut a batch as `split_batch` does, and return the shards of this process's ranks."""
         return split_batch(X, y, devices, weights)
 
     def total(self, value: float) -> Any:
@@ -92,28 +92,19 @@ class TrainGroup:
         return value
 
     def any(self, value: bool) -> bool:
-        """Return whether it is true in some process."""
+        """Return whether the value is true in any process."""
         return value
 
     def share(self, read: Callable[[], bytes]) -> bytes:
-        """Return in every process what ``read`` gives rank 0's, which alone calls it."""
+        """Call ``read`` in rank 0's process, and return its result in every process."""
         return read()
 
     def gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return copies of the tensors of all ranks, on the CPU.
-
-        Args:
-            tensors: Those of each rank of this process: alike in shapes and dtypes on all ranks.
-        """
+        """Return copies of the tensors of all ranks, on the CPU."""
         return [[to_file(tensor) for tensor in mine] for mine in tensors]
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
-        """Give all processes rank 0's running statistics.
-
-        Args:
-            state: All that was learned, by name, in its own memory.
-            params: Those of it that all ranks have alike.
-        """
+        """Copy rank 0's buffers to all processes."""
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
         """Raise unless all processes hold the same bits.
@@ -130,9 +121,6 @@ class TrainGroup:
 class OneProcess(TrainGroup):
     """All ranks of a run, in this process.
 
-    Args:
-        config: What will be trained.
-
     Raises:
         ArgumentError: A device is not there.
     """
@@ -144,7 +132,7 @@ class OneProcess(TrainGroup):
 
     @functools.cached_property
     def comm(self) -> Communicator:  # type: ignore[override]
-        """Reduce the gradients; made when it is first asked for, since GPUs' may be compiled."""
+        """The communicator, made at first use: the CUDA engine may have to be compiled."""
         names = [str(device) for device in self.devices]
         return Communicator(names, algorithm=self._config.allreduce, order=self._config.order)
 
@@ -159,13 +147,13 @@ class Processes(TrainGroup):
 
     Args:
         config: What will be trained; its ranks are the processes.
-        store: Of the rendezvous, see `pyringar.ProcessCommunicator`; torchrun's if not
-            given, as are the others.
+        store: Of the rendezvous, see `pyringar.ProcessCommunicator`. Default of this and the
+            next: torchrun's.
         rank: This process's.
         world_size: Number of processes.
 
     Raises:
-        ArgumentError: Options that make no sense with one rank per process.
+        ArgumentError: An option is not possible with one rank per process.
         CollectiveTimeout, PeerLostError: Other processes did not come.
     """
 
@@ -188,7 +176,9 @@ class Processes(TrainGroup):
         self.is_main = rank == 0
         # On one machine "auto" and "direct" add in rank order.
         self.comm = communicator_for(
-            *(store, rank, world_size),
+            store,
+            rank,
+            world_size,
             name="pyringar train",
             algorithm=config.allreduce,
             order="any" if config.shards is None else config.order,
@@ -200,43 +190,32 @@ class Processes(TrainGroup):
             )
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
-        """Call ``load`` on rank 0, then on one rank of each machine, then on all others.
-
-        So that one downloads and all read, whether machines share a folder or have their own.
+        """Call ``load`` on rank 0, then on all other ranks: one downloads, all others read.
 
         Raises:
-            RingarError: What ``load`` raised; on ranks that waited, that it did.
-            CollectiveTimeout: A rank that is waited for takes more than an hour.
-            PeerLostError: The store is gone.
+            RingarError: The error of ``load``; on other ranks, that rank 0 failed.
+            CollectiveTimeout: Rank 0 takes more than an hour.
         """
-        rank = self.comm.rank
-        nodes = getattr(self.comm, "nodes", [[0]])
-        first = next((ranks[0] for ranks in nodes if rank in ranks), 0)
-        if rank != 0:
-            self._wait_for_load(0 if rank == first else first)
+        store, key = self.comm.store, "pyringar train/data"
+        if not self.is_main:
+            deadline = time.monotonic() + _LOAD_TIMEOUT_S
+            while not store.check([key]):
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeout(
+                        f"rank {self.comm.rank} waited {_LOAD_TIMEOUT_S:g} s for rank 0 to load "
+                        "images"
+                    )
+                time.sleep(_POLL_S)
+            if failure := store.get(key):
+                raise RingarError(f"rank 0 could not load the images: {failure.decode()}")
+            return load()
         try:
             data = load()
         except BaseException as error:
-            self.comm.store.set(f"data/{rank}", f"{type(error).__name__}: {error}")
+            store.set(key, f"{type(error).__name__}: {error}")
             raise
-        self.comm.store.set(f"data/{rank}", "")
+        store.set(key, "")
         return data
-
-    def _wait_for_load(self, other: int) -> None:
-        rank, deadline = self.comm.rank, time.monotonic() + _LOAD_TIMEOUT_S
-        store = PatientStore(self.comm.store, "pyringar train", rank, deadline)
-        try:
-            while (failure := store.look_up([f"data/{other}"])[0]) is None:
-                if time.monotonic() > deadline:
-                    raise CollectiveTimeout(
-                        f"rank {rank} waited {_LOAD_TIMEOUT_S:g} s for rank {other} to load images"
-                    )
-                time.sleep(_POLL_S)
-        finally:
-            store.close()
-        if failure:
-            reason = failure.decode(errors="replace")
-            raise RingarError(f"rank {other} could not load the images: {reason}")
 
     def split(
         self,
@@ -251,15 +230,15 @@ class Processes(TrainGroup):
         return (X[begin : begin + size],), (y[begin : begin + size],)
 
     def total(self, value: float) -> Any:
-        """Gather, then add: an all-reduce might add in another order."""
+        """Gather and add here: an all-reduce could add in another order."""
         return sum(self._gather(value))
 
     def any(self, value: bool) -> bool:
-        """Add ones and zeros."""
-        return bool(sum(self._gather(int(value))))
+        """Gather and test here."""
+        return any(self._gather(int(value)))
 
     def share(self, read: Callable[[], bytes]) -> bytes:
-        """Broadcast; if ``read`` fails, leave, so that nobody waits."""
+        """Broadcast the result; if ``read`` fails, close, so that no rank waits."""
         try:
             content = read() if self.is_main else b""
         except BaseException:
@@ -283,7 +262,7 @@ class Processes(TrainGroup):
         return found
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
-        """Broadcast what is not a parameter."""
+        """Broadcast the buffers."""
         known = {param.data_ptr() for param in params}
         for tensor in state.values():
             if tensor.data_ptr() not in known:
@@ -301,7 +280,7 @@ class Processes(TrainGroup):
         self.digest = digest
 
     def _gather(self, value: float) -> list[Any]:
-        """Return every rank's number, in rank order: exact, for others add zeros."""
+        """Return every rank's number. Exact: the other ranks add zeros."""
         dtype = torch.float64 if isinstance(value, float) else torch.int64
         row = torch.zeros(self.comm.world_size, dtype=dtype)
         row[self.comm.rank] = value
@@ -320,11 +299,6 @@ def _check_config(config: TrainConfig, world_size: int) -> None:
         raise ArgumentError(
             f"devices is {config.devices!r}, which names the ranks of one process; with one rank "
             "per process every rank is on the CPU: leave devices out"
-        )
-    if isinstance(config.weights, str):
-        raise ArgumentError(
-            f"weights is {config.weights!r}, which one process measures for all its ranks; with "
-            "one rank per process give numbers, such as 3,1"
         )
     if config.allreduce not in ALGORITHMS:
         raise ArgumentError(

@@ -10,17 +10,15 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Notes SIGINT and SIGTERM while a block runs, for somebody who looks at ``asked``.
+    """Records the first SIGINT or SIGTERM in ``asked`` while a block runs; a second acts at once.
 
-    A second one acts at once. Only what Python does by itself is put off: handlers of the program's
-    own, and signals that it ignores, are left alone; so is everything in threads but the main one,
-    which signals do not reach.
+    Only Python's default handlers are replaced, and only in the main thread.
 
     Args:
-        is_on: False: signals do what they always do.
+        is_on: False: handlers stay as they are.
 
     Attributes:
-        asked: The signal that has come, or None.
+        asked: The signal, or None.
     """
 
     def __init__(self, is_on: bool) -> None:
@@ -46,7 +44,7 @@ class Interrupts:
             self.stop()
 
     def stop(self) -> None:
-        """End the program as the signal would have done, but through an exception."""
+        """Raise the exception that ends the program as the signal would have done."""
         if self.asked == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
         raise KeyboardInterrupt

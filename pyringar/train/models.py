@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,15 +22,9 @@ from pyringar.parallel.shards import get_params
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import PARAM_NAMES, lenet, lenet_params
 from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
-from pyringar.train.step import AfterBackward, Mark
+from pyringar.train.step import AfterBackward
 
-__all__ = [
-    "RankedModel",
-    "autocast",
-    "build_model",
-    "plain_model",
-    "threads_per_rank",
-]
+__all__ = ["RankedModel", "autocast", "build_model", "threads_per_rank"]
 
 _NUM_CLASSES = 10
 
@@ -45,7 +39,7 @@ def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
 
 
 def threads_per_rank(config: TrainConfig) -> int:
-    """Return how many torch threads a rank of this process computes with."""
+    """Return the number of torch threads of each rank of this process."""
     return torch.get_num_threads() if config.shards is None else 1
 
 
@@ -54,9 +48,9 @@ class RankedModel(ABC):
 
     Attributes:
         title: Its name, for people.
-        params: ``params[rank][i]``: what a step changes.
-        replicas: One module per rank, or what ``params`` has.
-        bucketer: What reduces the gradients of ``params``.
+        params: ``params[rank][i]``: the parameters.
+        replicas: One module per rank, or the same as ``params``.
+        bucketer: Reduces the gradients of ``params``.
     """
 
     title: str
@@ -67,46 +61,36 @@ class RankedModel(ABC):
     def __init__(self, config: TrainConfig, devices: Sequence[torch.device]) -> None:
         self._autocast = functools.partial(autocast, config, devices)
 
-    def scores(self, shards: Sequence[Tensor], mark: Mark | None = None) -> list[Tensor]:
-        """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each.
-
-        Args:
-            shards: One per rank.
-            mark: Called with a rank whenever that has got on; see `Trace.turns`.
-        """
+    def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Score every rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)`` each."""
         with self._autocast():
-            return self._forward(shards, mark)
+            return self._forward(shards)
 
     @abstractmethod
-    def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]: ...
+    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
 
     @abstractmethod
     def _score(self, rank: int, X: Tensor) -> Tensor: ...  # noqa: N803
 
     def score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
-        """Score one rank's images, for training.
-
-        Args:
-            rank: Of those that are here.
-            X: Images.
-        """
+        """Score one rank's images, for training."""
         with self._autocast():
             return self._score(rank, X)
 
     @abstractmethod
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
-        """One function or module per rank that scores test images, with the same answers on all."""
+        """Return one function or module per rank that scores test images, with equal results."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that was learned, by name; of rank 0."""
+        """Return rank 0's parameters and buffers by name."""
 
     def buffers(self) -> list[list[Tensor]]:
-        """Return running statistics and the like, of every rank: these may differ."""
+        """Return the buffers of every rank, which may differ, such as running statistics."""
         return [[] for _ in self.params]
 
     def tensors(self) -> list[Tensor]:
-        """Everything that a step changes, on all ranks."""
+        """Return every tensor that a step changes, on all ranks."""
         return [tensor for mine in (*self.params, *self.buffers()) for tensor in mine]
 
     def close(self) -> None:
@@ -117,49 +101,25 @@ class RankedModel(ABC):
 def build_model(
     config: TrainConfig, devices: Sequence[torch.device], comm: Communicator | RankCommunicator
 ) -> RankedModel:
-    """Make the model that ``config`` names, with the initial numbers of its seed, on all ranks.
-
-    Args:
-        config: The choice of model and everything about it.
-        devices: One device per rank that is in this process.
-        comm: What reduces.
-    """
+    """Make the model that ``config`` names, with the initial numbers of its seed, on all ranks."""
     return {"lenet": _LeNet, "resnet18": _ResNet18}[config.model](config, devices, comm)
 
 
-def plain_model(config: TrainConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Build the model of ``config`` by itself on a device: for measuring what a step takes."""
-    if config.model == "resnet18":
-        return _initial_resnet18(config).to(device)
-    return functools.partial(lenet, params=get_params(_initial_lenet(config), device))
-
-
-def _initial_lenet(config: TrainConfig) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(config.seed)
-    return lenet_params(config.init, generator=generator, dtype=config.torch_dtype)
-
-
-def _initial_resnet18(config: TrainConfig) -> nn.Module:
-    net = resnet18(width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype)
-    if config.channels_last:
-        fit_tensor_cores(net)
-    return net
-
-
-def _call_with(mark: Mark, rank: int, *_: object) -> None:
-    mark(rank)
-
-
 def _make_bucketer(
-    replicas: Sequence[Any], comm: Any, shards: int | None = None, **options: Any
+    replicas: Sequence[Any], comm: Any, config: TrainConfig
 ) -> GradientBucketer | AfterBackward:
-    """Return what reduces gradients: as they come, or after backward if there is no engine.
+    """Return a bucketer with hooks, or a call after backward if there is no compiled engine.
 
-    A step over shards has its own way, and one rank has nothing to reduce: both have no hooks.
+    A sharded step reduces by itself, and one rank has nothing to reduce: both need no hooks.
     """
     try:
-        if shards is None and comm.world_size > 1:
-            return GradientBucketer(replicas, comm=comm, **options)
+        if config.shards is None and comm.world_size > 1:
+            return GradientBucketer(
+                replicas,
+                comm=comm,
+                bucket_cap_mb=config.bucket_cap_mb,
+                overlap=None if config.overlap and not config.cuda_graph else False,
+            )
     except CompilerNotFoundError:
         if not isinstance(comm, Communicator):
             raise
@@ -179,26 +139,18 @@ class _LeNet(RankedModel):
         comm: Communicator | RankCommunicator,
     ) -> None:
         super().__init__(config, devices)
-        initial = _initial_lenet(config)
+        generator = torch.Generator().manual_seed(config.seed)
+        initial = lenet_params(config.init, generator=generator, dtype=config.torch_dtype)
         self.params = [get_params(initial, device) for device in devices]
         self.replicas = self.params
-        self.bucketer = _make_bucketer(
-            *(self.params, comm, config.shards),
-            bucket_cap_mb=config.bucket_cap_mb,
-            overlap=None if config.overlap and not config.cuda_graph else False,
-        )
+        self.bucketer = _make_bucketer(self.params, comm, config)
         self._lenet = torch.compile(lenet) if config.compile else lenet
 
     def _score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
         return self._lenet(X, self.params[rank])
 
-    def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
-        scores = []
-        for rank, (X, params) in enumerate(zip(shards, self.params, strict=True)):  # noqa: N806
-            scores.append(self._lenet(X, params))
-            if mark is not None:
-                mark(rank)
-        return scores
+    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [self._score(rank, shard) for rank, shard in enumerate(shards)]
 
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
         return [functools.partial(lenet, params=params) for params in self.params]
@@ -239,23 +191,21 @@ class _ResNet18(RankedModel):
             f"{MODEL_TITLES[config.model]} of width {config.width}, {config.batchnorm} batch norm"
         )
         self._devices = devices
-        self._modules = replicate(_initial_resnet18(config), devices)
+        net = resnet18(
+            width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
+        )
+        if config.channels_last:
+            fit_tensor_cores(net)
+        self._modules = replicate(net, devices)
         self._is_synced = config.batchnorm == "sync" and len(devices) > 1
         if self._is_synced:
             synchronise_batchnorm(self._modules)
-        self._is_compiled = config.compile
-        # All gradients then come at the end of backward, which a graph's reduction waits for.
+        # All gradients then come at the end of backward, where a graph's reduction begins anyway.
         self._casts_at_once = config.amp and config.cuda_graph and not config.compile
         if config.compile:
             for replica in self._modules:
                 replica.compile()
-        self.bucketer = _make_bucketer(
-            self._modules,
-            comm,
-            config.shards,
-            bucket_cap_mb=config.bucket_cap_mb,
-            overlap=None if config.overlap and not config.cuda_graph else False,
-        )
+        self.bucketer = _make_bucketer(self._modules, comm, config)
         self.replicas = self._modules
         self.params = [list(replica.parameters()) for replica in self._modules]
 
@@ -271,40 +221,19 @@ class _ResNet18(RankedModel):
         scores = torch.func.functional_call(replica, casts, (X,))
         return scores
 
-    def _forward(self, shards: Sequence[Tensor], mark: Mark | None) -> list[Tensor]:
+    def _forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
         calls = {
             rank: functools.partial(self._modules[rank], shard)
             for rank, shard in enumerate(shards)
             if len(shard)
         }
         run = run_in_lockstep if self._is_synced else run_ranks
-        with self._marked(mark):
-            scores = run(calls, self._devices) if calls else {}
+        scores = run(calls, self._devices) if calls else {}
         empty = [shard.new_empty(0, _NUM_CLASSES) for shard in shards]
         return [scores.get(rank, none) for rank, none in enumerate(empty)]
 
-    @contextmanager
-    def _marked(self, mark: Mark | None) -> Iterator[None]:
-        """Mark a rank, if anybody wants to know, whenever it is through one of its layers.
-
-        Compiled modules have no layers: then nothing is marked.
-        """
-        hooks = []
-        if mark is not None and not self._is_compiled:
-            hooks = [
-                part.register_forward_hook(functools.partial(_call_with, mark, rank))
-                for rank, replica in enumerate(self._modules)
-                for part in replica.modules()
-                if not any(part.children())
-            ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def evaluators(self) -> Sequence[Callable[[Tensor], Tensor]]:
-        copy_buffers(self._modules)  # rank 0's running statistics count, as if it were alone
+        copy_buffers(self._modules)  # of rank 0
         return self._modules
 
     def buffers(self) -> list[list[Tensor]]:

@@ -16,7 +16,7 @@ from pyringar.parallel.sharded_step import ShardedStep
 from pyringar.parallel.shards import Shards, mismatch_flags, shard_sizes
 from pyringar.train.config import TrainConfig
 from pyringar.train.models import RankedModel
-from pyringar.train.step import Momentum, sum_loss, update_rank
+from pyringar.train.step import Momentum, span, sum_loss
 from pyringar.train.trace import Trace
 
 __all__ = ["ShardStep"]
@@ -25,14 +25,9 @@ __all__ = ["ShardStep"]
 class ShardStep:
     """One training step of all ranks in shards; called as an `EagerStep` is.
 
-    Args:
-        model: Of the ranks that are here.
-        comm: What reduces.
-        config: The number of shards, and what they take.
-
     Attributes:
-        sums: The loss of all ranks so far, float64, for every rank that is here.
-        momentum: What SGD goes on with.
+        sums: The loss of all ranks so far, float64, on every rank of this process.
+        momentum: The momentum buffers.
     """
 
     def __init__(
@@ -45,7 +40,7 @@ class ShardStep:
             torch.zeros((), dtype=torch.float64, device=params[0].device) for params in model.params
         ]
         self._each = len(step.shards[0])
-        self._first = step.shards[0].start // self._each  # rank that is here
+        self._first = step.shards[0].start // self._each  # the first rank of this process
 
     def __call__(
         self,
@@ -66,29 +61,22 @@ class ShardStep:
             return sum_loss(self._model.score(rank, images), labels)
 
         loss = self._step(loss_of, watch=_nothing if trace is None else trace.span)
-        for rank, params in enumerate(self._model.params):
-            update_rank(rank, params, step_size, trace, self.momentum)
+        with span(trace, "optimizer", len(self._model.params)):
+            for rank, params in enumerate(self._model.params):
+                self.momentum.update(rank, params, step_size)
         for total in self.sums:
             total += loss.to(total.device)
         return mismatch_flags(self._model.params)
 
     def take_loss(self) -> float:
-        """Return the loss of all samples since the last call, where rank 0 is; 0 elsewhere."""
+        """Return the loss of all samples since the last call in rank 0's process, else 0."""
         loss = self.sums[0].item() if self._first == 0 else 0.0
         for total in self.sums:
             total.zero_()
         return loss
 
     def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
-        """Return how test images are scored: as many at a time on any number of ranks.
-
-        Args:
-            size: Of a batch of them, which would be cut into as many pieces as shards.
-            world_size: Number of ranks.
-
-        Returns:
-            The size of a batch that has such a piece for every rank, and what cuts it.
-        """
+        """Return a batch size and a split function with equal pieces on any number of ranks."""
         piece = math.ceil(size / self._num_shards)
 
         def split(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,12 +25,15 @@ __all__ = [
     "EagerStep",
     "Momentum",
     "RankBranches",
-    *("reduce_gradients", "sgd", "sum_loss", "train_batch", "update_rank"),
+    "reduce_gradients",
+    "sgd",
+    "span",
+    "sum_loss",
+    "train_batch",
 ]
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
-Mark = Callable[[int], None]  # called with a rank that has got on
-Scores = Callable[[Sequence[Tensor], Mark | None], Sequence[Tensor]]
+Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one per rank
 
 
 class RankBranches(Protocol):
@@ -53,10 +56,10 @@ def train_batch(
     comm: Communicator | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
-    """Do one step of SGD on a batch that is split over the ranks, with LeNet.
+    """Do one step of SGD with LeNet on a batch that is split over the ranks.
 
-    Losses are summed in every shard and the gradients divided by the size of the whole batch: any
-    split, also one with empty shards, gives the gradient of the undivided batch up to rounding.
+    Losses are summed in every shard and the gradients divided by the size of the whole batch. Any
+    split gives the gradient of the undivided batch up to rounding; shards may be empty.
     Gradients are reduced in one call. Replicas that held the same bits do so afterwards.
 
     Args:
@@ -66,14 +69,14 @@ def train_batch(
             updated in place; afterwards their ``grad`` is the sum over all ranks.
         devices: One device per rank.
         lr: Learning rate.
-        comm: What reduces; if not given, one in rank order that is closed again.
+        comm: Reduces the gradients. Default: a communicator in rank order, for this call.
         weights: Shares of the ranks; see `pyringar.split_batch`.
 
     Returns:
-        Every rank's summed loss, on its device and not waited for: an empty shard's is 0.
+        Every rank's summed loss, on its device, without a synchronization. 0 for an empty shard.
 
     Raises:
-        ArgumentError: Numbers of ranks that differ, an empty batch, or what `split_batch` refuses.
+        ArgumentError: The numbers of ranks differ, the batch is empty, or `split_batch` refuses.
     """
     k = len(device_params)
     if k != len(devices):
@@ -81,81 +84,24 @@ def train_batch(
     shards = split_batch(X, y, devices, weights)
     if X.shape[0] == 0:
         raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
-    return _train_shards(
-        shards,
+    step = EagerStep(
         device_params,
-        scores=lambda shards, mark: [
+        scores=lambda shards: [
             lenet(X, params) for X, params in zip(shards, device_params, strict=True)
         ],
         reduce=lambda: reduce_gradients(device_params, devices, comm),
-        step_size=lr / X.shape[0],
+        split=functools.partial(split_batch, devices=devices, weights=weights),
     )
-
-
-def _train_shards(
-    shards: tuple[Shards, Shards],
-    replicas: Replicas,
-    scores: Scores,
-    reduce: Callable[[], None],
-    step_size: float | Tensor,
-    trace: Trace | None = None,
-    branches: RankBranches | None = None,
-    momentum: Momentum | None = None,
-) -> list[Tensor]:
-    """Train on one shard of samples and labels per rank; returns every rank's summed loss."""
-    for param in itertools.chain(*replicas):
-        param.grad = None  # or what an earlier step left would be added
-    if branches is not None:
-        losses = _compute_in_branches(shards, branches, trace)
-    else:
-        losses = _compute_in_turns(shards, replicas, scores, trace)
-    with _span(trace, "wait", *range(len(replicas))):
-        reduce()
-    updates = {
-        rank: functools.partial(update_rank, rank, params, step_size, trace, momentum)
-        for rank, params in enumerate(replicas)
-    }
-    if branches is not None:
-        branches.run(updates)
-    else:
-        for update in updates.values():
-            update()
-    return losses
-
-
-def _compute_in_branches(
-    shards: tuple[Shards, Shards], branches: RankBranches, trace: Trace | None
-) -> list[Tensor]:
-    """Run forward and backward of each rank in its branch."""
-    computations = {
-        rank: functools.partial(_compute_rank, branches.score, rank, X, y, trace)
-        for rank, (X, y) in enumerate(zip(*shards, strict=True))
-    }
-    return list(branches.run(computations).values())
-
-
-def _compute_rank(
-    score: Callable[[int, Tensor], Tensor],
-    rank: int,
-    X: Tensor,  # noqa: N803
-    y: Tensor,
-    trace: Trace | None,
-) -> Tensor:
-    with _span(trace, "forward", rank):
-        loss = sum_loss(score(rank, X), y)
-    with _span(trace, "backward", rank):
-        if loss.requires_grad:  # a rank without samples may have computed nothing
-            loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+    return step.train(shards, lr / X.shape[0])
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """Hold what SGD with momentum goes on with.
+    """Momentum buffers of SGD.
 
     Attributes:
-        share: Of the step before, 0 to below 1.
-        velocities: ``velocities[rank][i]``: the last step of each parameter; none if it is 0.
+        share: Share of the last step that each step adds, 0 to below 1.
+        velocities: ``velocities[rank][i]``: the last step of each parameter. Empty if share is 0.
     """
 
     share: float
@@ -163,75 +109,22 @@ class Momentum:
 
     @classmethod
     def of(cls, share: float, replicas: Replicas) -> Momentum:
-        """Return what the first step starts with."""
+        """Return the buffers before the first step: zeros."""
         used = replicas if share else [[] for _ in replicas]
         return cls(share, [[torch.zeros_like(param) for param in params] for params in used])
 
-
-def update_rank(
-    rank: int,
-    params: Sequence[Tensor],
-    step_size: float | Tensor,
-    trace: Trace | None,
-    momentum: Momentum | None = None,
-) -> None:
-    """Update one rank's parameters; see `sgd`."""
-    with _span(trace, "optimizer", rank):
-        if momentum is None:
-            sgd(params, step_size)
-        else:
-            sgd(params, step_size, momentum.velocities[rank], momentum.share)
+    def update(self, rank: int, params: Sequence[Tensor], step_size: float | Tensor) -> None:
+        """Update one rank's parameters; see `sgd`."""
+        sgd(params, step_size, self.velocities[rank], self.share)
 
 
-def _span(trace: Trace | None, category: str, *ranks: int) -> AbstractContextManager[None]:
-    return nullcontext() if trace is None else trace.span(category, *ranks)
-
-
-def _compute_in_turns(
-    shards: tuple[Shards, Shards], replicas: Replicas, scores: Scores, trace: Trace | None
-) -> list[Tensor]:
-    """Run forward of one rank after the other, then one backward pass through all of them."""
-    lanes = [params[0].device for params in replicas]  # ranks on one device take turns
-
-    def turns(category: str) -> AbstractContextManager[Mark | None]:
-        return nullcontext() if trace is None else trace.turns(category, lanes)
-
-    with turns("forward") as mark:
-        losses = [sum_loss(*pair) for pair in zip(scores(shards[0], mark), shards[1], strict=True)]
-    # One call: every GPU has a thread of autograd's of its own. A rank without samples may have
-    # computed nothing, and then has no gradients.
-    with turns("backward") as mark, _marked(replicas, mark):
-        found_losses = [loss for loss in losses if loss.requires_grad]
-        if found_losses:
-            torch.autograd.backward(found_losses)
-    return [loss.detach() for loss in losses]
-
-
-@contextmanager
-def _marked(replicas: Replicas, mark: Mark | None) -> Iterator[None]:
-    """Mark a rank, if anybody wants to know, whenever one of its gradients has come."""
-    hooks = []
-    if mark is not None:
-        params: list[tuple[int, Any]]  # torch does not type hooks
-        params = [(rank, param) for rank, own in enumerate(replicas) for param in own]
-        hooks = [
-            param.register_post_accumulate_grad_hook(functools.partial(_call_with, mark, rank))
-            for rank, param in params
-            if param.requires_grad
-        ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _call_with(mark: Mark, rank: int, param: Tensor) -> None:
-    mark(rank)
+def span(trace: Trace | None, category: str, num_ranks: int) -> AbstractContextManager[None]:
+    """Return a span for ranks 0 to ``num_ranks - 1`` if there is a trace."""
+    return nullcontext() if trace is None else trace.span(category, *range(num_ranks))
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy summed over the samples; 16-bit scores are taken to float32 first."""
+    """Return the cross-entropy summed over the samples; 16-bit scores are converted first."""
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
     return F.cross_entropy(scores, labels, reduction="sum")
@@ -243,11 +136,6 @@ def reduce_gradients(
     """Sum the gradients of all replicas into all of them, in one call.
 
     A parameter without a gradient, on a rank that had no sample or did not use it, gets zeros.
-
-    Args:
-        device_params: Replicas, see `train_batch`.
-        devices: One device per rank; only read without ``comm``.
-        comm: What reduces.
     """
     lists = [[_gradient(param) for param in params] for params in device_params]
     if comm is not None:
@@ -258,14 +146,9 @@ def reduce_gradients(
 
 
 class AfterBackward:
-    """Reduce all gradients in one call after backward: where there is no engine to count them.
+    """Reduce all gradients in one call after backward, where there is no compiled bucketer.
 
-    Has the methods of `GradientBucketer` that a training run uses; see there.
-
-    Args:
-        device_params: Replicas, see `train_batch`.
-        devices: One device per rank.
-        comm: What reduces.
+    It has the methods of `GradientBucketer` that a training run uses.
     """
 
     overlap = False
@@ -283,7 +166,7 @@ class AfterBackward:
             self._reduce()
 
     def stats(self) -> StepStats:
-        """Return statistics of no bucket."""
+        """Return empty statistics."""
         return StepStats()
 
     def close(self) -> None:
@@ -305,15 +188,14 @@ def sgd(
     """Subtract ``step_size`` times the gradient from every parameter that has one.
 
     With momentum ``v = momentum * v + step_size * grad`` is subtracted. Every product is rounded
-    before it is used: a fused multiply-add, which some devices would
-    use and others not, could give replicas on unlike devices different bits.
+    before it is used: only some devices have a fused multiply-add, and replicas on different
+    devices must have the same bits.
 
     Args:
         params: Parameters of one dtype and device.
         step_size: Learning rate over the number of samples that the gradients are sums of. A
-            0-dimensional tensor on the parameters' device is read when the step runs, and gives
-            the same bits: float64 for float64, else float32, in which 16-bit products are computed.
-        velocities: ``v`` of every parameter, updated in place; none without momentum.
+            0-dimensional tensor of the parameters' dtype and device is read when the step runs.
+        velocities: ``v`` of every parameter, updated in place; empty without momentum.
         momentum: Share of the step before.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
@@ -321,11 +203,7 @@ def sgd(
         return
     grads = [grad for _, grad in pairs]
     with torch.no_grad():  # on a GPU a few launches for all parameters, instead of two for each
-        if isinstance(step_size, Tensor):
-            wide = torch._foreach_mul([grad.to(step_size.dtype) for grad in grads], step_size)
-            steps = [step.to(grad.dtype) for step, grad in zip(wide, grads, strict=True)]
-        else:
-            steps = list(torch._foreach_mul(grads, step_size))
+        steps = list(torch._foreach_mul(grads, step_size))
         if velocities:
             zipped = zip(velocities, params, strict=True)
             last = [velocity for velocity, param in zipped if param.grad is not None]
@@ -336,22 +214,21 @@ def sgd(
 
 
 class EagerStep:
-    """One training step of all ranks, called with one batch after the other.
+    """One training step of all ranks, called for every batch.
 
     Args:
-        replicas: ``replicas[rank][i]``: the parameters of every rank that is here.
-        scores: Takes one shard of samples per rank and a function, and gives each rank's scores
-            ``(n, classes)``, computed from ``replicas``. Unless it is None, the function is called
-            with a rank whenever that has got on; see `Trace.turns`.
+        replicas: ``replicas[rank][i]``: the parameters of every rank of this process.
+        scores: Takes one shard of samples per rank and returns each rank's scores
+            ``(n, classes)``, computed from ``replicas``.
         reduce: Called after backward; returns when every ``grad`` is the sum over all ranks, such
             as `GradientBucketer.wait`.
-        split: Cuts a batch into one shard per rank that is here.
-        branches: Ranks run in these branches, not through ``scores``; None: one after the other.
+        split: Cuts a batch into one shard per rank of this process.
+        branches: Runs the ranks instead of ``scores``; None: one rank after the other.
         momentum: See `sgd`.
 
     Attributes:
-        momentum: What it goes on with.
-        sums: Every rank's loss so far, float64. Added up where it is: reading would wait.
+        momentum: The momentum buffers.
+        sums: Every rank's loss so far, float64, on its device: reading it synchronizes.
     """
 
     def __init__(
@@ -380,34 +257,74 @@ class EagerStep:
         step_size: float | Tensor,
         trace: Trace | None = None,
     ) -> list[Tensor]:
-        """Train on a batch.
-
-        Args:
-            X: Samples, ``(n, ...)``.
-            y: Class indices, ``(n,)``.
-            step_size: Learning rate over ``n``, see `sgd`.
-            trace: Where to note the phases.
+        """Train on a batch; ``step_size`` is the learning rate over its size.
 
         Returns:
-            Whether each rank but the first differs from it now; see `mismatch_flags`.
+            Flags: whether each rank but the first differs from it now; see `mismatch_flags`.
         """
-        losses = _train_shards(
-            self._split(X, y),
-            self._replicas,
-            self._scores,
-            self._reduce,
-            step_size,
-            trace,
-            self._branches,
-            self.momentum,
-        )
+        losses = self.train(self._split(X, y), step_size, trace)
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss
         return mismatch_flags(self._replicas)
 
+    def train(
+        self,
+        shards: tuple[Shards, Shards],
+        step_size: float | Tensor,
+        trace: Trace | None = None,
+    ) -> list[Tensor]:
+        """Train on one shard of samples and labels per rank; return every rank's summed loss."""
+        k = len(self._replicas)
+        for param in itertools.chain(*self._replicas):
+            param.grad = None  # backward would add to it
+        if self._branches is not None:
+            computations = {
+                rank: functools.partial(_compute_rank, self._branches.score, rank, X, y)
+                for rank, (X, y) in enumerate(zip(*shards, strict=True))
+            }
+            losses = list(self._branches.run(computations).values())
+        else:
+            losses = self._compute_together(shards, trace)
+        with span(trace, "wait", k):
+            self._reduce()
+        updates = {
+            rank: functools.partial(self.momentum.update, rank, params, step_size)
+            for rank, params in enumerate(self._replicas)
+        }
+        with span(trace, "optimizer", k):
+            if self._branches is not None:
+                self._branches.run(updates)
+            else:
+                for update in updates.values():
+                    update()
+        return losses
+
+    def _compute_together(self, shards: tuple[Shards, Shards], trace: Trace | None) -> list[Tensor]:
+        """Run forward of one rank after the other, then one backward pass through all of them."""
+        with span(trace, "forward", len(shards[0])):
+            scores = self._scores(shards[0])
+            losses = [sum_loss(*pair) for pair in zip(scores, shards[1], strict=True)]
+        with span(trace, "backward", len(shards[0])):  # autograd runs one thread for each GPU
+            found_losses = [loss for loss in losses if loss.requires_grad]  # ranks without samples
+            if found_losses:
+                torch.autograd.backward(found_losses)
+        return [loss.detach() for loss in losses]
+
     def take_loss(self) -> float:
-        """Return the loss of all samples since the last call, summed. Waits for the devices."""
+        """Return the summed loss of all samples since the last call. Waits for the devices."""
         loss = sum(total.item() for total in self.sums)
         for total in self.sums:
             total.zero_()
         return loss
+
+
+def _compute_rank(
+    score: Callable[[int, Tensor], Tensor],
+    rank: int,
+    X: Tensor,  # noqa: N803
+    y: Tensor,
+) -> Tensor:
+    loss = sum_loss(score(rank, X), y)
+    if loss.requires_grad:  # a rank without samples may have computed nothing
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()

@@ -1,4 +1,4 @@
-"""Training a model on k ranks: the book's train, returning what it found instead of printing it."""
+"""Train a model on k ranks: the book's ``train``, which returns its results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.sharded_step import torch_threads
 from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
-from pyringar.train.balance import measure_weights
 from pyringar.train.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -28,25 +27,16 @@ from pyringar.train.checkpoint import (
     check_same,
     images_digest,
     recipe_of,
-    restore,
-    setting,
     to_file,
 )
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
-from pyringar.train.devices import describe_devices, describe_ranks, synchronize
+from pyringar.train.devices import describe_devices, synchronize
 from pyringar.train.graph import Branches, GraphStep, check_ranks
 from pyringar.train.group import OneProcess, TrainGroup
 from pyringar.train.interrupts import Interrupts
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
-from pyringar.train.models import (
-    autocast,
-    build_model,
-    plain_model,
-    threads_per_rank,
-)
-from pyringar.train.pacing import StepWindow
-from pyringar.train.remarks import BusyCores, tell_of_idle_ranks
+from pyringar.train.models import autocast, build_model, threads_per_rank
 from pyringar.train.shard_step import ShardStep
 from pyringar.train.step import EagerStep, RankBranches
 from pyringar.train.trace import Trace
@@ -56,18 +46,19 @@ __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
 logger = logging.getLogger(__name__)
 
 _EVAL_BATCH = 1_000
-_TRACED_STEPS = 100  # enough to see, and a file that a browser opens
+_TRACED_STEPS = 100  # a browser still opens the file
+_MOST_STEPS_AHEAD = 2  # of the host, before the GPUs; each holds a batch in their memory
 
 
 @dataclass(frozen=True)
 class EpochResult:
-    """One pass over the training images.
+    """Result of one pass over the training images.
 
     Attributes:
         epoch: Its number, from 1.
         loss: Mean loss over the training images, each at the step that used it.
         accuracy: Share of the test images classified correctly afterwards, 0 to 1.
-        seconds: Time it took, without the test.
+        seconds: Time without the test.
     """
 
     epoch: int
@@ -78,17 +69,17 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Hold the results of a training run.
+    """Results of a training run.
 
     Attributes:
-        config: What was asked for.
-        devices: What it ran on, one device per rank.
-        data: What it was trained on, for people.
+        config: The configuration.
+        devices: One device per rank.
+        data: Description of the images, for people.
         plan: How the gradients were reduced.
         epochs: One entry per epoch.
         params: The trained parameters, on the CPU.
-        state: The same and, for ResNet-18, rank 0's running statistics, by name: what
-            ``load_state_dict`` takes.
+        state: The same and, for ResNet-18, rank 0's running statistics, by name, for
+            ``load_state_dict``.
     """
 
     config: TrainConfig
@@ -101,7 +92,7 @@ class TrainResult:
 
     @property
     def digest(self) -> str:
-        """Digest of all that was learned: equal for equal bits."""
+        """Digest of ``state``: equal for equal bits."""
         return digest_of(self.state.values())
 
     @property
@@ -121,7 +112,7 @@ class TrainResult:
 
     @property
     def line(self) -> str:
-        """The book's last line, with the ranks that really ran."""
+        """The last line that the book prints, with the devices of the ranks."""
         mean_s = sum(self.seconds) / len(self.seconds)
         return (
             f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch "
@@ -146,8 +137,7 @@ def train(
 
     Runs that differ only in the number of ranks start from the same parameters and see the same
     images in the same order. In float64 LeNet's parameters agree to rounding; in float32 they drift
-    apart after some dozens of steps, when rounding first turns a ReLU on or off. With ``shards``
-    they have the same bits.
+    apart after some dozens of steps. With ``shards`` they have the same bits.
 
     Args:
         num_gpus: Number of ranks: on the machine's GPUs, several on one where there are too few,
@@ -156,16 +146,16 @@ def train(
         lr: Learning rate.
         on_epoch: Called after each epoch: see `Trainer.run`.
         save: Folder for a checkpoint: see `Trainer`.
-        resume: Folder with the checkpoint of a run to go on with: see `Trainer`.
+        resume: Folder with the checkpoint of the run to resume: see `Trainer`.
         **options: Any other field of `TrainConfig`, by name.
 
     Returns:
-        The curve, the parameters, and the book's last line as its ``str``.
+        The curve and the parameters; ``str`` of it is the book's last line.
 
     Raises:
         ArgumentError: An option is unknown or out of range, a device is not there, or a checkpoint
-            cannot be written or gone on with.
-        RingarError: The replicas diverged, or the data cannot be had.
+            cannot be written or resumed from.
+        RingarError: The replicas diverged, or the images are not available.
     """
     known = {field.name for field in fields(TrainConfig)} - {"ranks", "batch_size", "lr"}
     unknown = sorted(set(options) - known)
@@ -179,40 +169,39 @@ def train(
 def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
     """Train ResNet-18 from scratch on ``num_gpus`` ranks.
 
-    Every run starts from the numbers of its seed, running statistics included. With
-    ``batchnorm="local"`` every rank normalises with its own samples, so that what is learned
-    depends on the number of ranks; with ``"sync"`` it does so by rounding only. See `train`;
+    Every run starts from the parameters and running statistics of its seed. With
+    ``batchnorm="local"`` every rank normalises with its own samples, so that the result
+    depends on the number of ranks; with ``"sync"`` by rounding only. See `train`;
     ``width``, ``batchnorm`` and ``amp`` are among the options.
     """
     return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
 
 
 class Trainer:
-    """A training run that can be looked at: devices, data and plan are known before it starts.
+    """A training run whose devices, data and plan can be inspected before it starts.
 
     Args:
-        config: What to do.
+        config: The configuration.
         data: Images to use instead of those that ``config`` names.
-        trace: Where to note what the first steps did, and when.
-        group: This process's rank, where every rank is a process. ``devices`` and ``replicas`` are
+        trace: Records the first steps.
+        group: This process's rank, if every rank is a process. ``devices`` and ``replicas`` are
             then of this rank alone. Closed with the trainer.
-        save: Folder that gets a checkpoint after every epoch, each in the place of the one before.
-            Made if it is missing; refused if it has a checkpoint that is not gone on with. On
-            Ctrl-C or SIGTERM the step under way is finished and saved, too, before
-            ``KeyboardInterrupt`` or ``SystemExit`` is raised; a second one acts at once.
-        resume: Folder with the checkpoint of a run to go on with, which is then saved there, or in
-            ``save``. What follows has the bits of a run that was never stopped, also if its ranks
-            were in one process and are now in as many, or the other way round, given the same torch
-            and as many torch threads: if these differ, a warning is logged. With ``shards`` there
-            may be other ranks. The configuration
-            must be the same in all that decides bits; only ``epochs`` may be more: a linear
-            learning rate then goes on where the longer run would have had it.
+        save: Folder for a checkpoint, which each epoch replaces. Created if it is missing; refused
+            if it has the checkpoint of another run. On Ctrl-C or SIGTERM the current step is
+            finished and saved before ``KeyboardInterrupt`` or ``SystemExit`` is raised; a second
+            signal acts at once.
+        resume: Folder with the checkpoint of the run to resume, which is then saved there, or in
+            ``save``. The result has the bits of a run that was never stopped, also if its ranks
+            move from one process into many or back, given the same torch and number of torch
+            threads: if these differ, a warning is logged. With ``shards`` the number of ranks may
+            change. The configuration must be the same in all that decides bits; only ``epochs`` may
+            grow: a linear learning rate then continues as in the longer run.
 
     Raises:
         ArgumentError: A device is not there, steps of such a run cannot be captured, a checkpoint
-            cannot be written, or there is none that this run could go on with.
+            cannot be written, or there is none that this run could resume.
         CudaError: Steps could not be captured.
-        RingarError: The data cannot be had.
+        RingarError: The images are not available.
 
     A context manager: leaving it closes its communicator.
     """
@@ -240,32 +229,25 @@ class Trainer:
         loaded = data or self.group.load(load)
         self.description = str(loaded)
         self._images = images_digest(loaded) if self._folder is not None else ""
-        # Batches are cut on the first GPU, where there is one: no copy from the host in a step.
+        # Batches are cut on the first GPU, if there is one: a step copies nothing from the host.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
-        self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.global_batch_size)
+        self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.batch_size)
         self._num_steps = self.steps_per_epoch * config.epochs
         self._warn_of_plateau()
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = build_model(config, self.devices, self.group.comm)
         if trace is not None:
-            ranks = describe_ranks(self.devices, self.all_devices)
-            trace.title = f"{self.model.title}, {ranks}"
+            trace.title = f"{self.model.title} on {describe_devices(self.all_devices)}"
         self.replicas = self.model.params
-        self.weights = self._choose_weights() if checkpoint is None else checkpoint.weights
         self._run_step = self._make_step()
         self._step = 0
+        self._unchecked: deque[_QueuedStep] = deque()
         self._has_run = False
-        self._done: list[EpochResult] = []  # by the run that is gone on with
-        self._progress: EpochProgress | None = None  # of the epoch that it broke off
+        self._done: list[EpochResult] = []  # from the checkpoint
+        self._progress: EpochProgress | None = None  # in the epoch that was interrupted
         if checkpoint is not None:
-            self._go_on_from(checkpoint, Path(resume or ""))
-        self._busy_cores = BusyCores(
-            {device.type for device in self.all_devices} == {"cpu"}, threads_per_rank(config)
-        )
-        if self.is_main:
-            size = min(config.global_batch_size, len(self._data.train_labels))
-            tell_of_idle_ranks(size, config.world_size, self.weights)
+            self._resume_from(checkpoint)
 
     @property
     def step(self) -> int:
@@ -280,19 +262,19 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """Return what reduces the gradients of a step."""
+        """How the gradients of a step are reduced."""
         nbytes = sum(param.numel() * param.element_size() for param in self.replicas[0])
         plan: Plan = self.group.comm.plan(nbytes, self.config.torch_dtype)
         return plan
 
     @property
     def is_main(self) -> bool:
-        """Return whether this process has rank 0, which alone prints."""
+        """Whether this process has rank 0, which alone prints."""
         return self.group.is_main
 
     @property
     def all_devices(self) -> tuple[torch.device, ...]:
-        """The devices of all ranks, wherever they are."""
+        """The devices of all ranks in all processes."""
         return self.group.all_devices
 
     def run(
@@ -300,35 +282,32 @@ class Trainer:
         on_step: Callable[[], None] | None = None,
         on_epoch: Callable[[EpochResult], None] | None = None,
     ) -> TrainResult:
-        """Train for all epochs.
+        """Train for all epochs, once.
 
-        Once: another run, or the rest of this one, takes a new trainer. Only where the learning
-        rate is constant and nothing is saved, a second call trains for as many epochs more.
+        To continue, make a new trainer. Only if the learning rate is constant and nothing is
+        saved, a second call trains for the same number of epochs again.
 
         Args:
-            on_step: Called after every step, within the time that is measured.
-            on_epoch: Called after every epoch, such as a `pyringar.train.LivePlot`; of a
-                run that is gone on with, first for the epochs that are done.
+            on_step: Called after every step; its time counts.
+            on_epoch: Called after every epoch, such as a `pyringar.train.LivePlot`. A run that
+                resumes calls it first for the epochs before.
 
         Returns:
             The curve and the parameters.
 
         Raises:
-            RingarError: The replicas diverged, a checkpoint could not be written, another run saves
-                in the same folder, or it was called before and cannot go on.
+            RingarError: The replicas diverged, a checkpoint could not be written, or it was called
+                before and cannot continue.
             KeyboardInterrupt, SystemExit: It was interrupted; the checkpoint is written.
         """
-        can_go_on = self.config.lr_schedule == "constant" and self._folder is None
-        if self._has_run and not can_go_on:
+        can_continue = self.config.lr_schedule == "constant" and self._folder is None
+        if self._has_run and not can_continue:
             raise RingarError(
                 "run was called before: make another Trainer, with resume to go on from a save"
             )
         self._has_run = True
         epochs = list(self._done)
-        with (
-            self._folder.held() if self._folder and self.is_main else nullcontext(),
-            Interrupts(self._folder is not None) as interrupts,
-        ):
+        with Interrupts(self._folder is not None) as interrupts:
             for result in epochs:
                 if on_epoch is not None:
                     on_epoch(result)
@@ -339,12 +318,14 @@ class Trainer:
                 if not math.isfinite(loss) and self.is_main:
                     logger.warning(
                         "the loss is %s after epoch %d: the learning rate %g is too high",
-                        *(loss, result.epoch, self.config.initial_lr),
+                        loss,
+                        result.epoch,
+                        self.config.lr,
                     )
                 epochs.append(result)
                 try:
                     self._save(epochs, self._new_progress())
-                finally:  # a result that is there is not lost because a disk is full
+                finally:  # also report an epoch whose checkpoint could not be written
                     if on_epoch is not None:
                         on_epoch(result)
         return TrainResult(
@@ -358,7 +339,7 @@ class Trainer:
         )
 
     def evaluate(self) -> float:
-        """Accuracy on the test images, counted by all ranks."""
+        """Return the accuracy on the test images, counted by all ranks."""
         models = self.model.evaluators()
         self.group.share_buffers(self.model.state_dict(), self.replicas[0])
         size, split = _EVAL_BATCH, self.group.split
@@ -384,39 +365,71 @@ class Trainer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _make_step(self) -> EagerStep | GraphStep | ShardStep:
+        config = self.config
+        if config.shards is not None:
+            return ShardStep(self.model, self.group.comm, config)
+        branches: RankBranches | None = None
+        if config.cuda_graph and config.batchnorm == "local":
+            branches = Branches(self.devices[0], len(self.devices), self.model.score)
+        eager = EagerStep(
+            self.replicas,
+            self.model.scores,
+            reduce=self.model.bucketer.wait,
+            split=functools.partial(
+                self.group.split, devices=self.devices, weights=self.config.weights
+            ),
+            branches=branches,
+            momentum=config.momentum,
+        )
+        if not config.cuda_graph:
+            return eager
+        images, labels = self._data.train_images, self._data.train_labels
+        sizes = {min(config.batch_size, len(labels)), len(labels) % config.batch_size} - {0}
+        return GraphStep(eager, [(images[:n], labels[:n]) for n in sizes], self.model.tensors())
+
     def _train_epoch(
         self,
         on_step: Callable[[], None] | None,
         epochs: Sequence[EpochResult],
         interrupts: Interrupts,
     ) -> tuple[float, float]:
-        """Mean loss and seconds of one pass over the training images, or of the rest of it."""
-        data, size = self._data, self.config.global_batch_size
-        window = StepWindow(self.devices, self.config.max_inflight, self._check_step)
+        """Return mean loss and seconds of one pass over the training images, or of its rest."""
+        data = self._data
         progress, self._progress = self._progress or self._new_progress(), None
         synchronize(self.devices)
         begin_s = time.perf_counter() - progress.seconds
-        shuffled = batches(data.train_images, data.train_labels, size, self._shuffle)
+        shuffled = batches(
+            data.train_images, data.train_labels, self.config.batch_size, self._shuffle
+        )
         for images, labels in itertools.islice(shuffled, progress.steps, None):
-            with self._busy_cores:
-                self._train_batch(images, labels, window)
+            self._train_batch(images, labels)
             progress.steps += 1
             if on_step is not None:
                 on_step()
             if self._folder is not None and self.group.any(interrupts.asked is not None):
-                window.drain()
+                self._check_steps(0)
                 progress.seconds = time.perf_counter() - begin_s
                 self.group.check_equal(self.replicas[0])
                 self._save(epochs, progress)
-                self._tell_of_stop(progress, len(epochs) + 1)
+                if self.is_main:
+                    logger.warning(
+                        "stopped in epoch %d, after step %d of %d; the checkpoint is in '%s'",
+                        len(epochs) + 1,
+                        progress.steps,
+                        self.steps_per_epoch,
+                        self._folder.path,
+                    )
                 interrupts.stop()
-        window.drain()
+        self._check_steps(0)
         synchronize(self.devices)
         seconds = time.perf_counter() - begin_s
         loss: float = self.group.total(self._run_step.take_loss()) / len(data.train_labels)
         return loss, seconds
 
-    def _train_batch(self, images: Tensor, labels: Tensor, window: StepWindow) -> None:
+    def _train_batch(self, images: Tensor, labels: Tensor) -> None:
         trace = self._trace
         if trace is not None and trace.step >= _TRACED_STEPS:
             trace = None
@@ -425,9 +438,31 @@ class Trainer:
         if trace is not None:
             trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
             trace.step += 1
-        # On their way before the next step is: reading one on its GPU would wait for that, too.
-        window.push(self._step, [flag.to("cpu", non_blocking=True) for flag in flags])
+        self._unchecked.append(_QueuedStep(self._step, flags, self.devices))
         self._step += 1
+        self._check_steps(_MOST_STEPS_AHEAD if self._unchecked[0].events else 0)
+
+    def _check_steps(self, most_unchecked: int) -> None:
+        """Wait for the oldest steps, and raise if a step left replicas with different bits."""
+        while len(self._unchecked) > most_unchecked:
+            step = self._unchecked.popleft()
+            if not step.has_mismatch():
+                continue
+            try:
+                check_replicas_equal(self.replicas)
+            except RingarError as error:
+                raise RingarError(f"after step {step.number}: {error}") from None
+            raise RingarError(f"after step {step.number}: the replicas had diverged")
+
+    def _warn_of_plateau(self) -> None:
+        has_plateau = self.config.model == "lenet" and self.config.init == "book"
+        if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
+            logger.warning(
+                "init is 'book', which stays at chance for some %d steps; this run has %d. "
+                "Init 'he' learns from the first step",
+                BOOK_PLATEAU_STEPS,
+                self._num_steps,
+            )
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -435,7 +470,7 @@ class Trainer:
         return EpochProgress(self._shuffle.get_state())
 
     def _save(self, epochs: Sequence[EpochResult], progress: EpochProgress) -> None:
-        """Write a checkpoint, if that is wanted: all ranks take part, rank 0 writes."""
+        """Write a checkpoint if there is a folder. All ranks take part; rank 0 writes."""
         if self._folder is None:
             return
         rank_tensors = self.group.gather(self._rank_tensors())
@@ -446,7 +481,7 @@ class Trainer:
         self._folder.write(
             Checkpoint(
                 recipe=recipe_of(self.config, self.all_devices),
-                setting=setting(threads_per_rank(self.config)),
+                setting=self._setting,
                 num_epochs=self.config.epochs,
                 epochs=[list(astuple(epoch)) for epoch in epochs],
                 epoch_steps=progress.steps,
@@ -454,7 +489,6 @@ class Trainer:
                 images=self._images,
                 data=self.description,
                 order=self._order,
-                weights=None if self.weights is None else [float(w) for w in self.weights],
                 shuffle=progress.shuffle,
                 params=[to_file(param) for param in self.replicas[0]],
                 rank_tensors=rank_tensors,
@@ -466,7 +500,7 @@ class Trainer:
         return self.plan.order if self.config.shards is None else self.config.order
 
     def _rank_tensors(self) -> list[list[Tensor]]:
-        """Return what ranks have of their own: the summed loss of this epoch, buffers, and more."""
+        """Return each rank's summed loss of this epoch, buffers, and momentum buffers."""
         velocities = self._run_step.momentum.velocities
         parts = zip(self._run_step.sums, self.model.buffers(), velocities, strict=True)
         return [[total, *buffers, *last] for total, buffers, last in parts]
@@ -474,7 +508,7 @@ class Trainer:
     def _open_checkpoints(
         self, save: str | Path | None, resume: str | Path | None
     ) -> Checkpoint | None:
-        """See that the folders can be used; return the checkpoint to go on from, if any."""
+        """Check that the folders can be used; return the checkpoint to resume from, if any."""
         name, path = ("resume", resume) if save is None else ("save", save)
         if path is None:
             return None
@@ -482,53 +516,57 @@ class Trainer:
         source = None if resume is None else CheckpointFolder(resume, "resume")
 
         def prepare() -> bytes:
-            content = b""
-            if source is not None:
-                content = source.read()
-                self._check(Checkpoint.decode(content, source.path), source.path)
-            target.prepare(may_hold_one=source is not None and target.is_at(source.path))
+            if source is None:
+                target.prepare(may_replace=False)
+                return b""
+            content = source.read()
+            found = Checkpoint.decode(content, source.path)
+            check_same(found, self.config, recipe_of(self.config, self.all_devices))
+            target.prepare(may_replace=target.path.resolve() == source.path.resolve())
+            for name, value in self._setting.items():
+                if found.setting[name] != value:
+                    logger.warning(
+                        "%s: %s here, %s where the checkpoint in '%s' was written; the bits may "
+                        "differ from those of a run that was not stopped",
+                        name,
+                        value,
+                        found.setting[name],
+                        source.path,
+                    )
             return content
 
         content = self.group.share(prepare)
         return None if source is None else Checkpoint.decode(content, source.path)
 
-    def _check(self, found: Checkpoint, folder: Path) -> None:
-        """Raise unless this run is the one of a checkpoint; warn if its bits may yet differ."""
-        check_same(found.recipe, recipe_of(self.config, self.all_devices), folder)
-        for name, value in setting(threads_per_rank(self.config)).items():
-            if found.setting.get(name) != value:
-                logger.warning(
-                    "%s: %s here, %s where the checkpoint in '%s' was written; the bits of what "
-                    "follows may differ from those of a run that was not stopped",
-                    *(name, value, found.setting.get(name), folder),
-                )
-        if self.config.epochs < found.num_epochs:
-            raise ArgumentError(
-                f"epochs is {self.config.epochs}, but the checkpoint in '{folder}' is of a run of "
-                f"{found.num_epochs}; expected as many or more"
-            )
+    @property
+    def _setting(self) -> dict[str, Any]:
+        threads = threads_per_rank(self.config)
+        return {"torch": str(torch.__version__), "torch threads per rank": threads}
 
-    def _go_on_from(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Be where the run was that wrote the checkpoint."""
+    def _resume_from(self, checkpoint: Checkpoint) -> None:
+        """Restore the state of the run that wrote the checkpoint."""
         if checkpoint.images != self._images:
             raise ArgumentError(
-                f"dataset is {self.description}, but the checkpoint in '{folder}' was trained on "
-                f"other images: {checkpoint.data}"
+                f"dataset is {self.description}, but the checkpoint was trained on other images: "
+                f"{checkpoint.data}"
             )
         if checkpoint.order != self._order:
             raise ArgumentError(
-                f"allreduce is {self.config.allreduce!r}, which adds in {self._order} order "
-                f"here, but the run of the checkpoint in '{folder}' added in "
-                f"{checkpoint.order} order"
+                f"allreduce is {self.config.allreduce!r}, which adds in {self._order} order here, "
+                f"but the run of the checkpoint added in {checkpoint.order} order"
             )
-        # The first step decides how gradients are laid out in buckets, and so the bits of a ring.
-        size = self.config.global_batch_size
+        # The first step decides the layout of gradients in buckets, and so the bits of a ring.
+        size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
-        own = checkpoint.rank_tensors
-        here = [own[rank if self.config.shards is None else 0] for rank in self.group.ranks]
-        targets = [*self.replicas, *self._rank_tensors()]
-        for target, saved in zip(targets, [checkpoint.params] * len(here) + here, strict=True):
-            restore(target, saved, folder)
+        for rank, params, own in zip(
+            self.group.ranks, self.replicas, self._rank_tensors(), strict=True
+        ):
+            saved = checkpoint.rank_tensors[rank if self.config.shards is None else 0]
+            with torch.no_grad():
+                for target, tensor in zip(
+                    [*params, *own], [*checkpoint.params, *saved], strict=True
+                ):
+                    target.copy_(tensor)
         self._shuffle.set_state(checkpoint.shuffle)
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
         self._step = len(self._done) * self.steps_per_epoch + checkpoint.epoch_steps
@@ -536,60 +574,26 @@ class Trainer:
             checkpoint.shuffle, checkpoint.epoch_steps, checkpoint.epoch_seconds
         )
 
-    def _tell_of_stop(self, progress: EpochProgress, epoch: int) -> None:
-        if self.is_main and self._folder is not None:
-            logger.warning(
-                "stopped in epoch %d, after step %d of %d; the checkpoint is in '%s'",
-                *(epoch, progress.steps, self.steps_per_epoch, self._folder.path),
-            )
 
-    def _make_step(self) -> EagerStep | GraphStep | ShardStep:
-        config = self.config
-        if config.shards is not None:
-            return ShardStep(self.model, self.group.comm, config)
-        split = functools.partial(self.group.split, devices=self.devices, weights=self.weights)
-        branches: RankBranches | None = None
-        if config.cuda_graph and config.batchnorm == "local":
-            branches = Branches(self.devices[0], len(self.devices), self.model.score)
-        eager = EagerStep(
-            *(self.replicas, self.model.scores, self.model.bucketer.wait, split),
-            branches=branches,
-            momentum=config.momentum,
-        )
-        if not config.cuda_graph:
-            return eager
-        images, labels = self._data.train_images, self._data.train_labels
-        size = config.global_batch_size
-        sizes = {min(size, len(labels)), len(labels) % size} - {0}
-        batches = [(images[:n], labels[:n]) for n in sorted(sizes)]
-        return GraphStep(eager, batches, self.model.tensors())
+class _QueuedStep:
+    """A step that the host has enqueued, and whose mismatch flags are not read yet."""
 
-    def _warn_of_plateau(self) -> None:
-        has_plateau = self.config.model == "lenet" and self.config.init == "book"
-        if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
-            logger.warning(
-                "init is 'book', which stays at chance for some %d steps; this run has %d. "
-                "Init 'he' learns from the first step",
-                *(BOOK_PLATEAU_STEPS, self._num_steps),
-            )
+    def __init__(
+        self, number: int, flags: Sequence[Tensor], devices: Sequence[torch.device]
+    ) -> None:
+        self.number = number
+        # Copied before the next step is enqueued: reading on the GPU would wait for that step too.
+        self._flags = [flag.to("cpu", non_blocking=True) for flag in flags]
+        self.events = [_record_event(d) for d in set(devices) if d.type == "cuda"]
 
-    def _choose_weights(self) -> Sequence[float] | None:
-        if not isinstance(self.config.weights, str):
-            return self.config.weights
-        size = math.ceil(self.config.global_batch_size / self.config.world_size)
-        with autocast(self.config, self.devices):
-            return measure_weights(
-                functools.partial(plain_model, self.config),
-                self.devices,
-                self._data.train_images[:size],
-                self._data.train_labels[:size],
-            )
+    def has_mismatch(self) -> bool:
+        """Wait for the step, and return whether replicas differed after it."""
+        for event in self.events:
+            event.synchronize()
+        return any(bool(flag) for flag in self._flags)
 
-    def _check_step(self, step: int, flags: Sequence[Tensor]) -> None:
-        """Replicas that were equal and saw equal gradients are equal: else something is broken."""
-        if any(bool(flag) for flag in flags):
-            try:
-                check_replicas_equal(self.replicas)
-            except RingarError as error:
-                raise RingarError(f"after step {step}: {error}") from None
-            raise RingarError(f"after step {step}: the replicas had diverged")
+
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
